@@ -1,0 +1,368 @@
+"""Live conversations: which decoder each is bound to, and what each decoder holds.
+
+The one authority for bindings, as plain data structures: no Ray, no clock (time is an
+argument), and whatever happens once a turn is O(1) in the number of conversations. Occupancy is exact by
+construction: a decoder's ``held_tokens`` is changed in `ConversationTable._hold` alone.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from conserve.placement import Decoder, Placement, PlacementPolicy, Prefiller
+from conserve.recognition import Digest, TailIndex
+
+
+class TurnStats(NamedTuple):
+    """What an engine reports of one turn, in tokens.
+
+    Attributes:
+        prompt_tokens: the turn's whole prompt, history included.
+        output_tokens: generated (of the longest choice, with several).
+        decoder_cached_tokens: of the prompt, found in the decoder's own prefix cache.
+        lmcache_tokens: of the prompt, taken from LMCache.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    decoder_cached_tokens: int
+    lmcache_tokens: int
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A live conversation. Times are seconds of the clock whose readings are passed in.
+
+    Attributes:
+        incarnation: tells it from an earlier conversation of the same id.
+        decoder_id: where it is bound; None before its first turn and after a decoder was lost.
+        held_tokens: of KV on that decoder; from binding to the first turn's end, the promised
+            turn-1 length.
+        turns: completed ones.
+        running: ids of the turns under way.
+        moves: how often it was bound again because its decoder was lost.
+        prefiller_id, prefill_tokens: the remote prefill under way, if any.
+        tails: digests by which its next turn is recognised.
+    """
+
+    id: str
+    incarnation: int
+    created_s: float
+    last_used_s: float
+    decoder_id: str | None = None
+    held_tokens: int = 0
+    turns: int = 0
+    running: tuple[int, ...] = ()
+    moves: int = 0
+    prefiller_id: str | None = None
+    prefill_tokens: int = 0
+    last_turn: TurnStats | None = None
+    tails: tuple[Digest, ...] = ()
+
+    @property
+    def phase(self) -> str:
+        """``reasoning`` while a turn is running, else ``acting``."""
+        return "reasoning" if self.running else "acting"
+
+
+class ConversationTable:
+    """Bindings of live conversations to decoders.
+
+    A conversation's life: `bind` (its first turn starts), `prefilled`, `advance` (the turn is
+    complete), then `begin` and `advance` for each later turn, and `release`. `abandon` ends a
+    turn that did not complete. When a decoder is lost, its conversations stay, unbound, and
+    their next turn binds again.
+
+    Turns are told apart by the id that `bind` and `begin` append to ``running``; ending one
+    twice, or one of an earlier incarnation, changes nothing.
+
+    Args:
+        policy: decides where a conversation goes.
+        idle_timeout_s: a conversation not used for so long has ended; see `expire`.
+        first_id: turns and incarnations are numbered from here. A table that succeeds another
+            must start above it.
+    """
+
+    def __init__(self, policy: PlacementPolicy, idle_timeout_s: float, first_id: int = 1) -> None:
+        self._policy = policy
+        self._idle_timeout_s = idle_timeout_s
+        self._next_id = first_id
+        # In order of last use, so that the idle ones are found without a search.
+        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+        self._tails = TailIndex()
+        self.decoders: dict[str, Decoder] = {}
+        self.prefillers: dict[str, Prefiller] = {}
+        self.reasoning = 0
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def __contains__(self, conversation_id: str) -> bool:
+        return conversation_id in self._conversations
+
+    def get(self, conversation_id: str) -> Conversation | None:
+        """The live conversation of this id, or None."""
+        return self._conversations.get(conversation_id)
+
+    def recent(self, limit: int) -> list[Conversation]:
+        """Up to ``limit`` live conversations, the most recently used first."""
+        found = []
+        for conversation in reversed(self._conversations.values()):
+            if len(found) >= limit:
+                break
+            found.append(conversation)
+        return found
+
+    # --- engines -----------------------------------------------------------------------------
+
+    def add_prefiller(self, prefiller_id: str) -> None:
+        """A prefiller is ready."""
+        self.prefillers.setdefault(prefiller_id, Prefiller(prefiller_id))
+
+    def add_decoder(
+        self, decoder_id: str, capacity_tokens: int, holds: Iterable[Conversation] = ()
+    ) -> list[str]:
+        """A decoder is ready, and holds these conversations (after this table was lost).
+
+        Returns:
+            Ids among ``holds`` that live elsewhere by now: the decoder is to forget them.
+        """
+        if decoder_id not in self.decoders:
+            self.decoders[decoder_id] = Decoder(decoder_id, capacity_tokens)
+        foreign = []
+        for held in holds:
+            known = self._conversations.get(held.id)
+            if known is None or (
+                known.decoder_id is None and known.incarnation == held.incarnation
+            ):
+                self._adopt(held, decoder_id)
+            elif known.decoder_id != decoder_id:
+                foreign.append(held.id)
+        # A table that took over may see conversations out of order of their last use.
+        self._conversations = OrderedDict(
+            sorted(self._conversations.items(), key=lambda item: item[1].last_used_s)
+        )
+        return foreign
+
+    def remove_prefiller(self, prefiller_id: str) -> None:
+        """A prefiller is lost or has left."""
+        self.prefillers.pop(prefiller_id, None)
+
+    def remove_decoder(self, decoder_id: str) -> list[str]:
+        """A decoder is lost: unbind what it held.
+
+        Returns:
+            Ids of the conversations that lost their KV; turns of theirs are over.
+        """
+        if self.decoders.pop(decoder_id, None) is None:
+            return []
+        unbound = []
+        for conversation in self._conversations.values():
+            if conversation.decoder_id == decoder_id:
+                conversation.decoder_id = None
+                conversation.held_tokens = 0
+                if conversation.running:
+                    conversation.running = ()
+                    self.reasoning -= 1
+                unbound.append(conversation.id)
+        return unbound
+
+    # --- turns -------------------------------------------------------------------------------
+
+    def recognise(self, candidates: Sequence[Digest]) -> str | None:
+        """The conversation that a turn without an id continues, or None.
+
+        Args:
+            candidates: `conserve.recognition.candidate_digests` of the turn's messages.
+        """
+        return self._tails.match(candidates, self._is_running)
+
+    def bind(self, conversation_id: str, turn1_tokens: int, now_s: float) -> Placement | None:
+        """Start a turn of a conversation that is new, or whose decoder was lost.
+
+        Args:
+            turn1_tokens: the prompt's length; it counts as held from now on.
+
+        Returns:
+            Where it goes, or None, with nothing changed, while no decoder has room.
+
+        Raises:
+            ValueError: it is bound already; use `begin`.
+        """
+        known = self._conversations.get(conversation_id)
+        if known is not None and known.decoder_id is not None:
+            raise ValueError(f"conversation {conversation_id!r} is bound to {known.decoder_id}")
+        placement = self._policy.place(
+            turn1_tokens, self.decoders.values(), self.prefillers.values()
+        )
+        if placement is None:
+            return None
+        if known is None:
+            known = Conversation(conversation_id, self._next_id, now_s, now_s)
+            self._conversations[conversation_id] = known
+        else:
+            known.moves += 1
+        known.decoder_id = placement.decoder_id
+        self.decoders[placement.decoder_id].conversations += 1
+        self._hold(known, turn1_tokens)
+        if placement.prefiller_id is not None:
+            known.prefiller_id = placement.prefiller_id
+            known.prefill_tokens = turn1_tokens
+            self.prefillers[placement.prefiller_id].queued_tokens += turn1_tokens
+        self._start_turn(known, now_s)
+        return placement
+
+    def begin(self, conversation_id: str, now_s: float) -> Conversation | None:
+        """Start a turn of a bound conversation; None if it is unknown or unbound."""
+        conversation = self._conversations.get(conversation_id)
+        if conversation is None or conversation.decoder_id is None:
+            return None
+        self._start_turn(conversation, now_s)
+        return conversation
+
+    def prefilled(self, conversation_id: str, incarnation: int) -> None:
+        """Its remote prefill is over, done or failed: the prefiller's queue is shorter."""
+        conversation = self._current(conversation_id, incarnation)
+        if conversation is not None:
+            self._leave_prefiller(conversation)
+
+    def advance(
+        self,
+        conversation_id: str,
+        incarnation: int,
+        turn_id: int,
+        stats: TurnStats,
+        tails: tuple[Digest, ...],
+        now_s: float,
+    ) -> bool:
+        """A turn is complete: its tokens are what the conversation holds now.
+
+        Returns:
+            False, with nothing changed, if the conversation has ended meanwhile.
+        """
+        conversation = self._current(conversation_id, incarnation)
+        if conversation is None:
+            return False
+        conversation.turns += 1
+        if tails:
+            conversation.tails = tails
+            self._tails.set(conversation_id, tails)
+        self._finish_turn(conversation, turn_id, stats, now_s)
+        return True
+
+    def abandon(
+        self,
+        conversation_id: str,
+        incarnation: int,
+        turn_id: int,
+        stats: TurnStats | None,
+        now_s: float,
+    ) -> Conversation | None:
+        """A turn ended without completing: refused, failed, or its client went away.
+
+        Args:
+            stats: what the engine had done by then, if it got so far.
+
+        Returns:
+            The conversation if this ended it: no turn of it is known to have left anything.
+        """
+        conversation = self._current(conversation_id, incarnation)
+        if conversation is None:
+            return None
+        self._finish_turn(conversation, turn_id, stats, now_s)
+        if conversation.last_turn is None and not conversation.running:
+            return self.release(conversation_id)
+        return None
+
+    def release(self, conversation_id: str) -> Conversation | None:
+        """End a conversation; its tokens no longer count. None if it is unknown."""
+        conversation = self._conversations.pop(conversation_id, None)
+        if conversation is None:
+            return None
+        self._leave_prefiller(conversation)
+        self._hold(conversation, 0)
+        if conversation.decoder_id is not None:
+            self.decoders[conversation.decoder_id].conversations -= 1
+        if conversation.running:
+            self.reasoning -= 1
+        if conversation.tails:
+            self._tails.discard(conversation_id)
+        return conversation
+
+    def expire(self, now_s: float) -> list[Conversation]:
+        """End the conversations that were not used for the idle time, and return them."""
+        ended = []
+        while self._conversations:
+            oldest = next(iter(self._conversations.values()))
+            if oldest.last_used_s + self._idle_timeout_s > now_s:
+                break
+            self.release(oldest.id)
+            ended.append(oldest)
+        return ended
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _current(self, conversation_id: str, incarnation: int) -> Conversation | None:
+        conversation = self._conversations.get(conversation_id)
+        if conversation is None or conversation.incarnation != incarnation:
+            return None
+        return conversation
+
+    def _is_running(self, conversation_id: str) -> bool:
+        return self._conversations[conversation_id].running != ()
+
+    def _start_turn(self, conversation: Conversation, now_s: float) -> None:
+        if not conversation.running:
+            self.reasoning += 1
+        conversation.running += (self._next_id,)
+        self._next_id += 1
+        self._touch(conversation, now_s)
+
+    def _finish_turn(
+        self, conversation: Conversation, turn_id: int, stats: TurnStats | None, now_s: float
+    ) -> None:
+        self._leave_prefiller(conversation)
+        if turn_id in conversation.running:
+            conversation.running = tuple(id for id in conversation.running if id != turn_id)
+            if not conversation.running:
+                self.reasoning -= 1
+        if stats is not None:
+            conversation.last_turn = stats
+            if conversation.decoder_id is not None:
+                self._hold(conversation, stats.prompt_tokens + stats.output_tokens)
+        self._touch(conversation, now_s)
+
+    def _touch(self, conversation: Conversation, now_s: float) -> None:
+        conversation.last_used_s = now_s
+        self._conversations.move_to_end(conversation.id)
+
+    def _hold(self, conversation: Conversation, tokens: int) -> None:
+        if conversation.decoder_id is not None:
+            decoder = self.decoders[conversation.decoder_id]
+            decoder.held_tokens += tokens - conversation.held_tokens
+        conversation.held_tokens = tokens
+
+    def _leave_prefiller(self, conversation: Conversation) -> None:
+        if conversation.prefiller_id is None:
+            return
+        prefiller = self.prefillers.get(conversation.prefiller_id)
+        if prefiller is not None:
+            prefiller.queued_tokens -= conversation.prefill_tokens
+        conversation.prefiller_id = None
+        conversation.prefill_tokens = 0
+
+    def _adopt(self, held: Conversation, decoder_id: str) -> None:
+        self.release(held.id)
+        self._conversations[held.id] = held
+        self._next_id = max(self._next_id, held.incarnation + 1, *(t + 1 for t in held.running))
+        tokens, held.held_tokens = held.held_tokens, 0
+        held.decoder_id = decoder_id
+        held.prefiller_id = None
+        held.prefill_tokens = 0
+        self.decoders[decoder_id].conversations += 1
+        self._hold(held, tokens)
+        if held.running:
+            self.reasoning += 1
+        if held.tails:
+            self._tails.set(held.id, held.tails)

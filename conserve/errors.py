@@ -1,0 +1,92 @@
+"""Errors as clients see them: OpenAI's shape, the right status, and what to do."""
+
+import re
+from typing import Any
+
+
+class ApiError(Exception):
+    """A refusal or failure to be told to a client.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong and what to do, for a person.
+        code: for a program (OpenAI's ``error.code``).
+        param: the request's field, if one is to blame.
+        retry_after_s: when to try again, sent as ``Retry-After``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The response's JSON body."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, "server_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+# vLLM says it in several ways: a prompt over the context, or a prompt with the output asked for.
+_CONTEXT = re.compile(r"maximum context length|max_model_len|context length is only", re.IGNORECASE)
+
+
+def from_engine(status: int, body: Any) -> ApiError:
+    """An engine's error response as ours: same status and message, OpenAI's codes.
+
+    Args:
+        status: the engine's HTTP status.
+        body: its parsed JSON body, of any shape.
+    """
+    error = body.get("error", body) if isinstance(body, dict) else {}
+    message = error.get("message") if isinstance(error, dict) else None
+    param = error.get("param") if isinstance(error, dict) else None
+    if status >= 500 or not isinstance(message, str):
+        # An engine's own failure may carry a traceback; that belongs into its log.
+        return ApiError(
+            status if status >= 400 else 502,
+            "the engine failed on this request; try again, and see its log if it fails again",
+            "engine_error",
+        )
+    code = None
+    if status == 400 and _CONTEXT.search(message):
+        code = "context_length_exceeded"
+    elif status == 404:
+        code = "model_not_found"
+    return ApiError(status, message, code, param=param if isinstance(param, str) else None)
+
+
+def context_length_exceeded(prompt_tokens: int, max_model_len: int) -> ApiError:
+    """The prompt leaves no room for an answer within the model's context."""
+    return ApiError(
+        400,
+        f"This model's maximum context length is {max_model_len} tokens, and the messages "
+        f"have {prompt_tokens}. Shorten them.",
+        "context_length_exceeded",
+        param="messages",
+    )

@@ -1,0 +1,132 @@
+"""What `/metrics` says, in Prometheus' text format; names carry their units."""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from conserve.conversations import ConversationTable
+from conserve.waiting import WaitingLine
+
+_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_TBT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_WAIT_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+
+
+class Metrics:
+    """Counters and histograms of one application, and gauges read from its live state."""
+
+    def __init__(self, table: ConversationTable, line: WaitingLine) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_LiveState(table, line))
+        self.handoffs = self._counter(
+            "conserve_handoffs", "Conversations whose KV a decoder took from LMCache."
+        )
+        self.handoff_tokens = self._counter(
+            "conserve_handoff_tokens", "Tokens of KV that decoders took from LMCache."
+        )
+        self.cold_prefills = self._counter(
+            "conserve_cold_prefills", "First turns' prompts prefilled on a prefiller."
+        )
+        self.cold_prefill_tokens = self._counter(
+            "conserve_cold_prefill_tokens", "Input tokens of first turns prefilled on a prefiller."
+        )
+        self.cold_prefill_failures = self._counter(
+            "conserve_cold_prefill_failures",
+            "Remote prefills that failed; the decoder then prefilled by itself.",
+        )
+        self.prompt_tokens = self._counter(
+            "conserve_prompt_tokens", "Prompt tokens of completed turns, history included."
+        )
+        self.cached_tokens = self._counter(
+            "conserve_decoder_cached_tokens",
+            "Prompt tokens of completed turns found in the decoder's own prefix cache.",
+        )
+        self.output_tokens = self._counter(
+            "conserve_output_tokens", "Tokens generated in completed turns."
+        )
+        self.moves = self._counter(
+            "conserve_moves", "Conversations bound again because their decoder was lost."
+        )
+        self.engines_lost = self._counter("conserve_engines_lost", "Engines found dead.", ["role"])
+        self.ended = self._counter(
+            "conserve_conversations_ended", "Conversations that ended, by how.", ["reason"]
+        )
+        self.turns = self._counter("conserve_turns", "Turns, by outcome.", ["outcome"])
+        self.refusals = self._counter(
+            "conserve_queue_refusals", "Conversations refused for want of room, by why.", ["reason"]
+        )
+        self.ttft_s = self._histogram(
+            "conserve_ttft_seconds", "Time to first token of streamed turns.", _LATENCY_BUCKETS
+        )
+        self.tbt_s = self._histogram(
+            "conserve_tbt_seconds", "Time between tokens of streamed turns.", _TBT_BUCKETS
+        )
+        self.turn_latency_s = self._histogram(
+            "conserve_turn_latency_seconds",
+            "Turn latency, from the request's arrival to its last byte.",
+            _LATENCY_BUCKETS,
+        )
+        self.queue_wait_s = self._histogram(
+            "conserve_queue_wait_seconds",
+            "How long new conversations waited for a decoder with room.",
+            _WAIT_BUCKETS,
+        )
+
+    def render(self) -> bytes:
+        """The text that `/metrics` answers."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, buckets=buckets, registry=self._registry)
+
+
+class _LiveState(Collector):
+    def __init__(self, table: ConversationTable, line: WaitingLine) -> None:
+        self._table = table
+        self._line = line
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        table = self._table
+        phases = GaugeMetricFamily(
+            "conserve_conversations", "Live conversations, by phase.", labels=["phase"]
+        )
+        phases.add_metric(["reasoning"], table.reasoning)
+        phases.add_metric(["acting"], len(table) - table.reasoning)
+        yield phases
+        held = GaugeMetricFamily(
+            "conserve_decoder_held_tokens",
+            "Occupancy: tokens of KV held for live conversations.",
+            labels=["decoder"],
+        )
+        capacity = GaugeMetricFamily(
+            "conserve_decoder_capacity_tokens", "KV space, in tokens.", labels=["decoder"]
+        )
+        bound = GaugeMetricFamily(
+            "conserve_decoder_conversations", "Conversations bound.", labels=["decoder"]
+        )
+        for decoder in table.decoders.values():
+            held.add_metric([decoder.id], decoder.held_tokens)
+            capacity.add_metric([decoder.id], decoder.capacity_tokens)
+            bound.add_metric([decoder.id], decoder.conversations)
+        yield from (held, capacity, bound)
+        queued = GaugeMetricFamily(
+            "conserve_prefiller_queued_tokens",
+            "Tokens of prefills sent to a prefiller and not yet done.",
+            labels=["prefiller"],
+        )
+        for prefiller in table.prefillers.values():
+            queued.add_metric([prefiller.id], prefiller.queued_tokens)
+        yield queued
+        yield GaugeMetricFamily(
+            "conserve_queue_length",
+            "Conversations that wait for a decoder with room.",
+            value=len(self._line),
+        )

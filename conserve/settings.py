@@ -1,0 +1,207 @@
+"""Settings of a ConServe application: one model, validated once, at start.
+
+The same fields are given on the command line (``serve run conserve.app decoders=3``) and as
+``args`` of a Serve config file. An unknown field or a bad value is refused with its name.
+"""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+EMBEDDED_MODEL = "embedded"
+
+
+class SettingsError(ValueError):
+    """The settings are not usable; the message names each field and what is wrong with it."""
+
+
+class _Strict(BaseModel):
+    # hide_input: a value may be a secret (an environment variable for an engine, for instance).
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class RoleSettings(_Strict):
+    """One tier of engines: the prefillers or the decoders. A bare number sets ``replicas``."""
+
+    replicas: int = Field(default=1, ge=1, le=1024, description="Engines of this role.")
+    num_cpus: float = Field(
+        default=0.5, ge=0, description="Ray CPUs reserved for each worker of an engine."
+    )
+    num_gpus: float = Field(
+        default=1, ge=0, description="Ray GPUs reserved for each worker (ignored without a GPU)."
+    )
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="Ray custom resources reserved for each worker."
+    )
+    tier: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="Ray custom resource that marks this role's nodes; unset: any node.",
+    )
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="vLLM engine arguments for this role, over those of `engine`.",
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables of this role's engines."
+    )
+
+
+class LMCacheSettings(_Strict):
+    """The LMCache server, one a node, through which KV moves from prefiller to decoder."""
+
+    size_gb: float = Field(default=2.0, gt=0, description="Host memory for KV in transit, GiB.")
+    chunk_tokens: int | None = Field(
+        default=None,
+        ge=16,
+        description="Tokens a chunk; only whole chunks travel. Unset: 128 on a CPU, 256 on a GPU.",
+    )
+    port: int = Field(default=7610, ge=1024, le=65535, description="Port for engines (loopback).")
+    http_port: int = Field(default=7611, ge=1024, le=65535, description="Admin and metrics port (loopback).")
+    timeout_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Longest wait of an engine for one transfer; then it recomputes.",
+    )
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.port == self.http_port:
+            raise ValueError("port and http_port must differ")
+        return self
+
+
+class Settings(_Strict):
+    """Everything that can be set about a ConServe application."""
+
+    model: str = Field(
+        default=EMBEDDED_MODEL,
+        min_length=1,
+        description="Hugging Face id or local path; `embedded` needs no download.",
+    )
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="Name clients use; unset: the model's own."
+    )
+    device: Literal["auto", "cpu", "gpu"] = Field(
+        default="auto", description="`auto`: GPUs if the Ray cluster has any."
+    )
+    prefillers: RoleSettings = Field(
+        default_factory=RoleSettings, description="Engines that run first turns' prefills."
+    )
+    decoders: RoleSettings = Field(
+        default_factory=lambda: RoleSettings(replicas=2),
+        description="Engines that run everything else.",
+    )
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="vLLM engine arguments for both roles (`max_model_len`, `dtype`, ...).",
+    )
+    lmcache: LMCacheSettings = Field(
+        default_factory=LMCacheSettings, description="The KV handoff's server."
+    )
+    host: str = Field(default="127.0.0.1", description="Address the router listens on.")
+    engine_host: str = Field(
+        default="127.0.0.1",
+        description="Address engines listen on; `node`: the node's own, for several nodes.",
+    )
+    port: int = Field(default=8000, ge=1, le=65535, description="Port the router listens on.")
+    routers: int = Field(
+        default=1, ge=1, le=64, description="Router processes; they share the port on a node."
+    )
+    max_body_bytes: int = Field(
+        default=32 * 1024 * 1024, ge=1024, description="Longest request body; over it: 413."
+    )
+    min_remote_prefill_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Shortest first turn worth a remote prefill; 0: always, as in the paper.",
+    )
+    queue_limit: int = Field(
+        default=1024, ge=0, description="Conversations that may wait for room; over it: 429."
+    )
+    queue_timeout_s: float = Field(
+        default=60.0, gt=0, description="Longest wait for room; after it: 429."
+    )
+    idle_timeout_s: float = Field(
+        default=1800.0, gt=0, description="A conversation unused for so long has ended."
+    )
+    turn_timeout_s: float = Field(
+        default=3600.0, gt=0, description="Longest silence of an engine within a turn; then: 504."
+    )
+
+    @field_validator("prefillers", "decoders", mode="before")
+    @classmethod
+    def _replicas_alone(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, int) or (isinstance(value, str) and value.strip().isdigit()):
+            return {"replicas": int(value)}
+        return value
+
+    @field_validator("engine", mode="after")
+    @classmethod
+    def _engine_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return _without_reserved(value, "engine")
+
+    @model_validator(mode="after")
+    def _role_arguments(self) -> Self:
+        _without_reserved(self.prefillers.engine, "prefillers.engine")
+        _without_reserved(self.decoders.engine, "decoders.engine")
+        return self
+
+    @property
+    def model_id(self) -> str:
+        """The name under which clients ask for the model."""
+        if self.served_model_name:
+            return self.served_model_name
+        return "conserve-embedded" if self.model == EMBEDDED_MODEL else self.model
+
+
+# What ConServe itself decides; a value given by hand would contradict it.
+_RESERVED = {
+    "model": "use `model`",
+    "served_model_name": "use `served_model_name`",
+    "kv_transfer_config": "ConServe sets the handoff's connector",
+    "enable_prefix_caching": "conversations live in the prefix cache, so it is always on",
+}
+
+
+def _without_reserved(arguments: dict[str, Any], field: str) -> dict[str, Any]:
+    for name, why in _RESERVED.items():
+        if name in arguments:
+            raise ValueError(f"{field}.{name} cannot be set: {why}")
+    return arguments
+
+
+def load(arguments: dict[str, Any] | Settings | None) -> Settings:
+    """Validate arguments as given by ``serve run`` or a config file.
+
+    Raises:
+        SettingsError: one line a problem, each with the field's name.
+    """
+    if isinstance(arguments, Settings):
+        return arguments
+    try:
+        return Settings.model_validate(arguments or {})
+    except ValidationError as error:
+        problems = []
+        for item in error.errors(include_url=False, include_input=False):
+            field = ".".join(str(part) for part in item["loc"]) or "settings"
+            if item["type"] == "extra_forbidden":
+                problems.append(f"{field}: no such setting{_suggestion(item['loc'])}")
+            else:
+                problems.append(f"{field}: {item['msg']}")
+        raise SettingsError("bad settings for ConServe\n  " + "\n  ".join(problems)) from None
+
+
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    from difflib import get_close_matches
+
+    model: type[BaseModel] = Settings
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation if isinstance(part, str) else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ""
+        model = annotation
+    close = get_close_matches(str(location[-1]), model.model_fields, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,79 @@
+"""The line of conversations that wait for a decoder with room: first in, first out, bounded."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+
+class QueueFull(Exception):
+    """As many conversations wait as may. ``retry_after_s`` is when to try again."""
+
+    def __init__(self, limit: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"{limit} conversations wait for room already; try again in {retry_after_s} s"
+        )
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A place in the line."""
+
+    key: str
+    tokens: int
+    joined_s: float
+    deadline_s: float
+
+
+class WaitingLine:
+    """A bounded line with a longest wait.
+
+    The head waits until it can go; nobody overtakes it, however small, so that a long first
+    turn is never starved by short ones.
+
+    Args:
+        limit: places in the line; 0 means that nobody may wait.
+        timeout_s: the longest wait.
+    """
+
+    def __init__(self, limit: int, timeout_s: float) -> None:
+        self._limit = limit
+        self._timeout_s = timeout_s
+        self._line: OrderedDict[str, Ticket] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def join(self, key: str, tokens: int, now_s: float) -> Ticket:
+        """Take the last place.
+
+        Raises:
+            QueueFull: there is none.
+        """
+        if len(self._line) >= self._limit:
+            raise QueueFull(self._limit, self.retry_after_s(now_s))
+        ticket = Ticket(key, tokens, now_s, now_s + self._timeout_s)
+        self._line[key] = ticket
+        return ticket
+
+    def leave(self, key: str) -> Ticket | None:
+        """Give the place up; None if the key has none."""
+        return self._line.pop(key, None)
+
+    def head(self) -> Ticket | None:
+        """Who is next."""
+        return next(iter(self._line.values()), None)
+
+    def expired(self, now_s: float) -> list[Ticket]:
+        """Remove and return those who have waited too long."""
+        gone = []
+        while (head := self.head()) is not None and head.deadline_s <= now_s:
+            gone.append(head)
+            del self._line[head.key]
+        return gone
+
+    def retry_after_s(self, now_s: float) -> int:
+        """When a place is free at the latest, in whole seconds, at least 1."""
+        head = self.head()
+        wait_s = head.deadline_s - now_s if head is not None else self._timeout_s
+        return max(1, min(int(wait_s) + 1, 60))

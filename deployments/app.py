@@ -1,0 +1,148 @@
+"""Builds the application: ``serve run conserve.app``."""
+
+import logging
+import os
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.llm import LLMConfig
+
+from conserve.embedded import model_path
+from conserve.settings import EMBEDDED_MODEL, RoleSettings, Settings, SettingsError, load
+from deployments.engine import EngineServer
+from deployments.messages import Role
+from deployments.router import Router
+
+logger = logging.getLogger("ray.serve")
+
+_CONNECTOR = "ResilientMPConnector"
+_CONNECTOR_MODULE = "deployments.lmcache_connector"
+# Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
+_MAX_ONGOING = 1_000_000
+
+
+def app(arguments: dict[str, Any] | None = None) -> Application:
+    """The application, from ``serve run`` arguments or a config file's ``args``.
+
+    Started by ``serve run`` with no cluster about, it starts Ray and Serve itself, Serve
+    without its HTTP proxies: the router listens for itself.
+    """
+    settings = load(arguments)
+    if not ray.is_initialized():
+        start_ray(settings)
+    return build(settings)
+
+
+def start_ray(settings: Settings) -> None:
+    """Start Ray, or join the cluster at ``RAY_ADDRESS``, and Serve without HTTP proxies."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {}
+    if not os.environ.get("RAY_ADDRESS"):
+        # Ray's CPUs are a book-keeping of reservations; a small machine must not refuse to start.
+        roles = (settings.prefillers, settings.decoders)
+        reserved = sum(role.replicas * (role.num_cpus + 0.5) for role in roles)
+        options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
+        options["include_dashboard"] = False
+    ray.init(namespace="serve", log_to_driver=True, **options)
+    serve.start(proxy_location="Disabled")
+
+
+def build(settings: Settings) -> Application:
+    """The application for these settings, on the cluster that Ray is connected to."""
+    gpu = _on_gpu(settings)
+    settings = _with_chunk(settings, gpu)
+    prefillers = _engines("prefiller", settings, settings.prefillers, gpu)
+    decoders = _engines("decoder", settings, settings.decoders, gpu)
+    router = Router.options(num_replicas=settings.routers, max_ongoing_requests=_MAX_ONGOING)
+    return router.bind(settings, decoders, prefillers)
+
+
+def _on_gpu(settings: Settings) -> bool:
+    if settings.device != "auto":
+        return settings.device == "gpu"
+    return ray.cluster_resources().get("GPU", 0) > 0
+
+
+def _with_chunk(settings: Settings, gpu: bool) -> Settings:
+    chunk = settings.lmcache.chunk_tokens
+    # vLLM's CPU backend has blocks of 128 tokens, and a chunk is a whole number of blocks.
+    if chunk is None:
+        chunk = 256 if gpu else 128
+    elif not gpu and chunk % 128:
+        raise SettingsError(f"lmcache.chunk_tokens: {chunk} is not a multiple of 128 (CPU blocks)")
+    lmcache = settings.lmcache.model_copy(update={"chunk_tokens": chunk})
+    return settings.model_copy(update={"lmcache": lmcache})
+
+
+def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Application:
+    config = llm_config(role, settings, own, gpu)
+    options = EngineServer.get_deployment_options(config)
+    options |= {
+        "name": role,
+        "num_replicas": own.replicas,
+        "max_ongoing_requests": _MAX_ONGOING,
+        "health_check_period_s": 2,
+        "health_check_timeout_s": 60,
+        "graceful_shutdown_timeout_s": 10,
+    }
+    return serve.deployment(EngineServer, **options).bind(config, role=role, settings=settings)
+
+
+def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> LLMConfig:
+    """Ray Serve LLM's configuration of one role's engines."""
+    source = str(model_path()) if settings.model == EMBEDDED_MODEL else settings.model
+    engine: dict[str, Any] = {"max_num_batched_tokens": 8192} if gpu else dict(_CPU_ENGINE)
+    if settings.model == EMBEDDED_MODEL:
+        engine |= {"max_model_len": 16384, "enable_auto_tool_choice": True}
+        engine |= {"tool_call_parser": "hermes"}
+    engine |= settings.engine | own.engine
+    engine["enable_prefix_caching"] = True
+    engine["kv_transfer_config"] = {
+        "kv_connector": _CONNECTOR,
+        "kv_connector_module_path": _CONNECTOR_MODULE,
+        # A producer stores what it prefills; a consumer only takes. So KV moves once.
+        "kv_role": "kv_producer" if role == "prefiller" else "kv_consumer",
+        # vLLM's default is to fail the request.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": settings.lmcache.port,
+            "lmcache.mp.mq_timeout": settings.lmcache.timeout_s,
+            "lmcache.mp.heartbeat_interval": 1,
+        },
+    }
+    resources = {**own.resources, **({own.tier: 0.001} if own.tier else {})}
+    bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **resources}
+    workers = int(engine.get("tensor_parallel_size", 1))
+    workers *= int(engine.get("pipeline_parallel_size", 1))
+    return LLMConfig(
+        model_loading_config={"model_id": settings.model_id, "model_source": source},
+        engine_kwargs=engine,
+        placement_group_config={"bundles": [dict(bundle) for _ in range(workers)]},
+        deployment_config={"ray_actor_options": {"num_cpus": 0.5}},
+        runtime_env={"env_vars": {**_environment(gpu), **own.env}},
+        # The connector's histograms and Ray's wrapper for them disagree on an argument's name.
+        log_engine_metrics=False,
+    )
+
+
+_CPU_ENGINE = {"enforce_eager": True, "dtype": "bfloat16", "distributed_executor_backend": "mp"}
+
+
+def _environment(gpu: bool) -> dict[str, str]:
+    environment = {
+        # The same prefix hashes in every process, or nothing is found in LMCache.
+        "PYTHONHASHSEED": "0",
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if not gpu:
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+    return environment

@@ -1,0 +1,148 @@
+"""An engine replica: Ray Serve LLM's server around vLLM, with an HTTP server of its own.
+
+Routers send turns straight to that server, so a token passes one process between the engine and
+the client. What is not public in Ray Serve LLM or vLLM is used here and in observer.py alone:
+``LLMServer.engine``, its ``build_asgi_app`` and its engine client.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from typing import Any
+
+import ray
+import uvicorn
+from ray import serve
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
+
+from conserve.settings import Settings
+from deployments.holdings import Holdings
+from deployments.messages import EngineInfo, Role
+from deployments.node import NodeClient
+from deployments.observer import TurnObserver, observe_engine
+from deployments.table import BEAT_S, TableClient, TableUnavailable
+
+logger = logging.getLogger("ray.serve")
+
+WARM_UP_TIMEOUT_S = 300.0
+
+
+class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for it.
+    """A prefiller or a decoder.
+
+    Ready means warmed up, listening and known to the conversation table.
+    """
+
+    async def __init__(self, llm_config: LLMConfig, *, role: Role, settings: Settings) -> None:
+        context = serve.get_replica_context()
+        self._id = context.replica_id.unique_id
+        self._role: Role = role
+        self._settings = settings
+        self._table = TableClient(context.app_name, settings)
+        self._holdings = Holdings()
+        self._registered = False
+        self._node = NodeClient(context.app_name, settings)
+        await self._node.start()
+        # From here on: loading a model may take longer than the node actor waits for a sign.
+        self._beating = asyncio.get_running_loop().create_task(self._beat())
+        await super().__init__(llm_config)
+        client = self.engine._engine_client
+        observe_engine(client)
+        self._server, self._serving, url = await self._listen()
+        cache = client.vllm_config.cache_config
+        self._info = EngineInfo(
+            id=self._id,
+            role=role,
+            url=url,
+            capacity_tokens=int(cache.num_gpu_blocks) * int(cache.block_size),
+            max_model_len=int(client.vllm_config.model_config.max_model_len),
+        )
+        await self._warm_up(client)
+        await self._register()
+        self._registered = True
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        await super().check_health()
+        if self._serving.done():
+            raise RuntimeError("the engine's HTTP server has ended")
+
+    async def process_ids(self) -> dict[str, int]:
+        """This replica's process, for operators and fault tests."""
+        return {self._id: os.getpid()}
+
+    async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
+        app = await self.engine.build_asgi_app()
+        observer = TurnObserver(app, self._holdings, self._table)
+        host = self._settings.engine_host
+        if host == "node":
+            host = ray.util.get_node_ip_address()
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind((host, 0))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                observer,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=3600,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        # Signals are for the replica's own process to handle.
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            if task.done():
+                task.result()
+                raise RuntimeError(f"the engine's HTTP server did not start on {host}")
+            await asyncio.sleep(0.01)
+        return server, task, f"http://{host}:{listener.getsockname()[1]}"
+
+    async def _warm_up(self, client: Any) -> None:
+        """The first request to an engine takes many times as long as any other."""
+        from vllm import SamplingParams
+
+        async def run(prompt_tokens: int) -> None:
+            prompt = {"prompt_token_ids": [5 + n % 50 for n in range(prompt_tokens)]}
+            parameters = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+            async for _ in client.generate(prompt, parameters, f"warm-up-{prompt_tokens}"):
+                pass
+
+        started_s = time.monotonic()
+        longest = min(512, self._info.max_model_len - 8)
+        await asyncio.wait_for(run(8), WARM_UP_TIMEOUT_S)
+        await asyncio.wait_for(run(longest), WARM_UP_TIMEOUT_S)
+        logger.info("%s %s warm after %.1f s", self._role, self._id, time.monotonic() - started_s)
+
+    async def _register(self) -> None:
+        info = EngineInfo(
+            self._info.id,
+            self._role,
+            self._info.url,
+            self._info.capacity_tokens,
+            self._info.max_model_len,
+            self._holdings.all(),
+        )
+        for conversation_id in await self._table.call("register", info):
+            self._holdings.drop(conversation_id)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await self._node.beat()
+            if not self._registered:
+                continue
+            try:
+                ended = await self._table.call("beat", self._id)
+                if ended is None:
+                    await self._register()
+                else:
+                    for conversation_id in ended:
+                        self._holdings.drop(conversation_id)
+            except TableUnavailable as error:
+                logger.warning("%s %s: %s", self._role, self._id, error)

@@ -1,0 +1,61 @@
+"""What a decoder holds: its own account of the conversations bound to it.
+
+The conversation table is rebuilt from these after its loss, so a decoder keeps, beside the KV,
+what is needed to go on: the id, the tokens, and the digests that recognise the next turn.
+"""
+
+import copy
+import time
+
+from conserve.conversations import Conversation, TurnStats
+from conserve.recognition import Digest
+
+
+class Holdings:
+    """Conversations on one decoder, by id."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Conversation] = {}
+
+    def all(self) -> list[Conversation]:
+        """A copy of every record."""
+        return [copy.copy(conversation) for conversation in self._held.values()]
+
+    def begin(self, conversation_id: str, incarnation: int, turn_id: int) -> None:
+        """A turn arrives."""
+        held = self._held.get(conversation_id)
+        if held is None or held.incarnation != incarnation:
+            now_s = time.time()
+            held = Conversation(conversation_id, incarnation, now_s, now_s)
+            self._held[conversation_id] = held
+        held.running += (turn_id,)
+        held.last_used_s = time.time()
+
+    def finish(
+        self,
+        conversation_id: str,
+        incarnation: int,
+        turn_id: int,
+        stats: TurnStats | None,
+        tails: tuple[Digest, ...],
+        completed: bool,
+    ) -> None:
+        """A turn ends. Without ``stats``, the engine did nothing for it."""
+        held = self._held.get(conversation_id)
+        if held is None or held.incarnation != incarnation:
+            return
+        held.running = tuple(id for id in held.running if id != turn_id)
+        held.last_used_s = time.time()
+        if stats is not None:
+            held.held_tokens = stats.prompt_tokens + stats.output_tokens
+            held.last_turn = stats
+        if completed:
+            held.turns += 1
+            if tails:
+                held.tails = tails
+        if held.last_turn is None and not held.running:
+            self.drop(conversation_id)
+
+    def drop(self, conversation_id: str) -> None:
+        """It has ended, or lives elsewhere."""
+        self._held.pop(conversation_id, None)

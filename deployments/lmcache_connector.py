@@ -1,0 +1,86 @@
+"""LMCache's connector for vLLM, made to outlive its server.
+
+LMCacheMPConnector as it comes waits for a dead server for up to its message timeout in every
+engine step, never registers again after a quick restart, and lets a failed store end the engine.
+Here a lost connection is noticed when it breaks, whatever was under way fails at once (vLLM then
+recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the connection back, run
+from the start.
+
+It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
+``_health_event``, ``_ensure_heartbeat_started``): check it when that version changes.
+"""
+
+from typing import Any
+
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.logging import init_logger
+from lmcache.v1.multiprocess.futures import MessagingFuture
+
+logger = init_logger(__name__)
+
+# What brings a connection back, and so must pass while it is down.
+_ALWAYS = (
+    "ping",
+    "get_chunk_size",
+    "get_experimental",
+    "register_kv_cache",
+    "register_kv_cache_engine_driven_context",
+)
+_STORE_TIMEOUT_S = 30.0
+
+
+class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache ships no types.
+    """vLLM makes one in its scheduler and one in each worker, by name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if hasattr(self, "scheduler_adapter"):
+            adapter = self.scheduler_adapter
+            for url, client in adapter.req_clients.items():
+                _fail_fast(client, adapter._health_events[url])
+            adapter._ensure_heartbeat_started()
+        else:
+            _fail_fast(self.worker_adapter.req_client, self.worker_adapter._health_event)
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """Also start the heartbeat, which otherwise waits for a first request."""
+        super().register_kv_caches(kv_caches)
+        self.worker_adapter._ensure_heartbeat_started()
+
+    def wait_for_save(self) -> None:
+        """Return when this step's KV is stored, so that the decoder's look-up finds all of it.
+
+        On a CPU stores are synchronous already; on CUDA they are not. A lost store costs a
+        recomputation and must not cost the engine.
+        """
+        try:
+            super().wait_for_save()
+            for future in list(self.worker_adapter.store_futures.values()):
+                future.wait(_STORE_TIMEOUT_S)
+        except Exception:
+            logger.exception("KV was not stored; it will be computed again where it is needed")
+
+
+def _fail_fast(client: Any, healthy: Any) -> None:
+    """End every open call when the connection is lost, and refuse new ones until it is back."""
+    queue = client._message_queue_client
+    submit, cancel_streams = queue.submit_request, queue.cancel_streams
+    lost = TimeoutError("the connection to the LMCache server is lost")
+
+    def connection_lost() -> None:
+        # Called in the thread that owns pending_futures.
+        healthy.clear()
+        for future, _ in queue.pending_futures.values():
+            future.set_exception(lost)
+        queue.pending_futures.clear()
+        cancel_streams()
+
+    def submit_request(operation: str, payloads: Any) -> Any:
+        if healthy.is_set() or operation in _ALWAYS:
+            return submit(operation, payloads)
+        future = MessagingFuture()
+        future.set_exception(lost)
+        return future
+
+    queue.cancel_streams = connection_lost
+    queue.submit_request = submit_request

@@ -1,0 +1,83 @@
+"""What routers, engines and the conversation table tell each other."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from conserve.conversations import Conversation
+
+Role = Literal["prefiller", "decoder"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """An engine replica that is ready to serve.
+
+    Attributes:
+        id: the Serve replica's unique id.
+        url: its own HTTP server, for routers.
+        capacity_tokens: KV space, in tokens.
+        max_model_len: longest prompt plus output, in tokens.
+        holds: a decoder's live conversations, in case the table knows nothing of them.
+    """
+
+    id: str
+    role: Role
+    url: str
+    capacity_tokens: int
+    max_model_len: int
+    holds: list[Conversation] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlan:
+    """Where a turn goes. ``prefiller_id`` is set where a remote prefill comes first."""
+
+    conversation_id: str
+    incarnation: int
+    turn_id: int
+    decoder_id: str
+    decoder_url: str
+    prefiller_id: str | None = None
+    prefiller_url: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaced:
+    """A turn whose conversation is bound nowhere: count its prompt, then ask for a place.
+
+    Attributes:
+        tokenizer_url: an engine that counts.
+        tokenizer_id: that engine's id.
+    """
+
+    conversation_id: str
+    tokenizer_url: str
+    tokenizer_id: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A turn that cannot be served now: `conserve.errors.ApiError`, as plain data."""
+
+    status: int
+    message: str
+    code: str
+    retry_after_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTiming:
+    """One turn as its client saw it.
+
+    Attributes:
+        outcome: ``completed``, ``cancelled`` (by the client), ``refused`` (4xx) or ``failed``.
+        latency_s: from the request's arrival to the last byte.
+        ttft_s: to the first byte of a streamed answer; None if it was not streamed.
+        tbt_s: gaps between a stream's parts.
+    """
+
+    outcome: Literal["completed", "cancelled", "refused", "failed"]
+    latency_s: float
+    ttft_s: float | None
+    tbt_s: tuple[float, ...]

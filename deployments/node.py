@@ -1,0 +1,207 @@
+"""The node-local actor: starts, watches and restarts what a node needs once, the LMCache server.
+
+One actor a node, made by the first engine there. If it dies, its server dies with it, and Ray
+starts both again on the same port; engines recompute meanwhile. It ends itself when no engine
+of the application has been heard of for ``ABANDONED_S``.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from conserve.settings import Settings
+
+logger = logging.getLogger("conserve.node")
+
+START_TIMEOUT_S = 120.0
+ABANDONED_S = 120.0
+_HEALTH_PERIOD_S = 2.0
+_HEALTH_TIMEOUT_S = 5.0
+_UNHEALTHY_AFTER = 5
+_LONGEST_BACKOFF_S = 10.0
+
+
+class NodeService:
+    """What the actor does; `NodeClient` makes it one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+        self._healthy = asyncio.Event()
+        self._restarts = -1
+        self._problem = "it has not been started"
+        self._last_beat_s = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Have the LMCache server up; returns when it answers.
+
+        Raises:
+            RuntimeError: it does not come up; says why.
+        """
+        self._ensure_tasks()
+        try:
+            await asyncio.wait_for(self._healthy.wait(), START_TIMEOUT_S)
+        except TimeoutError:
+            raise RuntimeError(
+                f"the LMCache server did not answer within {START_TIMEOUT_S:g} s: {self._problem}. "
+                "See the node actor's log; lmcache.port and lmcache.http_port must be free on "
+                "every node."
+            ) from None
+
+    async def beat(self) -> None:
+        """An engine on this node lives."""
+        self._ensure_tasks()
+        self._last_beat_s = time.monotonic()
+
+    async def status(self) -> dict[str, Any]:
+        """The LMCache server's process, and how often it was restarted."""
+        return {
+            "agent_pid": os.getpid(),
+            "lmcache_pid": self._process.pid if self._process else None,
+            "lmcache_healthy": self._healthy.is_set(),
+            "lmcache_restarts": max(self._restarts, 0),
+        }
+
+    def _ensure_tasks(self) -> None:
+        if not self._tasks:
+            loop = asyncio.get_running_loop()
+            self._tasks = [
+                loop.create_task(self._keep_running()),
+                loop.create_task(self._end_when_abandoned()),
+            ]
+
+    async def _keep_running(self) -> None:
+        backoff_s = 0.5
+        while True:
+            self._restarts += 1
+            started_s = time.monotonic()
+            self._process = await asyncio.create_subprocess_exec(
+                *lmcache_command(self._settings),
+                env=lmcache_environment(),
+                stdin=asyncio.subprocess.DEVNULL,
+                # Its access log, a line for every health check.
+                stdout=asyncio.subprocess.DEVNULL,
+                preexec_fn=_die_with_parent,
+            )
+            logger.info("LMCache server started, pid %d", self._process.pid)
+            watcher = asyncio.get_running_loop().create_task(self._watch(self._process))
+            code = await self._process.wait()
+            watcher.cancel()
+            self._healthy.clear()
+            self._problem = f"it ended with {code}"
+            logger.warning("LMCache server ended with %s; restarting", code)
+            if time.monotonic() - started_s > 60:
+                backoff_s = 0.5
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        failures = 0
+        while True:
+            if await self._answers():
+                failures = 0
+                self._healthy.set()
+            else:
+                failures += 1
+                if self._healthy.is_set() and failures >= _UNHEALTHY_AFTER:
+                    logger.warning("LMCache server does not answer; killing it")
+                    process.kill()
+                    return
+            await asyncio.sleep(_HEALTH_PERIOD_S if self._healthy.is_set() else 0.25)
+
+    async def _answers(self) -> bool:
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", self._settings.lmcache.http_port
+                )
+                writer.write(b"GET /healthcheck HTTP/1.0\r\nHost: localhost\r\n\r\n")
+                status = await reader.readline()
+                writer.close()
+                return b" 200" in status
+        except (OSError, TimeoutError) as error:
+            self._problem = f"its health check failed: {error or type(error).__name__}"
+            return False
+
+    async def _end_when_abandoned(self) -> None:
+        while time.monotonic() - self._last_beat_s < ABANDONED_S:
+            await asyncio.sleep(1)
+        logger.info("no engine for %g s: ending", ABANDONED_S)
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+def lmcache_command(settings: Settings) -> list[str]:
+    """The LMCache server's command line: every socket on loopback."""
+    lmcache = settings.lmcache
+    return [
+        sys.executable, "-m", "lmcache.cli.main", "server",
+        "--host", "127.0.0.1",
+        "--port", str(lmcache.port),
+        "--http-host", "127.0.0.1",
+        "--http-port", str(lmcache.http_port),
+        "--l1-size-gb", str(lmcache.size_gb),
+        "--eviction-policy", "LRU",
+        "--supported-transfer-mode", "auto",
+        "--chunk-size", str(lmcache.chunk_tokens),
+        "--max-workers", "4",
+    ]  # fmt: skip
+
+
+def lmcache_environment() -> dict[str, str]:
+    """The server's environment: the same prefix hashes as the engines', and no reports home."""
+    return {
+        **os.environ,
+        "PYTHONHASHSEED": "0",
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+        "LMCACHE_LOG_LEVEL": "WARNING",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+    }
+
+
+def _die_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+class NodeClient:
+    """An engine's end of its node's actor; makes the actor if it is the first."""
+
+    def __init__(self, application: str, settings: Settings) -> None:
+        node_id = ray.get_runtime_context().get_node_id()
+        self._actor = (
+            ray.remote(NodeService)
+            .options(
+                name=f"conserve:{application}:node:{node_id}",
+                namespace="serve",
+                get_if_exists=True,
+                lifetime="detached",
+                max_restarts=-1,
+                max_concurrency=1000,
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            )
+            .remote(settings)
+        )
+
+    async def start(self) -> None:
+        """Wait until the node's LMCache server answers."""
+        await self._actor.start.remote()
+
+    async def beat(self) -> None:
+        """Tell it that an engine lives; while it is down, that can wait."""
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            await self._actor.beat.remote()

@@ -1,0 +1,235 @@
+"""What a decoder sees of each turn, from the engine's own statistics, and tells the table.
+
+Two ends meet here: an ASGI middleware in front of vLLM's OpenAI server, which knows whose turn
+it is and what the client was told, and the engine client's ``generate``, which knows how many
+tokens there were and where the prompt's KV came from. A context variable joins them.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from conserve import recognition
+from conserve.conversations import TurnStats
+from conserve.recognition import Digest
+from deployments.holdings import Holdings
+from deployments.table import TableClient, TableUnavailable
+
+logger = logging.getLogger("ray.serve")
+
+CONVERSATION_HEADER = b"x-conserve-conversation"
+INCARNATION_HEADER = b"x-conserve-incarnation"
+TURN_HEADER = b"x-conserve-turn"
+# Set where the next turn may come without an id: the decoder then works out the digests.
+RECOGNISE_HEADER = b"x-conserve-recognise"
+
+_DONE = b"data: [DONE]"
+# An answer must not hang on its bookkeeping. What the table misses, it learns from `Holdings`.
+_REPORT_PATIENCE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Observation:
+    started: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    lmcache_tokens: int = 0
+    output_tokens: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def see(self, output: Any, delta: bool) -> None:
+        self.prompt_tokens = max(self.prompt_tokens, len(output.prompt_token_ids or ()))
+        for choice in output.outputs:
+            key = (output.request_id, choice.index)
+            new = len(choice.token_ids)
+            self.output_tokens[key] = self.output_tokens.get(key, 0) + new if delta else new
+        reported = (output.kv_transfer_params or {}).get("cached_token_stats") or {}
+        own = reported.get("num_vllm_cached_tokens")
+        # Beyond what the engine had itself; num_lmcache_cached_tokens counts that part too.
+        taken = reported.get("num_lmcache_extra_cached_tokens")
+        if own is not None and taken is not None:
+            self.cached_tokens, self.lmcache_tokens = int(own), int(taken)
+        elif output.num_cached_tokens is not None and not self.lmcache_tokens:
+            self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
+        if output.finished:
+            self.finished += 1
+
+    def stats(self) -> TurnStats | None:
+        if not self.prompt_tokens:
+            return None
+        return TurnStats(
+            self.prompt_tokens,
+            max(self.output_tokens.values(), default=0),
+            self.cached_tokens,
+            self.lmcache_tokens,
+        )
+
+
+_current: ContextVar[_Observation | None] = ContextVar("conserve_observation", default=None)
+
+
+def observe_engine(client: Any) -> None:
+    """Have an ``AsyncLLM`` report what it does for the turn in whose context it is called."""
+    generate = client.generate
+
+    @functools.wraps(generate)
+    async def observed(
+        prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncIterator[Any]:
+        observation = _current.get()
+        stream = generate(prompt, sampling_params, request_id, **options)
+        if observation is None:
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    yield output
+            return
+        # Asks the connector for its statistics; see LMCacheMPConnector.
+        extra = dict(sampling_params.extra_args or {})
+        extra["kv_transfer_params"] = {
+            **(extra.get("kv_transfer_params") or {}),
+            "cached_token_stats": True,
+        }
+        sampling_params.extra_args = extra
+        observation.started += 1
+        delta = getattr(sampling_params.output_kind, "name", "") == "DELTA"
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                observation.see(output, delta)
+                yield output
+
+    client.generate = observed
+
+
+class TurnObserver:
+    """ASGI middleware that keeps a decoder's `Holdings` and reports each turn's end.
+
+    The report is made before the client learns that the turn is over, so that the next turn
+    finds the table up to date, however fast it follows.
+    """
+
+    def __init__(self, app: ASGIApp, holdings: Holdings, table: TableClient) -> None:
+        self._app = app
+        self._holdings = holdings
+        self._table = table
+        self._reports: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"]) if scope["type"] == "http" else {}
+        if CONVERSATION_HEADER not in headers:
+            await self._app(scope, receive, send)
+            return
+        turn = _Turn(
+            self._holdings,
+            self._table,
+            headers[CONVERSATION_HEADER].decode(),
+            int(headers[INCARNATION_HEADER]),
+            int(headers[TURN_HEADER]),
+        )
+        if RECOGNISE_HEADER in headers:
+            turn.body, receive = await _read_ahead(receive)
+        _current.set(turn.observation)
+        self._holdings.begin(turn.conversation_id, turn.incarnation, turn.turn_id)
+        try:
+            await self._app(scope, receive, turn.relay(send))
+        finally:
+            if not turn.reported:
+                # In a task of its own: this one may be under cancellation.
+                task = asyncio.get_running_loop().create_task(turn.report(completed=False))
+                self._reports.add(task)
+                task.add_done_callback(self._reports.discard)
+
+
+@dataclass(slots=True)
+class _Turn:
+    holdings: Holdings
+    table: TableClient
+    conversation_id: str
+    incarnation: int
+    turn_id: int
+    observation: _Observation = field(default_factory=_Observation)
+    body: bytes | None = None
+    status: int = 0
+    streamed: bool = False
+    parts: list[bytes] = field(default_factory=list)
+    reported: bool = False
+
+    def relay(self, send: Send) -> Send:
+        async def observed_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                self.streamed = any(
+                    name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+                    for name, value in message["headers"]
+                )
+            elif message["type"] == "http.response.body" and not self.reported:
+                part = message.get("body", b"")
+                if self.body is not None and part:
+                    self.parts.append(part)
+                if (_DONE in part) if self.streamed else not message.get("more_body"):
+                    await self.report(completed=self._completed())
+            await send(message)
+
+        return observed_send
+
+    def _completed(self) -> bool:
+        seen = self.observation
+        return self.status == 200 and 0 < seen.started == seen.finished
+
+    async def report(self, completed: bool) -> None:
+        self.reported = True
+        stats = self.observation.stats()
+        tails = self._tails() if completed else ()
+        self.holdings.finish(
+            self.conversation_id, self.incarnation, self.turn_id, stats, tails, completed
+        )
+        turn = (self.conversation_id, self.incarnation, self.turn_id, stats)
+        try:
+            if completed:
+                await self.table.call("advance", *turn, tails, patience_s=_REPORT_PATIENCE_S)
+            else:
+                await self.table.call("abandon", *turn, patience_s=_REPORT_PATIENCE_S)
+        except TableUnavailable as error:
+            logger.warning("turn %d of %s: %s", self.turn_id, self.conversation_id, error)
+
+    def _tails(self) -> tuple[Digest, ...]:
+        if self.body is None:
+            return ()
+        messages = json.loads(self.body).get("messages")
+        if not isinstance(messages, list):
+            return ()
+        if self.streamed:
+            answers = recognition.answers_from_stream(self.parts)
+        else:
+            answers = recognition.answers_from_body(b"".join(self.parts))
+        return tuple(recognition.tail_digest(messages, answer) for answer in answers)
+
+
+async def _read_ahead(receive: Receive) -> tuple[bytes, Receive]:
+    """The whole body, and a ``receive`` that gives it out again."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            break
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    body = b"".join(parts)
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return body, replay

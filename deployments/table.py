@@ -1,0 +1,457 @@
+"""The conversation table's actor: the one authority for bindings, and who waits for one.
+
+Its state is soft. If the process dies, Ray starts it again and the engines, which notice at
+their next beat, tell it who they are and what they hold; turns wait until all have, or for
+``RECOVERY_S``. See docs/architecture.md.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import ray
+
+from conserve import identity
+from conserve.conversations import Conversation, ConversationTable, TurnStats
+from conserve.metrics import Metrics
+from conserve.placement import ConversationPlacement, Placement
+from conserve.recognition import Digest
+from conserve.settings import Settings
+from conserve.waiting import QueueFull, WaitingLine
+from deployments.messages import EngineInfo, Refusal, TurnPlan, TurnTiming, Unplaced
+
+logger = logging.getLogger("conserve.table")
+
+BEAT_S = 1.0
+# Engines whose beats stop for so long are lost. Long, because a busy machine starves processes;
+# a dead engine is usually found at once, by a router whose connection broke.
+SILENCE_S = 15.0
+# How long a new table waits for engines to report before it takes bindings for unknown.
+RECOVERY_S = 8.0
+# Without a beat from any engine or router for so long, the application is gone.
+ABANDONED_S = 120.0
+
+
+class TableService:
+    """What the actor does; `connect` makes it one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._table = ConversationTable(
+            ConversationPlacement(settings.min_remote_prefill_tokens),
+            settings.idle_timeout_s,
+            # Above whatever a predecessor handed out, without having kept it.
+            first_id=time.time_ns() // 1_000_000,
+        )
+        self._line = WaitingLine(settings.queue_limit, settings.queue_timeout_s)
+        self._metrics = Metrics(self._table, self._line)
+        self._engines: dict[str, EngineInfo] = {}
+        self._beats: dict[str, float] = {}
+        self._ended: dict[str, list[str]] = {}
+        # Conversations between `begin` and their binding: a second turn of one waits for it.
+        self._placing: dict[str, asyncio.Future[None]] = {}
+        self._waiters: dict[str, asyncio.Future[Placement]] = {}
+        self._started_s = time.monotonic()
+        self._last_beat_s = self._started_s
+        self._recovered = asyncio.Event()
+        self._housekeeping: asyncio.Task[None] | None = None
+
+    # --- engines -----------------------------------------------------------------------------
+
+    async def register(self, engine: EngineInfo) -> list[str]:
+        """An engine is ready. Returns ids of conversations that it is to forget."""
+        self._ensure_housekeeping()
+        forget: list[str] = []
+        if engine.role == "prefiller":
+            self._table.add_prefiller(engine.id)
+        else:
+            forget = self._table.add_decoder(engine.id, engine.capacity_tokens, engine.holds)
+            self._ended.setdefault(engine.id, [])
+        self._engines[engine.id] = engine
+        self._beats[engine.id] = time.monotonic()
+        logger.info("%s %s is ready at %s", engine.role, engine.id, engine.url)
+        if self._complete():
+            self._recovered.set()
+        self._admit()
+        return forget
+
+    async def beat(self, engine_id: str) -> list[str] | None:
+        """An engine lives. Returns conversations that ended, or None: register again."""
+        self._last_beat_s = time.monotonic()
+        if engine_id not in self._engines:
+            return None
+        self._beats[engine_id] = self._last_beat_s
+        ended = self._ended.get(engine_id, [])
+        self._ended[engine_id] = []
+        return ended
+
+    async def engine_lost(self, engine_id: str, why: str) -> None:
+        """An engine is dead, or leaves."""
+        engine = self._engines.pop(engine_id, None)
+        self._beats.pop(engine_id, None)
+        self._ended.pop(engine_id, None)
+        if engine is None:
+            return
+        self._metrics.engines_lost.labels(engine.role).inc()
+        unbound: list[str] = []
+        if engine.role == "prefiller":
+            self._table.remove_prefiller(engine_id)
+        else:
+            unbound = self._table.remove_decoder(engine_id)
+        logger.warning(
+            "%s %s is lost (%s); %d conversations will be prefilled again on their next turn",
+            engine.role, engine_id, why, len(unbound),
+        )  # fmt: skip
+
+    async def engines(self) -> list[EngineInfo]:
+        """Those alive."""
+        return list(self._engines.values())
+
+    # --- turns -------------------------------------------------------------------------------
+
+    async def begin(
+        self, explicit_id: str | None, candidates: list[Digest]
+    ) -> TurnPlan | Unplaced | Refusal:
+        """Start a turn: where its conversation is bound, or that it has to be placed."""
+        if refusal := await self._not_ready():
+            return refusal
+        conversation_id = explicit_id or self._table.recognise(candidates) or identity.new_id()
+        while (placing := self._placing.get(conversation_id)) is not None:
+            await asyncio.wait([placing])
+        conversation = self._table.begin(conversation_id, time.time())
+        if conversation is not None:
+            return self._plan(conversation, None)
+        counter = self._tokenizer()
+        if counter is None:
+            return _UNAVAILABLE
+        self._placing[conversation_id] = asyncio.get_running_loop().create_future()
+        return Unplaced(conversation_id, counter.url, counter.id, counter.max_model_len)
+
+    async def place(self, conversation_id: str, turn1_tokens: int) -> TurnPlan | Refusal:
+        """Bind a conversation for which `begin` answered `Unplaced`; waits for room."""
+        arrived_s = time.monotonic()
+        bound = self._table.begin(conversation_id, time.time())
+        if bound is not None:
+            # This table was lost between the two calls, and a decoder had it still.
+            self._settle(conversation_id)
+            return self._plan(bound, None)
+        try:
+            placement = await self._bind_or_wait(conversation_id, turn1_tokens)
+        except QueueFull as full:
+            self._metrics.refusals.labels("queue_full").inc()
+            return Refusal(429, str(full), "queue_full", full.retry_after_s)
+        except TimeoutError:
+            self._metrics.refusals.labels("timeout").inc()
+            return Refusal(
+                429,
+                f"no decoder had room for {turn1_tokens} tokens within "
+                f"{self._settings.queue_timeout_s:g} s; try again later",
+                "queue_timeout",
+                self._line.retry_after_s(time.monotonic()),
+            )
+        finally:
+            self._settle(conversation_id)
+        self._metrics.queue_wait_s.observe(time.monotonic() - arrived_s)
+        conversation = self._table.get(conversation_id)
+        if conversation is None or conversation.decoder_id is None:
+            return _UNAVAILABLE
+        return self._plan(conversation, placement.prefiller_id)
+
+    async def forgo(self, conversation_id: str) -> None:
+        """The turn for which `begin` answered `Unplaced` is not to be placed any more."""
+        waiter = self._waiters.get(conversation_id)
+        if waiter is not None and not waiter.done():
+            waiter.cancel()
+        self._settle(conversation_id)
+
+    async def prefilled(self, plan: TurnPlan, prompt_tokens: int | None) -> None:
+        """The remote prefill is over. ``prompt_tokens``: as the prefiller counted, or failed."""
+        self._table.prefilled(plan.conversation_id, plan.incarnation)
+        if prompt_tokens is None:
+            self._metrics.cold_prefill_failures.inc()
+        else:
+            self._metrics.cold_prefills.inc()
+            self._metrics.cold_prefill_tokens.inc(prompt_tokens)
+
+    async def advance(
+        self,
+        conversation_id: str,
+        incarnation: int,
+        turn_id: int,
+        stats: TurnStats,
+        tails: tuple[Digest, ...],
+    ) -> None:
+        """A decoder has completed a turn."""
+        if self._table.advance(
+            conversation_id, incarnation, turn_id, stats, tails, time.time()
+        ):
+            self._count(stats)
+        self._admit()
+
+    async def abandon(
+        self, conversation_id: str, incarnation: int, turn_id: int, stats: TurnStats | None
+    ) -> None:
+        """A turn ended without completing."""
+        ended = self._table.abandon(conversation_id, incarnation, turn_id, stats, time.time())
+        if ended is not None:
+            self._has_ended(ended, "first_turn_failed")
+        self._admit()
+
+    async def observe(self, timing: TurnTiming) -> None:
+        """A router saw a turn end."""
+        metrics = self._metrics
+        metrics.turns.labels(timing.outcome).inc()
+        if timing.outcome != "refused":
+            metrics.turn_latency_s.observe(timing.latency_s)
+        if timing.ttft_s is not None:
+            metrics.ttft_s.observe(timing.ttft_s)
+        for gap_s in timing.tbt_s:
+            metrics.tbt_s.observe(gap_s)
+
+    async def release(self, conversation_id: str, reason: str = "released") -> bool:
+        """End a conversation; False if it is unknown."""
+        await self._not_ready()
+        conversation = self._table.release(conversation_id)
+        if conversation is None:
+            return False
+        self._has_ended(conversation, reason)
+        self._admit()
+        return True
+
+    # --- what can be asked -------------------------------------------------------------------
+
+    async def router_beat(self) -> None:
+        """A router lives."""
+        self._ensure_housekeeping()
+        self._last_beat_s = time.monotonic()
+
+    async def health(self) -> dict[str, int]:
+        """How many engines of each role are alive."""
+        await self._not_ready()
+        return {
+            "prefillers": len(self._table.prefillers),
+            "decoders": len(self._table.decoders),
+        }
+
+    async def conversation(self, conversation_id: str) -> dict[str, Any] | None:
+        """One conversation, for `GET /v1/conversations/{id}`."""
+        await self._not_ready()
+        found = self._table.get(conversation_id)
+        return None if found is None else _described(found)
+
+    async def conversations(self, limit: int) -> dict[str, Any]:
+        """The latest used ones, for `GET /v1/conversations`."""
+        await self._not_ready()
+        return {
+            "object": "list",
+            "data": [_described(found) for found in self._table.recent(limit)],
+            "total": len(self._table),
+        }
+
+    async def metrics(self) -> bytes:
+        """Prometheus text."""
+        return self._metrics.render()
+
+    async def pid(self) -> int:
+        """This actor's process id, for an operator and for tests of its loss."""
+        import os
+
+        return os.getpid()
+
+    # --- inside ------------------------------------------------------------------------------
+
+    async def _not_ready(self) -> Refusal | None:
+        if not self._recovered.is_set():
+            left_s = self._started_s + RECOVERY_S - time.monotonic()
+            if left_s > 0:
+                try:
+                    await asyncio.wait_for(self._recovered.wait(), left_s)
+                except TimeoutError:
+                    pass  # Not all are back: serve with those that are.
+        return None if self._table.decoders else _UNAVAILABLE
+
+    def _complete(self) -> bool:
+        return (
+            len(self._table.decoders) >= self._settings.decoders.replicas
+            and len(self._table.prefillers) >= self._settings.prefillers.replicas
+        )
+
+    def _tokenizer(self) -> EngineInfo | None:
+        """The engine to count a prompt: the prefiller that will likely see it, or a decoder."""
+        prefillers = self._table.prefillers.values()
+        decoders = self._table.decoders.values()
+        if prefillers:
+            return self._engines[min(prefillers, key=lambda p: p.queued_tokens).id]
+        if decoders:
+            return self._engines[min(decoders, key=lambda d: d.conversations).id]
+        return None
+
+    def _plan(self, conversation: Conversation, prefiller_id: str | None) -> TurnPlan:
+        assert conversation.decoder_id is not None
+        return TurnPlan(
+            conversation_id=conversation.id,
+            incarnation=conversation.incarnation,
+            turn_id=conversation.running[-1],
+            decoder_id=conversation.decoder_id,
+            decoder_url=self._engines[conversation.decoder_id].url,
+            prefiller_id=prefiller_id,
+            prefiller_url=self._engines[prefiller_id].url if prefiller_id else None,
+        )
+
+    async def _bind_or_wait(self, conversation_id: str, tokens: int) -> Placement:
+        if not self._line:
+            placement = self._bind(conversation_id, tokens)
+            if placement is not None:
+                return placement
+        self._line.join(conversation_id, tokens, time.monotonic())
+        waiter = self._waiters[conversation_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(waiter, self._settings.queue_timeout_s)
+        finally:
+            self._waiters.pop(conversation_id, None)
+            self._line.leave(conversation_id)
+            # The head may have gone: the next one may fit.
+            self._admit()
+
+    def _bind(self, conversation_id: str, tokens: int) -> Placement | None:
+        placement = self._table.bind(conversation_id, tokens, time.time())
+        if placement is not None:
+            conversation = self._table.get(conversation_id)
+            if conversation is not None and conversation.moves:
+                self._metrics.moves.inc()
+        return placement
+
+    def _admit(self) -> None:
+        while (head := self._line.head()) is not None:
+            waiter = self._waiters.get(head.key)
+            if waiter is None or waiter.done():
+                self._line.leave(head.key)
+                continue
+            placement = self._bind(head.key, head.tokens)
+            if placement is None:
+                return
+            self._line.leave(head.key)
+            waiter.set_result(placement)
+
+    def _settle(self, conversation_id: str) -> None:
+        placing = self._placing.pop(conversation_id, None)
+        if placing is not None and not placing.done():
+            placing.set_result(None)
+
+    def _count(self, stats: TurnStats) -> None:
+        metrics = self._metrics
+        metrics.prompt_tokens.inc(stats.prompt_tokens)
+        metrics.cached_tokens.inc(stats.decoder_cached_tokens)
+        metrics.output_tokens.inc(stats.output_tokens)
+        if stats.lmcache_tokens:
+            metrics.handoffs.inc()
+            metrics.handoff_tokens.inc(stats.lmcache_tokens)
+
+    def _has_ended(self, conversation: Conversation, reason: str) -> None:
+        self._metrics.ended.labels(reason).inc()
+        if conversation.decoder_id in self._ended:
+            self._ended[conversation.decoder_id].append(conversation.id)
+
+    def _ensure_housekeeping(self) -> None:
+        # Not in the constructor: Ray runs that outside of the actor's event loop.
+        if self._housekeeping is None:
+            self._housekeeping = asyncio.get_running_loop().create_task(self._keep_house())
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            now_s = time.monotonic()
+            for conversation in self._table.expire(time.time()):
+                self._has_ended(conversation, "idle")
+            self._admit()
+            for engine_id, beat_s in list(self._beats.items()):
+                if now_s - beat_s > SILENCE_S:
+                    await self.engine_lost(engine_id, f"silent for {SILENCE_S:g} s")
+            if now_s - self._last_beat_s > ABANDONED_S:
+                logger.info("no engine or router for %g s: ending", ABANDONED_S)
+                ray.kill(ray.get_runtime_context().current_actor)
+
+
+_UNAVAILABLE = Refusal(
+    503, "no engine is ready to serve; try again shortly", "unavailable", retry_after_s=5
+)
+
+
+def _described(conversation: Conversation) -> dict[str, Any]:
+    now_s = time.time()
+    last = conversation.last_turn
+    return {
+        "id": conversation.id,
+        "object": "conversation",
+        "phase": conversation.phase,
+        "turns": conversation.turns,
+        "held_tokens": conversation.held_tokens,
+        "decoder": conversation.decoder_id,
+        "moves": conversation.moves,
+        "created": int(conversation.created_s),
+        "age_s": round(max(0.0, now_s - conversation.created_s), 3),
+        "last_used": int(conversation.last_used_s),
+        "idle_s": round(max(0.0, now_s - conversation.last_used_s), 3),
+        "last_turn": None if last is None else last._asdict(),
+    }
+
+
+class TableUnavailable(Exception):
+    """The conversation table did not answer in time; Ray is starting it again."""
+
+
+class TableClient:
+    """A caller's end of the table: finds the actor, and waits while Ray starts it again."""
+
+    def __init__(self, application: str, settings: Settings) -> None:
+        self._name = f"conserve:{application}:table"
+        self._settings = settings
+        self._actor: Any = None
+
+    async def call(self, method: str, *arguments: Any, patience_s: float = 30.0) -> Any:
+        """Call a method of `TableService`.
+
+        Args:
+            patience_s: how long to wait for a table that is down.
+
+        Raises:
+            TableUnavailable: it stayed down.
+        """
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                return await getattr(self._connect(), method).remote(*arguments)
+            except ray.exceptions.RayActorError as error:
+                self._actor = None
+                if time.monotonic() > deadline_s:
+                    raise TableUnavailable(
+                        f"the conversation table is down: {type(error).__name__}"
+                    ) from error
+                await asyncio.sleep(0.1)
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Call a method without waiting; what it would have returned or raised is dropped."""
+        try:
+            getattr(self._connect(), method).remote(*arguments)
+        except ray.exceptions.RayActorError:
+            self._actor = None
+
+    def _connect(self) -> Any:
+        if self._actor is None:
+            self._actor = (
+                ray.remote(TableService)
+                .options(
+                    name=self._name,
+                    namespace="serve",
+                    get_if_exists=True,
+                    # It outlives the replica that happened to start it, and ends itself when
+                    # all are gone (ABANDONED_S).
+                    lifetime="detached",
+                    max_restarts=-1,
+                    max_concurrency=100_000,
+                    num_cpus=0,
+                )
+                .remote(self._settings)
+            )
+        return self._actor
