@@ -1,8 +1,8 @@
 """Live conversations: which decoder each is bound to, and what each decoder holds.
 
 The one authority for bindings, as plain data structures: no Ray, no clock (time is an
-argument), and whatever happens once a turn is O(1) in the number of conversations. Occupancy is exact by
-construction: a decoder's ``held_tokens`` is changed in `ConversationTable._hold` alone.
+argument), and whatever happens once a turn is O(1) in the number of conversations. Occupancy is
+exact by construction: a decoder's ``held_tokens`` is changed in `ConversationTable._hold` alone.
 """
 
 from collections import OrderedDict
@@ -107,7 +107,7 @@ class ConversationTable:
 
     def recent(self, limit: int) -> list[Conversation]:
         """Up to ``limit`` live conversations, the most recently used first."""
-        found = []
+        found: list[Conversation] = []
         for conversation in reversed(self._conversations.values()):
             if len(found) >= limit:
                 break
@@ -131,23 +131,31 @@ class ConversationTable:
         if decoder_id not in self.decoders:
             self.decoders[decoder_id] = Decoder(decoder_id, capacity_tokens)
         foreign = []
+        adopted = False
         for held in holds:
             known = self._conversations.get(held.id)
             if known is None or (
                 known.decoder_id is None and known.incarnation == held.incarnation
             ):
                 self._adopt(held, decoder_id)
+                adopted = True
             elif known.decoder_id != decoder_id:
                 foreign.append(held.id)
-        # A table that took over may see conversations out of order of their last use.
-        self._conversations = OrderedDict(
-            sorted(self._conversations.items(), key=lambda item: item[1].last_used_s)
-        )
+        if adopted:
+            # A table that took over may see conversations out of order of their last use.
+            self._conversations = OrderedDict(
+                sorted(self._conversations.items(), key=lambda item: item[1].last_used_s)
+            )
         return foreign
 
     def remove_prefiller(self, prefiller_id: str) -> None:
         """A prefiller is lost or has left."""
-        self.prefillers.pop(prefiller_id, None)
+        if self.prefillers.pop(prefiller_id, None) is None:
+            return
+        # It may come back under its id, with an empty queue: these must not count against that.
+        for conversation in self._conversations.values():
+            if conversation.prefiller_id == prefiller_id:
+                self._leave_prefiller(conversation)
 
     def remove_decoder(self, decoder_id: str) -> list[str]:
         """A decoder is lost: unbind what it held.
@@ -203,6 +211,8 @@ class ConversationTable:
             self._conversations[conversation_id] = known
         else:
             known.moves += 1
+            # The prefill for the lost decoder may not have been reported as over.
+            self._leave_prefiller(known)
         known.decoder_id = placement.decoder_id
         self.decoders[placement.decoder_id].conversations += 1
         self._hold(known, turn1_tokens)
@@ -239,15 +249,17 @@ class ConversationTable:
         """A turn is complete: its tokens are what the conversation holds now.
 
         Returns:
-            False, with nothing changed, if the conversation has ended meanwhile.
+            False, with nothing changed, if the turn is over already (reported before, or its
+            decoder was lost), or the conversation has ended meanwhile.
         """
         conversation = self._current(conversation_id, incarnation)
-        if conversation is None:
+        if conversation is None or turn_id not in conversation.running:
             return False
         conversation.turns += 1
         if tails:
             conversation.tails = tails
-            self._tails.set(conversation_id, tails)
+            # Its own id, not the caller's equal one: a million copies are 80 MB.
+            self._tails.set(conversation.id, tails)
         self._finish_turn(conversation, turn_id, stats, now_s)
         return True
 
@@ -270,7 +282,8 @@ class ConversationTable:
         conversation = self._current(conversation_id, incarnation)
         if conversation is None:
             return None
-        self._finish_turn(conversation, turn_id, stats, now_s)
+        if turn_id in conversation.running:
+            self._finish_turn(conversation, turn_id, stats, now_s)
         if conversation.last_turn is None and not conversation.running:
             return self.release(conversation_id)
         return None
@@ -323,14 +336,12 @@ class ConversationTable:
         self, conversation: Conversation, turn_id: int, stats: TurnStats | None, now_s: float
     ) -> None:
         self._leave_prefiller(conversation)
-        if turn_id in conversation.running:
-            conversation.running = tuple(id for id in conversation.running if id != turn_id)
-            if not conversation.running:
-                self.reasoning -= 1
+        conversation.running = tuple(id for id in conversation.running if id != turn_id)
+        if not conversation.running:
+            self.reasoning -= 1
         if stats is not None:
             conversation.last_turn = stats
-            if conversation.decoder_id is not None:
-                self._hold(conversation, stats.prompt_tokens + stats.output_tokens)
+            self._hold(conversation, stats.prompt_tokens + stats.output_tokens)
         self._touch(conversation, now_s)
 
     def _touch(self, conversation: Conversation, now_s: float) -> None:
@@ -353,7 +364,12 @@ class ConversationTable:
         conversation.prefill_tokens = 0
 
     def _adopt(self, held: Conversation, decoder_id: str) -> None:
-        self.release(held.id)
+        known = self.release(held.id)
+        if known is not None:
+            # What a decoder cannot know: the conversation's life before it came there.
+            held.created_s = known.created_s
+            held.turns = max(held.turns, known.turns)
+            held.moves = known.moves
         self._conversations[held.id] = held
         self._next_id = max(self._next_id, held.incarnation + 1, *(t + 1 for t in held.running))
         tokens, held.held_tokens = held.held_tokens, 0

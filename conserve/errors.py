@@ -36,24 +36,30 @@ class ApiError(Exception):
         return {
             "error": {
                 "message": self.message,
-                "type": _TYPES.get(self.status, "server_error"),
+                "type": _error_type(self.status),
                 "param": self.param,
                 "code": self.code,
             }
         }
 
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-}
+def _error_type(status: int) -> str:
+    if status >= 500:
+        return "server_error"
+    return {401: "authentication_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error"
+    )
 
-# vLLM says it in several ways: a prompt over the context, or a prompt with the output asked for.
-_CONTEXT = re.compile(r"maximum context length|max_model_len|context length is only", re.IGNORECASE)
+
+# FastAPI's report of a bad body, as vLLM prints it; only place and complaint are for clients.
+_INVALID = re.compile(r"'loc': \(([^)]*)\), 'msg': (\"[^\"]*\"|'(?:[^'\\]|\\.)*')")
+# vLLM says it in several ways: a prompt over the context, a prompt with the output asked for, or
+# the output alone. Not each mention of max_model_len is one: a truncation may be too long too.
+_CONTEXT = re.compile(
+    r"maximum (?:context|model) length|context length is only"
+    r"|cannot be greater than max_model_len=|exceeds the max_model_len",
+    re.IGNORECASE,
+)
 
 
 def from_engine(status: int, body: Any) -> ApiError:
@@ -66,13 +72,20 @@ def from_engine(status: int, body: Any) -> ApiError:
     error = body.get("error", body) if isinstance(body, dict) else {}
     message = error.get("message") if isinstance(error, dict) else None
     param = error.get("param") if isinstance(error, dict) else None
+    if status < 400:
+        status = 502  # An error was expected; whatever this is, it must not pass for a success.
     if status >= 500 or not isinstance(message, str):
         # An engine's own failure may carry a traceback; that belongs into its log.
         return ApiError(
-            status if status >= 400 else 502,
+            status,
             "the engine failed on this request; try again, and see its log if it fails again",
             "engine_error",
         )
+    complaints = _INVALID.findall(message)
+    if complaints:
+        location = [part.strip(" '") for part in complaints[0][0].split(",")]
+        param = ".".join(part for part in location if part and part != "body")
+        message = f"{param}: {complaints[0][1][1:-1]}"
     code = None
     if status == 400 and _CONTEXT.search(message):
         code = "context_length_exceeded"

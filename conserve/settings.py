@@ -4,6 +4,8 @@ The same fields are given on the command line (``serve run conserve.app decoders
 ``args`` of a Serve config file. An unknown field or a bad value is refused with its name.
 """
 
+import contextlib
+import json
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -57,7 +59,9 @@ class LMCacheSettings(_Strict):
         description="Tokens a chunk; only whole chunks travel. Unset: 128 on a CPU, 256 on a GPU.",
     )
     port: int = Field(default=7610, ge=1024, le=65535, description="Port for engines (loopback).")
-    http_port: int = Field(default=7611, ge=1024, le=65535, description="Admin and metrics port (loopback).")
+    http_port: int = Field(
+        default=7611, ge=1024, le=65535, description="Admin and metrics port (loopback)."
+    )
     timeout_s: float = Field(
         default=10.0,
         gt=0,
@@ -134,7 +138,7 @@ class Settings(_Strict):
     def _replicas_alone(cls, value: Any) -> Any:
         if isinstance(value, bool):
             return value
-        if isinstance(value, int) or (isinstance(value, str) and value.strip().isdigit()):
+        if isinstance(value, int) or (isinstance(value, str) and value.strip().isdecimal()):
             return {"replicas": int(value)}
         return value
 
@@ -176,13 +180,16 @@ def _without_reserved(arguments: dict[str, Any], field: str) -> dict[str, Any]:
 def load(arguments: dict[str, Any] | Settings | None) -> Settings:
     """Validate arguments as given by ``serve run`` or a config file.
 
+    A dotted name sets a field of a field, so that a command line reaches all of them:
+    ``decoders.num_cpus=2``, ``engine.max_model_len=8192``.
+
     Raises:
         SettingsError: one line a problem, each with the field's name.
     """
     if isinstance(arguments, Settings):
         return arguments
     try:
-        return Settings.model_validate(arguments or {})
+        return Settings.model_validate(_nested(arguments or {}))
     except ValidationError as error:
         problems = []
         for item in error.errors(include_url=False, include_input=False):
@@ -192,6 +199,27 @@ def load(arguments: dict[str, Any] | Settings | None) -> Settings:
             else:
                 problems.append(f"{field}: {item['msg']}")
         raise SettingsError("bad settings for ConServe\n  " + "\n  ".join(problems)) from None
+
+
+def _nested(arguments: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name in sorted(arguments, key=lambda name: name.count(".")):
+        *path, last = name.split(".")
+        into, value = nested, arguments[name]
+        for part in path:
+            # A shorthand (decoders=3) beside a dotted name (decoders.num_cpus=2).
+            if part in ("prefillers", "decoders") and not isinstance(into.get(part, {}), dict):
+                into[part] = {"replicas": into[part]}
+            fields = into.get(part) or {}
+            if not isinstance(fields, dict):
+                raise SettingsError(f"bad settings for ConServe\n  {name}: {part} has no fields")
+            into[part] = into = dict(fields)
+        if "engine" in path and isinstance(value, str):
+            # From a command line; engine arguments have no declared type to convert to.
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
+        into[last] = value
+    return nested
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import serve
@@ -55,14 +55,15 @@ def build(settings: Settings) -> Application:
     settings = _with_chunk(settings, gpu)
     prefillers = _engines("prefiller", settings, settings.prefillers, gpu)
     decoders = _engines("decoder", settings, settings.decoders, gpu)
-    router = Router.options(num_replicas=settings.routers, max_ongoing_requests=_MAX_ONGOING)
+    options = {"num_replicas": settings.routers, "max_ongoing_requests": _MAX_ONGOING}
+    router = cast(Any, Router).options(**options)
     return router.bind(settings, decoders, prefillers)
 
 
 def _on_gpu(settings: Settings) -> bool:
     if settings.device != "auto":
         return settings.device == "gpu"
-    return ray.cluster_resources().get("GPU", 0) > 0
+    return bool(ray.cluster_resources().get("GPU", 0))
 
 
 def _with_chunk(settings: Settings, gpu: bool) -> Settings:
@@ -97,6 +98,10 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
     if settings.model == EMBEDDED_MODEL:
         engine |= {"max_model_len": 16384, "enable_auto_tool_choice": True}
         engine |= {"tool_call_parser": "hermes"}
+        # Random weights would fill the white space that JSON allows for ever.
+        engine |= {
+            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}
+        }
     engine |= settings.engine | own.engine
     engine["enable_prefix_caching"] = True
     engine["kv_transfer_config"] = {

@@ -7,12 +7,13 @@ the client. What is not public in Ray Serve LLM or vLLM is used here and in obse
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
 import time
-from typing import Any
 
+import aiohttp
 import ray
 import uvicorn
 from ray import serve
@@ -37,7 +38,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     Ready means warmed up, listening and known to the conversation table.
     """
 
-    async def __init__(self, llm_config: LLMConfig, *, role: Role, settings: Settings) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it.
+        self, llm_config: LLMConfig, *, role: Role, settings: Settings
+    ) -> None:
         context = serve.get_replica_context()
         self._id = context.replica_id.unique_id
         self._role: Role = role
@@ -49,6 +52,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await self._node.start()
         # From here on: loading a model may take longer than the node actor waits for a sign.
         self._beating = asyncio.get_running_loop().create_task(self._beat())
+        if os.path.isdir(llm_config.model_loading_config.model_source):
+            # Nothing to download: spares a process that loads vLLM to find that out.
+            llm_config.get_or_create_callback().ctx.run_init_node = False
         await super().__init__(llm_config)
         client = self.engine._engine_client
         observe_engine(client)
@@ -58,10 +64,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             id=self._id,
             role=role,
             url=url,
+            pid=os.getpid(),
             capacity_tokens=int(cache.num_gpu_blocks) * int(cache.block_size),
             max_model_len=int(client.vllm_config.model_config.max_model_len),
         )
-        await self._warm_up(client)
+        await self._warm_up()
         await self._register()
         self._registered = True
 
@@ -70,10 +77,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await super().check_health()
         if self._serving.done():
             raise RuntimeError("the engine's HTTP server has ended")
-
-    async def process_ids(self) -> dict[str, int]:
-        """This replica's process, for operators and fault tests."""
-        return {self._id: os.getpid()}
 
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
@@ -103,31 +106,45 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             await asyncio.sleep(0.01)
         return server, task, f"http://{host}:{listener.getsockname()[1]}"
 
-    async def _warm_up(self, client: Any) -> None:
-        """The first request to an engine takes many times as long as any other."""
-        from vllm import SamplingParams
+    async def _warm_up(self) -> None:
+        """Serve a few turns of its own: the first of each kind takes many times as long.
 
-        async def run(prompt_tokens: int) -> None:
-            prompt = {"prompt_token_ids": [5 + n % 50 for n in range(prompt_tokens)]}
-            parameters = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-            async for _ in client.generate(prompt, parameters, f"warm-up-{prompt_tokens}"):
-                pass
-
+        A prompt of several chunks, then the same with more appended (a prefix found in the
+        cache), then some at the same time.
+        """
         started_s = time.monotonic()
-        longest = min(512, self._info.max_model_len - 8)
-        await asyncio.wait_for(run(8), WARM_UP_TIMEOUT_S)
-        await asyncio.wait_for(run(longest), WARM_UP_TIMEOUT_S)
+        # Roughly a token a word; unlike any client's, so that its KV serves nobody by chance.
+        words = min(600, self._info.max_model_len // 4)
+        prompts = [f"{self._id} " + "warm up " * (words // 2)]
+        prompts.append(prompts[0] + "again " * (words // 4))
+        async with aiohttp.ClientSession(
+            self._info.url, timeout=aiohttp.ClientTimeout(WARM_UP_TIMEOUT_S)
+        ) as session:
+            for prompt in prompts:
+                await self._own_turn(session, prompt)
+            more = (f"{prompt} {number}" for number in range(2) for prompt in prompts)
+            await asyncio.gather(*(self._own_turn(session, prompt) for prompt in more))
         logger.info("%s %s warm after %.1f s", self._role, self._id, time.monotonic() - started_s)
 
-    async def _register(self) -> None:
-        info = EngineInfo(
-            self._info.id,
-            self._role,
-            self._info.url,
-            self._info.capacity_tokens,
-            self._info.max_model_len,
-            self._holdings.all(),
+    async def _own_turn(self, session: aiohttp.ClientSession, prompt: str) -> None:
+        chat = {
+            "model": self._settings.model_id,
+            "messages": [{"role": "user", "content": prompt}],
+        }
+        # A model without a chat template refuses the first two, and is warmed up by the third.
+        requests = (
+            ("/tokenize", chat),
+            ("/v1/chat/completions", {**chat, "max_tokens": 8, "stream": True}),
+            ("/v1/completions", {"model": chat["model"], "prompt": prompt, "max_tokens": 4}),
         )
+        for path, body in requests:
+            async with session.post(path, json=body) as response:
+                await response.read()
+                if response.status >= 500:
+                    raise RuntimeError(f"the engine failed its first turn ({response.status})")
+
+    async def _register(self) -> None:
+        info = dataclasses.replace(self._info, holds=self._holdings.all())
         for conversation_id in await self._table.call("register", info):
             self._holdings.drop(conversation_id)
 
@@ -136,6 +153,12 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             await asyncio.sleep(BEAT_S)
             await self._node.beat()
             if not self._registered:
+                continue
+            try:
+                # A dead engine behind a living replica is as good as silent.
+                await self.check_health()
+            except Exception as error:
+                logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
                 continue
             try:
                 ended = await self._table.call("beat", self._id)

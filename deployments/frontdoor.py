@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -42,6 +41,7 @@ class FrontDoor:
                 Route("/v1/conversations", self._conversations, methods=get),
                 Route("/v1/conversations/{id:path}", self._conversation, methods=get),
                 Route("/v1/conversations/{id:path}", self._release, methods=delete),
+                Route("/v1/engines", self._engines, methods=get),
                 Route("/programs/release", self._release_program, methods=post),
                 Route("/health", self._health, methods=get),
                 Route("/metrics", self._metrics, methods=get),
@@ -107,6 +107,9 @@ class FrontDoor:
             raise ApiError(400, str(error), param="program_id") from None
         released = await self._table.call("release", program_id.strip())
         return JSONResponse({"program_id": program_id, "released": released})
+
+    async def _engines(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await self._table.call("engines")})
 
     async def _health(self, request: Request) -> Response:
         alive = await self._table.call("health", patience_s=5.0)
@@ -182,5 +185,3 @@ async def _unavailable(request: Request, error: Exception) -> Response:
 async def _bug(request: Request, error: Exception) -> Response:
     logger.error("unexpected error on %s", request.url.path, exc_info=error)
     return error_response(ApiError(500, "internal error; see the router's log", "internal_error"))
-
-

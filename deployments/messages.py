@@ -15,6 +15,7 @@ class EngineInfo:
     Attributes:
         id: the Serve replica's unique id.
         url: its own HTTP server, for routers.
+        pid: its process, on its node.
         capacity_tokens: KV space, in tokens.
         max_model_len: longest prompt plus output, in tokens.
         holds: a decoder's live conversations, in case the table knows nothing of them.
@@ -23,6 +24,7 @@ class EngineInfo:
     id: str
     role: Role
     url: str
+    pid: int
     capacity_tokens: int
     max_model_len: int
     holds: list[Conversation] = field(default_factory=list)

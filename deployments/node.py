@@ -134,8 +134,8 @@ class NodeService:
             return False
 
     async def _end_when_abandoned(self) -> None:
-        while time.monotonic() - self._last_beat_s < ABANDONED_S:
-            await asyncio.sleep(1)
+        while (left_s := self._last_beat_s + ABANDONED_S - time.monotonic()) > 0:
+            await asyncio.sleep(left_s)
         logger.info("no engine for %g s: ending", ABANDONED_S)
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):

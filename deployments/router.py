@@ -35,7 +35,7 @@ class Router:
     The handles are not called: they make the engines part of this application.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it.
         self, settings: Settings, decoders: DeploymentHandle, prefillers: DeploymentHandle
     ) -> None:
         context = serve.get_replica_context()
@@ -54,7 +54,8 @@ class Router:
                 server_header=False,
             )
         )
-        self._server.capture_signals = contextlib.nullcontext
+        # Signals are for the replica's own process to handle.
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         loop = asyncio.get_running_loop()
         self._serving = loop.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:

@@ -6,7 +6,9 @@ their next beat, tell it who they are and what they hold; turns wait until all h
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import time
 from typing import Any
 
@@ -104,9 +106,25 @@ class TableService:
             engine.role, engine_id, why, len(unbound),
         )  # fmt: skip
 
-    async def engines(self) -> list[EngineInfo]:
-        """Those alive."""
-        return list(self._engines.values())
+    async def engines(self) -> list[dict[str, Any]]:
+        """Those alive, for `GET /v1/engines`."""
+        described = []
+        for engine in self._engines.values():
+            decoder = self._table.decoders.get(engine.id)
+            prefiller = self._table.prefillers.get(engine.id)
+            described.append(
+                {
+                    "id": engine.id,
+                    "role": engine.role,
+                    "url": engine.url,
+                    "pid": engine.pid,
+                    "capacity_tokens": engine.capacity_tokens,
+                    "held_tokens": decoder.held_tokens if decoder else None,
+                    "conversations": decoder.conversations if decoder else None,
+                    "queued_tokens": prefiller.queued_tokens if prefiller else None,
+                }
+            )
+        return described
 
     # --- turns -------------------------------------------------------------------------------
 
@@ -183,9 +201,7 @@ class TableService:
         tails: tuple[Digest, ...],
     ) -> None:
         """A decoder has completed a turn."""
-        if self._table.advance(
-            conversation_id, incarnation, turn_id, stats, tails, time.time()
-        ):
+        if self._table.advance(conversation_id, incarnation, turn_id, stats, tails, time.time()):
             self._count(stats)
         self._admit()
 
@@ -254,9 +270,7 @@ class TableService:
         return self._metrics.render()
 
     async def pid(self) -> int:
-        """This actor's process id, for an operator and for tests of its loss."""
-        import os
-
+        """This actor's process id."""
         return os.getpid()
 
     # --- inside ------------------------------------------------------------------------------
@@ -265,10 +279,9 @@ class TableService:
         if not self._recovered.is_set():
             left_s = self._started_s + RECOVERY_S - time.monotonic()
             if left_s > 0:
-                try:
+                # Not all may come back: then those that did serve.
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._recovered.wait(), left_s)
-                except TimeoutError:
-                    pass  # Not all are back: serve with those that are.
         return None if self._table.decoders else _UNAVAILABLE
 
     def _complete(self) -> bool:

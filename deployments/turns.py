@@ -289,7 +289,8 @@ class Turns:
         return total
 
     async def _prefill(self, turn: Turn, plan: TurnPlan, prompt: Any) -> None:
-        assert plan.prefiller_url is not None and plan.prefiller_id is not None
+        assert plan.prefiller_url is not None
+        assert plan.prefiller_id is not None
         body = {"model": turn.body["model"], "prompt": prompt, "max_tokens": 1, "temperature": 0}
         if "cache_salt" in turn.body:
             body["cache_salt"] = turn.body["cache_salt"]
@@ -431,6 +432,12 @@ def _check_messages(messages: Any) -> None:
             raise ApiError(
                 400, f"messages[{position}] must be an object with a role", param="messages"
             )
+        if not isinstance(message.get("content"), str | list | None):
+            raise ApiError(
+                400,
+                f"messages[{position}].content must be a string or a list of parts",
+                param="messages",
+            )
 
 
 def _request_id(headers: Headers) -> str | None:
@@ -445,9 +452,7 @@ def _own_headers(plan: TurnPlan) -> list[tuple[bytes, bytes]]:
     ]
 
 
-def _start(
-    response: aiohttp.ClientResponse, plan: TurnPlan, length: int | None = None
-) -> Message:
+def _start(response: aiohttp.ClientResponse, plan: TurnPlan, length: int | None = None) -> Message:
     headers = _own_headers(plan)
     for name, value in response.raw_headers:
         if name.lower() in (b"content-type", b"x-request-id"):

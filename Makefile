@@ -1,0 +1,86 @@
+# Everything runs from .venv in this folder, which the first target that needs it makes.
+# Nothing needs root. `make help` lists the targets.
+
+VENV := .venv
+BIN := $(VENV)/bin
+REQUIREMENTS := $(VENV)/.requirements-installed
+INSTALLED := $(VENV)/.installed
+# The pinned versions are for Python 3.11; give another interpreter of that version with PYTHON=path.
+PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3) python3.11)
+# What is given to the program behind a target: make test ARGS='-k recognition -x'
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo serve test test-unit test-engines lint format bench-overhead \
+	bench-placement clean
+.DELETE_ON_ERROR:
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Make .venv with the pinned CPU set-up and the embedded model
+	@echo "conserve: .venv is ready"
+
+demo: $(INSTALLED) ## Serve a few conversations and show where each turn ran (JSON=path: also as JSON)
+	@$(BIN)/conserve demo $(if $(JSON),--json '$(JSON)') $(ARGS)
+
+serve: $(INSTALLED) ## Serve until interrupted (ARGS='decoders=3 port=9000': settings)
+	@$(BIN)/conserve serve $(ARGS)
+
+test: $(INSTALLED) ## Run all tests, on real engines too (ARGS=...: for pytest)
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-unit: $(INSTALLED) ## Run the unit tests alone (seconds)
+	@$(BIN)/python -m pytest tests/unit $(ARGS)
+
+test-engines: $(INSTALLED) ## Run only the tests on real engines: all but the unit tests (minutes)
+	@$(BIN)/python -m pytest tests --ignore=tests/unit $(ARGS)
+
+lint: $(INSTALLED) ## Check style, format and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(INSTALLED) ## Format the code and mend what can be mended by itself
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
+	@$(BIN)/python -m benchmarks.overhead $(ARGS)
+
+bench-placement: $(INSTALLED) ## Measure the conversation table: decisions a second, bytes each
+	@$(BIN)/python -m benchmarks.placement $(ARGS)
+
+clean: ## Remove .venv, caches and build products
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Three steps, each done again only when what it depends on has changed.
+
+$(BIN)/python:
+	@command -v '$(PYTHON)' >/dev/null || { \
+		echo "conserve: Python 3.11 is needed and was not found." \
+			"Install it (Debian: python3.11), or say where it is: make PYTHON=path" >&2; exit 1; }
+	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+		echo "conserve: Python 3.11 is needed, and $(PYTHON) is $$('$(PYTHON)' --version)." \
+			"Say where it is: make PYTHON=path" >&2; exit 1; }
+	@'$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "conserve: $(PYTHON) cannot make virtual environments." \
+			"Install its venv module (Debian: python3.11-venv)." >&2; exit 1; }
+	@echo "conserve: making $(VENV) with $$('$(PYTHON)' --version)"
+	@'$(PYTHON)' -m venv $(VENV)
+
+$(REQUIREMENTS): requirements-cpu.txt | $(BIN)/python
+	@echo "conserve: installing $$(grep -c == $<) packages, about 3 GB;" \
+		"the first time this takes a few minutes"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r $< || { \
+		echo "conserve: pip failed. If it did not find torch's CPU build, give it PyTorch's own" \
+			"CPU index as an extra index (see the head of $<)." >&2; exit 1; }
+	@touch $@
+
+$(INSTALLED): pyproject.toml $(REQUIREMENTS)
+	@echo "conserve: installing the project itself"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@echo "conserve: making the embedded model"
+	@$(BIN)/python -c "from conserve.embedded import model_path; print('conserve: it is in', model_path())"
+	@touch $@

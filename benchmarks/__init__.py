@@ -1,0 +1,1 @@
+"""Measurements of ConServe. Each module runs by itself: ``python -m benchmarks.<name>``."""

@@ -1,0 +1,166 @@
+"""The command line: ``conserve serve`` and ``conserve demo``."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from conserve.launch import Launch, LaunchError
+from conserve.settings import Settings, SettingsError, load
+
+cli = typer.Typer(
+    help="ConServe: serve multi-turn agents, scheduled by the conversation.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(help="Settings, as for `serve run conserve.app`: decoders=3 model=..."),
+]
+LogFile = Annotated[Path | None, typer.Option("--log", help="Where the application's log goes.")]
+
+
+@cli.command()
+def serve(settings: Arguments = None, log: LogFile = None) -> None:
+    """Start the application, say when it is ready, and stay until Ctrl-C."""
+    chosen = _settings(settings)
+    with _launched(chosen, settings or [], log) as (application, url):
+        console.print(f"[bold green]Ready[/bold green] at {url}/v1, model {chosen.model_id!r}:")
+        console.print(
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            '    -d \'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}\'',
+            highlight=False,
+        )
+        console.print("Ctrl-C ends it.")
+        status = application.wait()
+    if status:
+        console.print(f"[red]The application ended with status {status}.[/red]")
+        raise typer.Exit(1)
+
+
+@cli.command()
+def demo(
+    settings: Arguments = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write what was seen to this file.")
+    ] = None,
+    conversations: Annotated[int, typer.Option(min=1, help="At the same time.")] = 4,
+    turns: Annotated[int, typer.Option(min=2, help="Of each conversation.")] = 4,
+    log: LogFile = None,
+) -> None:
+    """Serve a few agents' conversations and show where every prompt's KV came from."""
+    from conserve import demo as show
+
+    chosen = _settings(settings)
+    with _launched(chosen, settings or [], log) as (_, url):
+        total = conversations * turns
+        with console.status(f"running turns: 0 of {total}") as status:
+            seen = 0
+
+            def on_turn(row: show.TurnRow) -> None:
+                nonlocal seen
+                seen += 1
+                status.update(f"running turns: {seen} of {total}")
+                if not console.is_terminal:
+                    console.print(f"  {row.conversation}: turn {row.turn} done")
+
+            outcome = asyncio.run(
+                show.converse(url, chosen.model_id, conversations, turns, on_turn)
+            )
+        show.report(outcome, console)
+        with console.status("stopping"):
+            pass
+    if json_path is not None:
+        show.write_json(outcome, json_path)
+    wrong = outcome.verdict(conversations, turns)
+    for problem in wrong:
+        console.print(f"[red]Not as promised:[/red] {problem}")
+    if wrong:
+        raise typer.Exit(1)
+    console.print("[bold green]Each conversation: one handoff, one decoder.[/bold green]")
+
+
+@contextlib.contextmanager
+def _launched(
+    settings: Settings, arguments: list[str], log: Path | None
+) -> Iterator[tuple[Launch, str]]:
+    path = log or Path(tempfile.gettempdir()) / f"conserve-{os.getpid()}.log"
+    url = f"http://{_reachable(settings.host)}:{settings.port}"
+    started_s = time.monotonic()
+    # A plain `kill` ends it as Ctrl-C does, with everything that it started.
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with Launch(arguments, path) as application:
+            try:
+                _wait(application, settings, url)
+                console.print(f"Serving after {time.monotonic() - started_s:.0f} s (log: {path}).")
+                yield application, url
+            except KeyboardInterrupt:
+                console.print("Stopping.")
+                raise typer.Exit(130) from None
+            except LaunchError as error:
+                console.print(f"[red]{error}[/red]", highlight=False, markup=True)
+                raise typer.Exit(1) from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _wait(application: Launch, settings: Settings, url: str) -> None:
+    last = ""
+    with console.status("starting") as status:
+
+        def on_progress(text: str) -> None:
+            nonlocal last
+            status.update(text)
+            if text != last and not console.is_terminal:
+                console.print(f"  {text}")
+            last = text
+
+        application.wait_until_serving(
+            url,
+            settings.prefillers.replicas,
+            settings.decoders.replicas,
+            timeout_s=1800,
+            on_progress=on_progress,
+        )
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+def _settings(arguments: list[str] | None) -> Settings:
+    pairs = [argument.partition("=") for argument in arguments or []]
+    bad = [name for name, equals, _ in pairs if not equals]
+    if bad:
+        console.print(f"[red]{bad[0]!r} is not a setting; write name=value.[/red]")
+        raise typer.Exit(2)
+    try:
+        return load({name: value for name, _, value in pairs})
+    except SettingsError as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        raise typer.Exit(2) from None
+
+
+def main() -> None:
+    """Entry point of the ``conserve`` command."""
+    cli()
+
+
+if __name__ == "__main__":
+    main()

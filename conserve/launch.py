@@ -1,0 +1,178 @@
+"""Run the application as a child, wait for it, and leave no process behind.
+
+Used by ``conserve serve``, ``conserve demo``, the tests and the benchmarks; each starts what a
+user would: ``serve run conserve.app``.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.5
+
+
+class LaunchError(RuntimeError):
+    """The application did not come up; the message says what was seen last and where."""
+
+
+class Launch:
+    """A running application, as a context manager.
+
+    Everything that it starts (Ray, Serve, engines, LMCache) becomes a descendant of this
+    process for good, so that `stop` finds all of it, whatever died on the way.
+
+    Args:
+        arguments: as for ``serve run conserve.app``: ``decoders=3``, ...
+        log: file for the application's output.
+        environment: on top of this process's own.
+        command: what to run instead of ``serve run``, for peers.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        serve = [sys.executable, "-m", "ray.serve.scripts", "run", "conserve.app", *arguments]
+        self._command = list(command or serve)
+        self._environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **(environment or {})}
+        self._log_path = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        _adopt_orphans()
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("wb") as log:
+            # A session of its own, so that Ctrl-C reaches it when we say so, and once.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def running(self) -> bool:
+        """Whether the application's own process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait(self) -> int:
+        """Wait for the application to end by itself; its exit status."""
+        assert self._process is not None
+        return self._process.wait()
+
+    def wait_until_serving(
+        self,
+        url: str,
+        prefillers: int,
+        decoders: int,
+        timeout_s: float = 600.0,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Return when so many engines are ready to serve.
+
+        Raises:
+            LaunchError: the application ended, or was not ready in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            state = health(url)
+            ready = (state.get("prefillers", 0), state.get("decoders", 0))
+            if ready[0] >= prefillers and ready[1] >= decoders:
+                return
+            if on_progress is not None:
+                if state:
+                    count = f"{sum(ready)} of {prefillers + decoders} engines ready"
+                    on_progress(f"loading engines: {count}")
+                else:
+                    on_progress("starting Ray, Serve and LMCache")
+            if not self.running:
+                raise LaunchError(f"the application ended while it started.\n{self._last_words()}")
+            if time.monotonic() > deadline_s:
+                raise LaunchError(
+                    f"not ready after {timeout_s:g} s (engines ready: {ready[0]} prefillers, "
+                    f"{ready[1]} decoders).\n{self._last_words()}"
+                )
+            time.sleep(_POLL_S)
+
+    def stop(self, grace_s: float = 20.0) -> None:
+        """End the application and everything that it started."""
+        if self._process is None:
+            return
+        known = {process.pid: process for process in _descendants()}
+        if self._process.poll() is None:
+            # What Ctrl-C does: Serve shuts the application down, then Ray goes.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        known |= {process.pid: process for process in _descendants()}
+        left = [process for process in known.values() if process.is_running()]
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, left = psutil.wait_procs(left, timeout=5)
+        for process in [*left, *_descendants()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs([*left, *_descendants()], timeout=10)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self._process = None
+
+    def _last_words(self) -> str:
+        text = self._log_path.read_text(errors="replace")
+        lines = [line for line in text.splitlines() if "Error" in line or "error" in line]
+        return "\n".join([*lines[-8:], f"The whole log: {self._log_path}"])
+
+
+def health(url: str) -> dict[str, Any]:
+    """The body of ``GET /health``, whatever its status; empty if nobody answers."""
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=15) as response:
+            body = json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        try:
+            body = json.loads(error.read())
+        except ValueError:
+            body = {}
+    except (OSError, ValueError):
+        body = {}
+    return body if isinstance(body, dict) else {}
+
+
+def _adopt_orphans() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _descendants() -> list[psutil.Process]:
+    found: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return found

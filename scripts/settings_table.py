@@ -1,0 +1,60 @@
+"""Write the settings table of README.md from `conserve.settings`.
+
+python scripts/settings_table.py          # rewrite it
+python scripts/settings_table.py --check  # exit 1 if it is out of date
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from conserve.settings import LMCacheSettings, RoleSettings, Settings
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BEGIN = "<!-- settings: begin -->\n"
+END = "<!-- settings: end -->\n"
+
+
+def table() -> str:
+    """All settings, as Markdown."""
+    lines = ["| setting | default | what it does |", "| --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        if isinstance(default, LMCacheSettings):
+            lines += _rows(LMCacheSettings, f"{name}.")
+            continue
+        shown = default.replicas if isinstance(default, RoleSettings) else default
+        lines.append(f"| `{name}` | {_cell(shown)} | {field.description} |")
+    lines += _rows(RoleSettings, "decoders.", skip={"replicas"})
+    return "\n".join(lines) + "\n"
+
+
+def _rows(model: type[BaseModel], prefix: str, skip: set[str] = frozenset()) -> list[str]:  # type: ignore[assignment]
+    return [
+        f"| `{prefix}{name}` | {_cell(field.get_default(call_default_factory=True))} "
+        f"| {field.description} |"
+        for name, field in model.model_fields.items()
+        if name not in skip
+    ]
+
+
+def _cell(value: Any) -> str:
+    return "" if value in (None, {}, PydanticUndefined) else f"`{value}`"
+
+
+def main() -> int:
+    text = README.read_text()
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    wanted = head + BEGIN + "\n" + table() + "\n" + END + tail
+    if "--check" in sys.argv[1:]:
+        return int(wanted != text)
+    README.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""``kill -9`` on every kind of process; users see at most one clean error."""
+
+import asyncio
+import random
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests import harness
+from tests.harness import Agent
+
+pytestmark = pytest.mark.anyio
+
+OUTPUT_TOKENS = 16
+
+
+async def _start(client: httpx.AsyncClient, rng: random.Random, names: list[str]) -> list[Agent]:
+    agents = [Agent(client, None if name.startswith("nameless") else name) for name in names]
+    for agent in agents:
+        await agent.say(harness.text(rng, 400), tokens=OUTPUT_TOKENS)
+    return agents
+
+
+async def _same_as_lone(client: httpx.AsyncClient, agent: Agent, turn: int) -> bool:
+    asked, answer = agent.messages[: 2 * turn + 1], agent.messages[2 * turn + 1]
+    return await harness.lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"]
+
+
+def _by_decoder(agents: list[Agent]) -> dict[str, list[Agent]]:
+    found: dict[str, list[Agent]] = {}
+    for agent in agents:
+        found.setdefault(agent.replies[0].decoder, []).append(agent)
+    return found
+
+
+@pytest.mark.parametrize("victim", ["replica", "engine core"])
+async def test_a_decoder_in_mid_turn(
+    main_app: str,
+    stage: harness.Stage,
+    client: httpx.AsyncClient,
+    rng: random.Random,
+    victim: str,
+) -> None:
+    """Its streamed turn ends in a clean error, the next one is served elsewhere; others go on."""
+    stage.wait_for_lone()
+    agents = await _start(client, rng, [f"{victim}-{n}" for n in range(3)] + ["nameless"])
+    groups = _by_decoder(agents)
+    assert len(groups) == 2
+    doomed, spared = groups.values()
+    lost = doomed[0].replies[0].decoder
+    pid = next(engine["pid"] for engine in harness.engines("decoder") if engine["id"] == lost)
+    if victim == "engine core":
+        pid = next(
+            child.pid
+            for child in psutil.Process(pid).children()
+            if "EngineCore" in " ".join(child.cmdline())
+        )
+    moves = harness.metric("conserve_moves_total")
+
+    async def interrupted(agent: Agent, stream: bool) -> harness.Reply:
+        agent.messages.append({"role": "user", "content": "take your time"})
+        reply = await agent.ask(tokens=4000, stream=stream)
+        agent.messages.pop()
+        return reply
+
+    streaming = asyncio.ensure_future(interrupted(doomed[0], stream=True))
+    undisturbed = asyncio.ensure_future(spared[0].say("meanwhile", tokens=OUTPUT_TOKENS))
+    await asyncio.sleep(1)
+    harness.kill(pid)
+
+    events: Any = (await streaming).body
+    error = events[-1]["error"]
+    assert error["message"]
+    assert "Traceback" not in error["message"]
+    await undisturbed
+
+    for agent in agents:
+        reply = await agent.say("go on", tokens=OUTPUT_TOKENS)
+        # The reply may come from the replacement already, never from the lost one.
+        assert reply.decoder != lost
+        assert reply.conversation == agent.replies[0].conversation
+        assert await _same_as_lone(client, agent, len(agent.replies) - 1)
+    assert harness.metric("conserve_moves_total") - moves == len(doomed)
+    for agent in spared:
+        assert {reply.decoder for reply in agent.replies} == {spared[0].replies[0].decoder}
+        assert all(stats["lmcache_tokens"] == 0 for stats in agent.stats[1:])
+    for agent in doomed:
+        # Prefilled again on the prefiller, handed over again.
+        assert agent.stats[-1]["lmcache_tokens"] > 0
+    await asyncio.to_thread(stage.wait_until_whole)
+
+
+async def test_a_decoder_before_its_answer_began(
+    main_app: str, stage: harness.Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """A turn of which the client has no byte yet is served elsewhere, without an error."""
+    (agent,) = await _start(client, rng, ["unseen"])
+    lost = agent.replies[0].decoder
+    pid = next(engine["pid"] for engine in harness.engines("decoder") if engine["id"] == lost)
+    waiting = asyncio.ensure_future(agent.say("a long answer, in one piece", tokens=600))
+    await asyncio.sleep(0.7)
+    harness.kill(pid)
+    reply = await waiting
+    assert reply.decoder != lost
+    assert reply.body["usage"]["completion_tokens"] == 600
+    await asyncio.to_thread(stage.wait_until_whole)
+
+
+async def test_the_prefiller(
+    main_app: str, stage: harness.Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Cold conversations are served while it is away, and it is used again when it is back."""
+    stage.wait_for_lone()
+    (agent,) = await _start(client, rng, ["warm"])
+    (prefiller,) = harness.engines("prefiller")
+    prompts = [harness.text(rng, 2500) for _ in range(3)]
+    colds = [Agent(client, f"cold-{n}") for n in range(3)]
+    running = [
+        asyncio.ensure_future(cold.say(prompt, tokens=OUTPUT_TOKENS))
+        for cold, prompt in zip(colds, prompts, strict=True)
+    ]
+    await asyncio.sleep(0.3)
+    harness.kill(prefiller["pid"])
+    await asyncio.gather(*running)
+    await agent.say("go on", tokens=OUTPUT_TOKENS)
+    alone = Agent(client, "without")
+    await alone.say(harness.text(rng, 300), tokens=OUTPUT_TOKENS)
+    assert alone.stats[0]["lmcache_tokens"] == 0
+    for served in (*colds, alone):
+        assert await _same_as_lone(client, served, 0)
+    await asyncio.to_thread(stage.wait_until_whole)
+    back = Agent(client, "back")
+    await back.say(harness.text(rng, 300), tokens=OUTPUT_TOKENS)
+    assert back.stats[0]["lmcache_tokens"] > 0
+
+
+async def test_the_lmcache_server(
+    main_app: str, stage: harness.Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Engines recompute while it is down, and use it again when it is back."""
+    stage.wait_for_lone()
+    (agent,) = await _start(client, rng, ["cached"])
+    (server,) = harness.processes(r"lmcache\.cli\.main server")
+    running = [
+        asyncio.ensure_future(
+            Agent(client, f"during-{n}").say(harness.text(rng, 2000), tokens=OUTPUT_TOKENS)
+        )
+        for n in range(2)
+    ]
+    await asyncio.sleep(0.2)
+    harness.kill(server.pid)
+    await asyncio.gather(*running)
+    await agent.say("go on", tokens=OUTPUT_TOKENS)
+    down = Agent(client, "down")
+    await down.say(harness.text(rng, 300), tokens=OUTPUT_TOKENS)
+    for served, turn in ((agent, 1), (down, 0)):
+        assert await _same_as_lone(client, served, turn)
+
+    for attempt in range(60):
+        again = Agent(client, f"again-{attempt}")
+        await again.say(harness.text(rng, 300), tokens=4)
+        if again.stats[0]["lmcache_tokens"]:
+            break
+        await asyncio.sleep(0.5)
+    else:
+        pytest.fail("LMCache was not used again within 30 s of being killed")
+    (restarted,) = harness.processes(r"lmcache\.cli\.main server")
+    assert restarted.pid != server.pid
+
+
+async def test_the_conversation_table(
+    main_app: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Bindings are recovered from the decoders: no wrong routing, with an id or without."""
+    agents = await _start(client, rng, ["one", "two", "nameless-1", "nameless-2"])
+    shown = {
+        agent.replies[0].conversation: agent.stats[0]["prompt_tokens"] + OUTPUT_TOKENS
+        for agent in agents
+    }
+    gone = await _start(client, rng, ["gone"])
+    await client.delete(main_app + "/v1/conversations/gone")
+    await asyncio.sleep(2)  # The decoders have heard of it.
+    agents[0].messages.append({"role": "user", "content": "this turn is under way"})
+    running = asyncio.ensure_future(agents[0].ask(tokens=600, stream=True))
+    await asyncio.sleep(0.5)
+    (table,) = harness.processes("ray::TableService")
+    harness.kill(table.pid)
+
+    replies = await asyncio.gather(
+        *(agent.say("go on", tokens=OUTPUT_TOKENS) for agent in agents[1:])
+    )
+    for agent, reply in zip(agents[1:], replies, strict=True):
+        assert reply.decoder == agent.replies[0].decoder
+        assert reply.conversation == agent.replies[0].conversation
+        assert agent.stats[1]["lmcache_tokens"] == 0
+        assert agent.stats[1]["decoder_cached_tokens"] > 300
+    assert (await running).status == 200
+    held = {
+        entry["id"]: entry["held_tokens"]
+        for entry in (await client.get(main_app + "/v1/conversations")).json()["data"]
+    }
+    assert set(held) == set(shown)
+    assert gone[0].replies[0].conversation not in held
+    assert harness.metric("conserve_decoder_held_tokens") == sum(held.values())
+    assert all(held[name] > tokens for name, tokens in shown.items())
+
+
+async def test_the_router(
+    main_app: str, stage: harness.Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Turns under way on it are lost; a new one listens within seconds and knows everybody."""
+    (agent,) = await _start(client, rng, ["routed"])
+    (router,) = harness.processes("ray::ServeReplica:default:Router")
+    harness.kill(router.pid)
+    await asyncio.to_thread(stage.wait_until_whole)
+    async with harness.new_client() as fresh:
+        agent.client = fresh
+        reply = await agent.say("go on", tokens=OUTPUT_TOKENS)
+    assert reply.decoder == agent.replies[0].decoder
+    assert agent.stats[1]["lmcache_tokens"] == 0
+
+
+async def test_the_node_actor(main_app: str, client: httpx.AsyncClient, rng: random.Random) -> None:
+    """Its LMCache server goes with it, and both come back."""
+    (actor,) = harness.processes("ray::NodeService")
+    (server,) = harness.processes(r"lmcache\.cli\.main server")
+    harness.kill(actor.pid)
+    await harness.eventually(
+        "the server has gone with it",
+        lambda: server.pid not in [p.pid for p in harness.processes(r"lmcache\.cli\.main server")],
+    )
+    await _start(client, rng, ["orphaned"])
+    for attempt in range(60):
+        again = Agent(client, f"again-{attempt}")
+        await again.say(harness.text(rng, 300), tokens=4)
+        if again.stats[0]["lmcache_tokens"]:
+            return
+        await asyncio.sleep(1)
+    pytest.fail("LMCache was not used again after its node actor was killed")

@@ -1,0 +1,284 @@
+"""The OpenAI-compatible interface, good requests and bad ones."""
+
+import asyncio
+import json
+import random
+import socket
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests import harness
+
+pytestmark = pytest.mark.anyio
+
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {
+            "type": "object",
+            "properties": {"on": {"type": "boolean"}},
+            "required": ["on"],
+        },
+    },
+}
+
+
+@pytest.fixture
+def official(main_app: str) -> openai.OpenAI:
+    """The official client, which tests would otherwise only imitate."""
+    return openai.OpenAI(base_url=main_app + "/v1", api_key="unused", max_retries=0)
+
+
+def test_options_that_vllm_has(official: openai.OpenAI) -> None:
+    """n, stop, seed, logprobs, usage in streams, and the model list."""
+    chat: Any = official.chat.completions
+    model = "conserve-embedded"
+    assert [entry.id for entry in official.models.list()] == [model]
+    assert official.models.retrieve(model).id == model
+    answer = chat.create(
+        model=model, messages=HELLO, max_tokens=6, n=2, seed=7, temperature=1, logprobs=True,
+        top_logprobs=2,
+    )  # fmt: skip
+    assert len(answer.choices) == 2
+    assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
+    again = chat.create(model=model, messages=HELLO, max_tokens=6, n=2, seed=7, temperature=1)
+    assert [c.message.content for c in again.choices] == [c.message.content for c in answer.choices]
+
+    whole = chat.create(model=model, messages=HELLO, max_tokens=12, temperature=0)
+    words = whole.choices[0].message.content.split()
+    stopped = chat.create(
+        model=model, messages=HELLO, max_tokens=12, temperature=0, stop=[f" {words[3]}"]
+    )
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].message.content.split() == words[:3]
+
+    chunks = list(
+        chat.create(
+            model=model, messages=HELLO, max_tokens=12, temperature=0, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert streamed == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_tools_are_passed_through(official: openai.OpenAI) -> None:
+    """A forced call of a named function has arguments that fit its schema."""
+    chat: Any = official.chat.completions
+    answer = chat.create(
+        model="conserve-embedded", messages=HELLO, max_tokens=200, temperature=0, tools=[TOOL],
+        tool_choice={"type": "function", "function": {"name": "look_up"}},
+    )  # fmt: skip
+    call = answer.choices[0].message.tool_calls[0]
+    assert call.function.name == "look_up"
+    assert isinstance(json.loads(call.function.arguments)["on"], bool)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param"),
+    [
+        (b"{not json", 400, None, None),
+        (b'"a string"', 400, None, None),
+        (b"\xff\xfe", 400, None, None),
+        (b"[" * 100_000, 400, None, None),
+        (b'{"messages": "x"}', 400, None, "messages"),
+        (b'{"messages": []}', 400, None, "messages"),
+        (b'{"messages": ["x"]}', 400, None, "messages"),
+        (b'{"messages": [{"role": "user", "content": 5}]}', 400, None, "messages"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": "many"}', 400, None, "n"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "model": 3}', 400, None, "model"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "model": "other"}',
+            404, "model_not_found", "model",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
+            400, None, "max_tokens",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "session_id": 5}',
+            400, "invalid_conversation_id", "session_id",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "job_id": "a\\nb"}',
+            400, "invalid_conversation_id", "job_id",
+        ),
+    ],
+)  # fmt: skip
+async def test_bad_bodies(
+    main_app: str,
+    client: httpx.AsyncClient,
+    body: bytes,
+    status: int,
+    code: str | None,
+    param: str | None,
+) -> None:
+    """A clear error in OpenAI's shape, and nothing held."""
+    response = await client.post(main_app + "/v1/chat/completions", content=body)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["code"] == code
+    if param is not None:
+        assert error["param"] == param
+    assert "Traceback" not in response.text
+    assert len(error["message"]) < 500
+    await harness.eventually(
+        "nothing is held", lambda: harness.metric("conserve_conversations") == 0
+    )
+
+
+@pytest.mark.parametrize("bad", ["x" * 10_000, "tab\there", "caf\u00e9"])
+async def test_bad_ids_in_headers(main_app: str, client: httpx.AsyncClient, bad: str) -> None:
+    """An id that could not be shown or routed by is refused, without echoing it whole."""
+    response = await client.post(
+        main_app + "/v1/chat/completions",
+        json={"messages": HELLO, "max_tokens": 2},
+        headers={"X-Conversation-Id": bad.encode("latin-1")},  # type: ignore[dict-item]
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_conversation_id"
+    assert len(response.text) < 500
+
+
+async def test_a_prompt_over_the_context(
+    main_app: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """`context_length_exceeded`, on a first turn and on a later one."""
+    long = harness.text(rng, 20_000)
+    reply = await harness.chat(client, [{"role": "user", "content": long}])
+    assert reply.status == 400
+    assert reply.body["error"]["code"] == "context_length_exceeded"
+
+    agent = harness.Agent(client, "grows")
+    await agent.say("hello", tokens=4)
+    agent.messages.append({"role": "user", "content": long})
+    reply = await agent.ask()
+    assert reply.status == 400
+    assert reply.body["error"]["code"] == "context_length_exceeded"
+    shown = (await client.get(main_app + "/v1/conversations/grows")).json()
+    assert shown["turns"] == 1
+    assert shown["phase"] == "acting"
+
+
+async def test_paths_and_methods(main_app: str, client: httpx.AsyncClient) -> None:
+    """What does not exist says so, in the same shape."""
+    for method, path, status in [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/v1/conversations/unknown", 404),
+        ("DELETE", "/v1/conversations/unknown", 404),
+        ("POST", "/programs/release", 400),
+    ]:
+        response = await client.request(method, main_app + path, json={})
+        assert response.status_code == status, path
+        assert response.json()["error"]["message"]
+    health = (await client.get(main_app + "/health")).json()
+    assert health == {"status": "ok", "prefillers": 1, "decoders": 2}
+
+
+async def test_nothing_listens_beyond_loopback(main_app: str) -> None:
+    """The router, every engine and LMCache are reachable on loopback alone."""
+    ports = {8000, 7610, 7611}
+    ports |= {int(engine["url"].rsplit(":", 1)[1]) for engine in harness.engines()}
+    listening = {}
+    for process in [psutil.Process(), *harness.processes("")]:
+        try:
+            for connection in process.net_connections("tcp"):
+                if connection.status == "LISTEN" and connection.laddr.port in ports:
+                    listening[connection.laddr.port] = connection.laddr.ip
+        except psutil.Error:
+            continue
+    assert set(listening) == ports
+    assert set(listening.values()) == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves(
+    main_app: str, client: httpx.AsyncClient, rng: random.Random, stream: bool
+) -> None:
+    """The engine stops, the conversation goes on, and its tokens are those computed."""
+    agent = harness.Agent(client, f"leaves-{stream}")
+    await agent.say(harness.text(rng, 300), tokens=8)
+    held = agent.stats[-1]["prompt_tokens"] + 8
+    agent.messages.append({"role": "user", "content": "count to a million"})
+    cancelled = harness.metric("conserve_turns_total", outcome="cancelled")
+    running = asyncio.ensure_future(agent.ask(tokens=8000, stream=stream))
+    decoder = next(
+        engine for engine in harness.engines("decoder") if engine["id"] == agent.replies[0].decoder
+    )
+
+    def engine_runs() -> float:
+        return harness.metric("vllm:num_requests_running", harness.exposed(decoder["url"]))
+
+    await harness.eventually("the engine works", lambda: engine_runs() == 1)
+    await asyncio.sleep(0.5)
+    running.cancel()
+    await harness.eventually("the engine has stopped", lambda: engine_runs() == 0, 5)
+    await harness.eventually(
+        "the turn counts as cancelled",
+        lambda: harness.metric("conserve_turns_total", outcome="cancelled") == cancelled + 1,
+    )
+    shown = (await client.get(f"{main_app}/v1/conversations/{agent.id}")).json()
+    assert shown["phase"] == "acting"
+    assert shown["turns"] == 1
+    assert held < shown["held_tokens"] < held + 4000
+    assert harness.metric("conserve_decoder_held_tokens") == shown["held_tokens"]
+
+    agent.messages[-1] = {"role": "user", "content": "never mind"}
+    reply = await agent.say("go on", tokens=4)
+    assert reply.decoder == decoder["id"]
+
+
+async def test_a_client_that_leaves_before_its_request_is_whole(main_app: str) -> None:
+    """Half a body, then gone: no trace of it."""
+    with socket.create_connection(("127.0.0.1", 8000)) as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+        )
+    await asyncio.sleep(0.3)
+    assert harness.metric("conserve_conversations") == 0
+
+
+async def test_metrics_tell_what_happened(
+    main_app: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """A scripted conversation, and what each metric says of it."""
+    before = harness.exposed(main_app)
+    agent = harness.Agent(client, "measured")
+    await agent.say(harness.text(rng, 600), tokens=20, stream=True)
+    await agent.say(harness.text(rng, 60), tokens=20, stream=True)
+    first, second = agent.stats
+
+    def grown(name: str, **labels: str) -> float:
+        now = harness.exposed(main_app)
+        return harness.metric(name, now, **labels) - harness.metric(name, before, **labels)
+
+    await harness.eventually(
+        "both turns are counted",
+        lambda: grown("conserve_turns_total", outcome="completed") == 2,
+    )
+    assert grown("conserve_handoffs_total") == 1
+    assert grown("conserve_handoff_tokens_total") == first["lmcache_tokens"]
+    assert grown("conserve_cold_prefills_total") == 1
+    assert grown("conserve_cold_prefill_tokens_total") == first["prompt_tokens"]
+    assert grown("conserve_ttft_seconds_count") == 2
+    assert grown("conserve_turn_latency_seconds_count") == 2
+    assert 20 <= grown("conserve_tbt_seconds_count") <= 2 * 24
+    assert grown("conserve_queue_wait_seconds_count") == 1
+    assert grown("conserve_moves_total") == 0
+    now = harness.exposed(main_app)
+    held = second["prompt_tokens"] + second["output_tokens"]
+    assert harness.metric("conserve_decoder_held_tokens", now) == held
+    assert harness.metric("conserve_conversations", now, phase="acting") == 1
+    assert harness.metric("conserve_queue_length", now) == 0
+    for engine in harness.engines("decoder"):
+        capacity = harness.metric("conserve_decoder_capacity_tokens", now, decoder=engine["id"])
+        assert capacity == engine["capacity_tokens"]

@@ -1,0 +1,55 @@
+"""`import conserve` is light."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import conserve
+
+ROOT = Path(conserve.__file__).parent
+MODULES = sorted(f"conserve.{path.stem}" for path in ROOT.glob("*.py") if path.stem != "__init__")
+
+# Run where any use of the network is an error.
+PROBE = """
+import importlib, sys
+
+def forbid(event, arguments):
+    if event.startswith("socket.") and event not in ("socket.__new__", "socket.gethostname"):
+        raise RuntimeError(f"network use: {event} {arguments}")
+
+sys.addaudithook(forbid)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+heavy = {"ray", "vllm", "torch", "lmcache", "transformers", "deployments"}
+print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def probe(*modules: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *modules],
+        capture_output=True, text=True, timeout=60, cwd=ROOT.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_package_loads_no_engine_and_uses_no_network() -> None:
+    assert probe("conserve") == "[]"
+
+
+def test_nor_does_any_of_its_modules() -> None:
+    assert "conserve.conversations" in MODULES
+    assert probe(*MODULES) == "[]"
+
+
+def test_unknown_attributes_are_refused_as_usual() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        conserve.nonsense  # noqa: B018
+    assert not hasattr(conserve, "also_nonsense")
+
+
+def test_it_says_its_version() -> None:
+    assert conserve.__version__.count(".") == 2

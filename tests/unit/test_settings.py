@@ -1,0 +1,240 @@
+"""Settings are checked once, and refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from conserve.settings import Settings, SettingsError, load
+
+
+def refusal(**arguments: Any) -> str:
+    with pytest.raises(SettingsError) as refused:
+        load(arguments)
+    return str(refused.value)
+
+
+def refusal_of(arguments: dict[str, Any]) -> str:
+    return refusal(**arguments)
+
+
+# --- What is accepted ----------------------------------------------------------------------------
+
+
+def test_everything_has_a_default() -> None:
+    settings = load(None)
+    assert settings == load({}) == Settings()
+    assert settings.model_id == "conserve-embedded"
+    assert (settings.prefillers.replicas, settings.decoders.replicas) == (1, 2)
+    assert settings.host == "127.0.0.1"
+
+
+def test_settings_that_are_valid_already_are_kept() -> None:
+    settings = load({"port": 9000})
+    assert load(settings) is settings
+
+
+@pytest.mark.parametrize("given", [3, "3", " 3 ", {"replicas": 3}, {"replicas": "3"}])
+def test_a_bare_number_is_the_number_of_replicas(given: Any) -> None:
+    settings = load({"decoders": given})
+    assert settings.decoders.replicas == 3
+    assert settings.decoders.num_gpus == 1
+
+
+def test_a_command_lines_strings_are_converted() -> None:
+    settings = load({"port": "9000", "queue_timeout_s": "2.5", "lmcache": {"port": "7000"}})
+    assert (settings.port, settings.queue_timeout_s, settings.lmcache.port) == (9000, 2.5, 7000)
+
+
+def test_a_config_files_nested_roles() -> None:
+    settings = load(
+        {
+            "model": "Qwen/Qwen3-8B",
+            "engine": {"max_model_len": 32768},
+            "prefillers": {"replicas": 2, "tier": "h100", "env": {"OMP_NUM_THREADS": "1"}},
+            "decoders": {
+                "num_gpus": 0.5,
+                "resources": {"fast": 1},
+                "engine": {"max_num_seqs": 64, "compilation_config": {"level": 3}},
+            },
+            "lmcache": {"size_gb": 20, "chunk_tokens": 256},
+        }
+    )
+    assert settings.prefillers.tier == "h100"
+    assert settings.prefillers.env == {"OMP_NUM_THREADS": "1"}
+    assert settings.decoders.num_gpus == 0.5
+    assert settings.decoders.engine["compilation_config"] == {"level": 3}
+    assert settings.engine == {"max_model_len": 32768}
+    assert settings.lmcache.chunk_tokens == 256
+
+
+def test_dotted_names_reach_everything_from_a_command_line() -> None:
+    settings = load(
+        {
+            "decoders.num_cpus": "2",
+            "decoders": "3",
+            "engine.max_model_len": "8192",
+            "engine.dtype": "bfloat16",
+            "prefillers.engine.enforce_eager": "true",
+            "decoders.env.OMP_NUM_THREADS": "4",
+            "decoders.tier": "8",
+            "lmcache.size_gb": "1.5",
+        }
+    )
+    assert (settings.decoders.replicas, settings.decoders.num_cpus) == (3, 2)
+    assert settings.engine == {"max_model_len": 8192, "dtype": "bfloat16"}
+    assert settings.prefillers.engine == {"enforce_eager": True}
+    # An environment variable is text, even where it looks like a number; so is a tier.
+    assert settings.decoders.env == {"OMP_NUM_THREADS": "4"}
+    assert settings.decoders.tier == "8"
+    assert settings.lmcache.size_gb == 1.5
+
+
+def test_dotted_names_leave_what_was_given_alone() -> None:
+    given = {"engine": {"dtype": "auto"}, "engine.seed": "1"}
+    assert load(given).engine == {"dtype": "auto", "seed": 1}
+    assert given == {"engine": {"dtype": "auto"}, "engine.seed": "1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({}, "conserve-embedded"),
+        ({"model": "Qwen/Qwen3-8B"}, "Qwen/Qwen3-8B"),
+        ({"model": "/models/q", "served_model_name": "q"}, "q"),
+        ({"served_model_name": "mine"}, "mine"),
+    ],
+)
+def test_the_name_clients_ask_for(arguments: dict[str, Any], name: str) -> None:
+    assert load(arguments).model_id == name
+
+
+def test_they_survive_a_config_file() -> None:
+    settings = load({"decoders": 3, "engine": {"seed": 1}})
+    assert load(json.loads(settings.model_dump_json())) == settings
+
+
+def test_they_cannot_be_changed_afterwards() -> None:
+    settings = load({})
+    with pytest.raises(ValidationError):
+        settings.port = 1
+    with pytest.raises(ValidationError):
+        settings.decoders.replicas = 1
+
+
+def test_every_setting_is_described() -> None:
+    def fields(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        parts = [schema, *schema.get("$defs", {}).values()]
+        return [item for part in parts for item in part["properties"].items()]
+
+    described = fields(Settings.model_json_schema())
+    assert len(described) > 20
+    for name, field in described:
+        assert field.get("description", "").endswith("."), name
+
+
+# --- What is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "meant"),
+    [
+        ({"decoder": 3}, "decoder:", "decoders"),
+        ({"idle_timeout": 3}, "idle_timeout:", "idle_timeout_s"),
+        ({"decoders": {"replica": 3}}, "decoders.replica:", "replicas"),
+        ({"decoders.num_cpu": "3"}, "decoders.num_cpu:", "num_cpus"),
+        ({"lmcache": {"size": 3}}, "lmcache.size:", "size_gb"),
+    ],
+)
+def test_an_unknown_setting_is_named_and_a_close_one_suggested(
+    arguments: dict[str, Any], field: str, meant: str
+) -> None:
+    message = refusal_of(arguments)
+    assert field in message
+    assert "no such setting" in message
+    assert f"did you mean {meant}?" in message
+
+
+def test_nothing_is_suggested_where_nothing_is_close() -> None:
+    message = refusal(zzz=1)
+    assert "zzz: no such setting" in message
+    assert "did you mean" not in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"port": 0}, "port"),
+        ({"port": 70000}, "port"),
+        ({"port": "http"}, "port"),
+        ({"device": "tpu"}, "device"),
+        ({"model": ""}, "model"),
+        ({"queue_limit": -1}, "queue_limit"),
+        ({"queue_timeout_s": 0}, "queue_timeout_s"),
+        ({"idle_timeout_s": -1}, "idle_timeout_s"),
+        ({"routers": 0}, "routers"),
+        ({"max_body_bytes": 10}, "max_body_bytes"),
+        ({"min_remote_prefill_tokens": -1}, "min_remote_prefill_tokens"),
+        ({"decoders": 0}, "decoders.replicas"),
+        ({"decoders": "-1"}, "decoders"),
+        ({"decoders": "three"}, "decoders"),
+        ({"decoders": "\u00b2"}, "decoders"),
+        ({"decoders": True}, "decoders"),
+        ({"decoders": None}, "decoders"),
+        ({"decoders": {"num_gpus": -1}}, "decoders.num_gpus"),
+        ({"prefillers": {"tier": "a b"}}, "prefillers.tier"),
+        ({"lmcache": {"chunk_tokens": 1}}, "lmcache.chunk_tokens"),
+        ({"lmcache": {"port": 80}}, "lmcache.port"),
+        ({"lmcache": {"port": 7611}}, "lmcache"),
+        ({"engine": "max_model_len=5"}, "engine"),
+        ({"port": 8000, "port.number": 3}, "port.number"),
+    ],
+)
+def test_a_bad_value_is_refused_by_its_fields_name(arguments: dict[str, Any], field: str) -> None:
+    lines = refusal_of(arguments).splitlines()
+    assert lines[0] == "bad settings for ConServe"
+    assert [line.split(":")[0] for line in lines[1:]] == [f"  {field}"]
+
+
+def test_all_problems_are_told_at_once() -> None:
+    message = refusal(port=0, decoder=1, routers=0)
+    assert len(message.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["model", "served_model_name", "kv_transfer_config", "enable_prefix_caching"]
+)
+@pytest.mark.parametrize("place", ["engine", "prefillers.engine", "decoders.engine"])
+def test_what_conserve_decides_cannot_be_given_to_engines(place: str, name: str) -> None:
+    assert f"{place}.{name} cannot be set" in refusal_of({f"{place}.{name}": "x"})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"decoders": {"env": {"HF_TOKEN": ["hf_secret"]}}},
+        {"decoders": {"env": "hf_secret"}},
+        {"decoders": {"env": {"HF_TOKEN": "fine"}, "num_cpus": "hf_secret"}},
+        {"decoders": "hf_secret"},
+        {"hf_tokens": "hf_secret"},
+        {"engine": "hf_secret"},
+        {"engine": {"kv_transfer_config": "hf_secret"}},
+        {"port": "hf_secret"},
+        {"device": "hf_secret"},
+        {"prefillers": {"tier": "hf_secret!"}},
+    ],
+)
+def test_a_value_is_never_repeated(arguments: dict[str, Any]) -> None:
+    """It may be a secret, and the message goes to logs."""
+    with pytest.raises(SettingsError) as refused:
+        load(arguments)
+    assert "hf_secret" not in str(refused.value)
+    assert refused.value.__cause__ is None
+    assert refused.value.__suppress_context__
+
+
+def test_nor_by_the_model_itself() -> None:
+    with pytest.raises(ValidationError) as refused:
+        Settings.model_validate({"port": "hf_secret"})
+    assert "hf_secret" not in str(refused.value)
