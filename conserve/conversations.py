@@ -5,7 +5,7 @@ argument), and whatever happens once a turn is O(1) in the number of conversatio
 exact by construction: a decoder's ``held_tokens`` is changed in `ConversationTable._hold` alone.
 """
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -44,6 +44,7 @@ class Conversation:
         moves: how often it was bound again because its decoder was lost.
         prefiller_id, prefill_tokens: the remote prefill under way, if any.
         tails: digests by which its next turn is recognised.
+        finished: the latest turn known to have ended.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Conversation:
     prefill_tokens: int = 0
     last_turn: TurnStats | None = None
     tails: tuple[Digest, ...] = ()
+    finished: int = 0
 
     @property
     def phase(self) -> str:
@@ -80,16 +82,27 @@ class ConversationTable:
     Args:
         policy: decides where a conversation goes.
         idle_timeout_s: a conversation not used for so long has ended; see `expire`.
+        turn_timeout_s: a turn that runs for longer than this, and the idle time, is taken for
+            lost.
         first_id: turns and incarnations are numbered from here. A table that succeeds another
             must start above it.
     """
 
-    def __init__(self, policy: PlacementPolicy, idle_timeout_s: float, first_id: int = 1) -> None:
+    def __init__(
+        self,
+        policy: PlacementPolicy,
+        idle_timeout_s: float,
+        turn_timeout_s: float = 0.0,
+        first_id: int = 1,
+    ) -> None:
         self._policy = policy
         self._idle_timeout_s = idle_timeout_s
+        self._turn_timeout_s = turn_timeout_s
         self._next_id = first_id
-        # In order of last use, so that the idle ones are found without a search.
-        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+        self._conversations: dict[str, Conversation] = {}
+        # When to look whether one is idle: (time, incarnation, id), one entry a conversation,
+        # left behind when it ends. Using a conversation does not touch its entry.
+        self._looks: list[tuple[float, int, str]] = []
         self._tails = TailIndex()
         self.decoders: dict[str, Decoder] = {}
         self.prefillers: dict[str, Prefiller] = {}
@@ -107,12 +120,7 @@ class ConversationTable:
 
     def recent(self, limit: int) -> list[Conversation]:
         """Up to ``limit`` live conversations, the most recently used first."""
-        found: list[Conversation] = []
-        for conversation in reversed(self._conversations.values()):
-            if len(found) >= limit:
-                break
-            found.append(conversation)
-        return found
+        return heapq.nlargest(limit, self._conversations.values(), key=lambda c: c.last_used_s)
 
     # --- engines -----------------------------------------------------------------------------
 
@@ -131,21 +139,14 @@ class ConversationTable:
         if decoder_id not in self.decoders:
             self.decoders[decoder_id] = Decoder(decoder_id, capacity_tokens)
         foreign = []
-        adopted = False
         for held in holds:
             known = self._conversations.get(held.id)
             if known is None or (
                 known.decoder_id is None and known.incarnation == held.incarnation
             ):
                 self._adopt(held, decoder_id)
-                adopted = True
             elif known.decoder_id != decoder_id:
                 foreign.append(held.id)
-        if adopted:
-            # A table that took over may see conversations out of order of their last use.
-            self._conversations = OrderedDict(
-                sorted(self._conversations.items(), key=lambda item: item[1].last_used_s)
-            )
         return foreign
 
     def remove_prefiller(self, prefiller_id: str) -> None:
@@ -209,6 +210,7 @@ class ConversationTable:
         if known is None:
             known = Conversation(conversation_id, self._next_id, now_s, now_s)
             self._conversations[conversation_id] = known
+            self._look_at(known, now_s + self._idle_timeout_s)
         else:
             known.moves += 1
             # The prefill for the lost decoder may not have been reported as over.
@@ -242,18 +244,24 @@ class ConversationTable:
         conversation_id: str,
         incarnation: int,
         turn_id: int,
+        decoder_id: str,
         stats: TurnStats,
         tails: tuple[Digest, ...],
         now_s: float,
     ) -> bool:
         """A turn is complete: its tokens are what the conversation holds now.
 
+        A turn of which this table does not know that it runs counts too, if it is newer than all
+        that have ended: it began under a table that was lost.
+
         Returns:
-            False, with nothing changed, if the turn is over already (reported before, or its
-            decoder was lost), or the conversation has ended meanwhile.
+            False, with nothing changed, if the turn was reported before, or the conversation is
+            not on this decoder any more.
         """
         conversation = self._current(conversation_id, incarnation)
-        if conversation is None or turn_id not in conversation.running:
+        if conversation is None or conversation.decoder_id != decoder_id:
+            return False
+        if turn_id not in conversation.running and turn_id <= conversation.finished:
             return False
         conversation.turns += 1
         if tails:
@@ -306,13 +314,25 @@ class ConversationTable:
     def expire(self, now_s: float) -> list[Conversation]:
         """End the conversations that were not used for the idle time, and return them."""
         ended = []
-        while self._conversations:
-            oldest = next(iter(self._conversations.values()))
-            if oldest.last_used_s + self._idle_timeout_s > now_s:
-                break
-            self.release(oldest.id)
-            ended.append(oldest)
+        while self._looks and self._looks[0][0] <= now_s:
+            _, incarnation, conversation_id = heapq.heappop(self._looks)
+            conversation = self._current(conversation_id, incarnation)
+            if conversation is None:
+                continue
+            idle_at_s = conversation.last_used_s + self._idle_timeout_s
+            if idle_at_s > now_s:
+                self._look_at(conversation, idle_at_s)
+            elif conversation.running and idle_at_s + self._turn_timeout_s > now_s:
+                self._look_at(conversation, now_s + self._idle_timeout_s)
+            else:
+                self.release(conversation_id)
+                ended.append(conversation)
         return ended
+
+    def holds(self, conversation_id: str, incarnation: int, decoder_id: str) -> bool:
+        """Whether this conversation is live and on this decoder."""
+        conversation = self._current(conversation_id, incarnation)
+        return conversation is not None and conversation.decoder_id == decoder_id
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -330,23 +350,30 @@ class ConversationTable:
             self.reasoning += 1
         conversation.running += (self._next_id,)
         self._next_id += 1
-        self._touch(conversation, now_s)
+        conversation.last_used_s = now_s
 
     def _finish_turn(
         self, conversation: Conversation, turn_id: int, stats: TurnStats | None, now_s: float
     ) -> None:
         self._leave_prefiller(conversation)
-        conversation.running = tuple(id for id in conversation.running if id != turn_id)
-        if not conversation.running:
-            self.reasoning -= 1
+        if turn_id in conversation.running:
+            conversation.running = tuple(id for id in conversation.running if id != turn_id)
+            if not conversation.running:
+                self.reasoning -= 1
+        conversation.finished = max(conversation.finished, turn_id)
         if stats is not None:
             conversation.last_turn = stats
             self._hold(conversation, stats.prompt_tokens + stats.output_tokens)
-        self._touch(conversation, now_s)
-
-    def _touch(self, conversation: Conversation, now_s: float) -> None:
         conversation.last_used_s = now_s
-        self._conversations.move_to_end(conversation.id)
+
+    def _look_at(self, conversation: Conversation, when_s: float) -> None:
+        if len(self._looks) > 2 * len(self._conversations) + 1000:
+            # Mostly entries of conversations that have ended.
+            self._looks = [
+                entry for entry in self._looks if self._current(entry[2], entry[1]) is not None
+            ]
+            heapq.heapify(self._looks)
+        heapq.heappush(self._looks, (when_s, conversation.incarnation, conversation.id))
 
     def _hold(self, conversation: Conversation, tokens: int) -> None:
         if conversation.decoder_id is not None:
@@ -371,6 +398,7 @@ class ConversationTable:
             held.turns = max(held.turns, known.turns)
             held.moves = known.moves
         self._conversations[held.id] = held
+        self._look_at(held, held.last_used_s + self._idle_timeout_s)
         self._next_id = max(self._next_id, held.incarnation + 1, *(t + 1 for t in held.running))
         tokens, held.held_tokens = held.held_tokens, 0
         held.decoder_id = decoder_id

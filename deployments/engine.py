@@ -80,7 +80,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
-        observer = TurnObserver(app, self._holdings, self._table)
+        observer = TurnObserver(app, self._id, self._holdings, self._table)
         host = self._settings.engine_host
         if host == "node":
             host = ray.util.get_node_ip_address()

@@ -4,12 +4,13 @@ LMCacheMPConnector as it comes waits for a dead server for up to its message tim
 engine step, never registers again after a quick restart, and lets a failed store end the engine.
 Here a lost connection is noticed when it breaks, whatever was under way fails at once (vLLM then
 recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the connection back, run
-from the start.
+from the start. And what a broken-off forward pass left behind is not stored.
 
 It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
 ``_health_event``, ``_ensure_heartbeat_started``): check it when that version changes.
 """
 
+import sys
 from typing import Any
 
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
@@ -52,7 +53,13 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
 
         On a CPU stores are synchronous already; on CUDA they are not. A lost store costs a
         recomputation and must not cost the engine.
+
+        vLLM calls this from a ``finally``, so also when the forward pass was broken off, by a
+        SIGTERM for instance. What is in the blocks then is not the prompt's KV, and storing it
+        would give every later conversation with this prompt wrong answers.
         """
+        if sys.exc_info()[0] is not None:
+            return
         try:
             super().wait_for_save()
             for future in list(self.worker_adapter.store_futures.values()):

@@ -115,8 +115,11 @@ class TurnObserver:
     finds the table up to date, however fast it follows.
     """
 
-    def __init__(self, app: ASGIApp, holdings: Holdings, table: TableClient) -> None:
+    def __init__(
+        self, app: ASGIApp, engine_id: str, holdings: Holdings, table: TableClient
+    ) -> None:
         self._app = app
+        self._engine_id = engine_id
         self._holdings = holdings
         self._table = table
         self._reports: set[asyncio.Task[None]] = set()
@@ -127,6 +130,7 @@ class TurnObserver:
             await self._app(scope, receive, send)
             return
         turn = _Turn(
+            self._engine_id,
             self._holdings,
             self._table,
             headers[CONVERSATION_HEADER].decode(),
@@ -149,6 +153,7 @@ class TurnObserver:
 
 @dataclass(slots=True)
 class _Turn:
+    engine_id: str
     holdings: Holdings
     table: TableClient
     conversation_id: str
@@ -190,12 +195,16 @@ class _Turn:
         self.holdings.finish(
             self.conversation_id, self.incarnation, self.turn_id, stats, tails, completed
         )
-        turn = (self.conversation_id, self.incarnation, self.turn_id, stats)
+        turn = (self.conversation_id, self.incarnation, self.turn_id)
+        patience = {"patience_s": _REPORT_PATIENCE_S}
         try:
-            if completed:
-                await self.table.call("advance", *turn, tails, patience_s=_REPORT_PATIENCE_S)
-            else:
-                await self.table.call("abandon", *turn, patience_s=_REPORT_PATIENCE_S)
+            if not completed:
+                await self.table.call("abandon", *turn, stats, **patience)
+            elif not await self.table.call(
+                "advance", *turn, self.engine_id, stats, tails, **patience
+            ):
+                # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
+                self.holdings.drop(self.conversation_id)
         except TableUnavailable as error:
             logger.warning("turn %d of %s: %s", self.turn_id, self.conversation_id, error)
 

@@ -43,6 +43,7 @@ class TableService:
         self._table = ConversationTable(
             ConversationPlacement(settings.min_remote_prefill_tokens),
             settings.idle_timeout_s,
+            settings.turn_timeout_s,
             # Above whatever a predecessor handed out, without having kept it.
             first_id=time.time_ns() // 1_000_000,
         )
@@ -197,13 +198,17 @@ class TableService:
         conversation_id: str,
         incarnation: int,
         turn_id: int,
+        decoder_id: str,
         stats: TurnStats,
         tails: tuple[Digest, ...],
-    ) -> None:
-        """A decoder has completed a turn."""
-        if self._table.advance(conversation_id, incarnation, turn_id, stats, tails, time.time()):
+    ) -> bool:
+        """A decoder has completed a turn. Returns whether the conversation is still its own."""
+        if self._table.advance(
+            conversation_id, incarnation, turn_id, decoder_id, stats, tails, time.time()
+        ):
             self._count(stats)
         self._admit()
+        return self._table.holds(conversation_id, incarnation, decoder_id)
 
     async def abandon(
         self, conversation_id: str, incarnation: int, turn_id: int, stats: TurnStats | None

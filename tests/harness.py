@@ -187,6 +187,8 @@ async def chat(
         "messages": list(messages),
         "max_tokens": tokens,
         "temperature": 0,
+        # A test that asks for a long answer means it to last.
+        "ignore_eos": tokens > 100,
         "stream": stream,
         "model": "conserve-embedded",
         **options,

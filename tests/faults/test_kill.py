@@ -108,30 +108,50 @@ async def test_a_decoder_before_its_answer_began(
     await asyncio.to_thread(stage.wait_until_whole)
 
 
+@pytest.mark.parametrize("victim", ["replica", "worker"])
 async def test_the_prefiller(
-    main_app: str, stage: harness.Stage, client: httpx.AsyncClient, rng: random.Random
+    main_app: str,
+    stage: harness.Stage,
+    client: httpx.AsyncClient,
+    rng: random.Random,
+    victim: str,
 ) -> None:
-    """Cold conversations are served while it is away, and it is used again when it is back."""
+    """Cold conversations are served while it is away, and it is used again when it is back.
+
+    A SIGTERM breaks the worker's forward pass off where it stands; half-computed KV must not
+    become anybody's prefix.
+    """
     stage.wait_for_lone()
-    (agent,) = await _start(client, rng, ["warm"])
+    (agent,) = await _start(client, rng, [f"warm-{victim}"])
     (prefiller,) = harness.engines("prefiller")
     prompts = [harness.text(rng, 2500) for _ in range(3)]
-    colds = [Agent(client, f"cold-{n}") for n in range(3)]
+    colds = [Agent(client, f"cold-{victim}-{n}") for n in range(3)]
     running = [
         asyncio.ensure_future(cold.say(prompt, tokens=OUTPUT_TOKENS))
         for cold, prompt in zip(colds, prompts, strict=True)
     ]
     await asyncio.sleep(0.3)
-    harness.kill(prefiller["pid"])
+    if victim == "replica":
+        harness.kill(prefiller["pid"])
+    else:
+        descendants = psutil.Process(prefiller["pid"]).children(recursive=True)
+        (worker,) = [child for child in descendants if "Worker" in " ".join(child.cmdline())]
+        worker.terminate()
     await asyncio.gather(*running)
     await agent.say("go on", tokens=OUTPUT_TOKENS)
-    alone = Agent(client, "without")
+    alone = Agent(client, f"without-{victim}")
     await alone.say(harness.text(rng, 300), tokens=OUTPUT_TOKENS)
     assert alone.stats[0]["lmcache_tokens"] == 0
     for served in (*colds, alone):
         assert await _same_as_lone(client, served, 0)
     await asyncio.to_thread(stage.wait_until_whole)
-    back = Agent(client, "back")
+    for cold in colds:
+        # What lies in LMCache now is right as well.
+        cold.messages[1:] = []
+        reply = await harness.chat(client, cold.messages, f"again-{cold.id}", tokens=OUTPUT_TOKENS)
+        cold.messages.append({"role": "assistant", "content": reply.content})
+        assert await _same_as_lone(client, cold, 0)
+    back = Agent(client, f"back-{victim}")
     await back.say(harness.text(rng, 300), tokens=OUTPUT_TOKENS)
     assert back.stats[0]["lmcache_tokens"] > 0
 
