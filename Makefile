@@ -10,6 +10,10 @@ PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3)
 # What is given to the program behind a target: make test ARGS='-k recognition -x'
 ARGS ?=
 
+# A pipe fails when any part of it does.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -ec
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench-overhead \
 	bench-placement clean
@@ -73,7 +77,13 @@ $(BIN)/python:
 $(REQUIREMENTS): requirements-cpu.txt | $(BIN)/python
 	@echo "conserve: installing $$(grep -c == $<) packages, about 3 GB;" \
 		"the first time this takes a few minutes"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r $< || { \
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps -r $< \
+		2> $(VENV)/pip-messages.log \
+		| awk -v total="$$(grep -c == $<)" ' \
+			/^(Collecting|Requirement)/ { \
+				if (++seen % 20 == 0) print "conserve:   " seen " of " total " fetched"; fflush() } \
+			/^Installing/ { print "conserve:   unpacking, about a minute"; fflush() }' || { \
+		grep -v '^WARNING' $(VENV)/pip-messages.log | tail -20 >&2; \
 		echo "conserve: pip failed. If it did not find torch's CPU build, give it PyTorch's own" \
 			"CPU index as an extra index (see the head of $<)." >&2; exit 1; }
 	@touch $@

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +140,15 @@ class Client:
         if samples is not None:
             samples.latency_s.append(ended_s - started_s)
             samples.ttft_s.append(arrivals[0] - started_s)
-            samples.tbt_s += [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
+            samples.tbt_s += [later - earlier for earlier, later in pairwise(arrivals)]
 
 
 def _content(stream: bytes) -> tuple[str, int]:
     text = []
     for line in stream.split(b"\n"):
         if line.startswith(b"data: {"):
-            for choice in json.loads(line[6:])["choices"]:
-                if choice["delta"].get("content"):
-                    text.append(choice["delta"]["content"])
+            deltas = [choice["delta"] for choice in json.loads(line[6:])["choices"]]
+            text += [delta["content"] for delta in deltas if delta.get("content")]
     return "".join(text), len(text)
 
 

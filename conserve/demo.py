@@ -155,8 +155,7 @@ class _Agent:
         async for chunk in raw.parse():
             if first_s is None:
                 first_s = time.perf_counter()
-            for choice in chunk.choices:
-                parts.append(choice.delta.content or "")
+            parts += [choice.delta.content or "" for choice in chunk.choices]
         found = await self.plain.get(f"/v1/conversations/{raw.headers['x-conversation-id']}")
         found.raise_for_status()
         said = found.json()["last_turn"]

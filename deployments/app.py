@@ -42,7 +42,7 @@ def start_ray(settings: Settings) -> None:
     if not os.environ.get("RAY_ADDRESS"):
         # Ray's CPUs are a book-keeping of reservations; a small machine must not refuse to start.
         roles = (settings.prefillers, settings.decoders)
-        reserved = sum(role.replicas * (role.num_cpus + 0.5) for role in roles)
+        reserved = sum(role.replicas * role.num_cpus for role in roles)
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
     ray.init(namespace="serve", log_to_driver=True, **options)
@@ -126,7 +126,8 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
         model_loading_config={"model_id": settings.model_id, "model_source": source},
         engine_kwargs=engine,
         placement_group_config={"bundles": [dict(bundle) for _ in range(workers)]},
-        deployment_config={"ray_actor_options": {"num_cpus": 0.5}},
+        # The replica shares its first worker's reservation.
+        deployment_config={"ray_actor_options": {"num_cpus": 0}},
         runtime_env={"env_vars": {**_environment(gpu), **own.env}},
         # The connector's histograms and Ray's wrapper for them disagree on an argument's name.
         log_engine_metrics=False,

@@ -52,7 +52,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await self._node.start()
         # From here on: loading a model may take longer than the node actor waits for a sign.
         self._beating = asyncio.get_running_loop().create_task(self._beat())
-        if os.path.isdir(llm_config.model_loading_config.model_source):
+        if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download: spares a process that loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
         await super().__init__(llm_config)

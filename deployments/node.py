@@ -134,7 +134,7 @@ class NodeService:
             return False
 
     async def _end_when_abandoned(self) -> None:
-        while (left_s := self._last_beat_s + ABANDONED_S - time.monotonic()) > 0:
+        while (left_s := self._last_beat_s + ABANDONED_S - time.monotonic()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left_s)
         logger.info("no engine for %g s: ending", ABANDONED_S)
         if self._process is not None:

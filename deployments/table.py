@@ -29,6 +29,8 @@ BEAT_S = 1.0
 # Engines whose beats stop for so long are lost. Long, because a busy machine starves processes;
 # a dead engine is usually found at once, by a router whose connection broke.
 SILENCE_S = 15.0
+# Longest time from `begin` to `place`, for counting tokens, and from room to binding.
+PLACING_S = 30.0
 # How long a new table waits for engines to report before it takes bindings for unknown.
 RECOVERY_S = 8.0
 # Without a beat from any engine or router for so long, the application is gone.
@@ -137,7 +139,10 @@ class TableService:
             return refusal
         conversation_id = explicit_id or self._table.recognise(candidates) or identity.new_id()
         while (placing := self._placing.get(conversation_id)) is not None:
-            await asyncio.wait([placing])
+            # A router that died in between never settles it.
+            await asyncio.wait([placing], timeout=self._settings.queue_timeout_s + PLACING_S)
+            if not placing.done():
+                self._settle(conversation_id)
         conversation = self._table.begin(conversation_id, time.time())
         if conversation is not None:
             return self._plan(conversation, None)
@@ -157,6 +162,11 @@ class TableService:
             return self._plan(bound, None)
         try:
             placement = await self._bind_or_wait(conversation_id, turn1_tokens)
+            conversation = self._table.get(conversation_id)
+            while conversation is None or conversation.decoder_id is None:
+                # Its decoder was lost between the binding and now.
+                placement = await self._bind_or_wait(conversation_id, turn1_tokens)
+                conversation = self._table.get(conversation_id)
         except QueueFull as full:
             self._metrics.refusals.labels("queue_full").inc()
             return Refusal(429, str(full), "queue_full", full.retry_after_s)
@@ -172,9 +182,6 @@ class TableService:
         finally:
             self._settle(conversation_id)
         self._metrics.queue_wait_s.observe(time.monotonic() - arrived_s)
-        conversation = self._table.get(conversation_id)
-        if conversation is None or conversation.decoder_id is None:
-            return _UNAVAILABLE
         return self._plan(conversation, placement.prefiller_id)
 
     async def forgo(self, conversation_id: str) -> None:
@@ -307,14 +314,15 @@ class TableService:
 
     def _plan(self, conversation: Conversation, prefiller_id: str | None) -> TurnPlan:
         assert conversation.decoder_id is not None
+        prefiller = self._engines.get(prefiller_id) if prefiller_id else None
         return TurnPlan(
             conversation_id=conversation.id,
             incarnation=conversation.incarnation,
             turn_id=conversation.running[-1],
             decoder_id=conversation.decoder_id,
             decoder_url=self._engines[conversation.decoder_id].url,
-            prefiller_id=prefiller_id,
-            prefiller_url=self._engines[prefiller_id].url if prefiller_id else None,
+            prefiller_id=prefiller.id if prefiller else None,
+            prefiller_url=prefiller.url if prefiller else None,
         )
 
     async def _bind_or_wait(self, conversation_id: str, tokens: int) -> Placement:

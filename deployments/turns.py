@@ -100,7 +100,7 @@ class Turns:
             serving.cancel()
         self._observe(outcome, arrived_s, turn)
         if (turn.final or turn.one_off) and turn.plan is not None:
-            await self._table.call("release", turn.plan.conversation_id, "final")
+            self._table.tell("release", turn.plan.conversation_id, "final")
 
     def unknown_model(self, model: str) -> ApiError:
         """404, and what there is instead."""

@@ -13,13 +13,16 @@ _ORDER = ("unit", "integration", "faults", "small")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first; then those of one application after the other."""
+    """Quick tests first; then those of one application after the other, marked as such."""
 
     def rank(item: pytest.Item) -> int:
         folder = Path(str(item.fspath)).parent.name
         return _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
 
     items.sort(key=rank)
+    for item in items:
+        if rank(item) > 0:
+            item.add_marker("engines")
 
 
 @pytest.fixture(scope="session")

@@ -212,8 +212,9 @@ async def chat(
             if line.startswith("data: ") and line != "data: [DONE]":
                 event = json.loads(line[6:])
                 events.append(event)
-                for choice in event.get("choices", []):
-                    parts.append(choice["delta"].get("content") or "")
+                parts += [
+                    choice["delta"].get("content") or "" for choice in event.get("choices", [])
+                ]
         return Reply(response.status_code, response.headers, events, "".join(parts))
 
 

@@ -15,11 +15,14 @@ def test_a_broken_forward_pass_stores_nothing(monkeypatch: pytest.MonkeyPatch) -
     connector = object.__new__(ResilientMPConnector)
     connector.worker_adapter = type("Adapter", (), {"store_futures": {}})()
 
-    with pytest.raises(SystemExit):
+    def forward() -> None:
         try:
             raise SystemExit
         finally:
             connector.wait_for_save()
+
+    with pytest.raises(SystemExit):
+        forward()
     assert stores == []
     connector.wait_for_save()
     assert stores == [connector]
