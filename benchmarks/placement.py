@@ -171,7 +171,7 @@ class _Population:
             assert conversation is not None
             table.advance(
                 conversation.id, conversation.incarnation, conversation.running[-1],
-                self._stats(), (_digest(number),), self._clock_s,
+                conversation.decoder_id or "", self._stats(), (_digest(number),), self._clock_s,
             )  # fmt: skip
 
         return self._latency(turn, end)
@@ -241,7 +241,9 @@ class _Population:
         assert conversation is not None
         incarnation, turn_id = conversation.incarnation, conversation.running[-1]
         table.prefilled(id_at_prefilled, incarnation)
-        table.advance(id_at_advance, incarnation, turn_id, stats, tails, self._clock_s)
+        table.advance(
+            id_at_advance, incarnation, turn_id, placement.decoder_id, stats, tails, self._clock_s
+        )
 
 
 def _conversation_id(number: int) -> str:

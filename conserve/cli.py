@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from conserve.launch import Launch, LaunchError
+from conserve.launch import Launch, LaunchError, require_free
 from conserve.settings import Settings, SettingsError, load
 
 cli = typer.Typer(
@@ -79,8 +80,7 @@ def demo(
                 show.converse(url, chosen.model_id, conversations, turns, on_turn)
             )
         show.report(outcome, console)
-        with console.status("stopping"):
-            pass
+        console.print("Stopping every process.")
     if json_path is not None:
         show.write_json(outcome, json_path)
     wrong = outcome.verdict(conversations, turns)
@@ -98,9 +98,11 @@ def _launched(
     path = log or Path(tempfile.gettempdir()) / f"conserve-{os.getpid()}.log"
     url = f"http://{_reachable(settings.host)}:{settings.port}"
     started_s = time.monotonic()
-    # A plain `kill` ends it as Ctrl-C does, with everything that it started.
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    # A plain `kill`, or a closed terminal, ends it as Ctrl-C does, with all that it started.
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, _interrupt) for number in signals}
     try:
+        require_free(url)
         with Launch(arguments, path) as application:
             try:
                 _wait(application, settings, url)
@@ -109,11 +111,12 @@ def _launched(
             except KeyboardInterrupt:
                 console.print("Stopping.")
                 raise typer.Exit(130) from None
-            except LaunchError as error:
-                console.print(f"[red]{error}[/red]", highlight=False, markup=True)
-                raise typer.Exit(1) from None
+    except LaunchError as error:
+        console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
+        raise typer.Exit(1) from None
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _wait(application: Launch, settings: Settings, url: str) -> None:
@@ -153,7 +156,7 @@ def _settings(arguments: list[str] | None) -> Settings:
     try:
         return load({name: value for name, _, value in pairs})
     except SettingsError as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
+        console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
         raise typer.Exit(2) from None
 
 

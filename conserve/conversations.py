@@ -45,6 +45,8 @@ class Conversation:
         prefiller_id, prefill_tokens: the remote prefill under way, if any.
         tails: digests by which its next turn is recognised.
         finished: the latest turn known to have ended.
+        promised: what it holds is a promise: no turn on this decoder has computed it yet.
+        look_s: when to look next whether it is idle.
     """
 
     id: str
@@ -61,6 +63,8 @@ class Conversation:
     last_turn: TurnStats | None = None
     tails: tuple[Digest, ...] = ()
     finished: int = 0
+    promised: bool = False
+    look_s: float = 0.0
 
     @property
     def phase(self) -> str:
@@ -98,11 +102,11 @@ class ConversationTable:
         self._policy = policy
         self._idle_timeout_s = idle_timeout_s
         self._turn_timeout_s = turn_timeout_s
-        self._next_id = first_id
+        self._first_id = self._next_id = first_id
         self._conversations: dict[str, Conversation] = {}
-        # When to look whether one is idle: (time, incarnation, id), one entry a conversation,
-        # left behind when it ends. Using a conversation does not touch its entry.
-        self._looks: list[tuple[float, int, str]] = []
+        # When to look whether one is idle: a heap of (its `look_s`, id). Entries are left behind
+        # when a conversation ends, or is to be looked at earlier; using it does not touch them.
+        self._looks: list[tuple[float, str]] = []
         self._tails = TailIndex()
         self.decoders: dict[str, Decoder] = {}
         self.prefillers: dict[str, Prefiller] = {}
@@ -134,14 +138,18 @@ class ConversationTable:
         """A decoder is ready, and holds these conversations (after this table was lost).
 
         Returns:
-            Ids among ``holds`` that live elsewhere by now: the decoder is to forget them.
+            Ids among ``holds`` that live elsewhere by now, or have ended: the decoder is to forget
+            them.
         """
         if decoder_id not in self.decoders:
             self.decoders[decoder_id] = Decoder(decoder_id, capacity_tokens)
         foreign = []
         for held in holds:
             known = self._conversations.get(held.id)
-            if known is None or (
+            if known is None and held.incarnation >= self._first_id:
+                # This table made it, and has ended it while the decoder was away.
+                foreign.append(held.id)
+            elif known is None or (
                 known.decoder_id is None and known.incarnation == held.incarnation
             ):
                 self._adopt(held, decoder_id)
@@ -172,8 +180,13 @@ class ConversationTable:
                 conversation.decoder_id = None
                 conversation.held_tokens = 0
                 if conversation.running:
+                    conversation.finished = max(conversation.finished, *conversation.running)
                     conversation.running = ()
                     self.reasoning -= 1
+                    # It may have been spared for its turn.
+                    idle_at_s = conversation.last_used_s + self._idle_timeout_s
+                    if conversation.look_s > idle_at_s:
+                        self._look_at(conversation, idle_at_s)
                 unbound.append(conversation.id)
         return unbound
 
@@ -218,6 +231,7 @@ class ConversationTable:
         known.decoder_id = placement.decoder_id
         self.decoders[placement.decoder_id].conversations += 1
         self._hold(known, turn1_tokens)
+        known.promised = True
         if placement.prefiller_id is not None:
             known.prefiller_id = placement.prefiller_id
             known.prefill_tokens = turn1_tokens
@@ -261,8 +275,10 @@ class ConversationTable:
         conversation = self._current(conversation_id, incarnation)
         if conversation is None or conversation.decoder_id != decoder_id:
             return False
-        if turn_id not in conversation.running and turn_id <= conversation.finished:
-            return False
+        if turn_id not in conversation.running:
+            if turn_id <= conversation.finished:
+                return False
+            self._next_id = max(self._next_id, turn_id + 1)
         conversation.turns += 1
         if tails:
             conversation.tails = tails
@@ -292,8 +308,12 @@ class ConversationTable:
             return None
         if turn_id in conversation.running:
             self._finish_turn(conversation, turn_id, stats, now_s)
-        if conversation.last_turn is None and not conversation.running:
-            return self.release(conversation_id)
+        if not conversation.running:
+            if conversation.last_turn is None:
+                return self.release(conversation_id)
+            if conversation.promised:
+                # Nothing of it ever got to the decoder that it was to move to.
+                self._unbind(conversation)
         return None
 
     def release(self, conversation_id: str) -> Conversation | None:
@@ -315,15 +335,17 @@ class ConversationTable:
         """End the conversations that were not used for the idle time, and return them."""
         ended = []
         while self._looks and self._looks[0][0] <= now_s:
-            _, incarnation, conversation_id = heapq.heappop(self._looks)
-            conversation = self._current(conversation_id, incarnation)
-            if conversation is None:
+            look_s, conversation_id = heapq.heappop(self._looks)
+            conversation = self._conversations.get(conversation_id)
+            if conversation is None or conversation.look_s != look_s:
                 continue
             idle_at_s = conversation.last_used_s + self._idle_timeout_s
+            lost_at_s = idle_at_s + self._turn_timeout_s
             if idle_at_s > now_s:
                 self._look_at(conversation, idle_at_s)
-            elif conversation.running and idle_at_s + self._turn_timeout_s > now_s:
-                self._look_at(conversation, now_s + self._idle_timeout_s)
+            elif conversation.running and lost_at_s > now_s:
+                # If its turn ends first, it is not idle before the first of the two.
+                self._look_at(conversation, min(now_s + self._idle_timeout_s, lost_at_s))
             else:
                 self.release(conversation_id)
                 ended.append(conversation)
@@ -362,18 +384,29 @@ class ConversationTable:
                 self.reasoning -= 1
         conversation.finished = max(conversation.finished, turn_id)
         if stats is not None:
+            conversation.promised = False
             conversation.last_turn = stats
             self._hold(conversation, stats.prompt_tokens + stats.output_tokens)
         conversation.last_used_s = now_s
 
     def _look_at(self, conversation: Conversation, when_s: float) -> None:
+        conversation.look_s = when_s
         if len(self._looks) > 2 * len(self._conversations) + 1000:
-            # Mostly entries of conversations that have ended.
-            self._looks = [
-                entry for entry in self._looks if self._current(entry[2], entry[1]) is not None
-            ]
+            # Mostly left behind.
+            self._looks = [entry for entry in self._looks if self._is_due(*entry)]
             heapq.heapify(self._looks)
-        heapq.heappush(self._looks, (when_s, conversation.incarnation, conversation.id))
+        heapq.heappush(self._looks, (when_s, conversation.id))
+
+    def _is_due(self, look_s: float, conversation_id: str) -> bool:
+        conversation = self._conversations.get(conversation_id)
+        return conversation is not None and conversation.look_s == look_s
+
+    def _unbind(self, conversation: Conversation) -> None:
+        self._hold(conversation, 0)
+        if conversation.decoder_id is not None:
+            self.decoders[conversation.decoder_id].conversations -= 1
+        conversation.decoder_id = None
+        conversation.promised = False
 
     def _hold(self, conversation: Conversation, tokens: int) -> None:
         if conversation.decoder_id is not None:
@@ -398,10 +431,16 @@ class ConversationTable:
             held.turns = max(held.turns, known.turns)
             held.moves = known.moves
         self._conversations[held.id] = held
-        self._look_at(held, held.last_used_s + self._idle_timeout_s)
-        self._next_id = max(self._next_id, held.incarnation + 1, *(t + 1 for t in held.running))
+        idle_at_s = held.last_used_s + self._idle_timeout_s
+        if known is not None and known.look_s <= idle_at_s:
+            # There is an entry already, and time enough to correct it.
+            held.look_s = known.look_s
+        else:
+            self._look_at(held, idle_at_s)
+        self._next_id = 1 + max(self._next_id - 1, held.incarnation, held.finished, *held.running)
         tokens, held.held_tokens = held.held_tokens, 0
         held.decoder_id = decoder_id
+        held.promised = False
         held.prefiller_id = None
         held.prefill_tokens = 0
         self.decoders[decoder_id].conversations += 1

@@ -20,8 +20,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-CONVERSATIONS = 4
-TURNS = 4
 _OUTPUT_TOKENS = 48
 _TIMEOUT_S = 120.0
 

@@ -74,6 +74,8 @@ def from_engine(status: int, body: Any) -> ApiError:
     param = error.get("param") if isinstance(error, dict) else None
     if status < 400:
         status = 502  # An error was expected; whatever this is, it must not pass for a success.
+    if status < 500 and not isinstance(message, str):
+        return ApiError(status, "the engine refused the request and did not say why")
     if status >= 500 or not isinstance(message, str):
         # An engine's own failure may carry a traceback; that belongs into its log.
         return ApiError(

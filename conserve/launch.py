@@ -11,10 +11,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -123,7 +124,11 @@ class Launch:
             time.sleep(_POLL_S)
 
     def stop(self, grace_s: float = 20.0) -> None:
-        """End the application and everything that it started."""
+        """End the application and everything that it started; cannot be interrupted."""
+        with _undisturbed():
+            self._stop(grace_s)
+
+    def _stop(self, grace_s: float) -> None:
         if self._process is None:
             return
         known = {process.pid: process for process in _descendants()}
@@ -151,6 +156,31 @@ class Launch:
         text = self._log_path.read_text(errors="replace")
         lines = [line for line in text.splitlines() if "Error" in line or "error" in line]
         return "\n".join([*lines[-8:], f"The whole log: {self._log_path}"])
+
+
+def require_free(url: str) -> None:
+    """Refuse to start beside an application that answers at this address already.
+
+    Raises:
+        LaunchError: one does; requests would go to it.
+    """
+    if health(url):
+        raise LaunchError(f"something serves at {url} already: stop it, or choose another port")
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore the signals that would leave processes behind. In the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def health(url: str) -> dict[str, Any]:

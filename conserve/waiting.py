@@ -8,9 +8,13 @@ class QueueFull(Exception):
     """As many conversations wait as may. ``retry_after_s`` is when to try again."""
 
     def __init__(self, limit: int, retry_after_s: int) -> None:
-        super().__init__(
-            f"{limit} conversations wait for room already; try again in {retry_after_s} s"
-        )
+        if limit == 0:
+            why = "no decoder has room, and none may wait for it"
+        elif limit == 1:
+            why = "1 conversation waits for room already"
+        else:
+            why = f"{limit} conversations wait for room already"
+        super().__init__(f"{why}; try again in {retry_after_s} s")
         self.limit = limit
         self.retry_after_s = retry_after_s
 
@@ -49,7 +53,10 @@ class WaitingLine:
 
         Raises:
             QueueFull: there is none.
+            ValueError: the key has a place already.
         """
+        if key in self._line:
+            raise ValueError(f"{key!r} waits already")
         if len(self._line) >= self._limit:
             raise QueueFull(self._limit, self.retry_after_s(now_s))
         ticket = Ticket(key, tokens, now_s, now_s + self._timeout_s)
@@ -63,14 +70,6 @@ class WaitingLine:
     def head(self) -> Ticket | None:
         """Who is next."""
         return next(iter(self._line.values()), None)
-
-    def expired(self, now_s: float) -> list[Ticket]:
-        """Remove and return those who have waited too long."""
-        gone = []
-        while (head := self.head()) is not None and head.deadline_s <= now_s:
-            gone.append(head)
-            del self._line[head.key]
-        return gone
 
     def retry_after_s(self, now_s: float) -> int:
         """When a place is free at the latest, in whole seconds, at least 1."""

@@ -47,11 +47,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._settings = settings
         self._table = TableClient(context.app_name, settings)
         self._holdings = Holdings()
-        self._registered = False
+        self._beating: asyncio.Task[None] | None = None
         self._node = NodeClient(context.app_name, settings)
         await self._node.start()
-        # From here on: loading a model may take longer than the node actor waits for a sign.
-        self._beating = asyncio.get_running_loop().create_task(self._beat())
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download: spares a process that loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
@@ -70,13 +68,15 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         )
         await self._warm_up()
         await self._register()
-        self._registered = True
+        self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         await super().check_health()
         if self._serving.done():
             raise RuntimeError("the engine's HTTP server has ended")
+        if self._beating is not None and self._beating.done():
+            raise RuntimeError("the engine's beats to the conversation table have ended")
 
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
@@ -145,18 +145,15 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     async def _register(self) -> None:
         info = dataclasses.replace(self._info, holds=self._holdings.all())
-        for conversation_id in await self._table.call("register", info):
-            self._holdings.drop(conversation_id)
+        for conversation_id, incarnation in await self._table.call("register", info):
+            self._holdings.drop(conversation_id, incarnation)
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            await self._node.beat()
-            if not self._registered:
-                continue
             try:
                 # A dead engine behind a living replica is as good as silent.
-                await self.check_health()
+                await super().check_health()
             except Exception as error:
                 logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
                 continue
@@ -164,8 +161,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 ended = await self._table.call("beat", self._id)
                 if ended is None:
                     await self._register()
-                else:
-                    for conversation_id in ended:
-                        self._holdings.drop(conversation_id)
+                    continue
+                for conversation_id, incarnation in ended:
+                    self._holdings.drop(conversation_id, incarnation)
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)
+            except Exception:
+                # Without beats the engine would be taken for lost, and stay so.
+                logger.exception("%s %s: a beat failed", self._role, self._id)

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from conserve import identity
 from conserve.errors import ApiError
 from conserve.settings import Settings
+from deployments.responses import TABLE_RESTARTING, error_response
 from deployments.table import TableClient, TableUnavailable
 from deployments.turns import Turns
 from deployments.upstream import Upstream
@@ -27,10 +28,10 @@ _SMALL_BODY_BYTES = 64 * 1024
 class FrontDoor:
     """The ASGI application of a router."""
 
-    def __init__(self, settings: Settings, table: TableClient) -> None:
+    def __init__(self, settings: Settings, table: TableClient, router_id: str) -> None:
         self._settings = settings
         self._table = table
-        self._turns = Turns(settings, table, Upstream(settings.turn_timeout_s))
+        self._turns = Turns(settings, table, Upstream(settings.turn_timeout_s), router_id)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._app = Starlette(
             routes=[
@@ -126,14 +127,6 @@ class FrontDoor:
         )
 
 
-def error_response(error: ApiError) -> Response:
-    """A client's view of an error."""
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(error.retry_after_s)
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
-
-
 async def _small_json(request: Request) -> dict[str, Any]:
     raw = b""
     async for part in request.stream():
@@ -174,12 +167,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _unavailable(request: Request, error: Exception) -> Response:
-    return error_response(
-        ApiError(
-            503, "the conversation table is being restarted; try again", "unavailable",
-            retry_after_s=2,
-        )
-    )  # fmt: skip
+    return error_response(TABLE_RESTARTING)
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -45,6 +45,8 @@ class Holdings:
         if held is None or held.incarnation != incarnation:
             return
         held.running = tuple(id for id in held.running if id != turn_id)
+        # So that a table rebuilt from this refuses what it is told of the turn again.
+        held.finished = max(held.finished, turn_id)
         held.last_used_s = time.time()
         if stats is not None:
             held.held_tokens = stats.prompt_tokens + stats.output_tokens
@@ -54,8 +56,10 @@ class Holdings:
             if tails:
                 held.tails = tails
         if held.last_turn is None and not held.running:
-            self.drop(conversation_id)
+            self.drop(conversation_id, incarnation)
 
-    def drop(self, conversation_id: str) -> None:
-        """It has ended, or lives elsewhere."""
-        self._held.pop(conversation_id, None)
+    def drop(self, conversation_id: str, incarnation: int) -> None:
+        """It has ended, or lives elsewhere. A later conversation of the same id stays."""
+        held = self._held.get(conversation_id)
+        if held is not None and held.incarnation == incarnation:
+            del self._held[conversation_id]

@@ -8,10 +8,13 @@ of the application has been heard of for ``ABANDONED_S``.
 import asyncio
 import contextlib
 import ctypes
+import hashlib
 import logging
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from typing import Any
 
@@ -28,6 +31,8 @@ _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
 _UNHEALTHY_AFTER = 5
 _LONGEST_BACKOFF_S = 10.0
+_BEAT_S = 1.0
+_BEAT_TIMEOUT_S = 10.0
 
 
 class NodeService:
@@ -83,6 +88,13 @@ class NodeService:
     async def _keep_running(self) -> None:
         backoff_s = 0.5
         while True:
+            taken = _taken_port(self._settings)
+            if taken is not None:
+                self._problem = f"port {taken} on 127.0.0.1 is in use"
+                logger.warning("LMCache server not started: %s", self._problem)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
+                continue
             self._restarts += 1
             started_s = time.monotonic()
             self._process = await asyncio.create_subprocess_exec(
@@ -172,6 +184,18 @@ def lmcache_environment() -> dict[str, str]:
     }
 
 
+def _taken_port(settings: Settings) -> int | None:
+    """A port that the server needs and another has, whose health would be taken for ours."""
+    for port in (settings.lmcache.port, settings.lmcache.http_port):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                return port
+    return None
+
+
 def _die_with_parent() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -181,27 +205,47 @@ class NodeClient:
     """An engine's end of its node's actor; makes the actor if it is the first."""
 
     def __init__(self, application: str, settings: Settings) -> None:
-        node_id = ray.get_runtime_context().get_node_id()
-        self._actor = (
+        self._settings = settings
+        self._node_id = ray.get_runtime_context().get_node_id()
+        # Other settings of LMCache need another server: an actor never changes its own.
+        digest = hashlib.sha256(settings.lmcache.model_dump_json().encode()).hexdigest()[:8]
+        self._name = f"conserve:{application}:node:{self._node_id}:{digest}"
+        self._actor = self._connect()
+
+    async def start(self) -> None:
+        """Wait until the node's LMCache server answers, and see to it that the actor lives on.
+
+        Its beats come from a thread of their own: loading a model blocks the event loop for
+        minutes.
+        """
+        await self._actor.start.remote()
+        threading.Thread(target=self._beat, name="node-beat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(_BEAT_S)
+            try:
+                ray.get(self._actor.beat.remote(), timeout=_BEAT_TIMEOUT_S)
+            except ray.exceptions.GetTimeoutError:
+                logger.warning("the node actor does not answer")
+            except ray.exceptions.RayActorError:
+                try:
+                    self._actor = self._connect()
+                except ray.exceptions.RayError as error:
+                    logger.warning("the node actor is down: %s", error)
+
+    def _connect(self) -> Any:
+        return (
             ray.remote(NodeService)
             .options(
-                name=f"conserve:{application}:node:{node_id}",
+                name=self._name,
                 namespace="serve",
                 get_if_exists=True,
                 lifetime="detached",
                 max_restarts=-1,
                 max_concurrency=1000,
                 num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self._node_id, soft=False),
             )
-            .remote(settings)
+            .remote(self._settings)
         )
-
-    async def start(self) -> None:
-        """Wait until the node's LMCache server answers."""
-        await self._actor.start.remote()
-
-    async def beat(self) -> None:
-        """Tell it that an engine lives; while it is down, that can wait."""
-        with contextlib.suppress(ray.exceptions.RayActorError):
-            await self._actor.beat.remote()

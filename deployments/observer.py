@@ -178,7 +178,8 @@ class _Turn:
                 part = message.get("body", b"")
                 if self.body is not None and part:
                     self.parts.append(part)
-                if (_DONE in part) if self.streamed else not message.get("more_body"):
+                # vLLM sends every event as a part of its own.
+                if part.startswith(_DONE) if self.streamed else not message.get("more_body"):
                     await self.report(completed=self._completed())
             await send(message)
 
@@ -204,9 +205,12 @@ class _Turn:
                 "advance", *turn, self.engine_id, stats, tails, **patience
             ):
                 # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
-                self.holdings.drop(self.conversation_id)
+                self.holdings.drop(self.conversation_id, self.incarnation)
         except TableUnavailable as error:
             logger.warning("turn %d of %s: %s", self.turn_id, self.conversation_id, error)
+        except Exception:
+            # A failure of the table is no reason to break off a client's answer.
+            logger.exception("turn %d of %s was not reported", self.turn_id, self.conversation_id)
 
     def _tails(self) -> tuple[Digest, ...]:
         if self.body is None:

@@ -41,7 +41,8 @@ class Router:
         context = serve.get_replica_context()
         self._handles = (decoders, prefillers)
         self._table = TableClient(context.app_name, settings)
-        self._door = FrontDoor(settings, self._table)
+        self._id = context.replica_id.unique_id
+        self._door = FrontDoor(settings, self._table, self._id)
         listener = _listen(settings)
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -70,13 +71,17 @@ class Router:
         """Serve replaces the replica when this raises."""
         if self._serving.done():
             raise RuntimeError("the router's HTTP server has ended")
+        if self._beating.done():
+            raise RuntimeError("the router's beats to the conversation table have ended")
 
     async def _beat(self) -> None:
         while True:
             try:
-                await self._table.call("router_beat")
+                await self._table.call("router_beat", self._id)
             except TableUnavailable as error:
                 logger.warning("router: %s", error)
+            except Exception:
+                logger.exception("router: a beat failed")
             await asyncio.sleep(BEAT_S)
 
 
@@ -84,8 +89,9 @@ def _listen(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Several routers on a node share the port; the kernel spreads connections over them.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if settings.routers > 1:
+        # They share the port of a node; the kernel spreads connections over them.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:

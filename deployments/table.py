@@ -7,9 +7,10 @@ their next beat, tell it who they are and what they hold; turns wait until all h
 
 import asyncio
 import contextlib
+import hashlib
 import logging
-import os
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -53,7 +54,11 @@ class TableService:
         self._metrics = Metrics(self._table, self._line)
         self._engines: dict[str, EngineInfo] = {}
         self._beats: dict[str, float] = {}
-        self._ended: dict[str, list[str]] = {}
+        self._routers: dict[str, float] = {}
+        self._ended: dict[str, list[tuple[str, int]]] = {}
+        # What a router that dies leaves behind: turns by their id, and conversations being placed.
+        self._turns: dict[int, _Claim] = {}
+        self._placers: dict[str, str] = {}
         # Conversations between `begin` and their binding: a second turn of one waits for it.
         self._placing: dict[str, asyncio.Future[None]] = {}
         self._waiters: dict[str, asyncio.Future[Placement]] = {}
@@ -64,14 +69,16 @@ class TableService:
 
     # --- engines -----------------------------------------------------------------------------
 
-    async def register(self, engine: EngineInfo) -> list[str]:
-        """An engine is ready. Returns ids of conversations that it is to forget."""
+    async def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
+        """An engine is ready. Returns conversations (and incarnations) that it is to forget."""
         self._ensure_housekeeping()
-        forget: list[str] = []
+        forget: list[tuple[str, int]] = []
         if engine.role == "prefiller":
             self._table.add_prefiller(engine.id)
         else:
-            forget = self._table.add_decoder(engine.id, engine.capacity_tokens, engine.holds)
+            sent = {held.id: held.incarnation for held in engine.holds}
+            foreign = self._table.add_decoder(engine.id, engine.capacity_tokens, engine.holds)
+            forget = [(conversation_id, sent[conversation_id]) for conversation_id in foreign]
             self._ended.setdefault(engine.id, [])
         self._engines[engine.id] = engine
         self._beats[engine.id] = time.monotonic()
@@ -81,7 +88,7 @@ class TableService:
         self._admit()
         return forget
 
-    async def beat(self, engine_id: str) -> list[str] | None:
+    async def beat(self, engine_id: str) -> list[tuple[str, int]] | None:
         """An engine lives. Returns conversations that ended, or None: register again."""
         self._last_beat_s = time.monotonic()
         if engine_id not in self._engines:
@@ -132,7 +139,7 @@ class TableService:
     # --- turns -------------------------------------------------------------------------------
 
     async def begin(
-        self, explicit_id: str | None, candidates: list[Digest]
+        self, router_id: str, explicit_id: str | None, candidates: list[Digest]
     ) -> TurnPlan | Unplaced | Refusal:
         """Start a turn: where its conversation is bound, or that it has to be placed."""
         if refusal := await self._not_ready():
@@ -145,21 +152,24 @@ class TableService:
                 self._settle(conversation_id)
         conversation = self._table.begin(conversation_id, time.time())
         if conversation is not None:
-            return self._plan(conversation, None)
+            return self._plan(conversation, None, router_id)
         counter = self._tokenizer()
         if counter is None:
             return _UNAVAILABLE
         self._placing[conversation_id] = asyncio.get_running_loop().create_future()
+        self._placers[conversation_id] = router_id
         return Unplaced(conversation_id, counter.url, counter.id, counter.max_model_len)
 
-    async def place(self, conversation_id: str, turn1_tokens: int) -> TurnPlan | Refusal:
+    async def place(
+        self, router_id: str, conversation_id: str, turn1_tokens: int
+    ) -> TurnPlan | Refusal:
         """Bind a conversation for which `begin` answered `Unplaced`; waits for room."""
         arrived_s = time.monotonic()
         bound = self._table.begin(conversation_id, time.time())
         if bound is not None:
             # This table was lost between the two calls, and a decoder had it still.
             self._settle(conversation_id)
-            return self._plan(bound, None)
+            return self._plan(bound, None, router_id)
         try:
             placement = await self._bind_or_wait(conversation_id, turn1_tokens)
             conversation = self._table.get(conversation_id)
@@ -182,7 +192,7 @@ class TableService:
         finally:
             self._settle(conversation_id)
         self._metrics.queue_wait_s.observe(time.monotonic() - arrived_s)
-        return self._plan(conversation, placement.prefiller_id)
+        return self._plan(conversation, placement.prefiller_id, router_id)
 
     async def forgo(self, conversation_id: str) -> None:
         """The turn for which `begin` answered `Unplaced` is not to be placed any more."""
@@ -210,6 +220,10 @@ class TableService:
         tails: tuple[Digest, ...],
     ) -> bool:
         """A decoder has completed a turn. Returns whether the conversation is still its own."""
+        self._turns.pop(turn_id, None)
+        if decoder_id not in self._engines:
+            # A new table: the decoder will register, with this turn among its holdings.
+            return True
         if self._table.advance(
             conversation_id, incarnation, turn_id, decoder_id, stats, tails, time.time()
         ):
@@ -221,6 +235,9 @@ class TableService:
         self, conversation_id: str, incarnation: int, turn_id: int, stats: TurnStats | None
     ) -> None:
         """A turn ended without completing."""
+        self._turns.pop(turn_id, None)
+        if stats is not None:
+            self._count_handoff(stats)
         ended = self._table.abandon(conversation_id, incarnation, turn_id, stats, time.time())
         if ended is not None:
             self._has_ended(ended, "first_turn_failed")
@@ -249,10 +266,10 @@ class TableService:
 
     # --- what can be asked -------------------------------------------------------------------
 
-    async def router_beat(self) -> None:
+    async def router_beat(self, router_id: str) -> None:
         """A router lives."""
         self._ensure_housekeeping()
-        self._last_beat_s = time.monotonic()
+        self._last_beat_s = self._routers[router_id] = time.monotonic()
 
     async def health(self) -> dict[str, int]:
         """How many engines of each role are alive."""
@@ -281,10 +298,6 @@ class TableService:
         """Prometheus text."""
         return self._metrics.render()
 
-    async def pid(self) -> int:
-        """This actor's process id."""
-        return os.getpid()
-
     # --- inside ------------------------------------------------------------------------------
 
     async def _not_ready(self) -> Refusal | None:
@@ -312,8 +325,13 @@ class TableService:
             return self._engines[min(decoders, key=lambda d: d.conversations).id]
         return None
 
-    def _plan(self, conversation: Conversation, prefiller_id: str | None) -> TurnPlan:
+    def _plan(
+        self, conversation: Conversation, prefiller_id: str | None, router_id: str
+    ) -> TurnPlan:
         assert conversation.decoder_id is not None
+        self._turns[conversation.running[-1]] = _Claim(
+            router_id, conversation.id, conversation.incarnation
+        )
         prefiller = self._engines.get(prefiller_id) if prefiller_id else None
         return TurnPlan(
             conversation_id=conversation.id,
@@ -341,6 +359,10 @@ class TableService:
             self._admit()
 
     def _bind(self, conversation_id: str, tokens: int) -> Placement | None:
+        bound = self._table.begin(conversation_id, time.time())
+        if bound is not None and bound.decoder_id is not None:
+            # It waited for room, and the decoder that was thought lost is back with it.
+            return Placement(bound.decoder_id, None)
         placement = self._table.bind(conversation_id, tokens, time.time())
         if placement is not None:
             conversation = self._table.get(conversation_id)
@@ -361,6 +383,7 @@ class TableService:
             waiter.set_result(placement)
 
     def _settle(self, conversation_id: str) -> None:
+        self._placers.pop(conversation_id, None)
         placing = self._placing.pop(conversation_id, None)
         if placing is not None and not placing.done():
             placing.set_result(None)
@@ -370,33 +393,64 @@ class TableService:
         metrics.prompt_tokens.inc(stats.prompt_tokens)
         metrics.cached_tokens.inc(stats.decoder_cached_tokens)
         metrics.output_tokens.inc(stats.output_tokens)
+        self._count_handoff(stats)
+
+    def _count_handoff(self, stats: TurnStats) -> None:
         if stats.lmcache_tokens:
-            metrics.handoffs.inc()
-            metrics.handoff_tokens.inc(stats.lmcache_tokens)
+            self._metrics.handoffs.inc()
+            self._metrics.handoff_tokens.inc(stats.lmcache_tokens)
 
     def _has_ended(self, conversation: Conversation, reason: str) -> None:
         self._metrics.ended.labels(reason).inc()
         if conversation.decoder_id in self._ended:
-            self._ended[conversation.decoder_id].append(conversation.id)
+            self._ended[conversation.decoder_id].append((conversation.id, conversation.incarnation))
 
     def _ensure_housekeeping(self) -> None:
         # Not in the constructor: Ray runs that outside of the actor's event loop.
-        if self._housekeeping is None:
+        if self._housekeeping is None or self._housekeeping.done():
             self._housekeeping = asyncio.get_running_loop().create_task(self._keep_house())
 
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            now_s = time.monotonic()
-            for conversation in self._table.expire(time.time()):
-                self._has_ended(conversation, "idle")
-            self._admit()
-            for engine_id, beat_s in list(self._beats.items()):
-                if now_s - beat_s > SILENCE_S:
-                    await self.engine_lost(engine_id, f"silent for {SILENCE_S:g} s")
-            if now_s - self._last_beat_s > ABANDONED_S:
-                logger.info("no engine or router for %g s: ending", ABANDONED_S)
-                ray.kill(ray.get_runtime_context().current_actor)
+            try:
+                await self._tidy(time.monotonic())
+            except Exception:
+                logger.exception("housekeeping failed; it goes on")
+
+    async def _tidy(self, now_s: float) -> None:
+        for conversation in self._table.expire(time.time()):
+            self._has_ended(conversation, "idle")
+        for engine_id, beat_s in list(self._beats.items()):
+            if now_s - beat_s > SILENCE_S:
+                await self.engine_lost(engine_id, f"silent for {SILENCE_S:g} s")
+        for router_id, beat_s in list(self._routers.items()):
+            if now_s - beat_s > SILENCE_S:
+                await self._router_lost(router_id)
+        self._admit()
+        if now_s - self._last_beat_s > ABANDONED_S:
+            logger.info("no engine or router for %g s: ending", ABANDONED_S)
+            ray.kill(ray.get_runtime_context().current_actor)
+
+    async def _router_lost(self, router_id: str) -> None:
+        """Give back what it had begun; decoders report the turns that had got to them."""
+        del self._routers[router_id]
+        for conversation_id, placer in list(self._placers.items()):
+            if placer == router_id:
+                await self.forgo(conversation_id)
+        for turn_id, claim in list(self._turns.items()):
+            if claim.router_id == router_id:
+                await self.abandon(claim.conversation_id, claim.incarnation, turn_id, None)
+        logger.warning("router %s is lost (silent for %g s)", router_id, SILENCE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A turn under way, and the router that asked for it."""
+
+    router_id: str
+    conversation_id: str
+    incarnation: int
 
 
 _UNAVAILABLE = Refusal(
@@ -431,7 +485,9 @@ class TableClient:
     """A caller's end of the table: finds the actor, and waits while Ray starts it again."""
 
     def __init__(self, application: str, settings: Settings) -> None:
-        self._name = f"conserve:{application}:table"
+        # Other settings, another table: an actor that lives on would keep those it has.
+        digest = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:8]
+        self._name = f"conserve:{application}:table:{digest}"
         self._settings = settings
         self._actor: Any = None
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import aiohttp
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from conserve import identity, recognition
@@ -22,6 +21,7 @@ from conserve.errors import ApiError, context_length_exceeded
 from conserve.recognition import Digest
 from conserve.settings import Settings
 from deployments.messages import Refusal, TurnPlan, TurnTiming, Unplaced
+from deployments.responses import TABLE_RESTARTING, error_response
 from deployments.table import TableClient, TableUnavailable
 from deployments.upstream import EngineUnreachable, Upstream, engine_error
 
@@ -29,6 +29,7 @@ logger = logging.getLogger("ray.serve")
 
 # A turn whose engine dies before the client got a byte starts again elsewhere, so often.
 _ATTEMPTS = 3
+_BODY_TIMEOUT_S = 120.0
 # A decoder reports a cancelled turn itself; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
 
@@ -63,6 +64,7 @@ class Turn:
     arrived_s: float
     streamed: bool = False
     started: bool = False
+    conversation_id: str | None = None
     at_decoder: bool = False
     plan: TurnPlan | None = None
     ttft_s: float | None = None
@@ -72,7 +74,10 @@ class Turn:
 class Turns:
     """The ASGI endpoint of `/v1/chat/completions` and `/v1/completions`."""
 
-    def __init__(self, settings: Settings, table: TableClient, upstream: Upstream) -> None:
+    def __init__(
+        self, settings: Settings, table: TableClient, upstream: Upstream, router_id: str
+    ) -> None:
+        self._router_id = router_id
         self._settings = settings
         self._table = table
         self._upstream = upstream
@@ -84,7 +89,7 @@ class Turns:
             turn = await self._read(scope, receive, arrived_s)
         except ApiError as error:
             self._observe("refused", arrived_s)
-            await _refuse(error, None, send)
+            await _refuse(error, [], send)
             return
         if turn is None:
             return  # The client left while it sent its request.
@@ -115,7 +120,13 @@ class Turns:
 
     async def _read(self, scope: Scope, receive: Receive, arrived_s: float) -> Turn | None:
         headers = Headers(scope=scope)
-        raw = await self._body(headers, receive)
+        try:
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                raw = await self._body(headers, receive)
+        except TimeoutError:
+            raise ApiError(
+                408, f"the request was not whole after {_BODY_TIMEOUT_S:g} s", "timeout"
+            ) from None
         if raw is None:
             return None
         try:
@@ -197,8 +208,7 @@ class Turns:
                         "it will be served by another one",
                         "engine_lost",
                     ) from None
-                if turn.explicit_id is None and turn.plan is not None:
-                    turn.explicit_id = turn.plan.conversation_id
+                turn.explicit_id = turn.explicit_id or turn.conversation_id
                 turn.plan = None
         raise ApiError(
             503, f"engines failed {_ATTEMPTS} times on this turn; try again shortly",
@@ -207,16 +217,21 @@ class Turns:
 
     async def _place(self, turn: Turn) -> TurnPlan:
         answer = await self._claim("begin", turn.explicit_id, turn.candidates)
+        turn.conversation_id = answer.conversation_id
         if not isinstance(answer, Unplaced):
             return answer
-        conversation_id = answer.conversation_id
         try:
-            prompt, tokens = await self._count(turn, answer)
-            if tokens >= answer.max_model_len:
-                raise context_length_exceeded(tokens, answer.max_model_len)
-            placed = await self._claim("place", conversation_id, tokens)
+            prompt, tokens, longest = await self._count(turn, answer)
+            if longest >= answer.max_model_len:
+                raise context_length_exceeded(longest, answer.max_model_len)
         except BaseException:
-            self._table.tell("forgo", conversation_id)
+            self._table.tell("forgo", answer.conversation_id)
+            raise
+        try:
+            placed = await self._claim("place", answer.conversation_id, tokens)
+        except asyncio.CancelledError:
+            # A refusal has settled it already; only who leaves is still in line.
+            self._table.tell("forgo", answer.conversation_id)
             raise
         assert isinstance(placed, TurnPlan)
         if placed.prefiller_url is not None:
@@ -226,7 +241,7 @@ class Turns:
 
     async def _claim(self, method: str, *arguments: Any) -> TurnPlan | Unplaced:
         """Ask the table for a turn, and give it back if the client leaves before the answer."""
-        asking = asyncio.ensure_future(self._table.call(method, *arguments))
+        asking = asyncio.ensure_future(self._table.call(method, self._router_id, *arguments))
         try:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -251,42 +266,44 @@ class Turns:
     def _abandon(self, plan: TurnPlan) -> None:
         self._table.tell("abandon", plan.conversation_id, plan.incarnation, plan.turn_id, None)
 
-    async def _count(self, turn: Turn, unplaced: Unplaced) -> tuple[Any, int]:
-        """The prompt, as token ids where possible, and its length."""
+    async def _count(self, turn: Turn, unplaced: Unplaced) -> tuple[Any, int, int]:
+        """The prompt, as token ids where possible, its length, and that of its longest part."""
         model = {"model": turn.body["model"]}
         try:
             if turn.path == "/v1/chat/completions":
-                rendered = {name: turn.body[name] for name in _RENDERED if name in turn.body}
                 tokens = await self._upstream.count_tokens(
-                    unplaced.tokenizer_url, {**model, **rendered}
+                    unplaced.tokenizer_url, {**model, **_rendered(turn.body)}
                 )
-                return tokens, len(tokens)
+                return tokens, len(tokens), len(tokens)
             prompt = turn.body["prompt"]
             if isinstance(prompt, str):
                 tokens = await self._upstream.count_tokens(
                     unplaced.tokenizer_url, {**model, "prompt": prompt}
                 )
-                return tokens, len(tokens)
-            return prompt, await self._count_prompts(prompt, unplaced, model)
+                return tokens, len(tokens), len(tokens)
+            lengths = await self._count_prompts(prompt, unplaced, model)
+            return prompt, sum(lengths), max(lengths)
         except EngineUnreachable as error:
             await self._report_if_lost(unplaced.tokenizer_id, unplaced.tokenizer_url, str(error))
             raise
 
-    async def _count_prompts(self, prompt: Any, unplaced: Unplaced, model: dict[str, Any]) -> int:
+    async def _count_prompts(
+        self, prompt: Any, unplaced: Unplaced, model: dict[str, Any]
+    ) -> list[int]:
         if not isinstance(prompt, list):
             raise ApiError(400, "prompt must be a string or a list", param="prompt")
         if all(isinstance(item, int) for item in prompt):
-            return len(prompt)
-        total = 0
+            return [len(prompt)]
+        lengths = []
         for item in prompt:
             if isinstance(item, str):
                 body = {**model, "prompt": item}
-                total += len(await self._upstream.count_tokens(unplaced.tokenizer_url, body))
+                lengths.append(len(await self._upstream.count_tokens(unplaced.tokenizer_url, body)))
             elif isinstance(item, list):
-                total += len(item)
+                lengths.append(len(item))
             else:
                 raise ApiError(400, "prompt must hold strings or token ids", param="prompt")
-        return total
+        return lengths
 
     async def _prefill(self, turn: Turn, plan: TurnPlan, prompt: Any) -> None:
         assert plan.prefiller_url is not None
@@ -347,13 +364,16 @@ class Turns:
                 await send(_start(response, plan))
                 turn.ttft_s = now_s - turn.arrived_s
             elif not part.startswith(b"data: [DONE]"):
-                turn.tbt_s.append(now_s - last_s)
+                # Several events may have come together.
+                events = part.count(b"\n\n") - part.endswith(b"data: [DONE]\n\n")
+                turn.tbt_s += [(now_s - last_s) / max(events, 1)] * max(events, 1)
             last_s = now_s
             ending.append(part)
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        # Nothing may be awaited after that: the server takes the exchange for over, and this
+        # turn would count as one whose client has left.
         if b'data: {"error"' in b"".join(ending):
-            await self._after_failure(plan, "an error in the stream")
             raise _AnsweredWithError
 
     # --- how it ended ------------------------------------------------------------------------
@@ -373,14 +393,13 @@ class Turns:
                     self._abandon(turn.plan)
             return "cancelled"
         except _AnsweredWithError:
+            assert turn.plan is not None
+            await self._after_failure(turn.plan, "an error in the stream")
             return "failed"
         except ApiError as error:
             failure = error
         except TableUnavailable:
-            failure = ApiError(
-                503, "the conversation table is being restarted; try again", "unavailable",
-                retry_after_s=2,
-            )  # fmt: skip
+            failure = TABLE_RESTARTING
         except Exception:
             logger.exception("unexpected error in a turn")
             failure = ApiError(500, "internal error; see the router's log", "internal_error")
@@ -389,7 +408,7 @@ class Turns:
         if turn.started:
             await _end_stream_with(failure, turn.streamed, send)
         else:
-            await _refuse(failure, turn.plan, send)
+            await _refuse(failure, _own_headers(turn.conversation_id, turn.plan), send)
         return "refused" if failure.status < 500 else "failed"
 
     async def _after_failure(self, plan: TurnPlan, why: str) -> None:
@@ -445,15 +464,30 @@ def _request_id(headers: Headers) -> str | None:
     return value if 0 < len(value) <= 128 and value.isascii() and value.isprintable() else None
 
 
-def _own_headers(plan: TurnPlan) -> list[tuple[bytes, bytes]]:
-    return [
-        (b"x-conversation-id", plan.conversation_id.encode()),
-        (b"x-conserve-decoder", plan.decoder_id.encode()),
-    ]
+def _rendered(body: dict[str, Any]) -> dict[str, Any]:
+    """What of a chat request decides its prompt, as the tokenizer endpoint takes it."""
+    rendered = {name: body[name] for name in _RENDERED if name in body}
+    # vLLM hands these to the chat template, as arguments; that endpoint has no fields for them.
+    extra = {name: body[name] for name in ("reasoning_effort", "documents") if body.get(name)}
+    if extra.get("reasoning_effort") is not None:
+        extra.setdefault("enable_thinking", extra["reasoning_effort"] != "none")
+    if extra:
+        given = body.get("chat_template_kwargs")
+        rendered["chat_template_kwargs"] = {**extra, **(given if isinstance(given, dict) else {})}
+    return rendered
+
+
+def _own_headers(conversation_id: str | None, plan: TurnPlan | None) -> list[tuple[bytes, bytes]]:
+    headers = []
+    if conversation_id is not None:
+        headers.append((b"x-conversation-id", conversation_id.encode()))
+    if plan is not None:
+        headers.append((b"x-conserve-decoder", plan.decoder_id.encode()))
+    return headers
 
 
 def _start(response: aiohttp.ClientResponse, plan: TurnPlan, length: int | None = None) -> Message:
-    headers = _own_headers(plan)
+    headers = _own_headers(plan.conversation_id, plan)
     for name, value in response.raw_headers:
         if name.lower() in (b"content-type", b"x-request-id"):
             headers.append((name.lower(), value))
@@ -464,18 +498,13 @@ def _start(response: aiohttp.ClientResponse, plan: TurnPlan, length: int | None 
     return {"type": "http.response.start", "status": response.status, "headers": headers}
 
 
-async def _refuse(error: ApiError, plan: TurnPlan | None, send: Send) -> None:
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(error.retry_after_s)
-    response = JSONResponse(error.body(), status_code=error.status, headers=headers)
-    if plan is not None:
-        response.raw_headers.extend(_own_headers(plan))
+async def _refuse(error: ApiError, own_headers: list[tuple[bytes, bytes]], send: Send) -> None:
+    response = error_response(error)
     await send(
         {
             "type": "http.response.start",
             "status": response.status_code,
-            "headers": response.raw_headers,
+            "headers": [*response.raw_headers, *own_headers],
         }
     )
     await send({"type": "http.response.body", "body": response.body})

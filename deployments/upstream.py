@@ -11,7 +11,8 @@ from conserve.errors import ApiError, from_engine
 
 _CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 5.0
-_LONGEST_ERROR_BYTES = 256 * 1024
+# vLLM may print the whole request in a refusal.
+_LONGEST_ERROR_BYTES = 64 * 1024 * 1024
 
 
 class EngineUnreachable(Exception):
@@ -75,6 +76,8 @@ class Upstream:
         try:
             async with self._open().post(url, data=raw, headers=headers) as response:
                 yield response
+        except aiohttp.ConnectionTimeoutError as error:
+            raise EngineUnreachable(f"no connection within {_CONNECT_TIMEOUT_S:g} s") from error
         except aiohttp.ServerTimeoutError as error:
             raise _silent(self._silence_s) from error
         except aiohttp.ClientError as error:
@@ -102,7 +105,11 @@ class Upstream:
 
 async def engine_error(response: aiohttp.ClientResponse) -> ApiError:
     """An engine's refusal, read to its end (or as far as an error may reasonably be long)."""
-    raw = await response.content.read(_LONGEST_ERROR_BYTES)
+    raw = bytearray()
+    async for part in response.content.iter_any():
+        raw += part
+        if len(raw) > _LONGEST_ERROR_BYTES:
+            break
     try:
         body = json.loads(raw)
     except ValueError:

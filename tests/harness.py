@@ -17,7 +17,7 @@ import httpx
 import psutil
 
 from conserve.embedded import model_path
-from conserve.launch import Launch, LaunchError
+from conserve.launch import Launch, LaunchError, require_free
 
 Message = dict[str, Any]
 
@@ -62,6 +62,7 @@ class Stage:
         """Have this configuration running, all engines ready; returns its URL."""
         if self._name != name:
             self.clear()
+            require_free(URL)
             launch = Launch(CONFIGURATIONS[name], self._logs / f"{name}.log")
             launch.__enter__()
             self._launch = launch

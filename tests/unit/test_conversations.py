@@ -14,6 +14,7 @@ from conserve.placement import ConversationPlacement, Placement
 from deployments.holdings import Holdings
 
 IDLE_S = 100.0
+TURN_S = 150.0
 TAILS = (b"1" * 16,)
 OTHER_TAILS = (b"2" * 16,)
 
@@ -21,7 +22,7 @@ OTHER_TAILS = (b"2" * 16,)
 def a_table(
     decoders: int = 2, prefillers: int = 1, capacity_tokens: int = 1000
 ) -> ConversationTable:
-    table = ConversationTable(ConversationPlacement(), IDLE_S)
+    table = ConversationTable(ConversationPlacement(), IDLE_S, TURN_S)
     for i in range(1, decoders + 1):
         table.add_decoder(f"d{i}", capacity_tokens)
     for i in range(1, prefillers + 1):
@@ -46,19 +47,27 @@ class Turn:
     conversation_id: str
     incarnation: int
     id: int
+    decoder_id: str
 
     @classmethod
     def last(cls, table: ConversationTable, conversation_id: str) -> "Turn":
         conversation = the(table, conversation_id)
-        return cls(conversation_id, conversation.incarnation, conversation.running[-1])
+        assert conversation.decoder_id is not None
+        return cls(
+            conversation_id,
+            conversation.incarnation,
+            conversation.running[-1],
+            conversation.decoder_id,
+        )
 
     def advance(
         self, table: ConversationTable, prompt_tokens: int,
         tails: tuple[bytes, ...] = (), now_s: float = 0,
     ) -> bool:  # fmt: skip
         return table.advance(
-            self.conversation_id, self.incarnation, self.id, stats(prompt_tokens), tails, now_s
-        )
+            self.conversation_id, self.incarnation, self.id, self.decoder_id,
+            stats(prompt_tokens), tails, now_s,
+        )  # fmt: skip
 
     def abandon(
         self, table: ConversationTable, seen: TurnStats | None = None, now_s: float = 0
@@ -138,8 +147,9 @@ def test_unknown_conversations() -> None:
     assert table.get("c") is None
     assert table.begin("c", now_s=0) is None
     assert table.release("c") is None
-    assert not Turn("c", 1, 1).advance(table, 100)
-    assert Turn("c", 1, 1).abandon(table) is None
+    assert not Turn("c", 1, 1, "d1").advance(table, 100)
+    assert Turn("c", 1, 1, "d1").abandon(table) is None
+    assert not table.holds("c", 1, "d1")
     table.prefilled("c", 1)
     assert len(table) == 0
 
@@ -213,6 +223,20 @@ def test_a_turn_that_is_reported_twice_counts_once() -> None:
     assert table.recognise(OTHER_TAILS) is None
     assert running.advance(table, 200)
     assert held(table)["d1"] == (210, 1)
+
+
+def test_a_decoder_holds_what_is_live_and_bound_to_it() -> None:
+    table = a_table()
+    first = turn(table, "c")
+    assert table.holds("c", first.incarnation, "d1")
+    assert not table.holds("c", first.incarnation, "d2")
+    assert not table.holds("c", first.incarnation + 1, "d1")
+    table.remove_decoder("d1")
+    assert not table.holds("c", first.incarnation, "d1")
+    start(table, "c")
+    assert table.holds("c", first.incarnation, "d2")
+    table.release("c")
+    assert not table.holds("c", first.incarnation, "d2")
 
 
 def test_a_late_end_of_an_earlier_incarnation_changes_nothing() -> None:
@@ -316,6 +340,26 @@ def test_turns_on_a_lost_decoder_are_over() -> None:
     assert the(table, "c").turns == 2
 
 
+def test_a_late_report_of_a_lost_decoder_is_refused() -> None:
+    table = a_table()
+    turn(table, "c", 100, TAILS)
+    lost = start(table, "c")
+    table.remove_decoder("d1")
+    # Whether the conversation is nowhere, elsewhere, or where it was, but without its KV.
+    assert not lost.advance(table, 900, OTHER_TAILS)
+    start(table, "c", 150)
+    assert not lost.advance(table, 900, OTHER_TAILS)
+    table.remove_decoder("d2")
+    table.add_decoder("d1", 1000)
+    again = start(table, "c", 160)
+    assert again.decoder_id == lost.decoder_id
+    assert not lost.advance(table, 900, OTHER_TAILS)
+    conversation = the(table, "c")
+    assert (conversation.turns, conversation.held_tokens) == (1, 160)
+    assert conversation.tails == TAILS
+    assert again.advance(table, 160)
+
+
 def test_a_first_turn_lost_with_its_decoder_leaves_nothing_once_given_up() -> None:
     table = a_table()
     lost = start(table, "c")
@@ -368,7 +412,7 @@ def test_no_conversation_goes_to_a_lost_engine() -> None:
 # --- Idle ones -----------------------------------------------------------------------------------
 
 
-def test_idle_ones_end_the_longest_unused_first() -> None:
+def test_idle_ones_end() -> None:
     table = a_table()
     for now_s, conversation_id in enumerate("abc"):
         turn(table, conversation_id, now_s=now_s)
@@ -378,6 +422,50 @@ def test_idle_ones_end_the_longest_unused_first() -> None:
     assert table.expire(9 + IDLE_S) == []
     assert [c.id for c in table.expire(10 + IDLE_S)] == ["a"]
     assert held(table) == {"d1": (0, 0), "d2": (0, 0)}
+
+
+def test_a_turn_longer_than_the_idle_time_is_not_ended() -> None:
+    table = a_table()
+    long = start(table, "long", now_s=0)
+    lost = start(table, "lost", now_s=0)
+    assert table.expire(IDLE_S) == []
+    assert table.expire(IDLE_S + TURN_S - 0.01) == []
+    assert long.advance(table, 100, now_s=IDLE_S + TURN_S - 0.01)
+    # A turn of which nothing is heard for that long is lost.
+    assert [c.id for c in table.expire(IDLE_S + TURN_S)] == ["lost"]
+    assert not lost.advance(table, 100)
+    assert table.expire(2 * IDLE_S + TURN_S - 0.02) == []
+    assert [c.id for c in table.expire(2 * IDLE_S + TURN_S)] == ["long"]
+
+
+def test_one_whose_turn_was_lost_with_its_decoder_is_not_spared() -> None:
+    table = a_table()
+    start(table, "c", now_s=0)
+    assert table.expire(IDLE_S) == []
+    table.remove_decoder("d1")
+    assert [c.id for c in table.expire(IDLE_S)] == ["c"]
+
+
+def test_the_table_does_not_grow_by_what_has_ended() -> None:
+    table = a_table(capacity_tokens=10**9)
+    turn(table, "stays", now_s=1)
+    for i in range(5000):
+        turn(table, f"c{i}", now_s=1)
+        table.release(f"c{i}")
+        assert len(table._looks) <= 1005
+    assert [c.id for c in table.expire(1 + IDLE_S)] == ["stays"]
+    assert table._looks == []
+
+
+def test_the_table_does_not_grow_by_decoders_that_come_and_go() -> None:
+    table = a_table()
+    turn(table, "c", now_s=1)
+    for _ in range(2000):
+        account = [copy.copy(the(table, "c"))]
+        table.remove_decoder("d1")
+        table.add_decoder("d1", 1000, account)
+    assert len(table._looks) == 1
+    assert [c.id for c in table.expire(1 + IDLE_S)] == ["c"]
 
 
 def test_unbound_ones_end_too() -> None:
@@ -445,9 +533,9 @@ class Decoders:
 
 
 def successor(
-    accounts: Iterable[tuple[str, list[Conversation]]], first_id: int = 1
+    accounts: Iterable[tuple[str, list[Conversation]]], first_id: int = 10_000
 ) -> ConversationTable:
-    table = ConversationTable(ConversationPlacement(), IDLE_S, first_id)
+    table = ConversationTable(ConversationPlacement(), IDLE_S, TURN_S, first_id)
     table.add_prefiller("p1")
     for decoder_id, holds in accounts:
         assert table.add_decoder(decoder_id, 1000, holds) == []
@@ -479,7 +567,41 @@ def test_a_lost_table_is_rebuilt_from_what_decoders_hold() -> None:
         assert the(rebuilt, "c1").phase == "reasoning"
 
 
-def test_a_rebuilt_table_ends_idle_ones_in_order_of_last_use() -> None:
+def test_a_turn_begun_under_a_lost_table_counts_in_the_rebuilt_one() -> None:
+    """The request was on its way to the decoder when that told what it holds."""
+    table = a_table()
+    decoders = Decoders(table)
+    decoders.turn("c", 100, TAILS)
+    under_way = start(table, "c")
+    rebuilt = successor((d, own.all()) for d, own in decoders.holdings.items())
+    assert the(rebuilt, "c").running == ()
+    assert under_way.advance(rebuilt, 150, OTHER_TAILS, now_s=5)
+    conversation = the(rebuilt, "c")
+    assert (conversation.turns, conversation.held_tokens) == (2, 160)
+    assert (conversation.phase, conversation.last_used_s) == ("acting", 5)
+    assert rebuilt.recognise(OTHER_TAILS) == "c"
+    assert rebuilt.recognise(TAILS) is None
+    assert held(rebuilt)["d1"] == (160, 1)
+    assert rebuilt.reasoning == 0
+    # Reported again, and followed by a turn that is told apart from it.
+    assert not under_way.advance(rebuilt, 700, TAILS)
+    assert start(rebuilt, "c").id > under_way.id
+
+
+def test_a_turn_counted_by_its_decoder_is_not_counted_again_after_the_tables_loss() -> None:
+    table = a_table()
+    decoders = Decoders(table)
+    decoders.turn("c", 100, TAILS)
+    decoders.turn("c", 150, OTHER_TAILS)
+    last = Turn("c", the(table, "c").incarnation, the(table, "c").finished, "d1")
+    rebuilt = successor((d, own.all()) for d, own in decoders.holdings.items())
+    # The decoder sends it again: the table was lost before it had answered.
+    assert not last.advance(rebuilt, 150, OTHER_TAILS)
+    assert rebuilt.holds("c", last.incarnation, "d1")
+    assert (the(rebuilt, "c").turns, the(rebuilt, "c").held_tokens) == (2, 160)
+
+
+def test_a_rebuilt_table_ends_idle_ones() -> None:
     def account(conversation_id: str, last_used_s: float) -> Conversation:
         return Conversation(conversation_id, 1, 0, last_used_s, last_turn=stats(10))
 
@@ -547,9 +669,12 @@ def test_a_conversations_history_outlasts_its_decoders_return() -> None:
 
 def test_a_successors_numbers_are_above_those_it_hears_of() -> None:
     account = Conversation("c", 900, 0, 0, running=(905,), last_turn=stats(10))
-    rebuilt = successor([("d1", [account])], first_id=1)
-    assert start(rebuilt, "new").id > 905
-    assert the(rebuilt, "new").incarnation > 905
+    other = Conversation("o", 901, 0, 0, finished=908, last_turn=stats(10))
+    rebuilt = successor([("d1", [account, other])], first_id=902)
+    assert start(rebuilt, "new").id > 908
+    assert the(rebuilt, "new").incarnation > 908
+    assert Turn("c", 900, 950, "d1").advance(rebuilt, 10)
+    assert start(rebuilt, "c").id > 950
 
 
 # --- Any order of events -------------------------------------------------------------------------
@@ -569,6 +694,8 @@ class Known:
     prefill: tuple[str, int] | None = None
     reached: bool = False
     tails: tuple[bytes, ...] = ()
+    finished: int = 0
+    promised: bool = False
 
 
 IDS = st.sampled_from("abcde")
@@ -584,7 +711,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = ConversationTable(ConversationPlacement(), IDLE_S)
+        self.first_id = 1
+        self.table = ConversationTable(ConversationPlacement(), IDLE_S, TURN_S)
         self.known: dict[str, Known] = {}
         self.decoders: set[str] = set()
         self.prefillers: set[str] = set()
@@ -614,10 +742,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     def ended(self, known: Known, reported: Turn, seen: TurnStats | None) -> None:
         known.running.discard(reported.id)
+        known.finished = max(known.finished, reported.id)
         known.prefill = None
         known.last_used_s = self.now_s
         if seen is not None:
             known.reached = True
+            known.promised = False
             known.held = seen.prompt_tokens + seen.output_tokens
 
     # What happens.
@@ -649,7 +779,7 @@ class AnyOrder(RuleBasedStateMachine):
             known = self.known[conversation_id] = Known(incarnation, self.now_s)
         else:
             known.moves += 1
-        known.decoder, known.held = placement.decoder_id, tokens
+        known.decoder, known.held, known.promised = placement.decoder_id, tokens, True
         known.prefill = (placement.prefiller_id, tokens) if placement.prefiller_id else None
         self.started(conversation_id)
 
@@ -675,7 +805,11 @@ class AnyOrder(RuleBasedStateMachine):
     def advance(self, data: st.DataObject, tokens: int, tails: list[bytes]) -> None:
         reported = data.draw(st.sampled_from(self.history))
         known = self.current(reported)
-        counts = known is not None and reported.id in known.running
+        counts = (
+            known is not None
+            and known.decoder == reported.decoder_id
+            and (reported.id in known.running or reported.id > known.finished)
+        )
         assert reported.advance(self.table, tokens, tuple(tails), self.now_s) == counts
         if known is not None and counts:
             known.turns += 1
@@ -695,6 +829,8 @@ class AnyOrder(RuleBasedStateMachine):
         assert (ended is not None) == nothing_left
         if nothing_left:
             del self.known[reported.conversation_id]
+        elif known is not None and not known.running and known.promised:
+            known.decoder, known.held, known.promised = None, 0, False
 
     @rule(conversation_id=IDS)
     def release(self, conversation_id: str) -> None:
@@ -703,10 +839,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        idle = {i for i, k in self.known.items() if k.last_used_s + IDLE_S <= self.now_s}
-        ended = self.table.expire(self.now_s)
-        assert {c.id for c in ended} == idle
-        assert [c.last_used_s for c in ended] == sorted(c.last_used_s for c in ended)
+        idle = {
+            i
+            for i, k in self.known.items()
+            if k.last_used_s + IDLE_S + (TURN_S if k.running else 0) <= self.now_s
+        }
+        assert {c.id for c in self.table.expire(self.now_s)} == idle
         for conversation_id in idle:
             del self.known[conversation_id]
 
@@ -723,24 +861,35 @@ class AnyOrder(RuleBasedStateMachine):
             if known.prefill and known.prefill[0] == prefiller_id:
                 known.prefill = None
 
-    def account_of(self, decoder_id: str) -> list[Conversation]:
-        """What the decoder would say that it holds."""
+    def account_of(self, decoder_id: str, arrived: bool = True) -> list[Conversation]:
+        """What the decoder would say that it holds.
+
+        Args:
+            arrived: whether the turns under way have reached it.
+        """
         account = []
         for conversation in self.table.recent(len(self.table)):
             if conversation.decoder_id == decoder_id:
                 own = copy.copy(conversation)
+                if not arrived:
+                    own.running = ()
+                    if own.last_turn is None:
+                        continue
                 own.prefiller_id, own.prefill_tokens, own.decoder_id = None, 0, None
                 own.moves = 0
-                if own.last_turn is None:
+                if own.promised:
                     own.held_tokens = 0  # a decoder has not heard of what was promised for it
                 account.append(own)
         return account
 
     def adopted(self, decoder_id: str, account: list[Conversation]) -> list[str]:
-        """Take an account over into the model; returns those that live elsewhere."""
+        """Take an account over into the model; returns those that live elsewhere or ended."""
         foreign = []
         for own in account:
             known = self.known.get(own.id)
+            if known is None and own.incarnation >= self.first_id:
+                foreign.append(own.id)
+                continue
             if known is not None and (known.decoder or known.incarnation != own.incarnation):
                 foreign.append(own.id)
                 continue
@@ -755,6 +904,7 @@ class AnyOrder(RuleBasedStateMachine):
                 None,
                 own.last_turn is not None,
                 own.tails,
+                own.finished,
             )
         return foreign
 
@@ -782,13 +932,15 @@ class AnyOrder(RuleBasedStateMachine):
         )
         for known in self.on(decoder_id):
             known.decoder, known.held = None, 0
+            known.finished = max(known.finished, *known.running, 0)
             known.running.clear()
 
-    @rule(order=st.permutations(sorted(CAPACITY)))
-    def lose_the_table(self, order: list[str]) -> None:
-        accounts = {d: self.account_of(d) for d in order if d in self.decoders}
+    @rule(order=st.permutations(sorted(CAPACITY)), arrived=st.booleans())
+    def lose_the_table(self, order: list[str], arrived: bool) -> None:
+        accounts = {d: self.account_of(d, arrived) for d in order if d in self.decoders}
         highest = max((t.id for t in self.history), default=0)
-        self.table = ConversationTable(ConversationPlacement(), IDLE_S, first_id=highest + 1)
+        self.first_id = highest + 1
+        self.table = ConversationTable(ConversationPlacement(), IDLE_S, TURN_S, self.first_id)
         self.known.clear()
         for prefiller_id in self.prefillers:
             self.table.add_prefiller(prefiller_id)
@@ -820,6 +972,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert conversation.turns == known.turns
             assert conversation.moves == known.moves
             assert set(conversation.running) == known.running
+            assert conversation.finished == known.finished
             assert conversation.last_used_s == known.last_used_s
             assert conversation.phase == ("reasoning" if known.running else "acting")
 
@@ -853,3 +1006,27 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_a_conversation_that_ended_while_its_decoder_was_away_stays_ended() -> None:
+    table = a_table()
+    turn(table, "c", 100, TAILS)
+    account = [copy.copy(the(table, "c"))]
+    table.remove_decoder("d1")
+    table.release("c")
+    assert table.add_decoder("d1", 1000, account) == ["c"]
+    assert held(table)["d1"] == (0, 0)
+    assert table.get("c") is None
+
+
+def test_a_promise_that_never_arrived_is_no_occupancy() -> None:
+    """Bound again after its decoder was lost, and its client left before the new one had it."""
+    table = a_table()
+    turn(table, "c", 100, TAILS)
+    table.remove_decoder("d1")
+    moved = start(table, "c", 150)
+    assert held(table)["d2"] == (150, 1)
+    assert moved.abandon(table) is None
+    assert held(table)["d2"] == (0, 0)
+    assert table.begin("c", now_s=1) is None
+    assert table.bind("c", 160, now_s=2) is not None

@@ -121,7 +121,7 @@ def test_an_error_without_its_envelope() -> None:
 def test_bodies_of_another_shape(status: int, body: Any) -> None:
     error = from_engine(status, body)
     assert error.status == status
-    assert error.code == "engine_error"
+    assert error.code == ("engine_error" if status >= 500 else None)
     assert error.message
     json.dumps(error.body())
 

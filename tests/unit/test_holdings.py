@@ -34,6 +34,7 @@ def test_a_completed_turn_leaves_tokens_and_tails() -> None:
     assert held.last_turn == STATS
     assert held.tails == TAILS
     assert held.turns == 1
+    assert held.finished == 1
     assert held.phase == "acting"
     assert held.created_s <= held.last_used_s
 
@@ -61,6 +62,16 @@ def test_a_refused_later_turn_changes_nothing() -> None:
     held = the_only(holdings)
     assert (held.held_tokens, held.turns, held.tails) == (120, 1, TAILS)
     assert held.phase == "acting"
+
+
+def test_the_latest_turn_that_ended_is_told() -> None:
+    holdings = after_one_turn()
+    holdings.begin("c", 7, 2)
+    holdings.begin("c", 7, 3)
+    assert the_only(holdings).finished == 1
+    holdings.finish("c", 7, 3, None, (), completed=False)
+    holdings.finish("c", 7, 2, LATER, (), completed=True)
+    assert the_only(holdings).finished == 3
 
 
 def test_a_refused_first_turn_leaves_nothing() -> None:
@@ -91,8 +102,10 @@ def test_turns_of_an_earlier_incarnation_no_longer_count() -> None:
 
 def test_dropped_conversations_are_gone() -> None:
     holdings = after_one_turn()
-    holdings.drop("c")
-    holdings.drop("c")
+    holdings.drop("c", 6)  # An earlier conversation of the same id.
+    assert len(holdings.all()) == 1
+    holdings.drop("c", 7)
+    holdings.drop("c", 7)
     holdings.finish("c", 7, 1, LATER, TAILS, completed=True)
     assert holdings.all() == []
 

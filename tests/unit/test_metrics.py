@@ -82,7 +82,8 @@ def test_gauges_follow_a_conversation(scene: Scene) -> None:
     a = table.get("a")
     assert a is not None
     table.prefilled("a", a.incarnation)
-    table.advance("a", a.incarnation, a.running[-1], TurnStats(300, 11, 0, 256), (), now_s=2)
+    stats = TurnStats(300, 11, 0, 256)
+    table.advance("a", a.incarnation, a.running[-1], "d1", stats, (), now_s=2)
     scene.line.leave("c")
     assert scene.value("conserve_conversations", phase="reasoning") == 1
     assert scene.value("conserve_conversations", phase="acting") == 1

@@ -34,7 +34,6 @@ def test_an_empty_line() -> None:
     line = WaitingLine(limit=3, timeout_s=60)
     assert len(line) == 0
     assert line.head() is None
-    assert line.expired(1e9) == []
     assert line.leave("nobody") is None
 
 
@@ -56,8 +55,10 @@ def test_who_is_refused_learns_when_a_place_is_free() -> None:
         line.join("b", 1, now_s=20)
     # The head leaves at 30 s at the latest, which is after 10 s.
     assert 10 <= refused.value.retry_after_s <= 11
-    assert f"in {refused.value.retry_after_s} s" in str(refused.value)
-    line.expired(20 + refused.value.retry_after_s)
+    assert str(refused.value) == (
+        f"1 conversation waits for room already; try again in {refused.value.retry_after_s} s"
+    )
+    line.leave("a")
     line.join("b", 1, now_s=20 + refused.value.retry_after_s)
 
 
@@ -79,16 +80,24 @@ def test_limit_zero_lets_nobody_wait() -> None:
     with pytest.raises(QueueFull) as refused:
         line.join("a", 1, now_s=0)
     assert 1 <= refused.value.retry_after_s <= 6
+    assert str(refused.value) == (
+        "no decoder has room, and none may wait for it; "
+        f"try again in {refused.value.retry_after_s} s"
+    )
     assert len(line) == 0
 
 
-def test_those_who_waited_too_long_leave_in_order() -> None:
-    line = WaitingLine(limit=5, timeout_s=10)
-    for now_s, key in enumerate("abc"):
-        line.join(key, 1, now_s=now_s)
-    assert line.expired(9.9) == []
-    assert [ticket.key for ticket in line.expired(11)] == ["a", "b"]
-    assert waiting(line) == ["c"]
+@pytest.mark.parametrize("limit", [1, 2])
+def test_nobody_has_two_places(limit: int) -> None:
+    line = WaitingLine(limit, timeout_s=60)
+    ticket = line.join("a", 1, now_s=0)
+    with pytest.raises(ValueError, match="'a' waits already"):
+        line.join("a", 2, now_s=1)
+    assert line.head() is ticket
+    assert len(line) == 1
+    line.leave("a")
+    line.join("a", 2, now_s=2)
+    assert waiting(line) == ["a"]
 
 
 def test_leaving_frees_the_place_and_keeps_the_order() -> None:

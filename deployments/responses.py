@@ -1,0 +1,20 @@
+"""Errors as HTTP responses."""
+
+from starlette.responses import JSONResponse, Response
+
+from conserve.errors import ApiError
+
+TABLE_RESTARTING = ApiError(
+    503,
+    "the conversation table is being restarted; try again",
+    "unavailable",
+    retry_after_s=2,
+)
+
+
+def error_response(error: ApiError) -> Response:
+    """A client's view of an error."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
