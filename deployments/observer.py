@@ -99,6 +99,9 @@ def observe_engine(client: Any) -> None:
         }
         sampling_params.extra_args = extra
         observation.started += 1
+        # An answer in one piece says nothing before its end, and may not come to it.
+        given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        observation.prompt_tokens = max(observation.prompt_tokens, len(given or ()))
         delta = getattr(sampling_params.output_kind, "name", "") == "DELTA"
         async with contextlib.aclosing(stream):
             async for output in stream:

@@ -58,6 +58,7 @@ async def test_a_decoder_in_mid_turn(
             if "EngineCore" in " ".join(child.cmdline())
         )
     moves = harness.metric("conserve_moves_total")
+    failed = harness.metric("conserve_turns_total", outcome="failed")
 
     async def interrupted(agent: Agent, stream: bool) -> harness.Reply:
         agent.messages.append({"role": "user", "content": "take your time"})
@@ -83,6 +84,10 @@ async def test_a_decoder_in_mid_turn(
         assert reply.conversation == agent.replies[0].conversation
         assert await _same_as_lone(client, agent, len(agent.replies) - 1)
     assert harness.metric("conserve_moves_total") - moves == len(doomed)
+    await harness.eventually(
+        "the broken-off turn counts as failed",
+        lambda: harness.metric("conserve_turns_total", outcome="failed") == failed + 1,
+    )
     for agent in spared:
         assert {reply.decoder for reply in agent.replies} == {spared[0].replies[0].decoder}
         assert all(stats["lmcache_tokens"] == 0 for stats in agent.stats[1:])
@@ -204,18 +209,21 @@ async def test_the_conversation_table(
     await asyncio.sleep(2)  # The decoders have heard of it.
     agents[0].messages.append({"role": "user", "content": "this turn is under way"})
     running = asyncio.ensure_future(agents[0].ask(tokens=600, stream=True))
+    # This one ends while nobody keeps the table.
+    brief = asyncio.ensure_future(agents[2].say("in short", tokens=150))
     await asyncio.sleep(0.5)
     (table,) = harness.processes("ray::TableService")
     harness.kill(table.pid)
 
+    await brief
     replies = await asyncio.gather(
         *(agent.say("go on", tokens=OUTPUT_TOKENS) for agent in agents[1:])
     )
     for agent, reply in zip(agents[1:], replies, strict=True):
         assert reply.decoder == agent.replies[0].decoder
         assert reply.conversation == agent.replies[0].conversation
-        assert agent.stats[1]["lmcache_tokens"] == 0
-        assert agent.stats[1]["decoder_cached_tokens"] > 300
+        assert agent.stats[-1]["lmcache_tokens"] == 0
+        assert agent.stats[-1]["decoder_cached_tokens"] > 300
     assert (await running).status == 200
     held = {
         entry["id"]: entry["held_tokens"]
@@ -233,13 +241,28 @@ async def test_the_router(
     """Turns under way on it are lost; a new one listens within seconds and knows everybody."""
     (agent,) = await _start(client, rng, ["routed"])
     (router,) = harness.processes("ray::ServeReplica:default:Router")
+    cold = Agent(client, "cut-off")
+    cut_off = asyncio.ensure_future(cold.say(harness.text(rng, 4000), tokens=OUTPUT_TOKENS))
+    await asyncio.sleep(0.3)
     harness.kill(router.pid)
+    with pytest.raises(httpx.HTTPError):
+        await cut_off
     await asyncio.to_thread(stage.wait_until_whole)
     async with harness.new_client() as fresh:
         agent.client = fresh
         reply = await agent.say("go on", tokens=OUTPUT_TOKENS)
     assert reply.decoder == agent.replies[0].decoder
     assert agent.stats[1]["lmcache_tokens"] == 0
+    # What was promised for the turn that died with its router is given back.
+    await client.delete(main_app + "/v1/conversations/routed")
+    await harness.eventually(
+        "nothing is held any more",
+        lambda: (
+            harness.metric("conserve_decoder_held_tokens") == 0
+            and harness.metric("conserve_prefiller_queued_tokens") == 0
+        ),
+        40,
+    )
 
 
 async def test_the_node_actor(main_app: str, client: httpx.AsyncClient, rng: random.Random) -> None:
