@@ -6,6 +6,7 @@ exact by construction: a decoder's ``held_tokens`` is changed in `ConversationTa
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -46,7 +47,7 @@ class Conversation:
         tails: digests by which its next turn is recognised.
         finished: the latest turn known to have ended.
         promised: what it holds is a promise: no turn on this decoder has computed it yet.
-        look_s: when to look next whether it is idle.
+        period: the table's, in which to look next whether it is idle.
     """
 
     id: str
@@ -64,7 +65,7 @@ class Conversation:
     tails: tuple[Digest, ...] = ()
     finished: int = 0
     promised: bool = False
-    look_s: float = 0.0
+    period: int = 0
 
     @property
     def phase(self) -> str:
@@ -104,9 +105,11 @@ class ConversationTable:
         self._turn_timeout_s = turn_timeout_s
         self._first_id = self._next_id = first_id
         self._conversations: dict[str, Conversation] = {}
-        # When to look whether one is idle: a heap of (its `look_s`, id). Entries are left behind
-        # when a conversation ends, or is to be looked at earlier; using it does not touch them.
-        self._looks: list[tuple[float, str]] = []
+        # In which period to look whether one is idle: ids by period. Using a conversation does not
+        # touch this; ending it, or moving it to another period, leaves its id behind.
+        self._looks: defaultdict[int, list[str]] = defaultdict(list)
+        self._listed = 0
+        self._period_s = max(1.0, idle_timeout_s / 256)
         self._tails = TailIndex()
         self.decoders: dict[str, Decoder] = {}
         self.prefillers: dict[str, Prefiller] = {}
@@ -184,9 +187,7 @@ class ConversationTable:
                     conversation.running = ()
                     self.reasoning -= 1
                     # It may have been spared for its turn.
-                    idle_at_s = conversation.last_used_s + self._idle_timeout_s
-                    if conversation.look_s > idle_at_s:
-                        self._look_at(conversation, idle_at_s)
+                    self._look_at(conversation, conversation.last_used_s + self._idle_timeout_s)
                 unbound.append(conversation.id)
         return unbound
 
@@ -332,23 +333,27 @@ class ConversationTable:
         return conversation
 
     def expire(self, now_s: float) -> list[Conversation]:
-        """End the conversations that were not used for the idle time, and return them."""
+        """End the conversations that were not used for the idle time.
+
+        Returns:
+            Those, the longest unused first.
+        """
         ended = []
-        while self._looks and self._looks[0][0] <= now_s:
-            look_s, conversation_id = heapq.heappop(self._looks)
-            conversation = self._conversations.get(conversation_id)
-            if conversation is None or conversation.look_s != look_s:
-                continue
+        due = [period for period in self._looks if period <= now_s // self._period_s]
+        for conversation in [found for period in due for found in self._take(period)]:
             idle_at_s = conversation.last_used_s + self._idle_timeout_s
             lost_at_s = idle_at_s + self._turn_timeout_s
             if idle_at_s > now_s:
-                self._look_at(conversation, idle_at_s)
+                look_s = idle_at_s
             elif conversation.running and lost_at_s > now_s:
                 # If its turn ends first, it is not idle before the first of the two.
-                self._look_at(conversation, min(now_s + self._idle_timeout_s, lost_at_s))
+                look_s = min(now_s + self._idle_timeout_s, lost_at_s)
             else:
-                self.release(conversation_id)
+                self.release(conversation.id)
                 ended.append(conversation)
+                continue
+            self._look_at(conversation, look_s)
+        ended.sort(key=lambda c: c.last_used_s)
         return ended
 
     def holds(self, conversation_id: str, incarnation: int, decoder_id: str) -> bool:
@@ -390,16 +395,24 @@ class ConversationTable:
         conversation.last_used_s = now_s
 
     def _look_at(self, conversation: Conversation, when_s: float) -> None:
-        conversation.look_s = when_s
-        if len(self._looks) > 2 * len(self._conversations) + 1000:
-            # Mostly left behind.
-            self._looks = [entry for entry in self._looks if self._is_due(*entry)]
-            heapq.heapify(self._looks)
-        heapq.heappush(self._looks, (when_s, conversation.id))
+        conversation.period = int(when_s // self._period_s)
+        self._looks[conversation.period].append(conversation.id)
+        self._listed += 1
+        if self._listed > 2 * len(self._conversations) + 1000:
+            # Most were left behind. A period at a time, in turns: all at once takes seconds for a
+            # million.
+            period = next(iter(self._looks))
+            ids = [found.id for found in self._take(period)]
+            if ids:
+                self._looks[period] = ids
+                self._listed += len(ids)
 
-    def _is_due(self, look_s: float, conversation_id: str) -> bool:
-        conversation = self._conversations.get(conversation_id)
-        return conversation is not None and conversation.look_s == look_s
+    def _take(self, period: int) -> list[Conversation]:
+        """Those to look at in this period, each once; it is forgotten that they were."""
+        ids = self._looks.pop(period)
+        self._listed -= len(ids)
+        found = (self._conversations.get(id) for id in dict.fromkeys(ids))
+        return [one for one in found if one is not None and one.period == period]
 
     def _unbind(self, conversation: Conversation) -> None:
         self._hold(conversation, 0)
@@ -432,10 +445,8 @@ class ConversationTable:
             held.moves = known.moves
         self._conversations[held.id] = held
         idle_at_s = held.last_used_s + self._idle_timeout_s
-        if known is not None and known.look_s <= idle_at_s:
-            # There is an entry already, and time enough to correct it.
-            held.look_s = known.look_s
-        else:
+        held.period = known.period if known is not None else 0
+        if known is None or idle_at_s < known.period * self._period_s:
             self._look_at(held, idle_at_s)
         self._next_id = 1 + max(self._next_id - 1, held.incarnation, held.finished, *held.running)
         tokens, held.held_tokens = held.held_tokens, 0

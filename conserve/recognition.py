@@ -378,6 +378,7 @@ class TailIndex:
     def set(self, conversation_id: str, digests: Iterable[Digest]) -> None:
         """Make ``digests`` the conversation's tails (one a choice), in place of those it had."""
         self.discard(conversation_id)
+        tails: tuple[Digest, ...]
         if isinstance(digests, tuple) and len(digests) == 1:
             # As nearly always. The caller keeps it too: a copy would be one more object for each
             # live conversation.
