@@ -1,14 +1,14 @@
 """What ConServe costs: warm turns through it, against the bare engine's own server.
 
-    python -m benchmarks.overhead [--rounds 30] [--json PATH] [--plot PATH.png]
+    python -m benchmarks.overhead [--rounds 40] [--json PATH]
 
 The same engine settings behind vLLM's OpenAI server, behind ConServe (one prefiller, one decoder)
 and behind Ray Serve LLM's usual ingress, all up at the same time and measured in turn, in random
 order, round after round. Only later turns count (64 output tokens each), the first turn of a
 conversation is run and not measured. TBT is the time between a stream's parts, so a server that
 sends several tokens at a time (Ray Serve LLM does) shows fewer and longer ones. Ratios are medians
-over rounds, each round's latency
-against the bare engine's in the same round: the machine's noise is larger than the difference.
+over rounds, each round's median latency against the bare engine's in the same round (the machine's
+noise is larger than the difference), with a bootstrap interval of 95 %.
 """
 
 import argparse
@@ -37,6 +37,9 @@ from conserve.launch import Launch, LaunchError
 MODEL = "conserve-embedded"
 OUTPUT_TOKENS = 64
 TURNS = 8
+# Turns of one system in one round, over all its clients.
+ROUND_TURNS = 4
+BOOTSTRAP_DRAWS = 2000
 BARE = "vLLM's own server"
 CONSERVE = "ConServe"
 RAY = "Ray Serve LLM"
@@ -176,9 +179,10 @@ async def measure(
             names = list(systems)
             order.shuffle(names)
             for name in names:
-                await asyncio.gather(*(agent.prepare() for agent in agents[name]))
                 here = Samples()
-                await asyncio.gather(*(agent.warm_turn(here) for agent in agents[name]))
+                while len(here.latency_s) < ROUND_TURNS:
+                    await asyncio.gather(*(agent.prepare() for agent in agents[name]))
+                    await asyncio.gather(*(agent.warm_turn(here) for agent in agents[name]))
                 if number < 2:
                     continue  # Warm-up rounds.
                 results[name].latency_s += here.latency_s
@@ -190,11 +194,19 @@ async def measure(
     return results
 
 
-def paired_ratio(system: Samples, bare: Samples) -> float:
-    """Median over rounds of this system's latency against the bare engine's."""
-    return statistics.median(
-        a / b for a, b in zip(system.round_median_s, bare.round_median_s, strict=True)
+def paired_ratio(system: Samples, bare: Samples) -> tuple[float, float, float]:
+    """Median over rounds of this system's latency against the bare engine's.
+
+    Returns:
+        The ratio, and the ends of its 95 % interval (bootstrap over rounds).
+    """
+    rounds = zip(system.round_median_s, bare.round_median_s, strict=True)
+    ratios = [mine / theirs for mine, theirs in rounds]
+    draw = random.Random(0)
+    medians = sorted(
+        statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(BOOTSTRAP_DRAWS)
     )
+    return statistics.median(ratios), percentile(medians, 0.025), percentile(medians, 0.975)
 
 
 def percentile(values: Iterable[float], q: float) -> float:
@@ -207,14 +219,16 @@ def report(results: dict[int, dict[str, Samples]], console: Console) -> None:
     """A table a number of clients."""
     for clients, systems in results.items():
         table = Table(title=f"{clients} client{'s' * (clients > 1)}, warm turns, milliseconds")
-        table.add_column("system")
-        for column in ("ratio", "latency p50", "p95", "TTFT p50", "p95", "TBT p50", "p95"):
+        table.add_column("system", no_wrap=True)
+        for column in ("ratio", "95 %", "latency p50", "p95", "TTFT p50", "p95", "TBT p50", "p95"):
             table.add_column(column, justify="right", no_wrap=True)
         for name, samples in systems.items():
             cells = []
             for values in (samples.latency_s, samples.ttft_s, samples.tbt_s):
                 cells += [f"{percentile(values, q) * 1000:.1f}" for q in (0.5, 0.95)]
-            table.add_row(name, f"{paired_ratio(samples, systems[BARE]):.2f}", *cells)
+            ratio, low, high = paired_ratio(samples, systems[BARE])
+            interval = "" if name == BARE else f"{low:.2f}-{high:.2f}"
+            table.add_row(name, f"{ratio:.2f}", interval, *cells)
         console.print(table)
 
 
@@ -247,14 +261,14 @@ async def _until_answering(launch: Launch, url: str, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--without-ray-serve-llm", action="store_true")
     parser.add_argument("--client-core", type=int, help="pin this process to a core")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    console = Console(width=100)
+    console = Console(width=110)
     if options.client_core is not None:
         os.sched_setaffinity(0, {options.client_core})
     logs = Path(tempfile.mkdtemp(prefix="conserve-overhead-"))
@@ -266,7 +280,8 @@ def main() -> None:
     peer = Launch(
         [],
         logs / "ray-serve-llm.log",
-        {"HF_HUB_OFFLINE": "1"},
+        # As ConServe starts Ray; its default has the engine yield to the other systems.
+        {"HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"},
         [sys.executable, "-m", "benchmarks.ray_serve_llm", SYSTEMS[RAY].rsplit(":", 1)[1]],
     )
     try:

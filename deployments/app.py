@@ -38,6 +38,8 @@ def app(arguments: dict[str, Any] | None = None) -> Application:
 def start_ray(settings: Settings) -> None:
     """Start Ray, or join the cluster at ``RAY_ADDRESS``, and Serve without HTTP proxies."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's default of 15 has the engines yield to whatever else the machine does.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     options: dict[str, Any] = {}
     if not os.environ.get("RAY_ADDRESS"):
         # Ray's CPUs are a book-keeping of reservations; a small machine must not refuse to start.

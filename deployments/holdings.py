@@ -16,6 +16,7 @@ class Holdings:
 
     def __init__(self) -> None:
         self._held: dict[str, Conversation] = {}
+        self._turn1_tokens: dict[str, int] = {}
 
     def all(self) -> list[Conversation]:
         """A copy of every record."""
@@ -28,6 +29,7 @@ class Holdings:
             now_s = time.time()
             held = Conversation(conversation_id, incarnation, now_s, now_s)
             self._held[conversation_id] = held
+            self._turn1_tokens.pop(conversation_id, None)
         held.running += (turn_id,)
         held.last_used_s = time.time()
 
@@ -51,6 +53,7 @@ class Holdings:
         if stats is not None:
             held.held_tokens = stats.prompt_tokens + stats.output_tokens
             held.last_turn = stats
+            self._turn1_tokens.setdefault(conversation_id, stats.prompt_tokens)
         if completed:
             held.turns += 1
             if tails:
@@ -63,3 +66,11 @@ class Holdings:
         held = self._held.get(conversation_id)
         if held is not None and held.incarnation == incarnation:
             del self._held[conversation_id]
+            self._turn1_tokens.pop(conversation_id, None)
+
+    def turn1_tokens(self, conversation_id: str) -> int | None:
+        """The prompt's length on the first turn that this decoder served of it, in tokens.
+
+        No more of the conversation can be in LMCache: nothing is stored for later turns.
+        """
+        return self._turn1_tokens.get(conversation_id)

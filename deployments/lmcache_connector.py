@@ -4,10 +4,11 @@ LMCacheMPConnector as it comes waits for a dead server for up to its message tim
 engine step, never registers again after a quick restart, and lets a failed store end the engine.
 Here a lost connection is noticed when it breaks, whatever was under way fails at once (vLLM then
 recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the connection back, run
-from the start. And what a broken-off forward pass left behind is not stored.
+from the start. What a broken-off forward pass left behind is not stored. And later turns, which
+find their history in the decoder's own cache, do not ask the server.
 
 It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
-``_health_event``, ``_ensure_heartbeat_started``): check it when that version changes.
+``_health_event``, ``_ensure_heartbeat_started``, the request trackers): check it when that version changes.
 """
 
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
+
+from deployments.messages import TURN1_TOKENS
 
 logger = init_logger(__name__)
 
@@ -47,6 +50,31 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         """Also start the heartbeat, which otherwise waits for a first request."""
         super().register_kv_caches(kv_caches)
         self.worker_adapter._ensure_heartbeat_started()
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond the decoder's own can be loaded, and whether asynchronously.
+
+        Where all that LMCache may hold is in the decoder's own cache already, the answer is known
+        without two round trips to the server, and without locking the chunks of a long history.
+        """
+        turn1_tokens = (request.kv_transfer_params or {}).get(TURN1_TOKENS)
+        if turn1_tokens is not None:
+            chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
+            tracker = self._get_or_create_request_tracker(request)
+            # A look-up that is under way has to be brought to its end.
+            if tracker.lookup_started_at is None and (
+                num_computed_tokens >= turn1_tokens // chunk * chunk
+            ):
+                # For cached_token_stats, as super() would.
+                alignment = self._hit_alignment_tokens
+                tracker.num_vllm_hit_tokens = num_computed_tokens // alignment * alignment
+                return 0, False
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return matched
 
     def wait_for_save(self) -> None:
         """Return when this step's KV is stored, so that the decoder's look-up finds all of it.

@@ -7,6 +7,10 @@ from conserve.conversations import Conversation
 
 Role = Literal["prefiller", "decoder"]
 
+# In a request's ``kv_transfer_params``, where its conversation had a turn on this decoder before:
+# how long the first one's prompt was. Nothing beyond that is in LMCache.
+TURN1_TOKENS = "conserve.turn1_tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:

@@ -21,6 +21,7 @@ from conserve import recognition
 from conserve.conversations import TurnStats
 from conserve.recognition import Digest
 from deployments.holdings import Holdings
+from deployments.messages import TURN1_TOKENS
 from deployments.table import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
@@ -38,6 +39,7 @@ _REPORT_PATIENCE_S = 5.0
 
 @dataclass(slots=True)
 class _Observation:
+    turn1_tokens: int | None = None
     started: int = 0
     finished: int = 0
     prompt_tokens: int = 0
@@ -96,6 +98,7 @@ def observe_engine(client: Any) -> None:
         extra["kv_transfer_params"] = {
             **(extra.get("kv_transfer_params") or {}),
             "cached_token_stats": True,
+            TURN1_TOKENS: observation.turn1_tokens,
         }
         sampling_params.extra_args = extra
         observation.started += 1
@@ -142,8 +145,9 @@ class TurnObserver:
         )
         if RECOGNISE_HEADER in headers:
             turn.body, receive = await _read_ahead(receive)
-        _current.set(turn.observation)
         self._holdings.begin(turn.conversation_id, turn.incarnation, turn.turn_id)
+        turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.conversation_id)
+        _current.set(turn.observation)
         try:
             await self._app(scope, receive, turn.relay(send))
         finally:

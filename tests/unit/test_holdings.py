@@ -117,3 +117,19 @@ def test_the_account_given_away_is_a_copy() -> None:
     given.held_tokens = 5
     assert given.running == ()
     assert the_only(holdings).held_tokens == 120
+
+
+def test_the_first_turns_length_here_is_remembered_until_the_conversation_ends() -> None:
+    holdings = Holdings()
+    holdings.begin("c", 7, 1)
+    assert holdings.turn1_tokens("c") is None
+    holdings.finish("c", 7, 1, STATS, TAILS, completed=True)
+    holdings.begin("c", 7, 2)
+    holdings.finish("c", 7, 2, LATER, TAILS, completed=True)
+    assert holdings.turn1_tokens("c") == STATS.prompt_tokens
+    holdings.begin("c", 9, 3)
+    assert holdings.turn1_tokens("c") is None
+    holdings.finish("c", 9, 3, LATER, TAILS, completed=True)
+    assert holdings.turn1_tokens("c") == LATER.prompt_tokens
+    holdings.drop("c", 9)
+    assert holdings.turn1_tokens("c") is None
