@@ -9,7 +9,8 @@ rounds, so that a busy machine slows all of them alike; medians are reported.
 
 A cycle is one short-lived conversation: ``release`` of a random live one, then ``bind``,
 ``prefilled`` and ``advance`` of a new one in its place. Ids and digests are made outside of the
-measured time and are fresh objects for every call, as they are when they come over the network.
+measured time and are fresh objects for every call, as they are when they come over the network:
+near at hand for the caller, but equal at most to what the table keeps.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from conserve.conversations import ConversationTable, TurnStats
+from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable, TurnStats
 from conserve.placement import ConversationPlacement
 from conserve.recognition import Digest
 
@@ -46,6 +47,8 @@ _CAPACITY_TOKENS = 10**12
 _IDLE_TIMEOUT_S = 1800.0
 
 _DEFAULT_SIZES = (1_000, 100_000, 1_000_000)
+# Fewer than so many do not fill the memory that is taken at once.
+_MEASURABLE = 50_000
 _BATCH = 2_000
 _LATENCY_SAMPLES = 20_000
 
@@ -239,8 +242,10 @@ class _Population:
         assert placement is not None
         conversation = table.get(id_at_bind)
         assert conversation is not None
-        incarnation, turn_id = conversation.incarnation, conversation.running[-1]
+        # Plus nothing: an equal number, but not the table's own object.
+        incarnation, turn_id = conversation.incarnation + 0, conversation.running[-1] + 0
         table.prefilled(id_at_prefilled, incarnation)
+        self._clock_s += 1e-4
         table.advance(
             id_at_advance, incarnation, turn_id, placement.decoder_id, stats, tails, self._clock_s
         )
@@ -285,7 +290,9 @@ def run(sizes: Sequence[int], seconds: float, rounds: int, console: Console) -> 
 def _in_own_process(size: int, seconds: float) -> Sample:
     command = [sys.executable, "-m", "benchmarks.placement"]
     command += ["--measure", str(size), "--seconds", str(seconds)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600)
+    # As the actor runs; see there.
+    environment = {**os.environ, **MEMORY_ENVIRONMENT}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600, env=environment)
     return Sample(**json.loads(done.stdout))
 
 
@@ -309,7 +316,7 @@ class Verdict:
 def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
     """Each target against the worst of the sizes."""
     slowest = min(sample.cycles_per_s for sample in samples)
-    largest = max(sample.bytes_each for sample in samples)
+    largest = max(sample.bytes_each for sample in samples if sample.size >= _MEASURABLE)
     by_size = sorted(samples, key=lambda sample: sample.size)
     slowdown = by_size[-1].cycle_p50_us / by_size[0].cycle_p50_us
     return [
@@ -347,7 +354,9 @@ def _show(samples: Sequence[Sample], results: Sequence[Verdict], console: Consol
         "p99\nus": lambda sample: f"{sample.cycle_p99_us:.1f}",
         "begin\nus": lambda sample: f"{sample.begin_us:.2f}",
         "recog.\nus": lambda sample: f"{sample.recognise_us:.2f}",
-        "bytes\neach": lambda sample: f"{sample.bytes_each:,.0f}",
+        "bytes\neach": lambda sample: (
+            f"{sample.bytes_each:,.0f}" if sample.size >= _MEASURABLE else "-"
+        ),
         "full gc\nms": lambda sample: f"{sample.gc_pause_ms:,.1f}",
         "frozen\n/s": lambda sample: f"{sample.cycles_per_s_frozen:,.0f}",
     }
@@ -387,9 +396,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         print(json.dumps(asdict(measure(options.measure, options.seconds))))
         return
+    if max(options.sizes) < _MEASURABLE:
+        parser.error(f"one of the sizes must be at least {_MEASURABLE}, to measure memory")
     if min(options.sizes) < 2 or options.rounds < 1 or options.seconds <= 0:
         parser.error("sizes must be at least 2, rounds at least 1, seconds positive")
-    console = Console()
+    console = Console(width=100)
     samples = run(options.sizes, options.seconds, options.rounds, console)
     results = verdicts(samples)
     _show(samples, results, console)

@@ -2,7 +2,7 @@
 
 A turn continues the conversation whose last turn it begins with: that turn's messages, then its
 answer. After each turn the digest of "messages plus answer" is kept as the conversation's *tail*
-(``tail_digest``, ``TailIndex.set``); when a turn arrives, the digests of its beginnings
+(``tail_digest``, ``TailIndex.add``); when a turn arrives, the digests of its beginnings
 (``candidate_digests``) are looked up among the tails, longest first (``TailIndex.match``).
 
 Agents do not echo answers byte for byte, so what is hashed is a message's meaning for the model:
@@ -367,46 +367,32 @@ class TailIndex:
     with the same tail. Not thread-safe.
     """
 
-    __slots__ = ("_owners", "_tails")
+    __slots__ = ("_owners",)
 
     def __init__(self) -> None:
-        self._tails: dict[str, tuple[Digest, ...]] = {}
         # Most tails have one owner, which is then stored bare. Several are an ordered set:
         # OrderedDict, because finding a dict's first key takes time for all keys removed before.
         self._owners: dict[Digest, str | OrderedDict[str, None]] = {}
 
-    def set(self, conversation_id: str, digests: Iterable[Digest]) -> None:
-        """Make ``digests`` the conversation's tails (one a choice), in place of those it had."""
-        self.discard(conversation_id)
-        tails: tuple[Digest, ...]
-        if isinstance(digests, tuple) and len(digests) == 1:
-            # As nearly always. The caller keeps it too: a copy would be one more object for each
-            # live conversation.
-            tails = digests
-        else:
-            tails = tuple(dict.fromkeys(digests))
-        if not tails:
-            return
-        self._tails[conversation_id] = tails
-        for digest in tails:
-            owners = self._owners.get(digest)
-            if owners is None:
-                self._owners[digest] = conversation_id
-            elif isinstance(owners, str):
-                self._owners[digest] = OrderedDict.fromkeys((owners, conversation_id))
-            else:
+    def add(self, conversation_id: str, digests: Iterable[Digest]) -> None:
+        """Make ``digests`` tails of the conversation (one a choice)."""
+        for digest in digests:
+            owners = self._owners.setdefault(digest, conversation_id)
+            if not isinstance(owners, str):
                 owners[conversation_id] = None
+            elif owners != conversation_id:
+                self._owners[digest] = OrderedDict.fromkeys((owners, conversation_id))
 
-    def discard(self, conversation_id: str) -> None:
-        """Forget the conversation's tails. Does nothing if there are none."""
-        for digest in self._tails.pop(conversation_id, ()):
-            owners = self._owners[digest]
-            if isinstance(owners, str):
+    def discard(self, conversation_id: str, digests: Iterable[Digest]) -> None:
+        """Forget that ``digests`` are tails of the conversation, as far as they are."""
+        for digest in digests:
+            owners = self._owners.get(digest)
+            if owners == conversation_id:
                 del self._owners[digest]
-                continue
-            del owners[conversation_id]
-            if len(owners) == 1:
-                self._owners[digest] = next(iter(owners))
+            elif isinstance(owners, OrderedDict):
+                owners.pop(conversation_id, None)
+                if len(owners) == 1:
+                    self._owners[digest] = next(iter(owners))
 
     def match(self, candidates: Iterable[Digest], busy: Callable[[str], bool]) -> str | None:
         """The conversation that a turn with these ``candidate_digests`` continues, or None.

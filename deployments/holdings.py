@@ -52,13 +52,13 @@ class Holdings:
         held.last_used_s = time.time()
         if stats is not None:
             held.held_tokens = stats.prompt_tokens + stats.output_tokens
-            held.last_turn = stats
+            held.packed_last_turn = stats.pack()
             self._turn1_tokens.setdefault(conversation_id, stats.prompt_tokens)
         if completed:
             held.turns += 1
             if tails:
                 held.tails = tails
-        if held.last_turn is None and not held.running:
+        if not held.packed_last_turn and not held.running:
             self.drop(conversation_id, incarnation)
 
     def drop(self, conversation_id: str, incarnation: int) -> None:

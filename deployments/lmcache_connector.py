@@ -8,7 +8,8 @@ from the start. What a broken-off forward pass left behind is not stored. And la
 find their history in the decoder's own cache, do not ask the server.
 
 It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
-``_health_event``, ``_ensure_heartbeat_started``, the request trackers): check it when that version changes.
+``_health_event``, ``_ensure_heartbeat_started``, the request trackers): check it when that version
+changes.
 """
 
 import sys

@@ -13,10 +13,16 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import ray
 
 from conserve import identity
-from conserve.conversations import Conversation, ConversationTable, TurnStats
+from conserve.conversations import (
+    MEMORY_ENVIRONMENT,
+    Conversation,
+    ConversationTable,
+    TurnStats,
+)
 from conserve.metrics import Metrics
 from conserve.placement import ConversationPlacement, Placement
 from conserve.recognition import Digest
@@ -473,7 +479,7 @@ def _described(conversation: Conversation) -> dict[str, Any]:
         "age_s": round(max(0.0, now_s - conversation.created_s), 3),
         "last_used": int(conversation.last_used_s),
         "idle_s": round(max(0.0, now_s - conversation.last_used_s), 3),
-        "last_turn": None if last is None else last._asdict(),
+        "last_turn": None if last is None else msgspec.structs.asdict(last),
     }
 
 
@@ -533,6 +539,7 @@ class TableClient:
                     max_restarts=-1,
                     max_concurrency=100_000,
                     num_cpus=0,
+                    runtime_env={"env_vars": MEMORY_ENVIRONMENT},
                 )
                 .remote(self._settings)
             )

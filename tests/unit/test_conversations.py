@@ -620,7 +620,7 @@ def test_a_turn_counted_by_its_decoder_is_not_counted_again_after_the_tables_los
 
 def test_a_rebuilt_table_ends_idle_ones() -> None:
     def account(conversation_id: str, last_used_s: float) -> Conversation:
-        return Conversation(conversation_id, 1, 0, last_used_s, last_turn=stats(10))
+        return Conversation(conversation_id, 1, 0, last_used_s, packed_last_turn=stats(10).pack())
 
     rebuilt = successor([("d1", [account("a", 30), account("b", 10)]), ("d2", [account("c", 20)])])
     assert [c.id for c in rebuilt.recent(3)] == ["a", "c", "b"]
@@ -685,8 +685,8 @@ def test_a_conversations_history_outlasts_its_decoders_return() -> None:
 
 
 def test_a_successors_numbers_are_above_those_it_hears_of() -> None:
-    account = Conversation("c", 900, 0, 0, running=(905,), last_turn=stats(10))
-    other = Conversation("o", 901, 0, 0, finished=908, last_turn=stats(10))
+    account = Conversation("c", 900, 0, 0, running=(905,), packed_last_turn=stats(10).pack())
+    other = Conversation("o", 901, 0, 0, finished=908, packed_last_turn=stats(10).pack())
     rebuilt = successor([("d1", [account, other])], first_id=902)
     assert start(rebuilt, "new").id > 908
     assert the(rebuilt, "new").incarnation > 908

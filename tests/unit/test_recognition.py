@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.recognition import (
+    Digest,
     TailIndex,
     answers_from_body,
     answers_from_stream,
@@ -98,7 +99,7 @@ def test_digests_are_16_bytes_and_hold_across_processes() -> None:
 )
 def test_an_edited_or_compacted_history_is_not_recognised(changed: list[Message]) -> None:
     index = TailIndex()
-    index.set("c", [tail_digest([SYSTEM, USER], said("a"))])
+    index.add("c", [tail_digest([SYSTEM, USER], said("a"))])
     assert index.match(candidate_digests([SYSTEM, USER, said("a"), USER]), never_busy) == "c"
     assert index.match(candidate_digests(changed), never_busy) is None
 
@@ -435,6 +436,7 @@ class Server:
 
     def __init__(self) -> None:
         self.index = TailIndex()
+        self.tails: dict[str, Digest] = {}
         self.ids = (f"conv-{n}" for n in itertools.count())
         self.opened = 0
 
@@ -447,7 +449,10 @@ class Server:
         if id is None:
             id = next(self.ids)
             self.opened += 1
-        self.index.set(id, [tail_digest(messages, answer)])
+        if id in self.tails:
+            self.index.discard(id, [self.tails[id]])
+        self.tails[id] = tail_digest(messages, answer)
+        self.index.add(id, [self.tails[id]])
         return id
 
 
@@ -800,34 +805,36 @@ def test_an_answer_without_a_role_is_the_assistants() -> None:
 # --- The index ----------------------------------------------------------------------------------
 
 
-def test_set_replaces() -> None:
+def test_each_of_several_answers_may_be_continued() -> None:
     index = TailIndex()
-    index.set("a", [b"1", b"2"])
+    index.add("a", [b"1", b"2"])
     assert index.match([b"1"], never_busy) == "a"
     assert index.match([b"2"], never_busy) == "a"
-    index.set("a", [b"3"])
-    assert index.match([b"1", b"2"], never_busy) is None
-    assert index.match([b"3"], never_busy) == "a"
-    index.set("a", [])
-    assert index.match([b"3"], never_busy) is None
+    index.discard("a", [b"1"])
+    assert index.match([b"1"], never_busy) is None
+    assert index.match([b"2"], never_busy) == "a"
+    index.add("a", [])
+    index.discard("a", [])
+    assert index.match([b"2"], never_busy) == "a"
 
 
 def test_discard() -> None:
     index = TailIndex()
-    index.discard("a")
-    index.set("a", [b"1", b"1"])
-    index.set("b", [b"1"])
-    index.discard("a")
-    index.discard("a")
+    index.discard("a", [b"1"])
+    index.add("a", [b"1", b"1"])
+    index.add("b", [b"1"])
+    index.discard("c", [b"1"])
+    index.discard("a", [b"1", b"1"])
+    index.discard("a", [b"1"])
     assert index.match([b"1"], never_busy) == "b"
-    index.discard("b")
+    index.discard("b", [b"1"])
     assert index.match([b"1"], never_busy) is None
 
 
 def test_the_longest_known_beginning_decides() -> None:
     index = TailIndex()
-    index.set("long", [b"3"])
-    index.set("short", [b"1"])
+    index.add("long", [b"3"])
+    index.add("short", [b"1"])
     assert index.match([b"4", b"3", b"2", b"1"], never_busy) == "long"
     assert index.match([b"4", b"3", b"1"], {"long"}.__contains__) == "long"
     assert index.match([b"2", b"1"], never_busy) == "short"
@@ -837,7 +844,7 @@ def test_the_longest_known_beginning_decides() -> None:
 def test_a_free_owner_is_preferred_the_oldest_first() -> None:
     index = TailIndex()
     for id in "abc":
-        index.set(id, [b"1"])
+        index.add(id, [b"1"])
     assert index.match([b"1"], {"a"}.__contains__) == "b"
     assert index.match([b"1"], never_busy) == "a"
     assert index.match([b"1"], {"a", "b"}.__contains__) == "c"
@@ -855,11 +862,9 @@ def test_the_index_agrees_with_a_plain_search(
     index = TailIndex()
     tails: dict[str, list[bytes]] = {}
     for id, digests in steps:
+        index.discard(id, tails.get(id, ()))
         tails[id] = digests
-        if digests:
-            index.set(id, digests)
-        else:
-            index.discard(id)
+        index.add(id, digests)
         owners: set[str] = set()
         for digest in candidates:
             owners = {one for one, its in tails.items() if digest in its}
@@ -874,17 +879,18 @@ def test_100_000_equal_conversations_are_no_burden() -> None:
     many = 100_000
     started = time.perf_counter()
     for n in range(many):
-        index.set(str(n), [b"same"])
+        index.add(str(n), [b"same"])
     running: set[str] = set()
     for n in range(many):
         id = index.match([b"same"], running.__contains__)
         assert id is not None
         running.add(id)
         if n % 2:
-            index.set(id, [b"moved on %d" % n])
+            index.discard(id, [b"same"])
+            index.add(id, [b"moved on %d" % n])
             running.remove(id)
     for n in range(many):
-        index.discard(str(n))
+        index.discard(str(n), [b"same"])
     assert index.match([b"same"], never_busy) is None
     # About 0.5 s; were a step linear in the owners, minutes.
     assert time.perf_counter() - started < 10
