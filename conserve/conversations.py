@@ -318,12 +318,16 @@ class ConversationTable:
         conversation_id: str,
         incarnation: int,
         turn_id: int,
+        decoder_id: str | None,
         stats: TurnStats | None,
         now_s: float,
     ) -> Conversation | None:
         """A turn ended without completing: refused, failed, or its client went away.
 
+        As with `advance`, a turn may have begun under a table that was lost.
+
         Args:
+            decoder_id: who says so; None if it is not a decoder.
             stats: what the engine had done by then, if it got so far.
 
         Returns:
@@ -333,6 +337,14 @@ class ConversationTable:
         if conversation is None:
             return None
         if turn_id in conversation.running:
+            self._finish_turn(conversation, turn_id, stats, now_s)
+        elif (
+            stats is not None
+            and turn_id > conversation.finished
+            and decoder_id is not None
+            and decoder_id == conversation.decoder_id
+        ):
+            self._next_id = max(self._next_id, turn_id + 1)
             self._finish_turn(conversation, turn_id, stats, now_s)
         if not conversation.running:
             if not conversation.packed_last_turn:

@@ -207,7 +207,7 @@ class _Turn:
         patience = {"patience_s": _REPORT_PATIENCE_S}
         try:
             if not completed:
-                await self.table.call("abandon", *turn, stats, **patience)
+                await self.table.call("abandon", *turn, self.engine_id, stats, **patience)
             elif not await self.table.call(
                 "advance", *turn, self.engine_id, stats, tails, **patience
             ):

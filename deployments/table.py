@@ -171,6 +171,15 @@ class TableService:
     ) -> TurnPlan | Refusal:
         """Bind a conversation for which `begin` answered `Unplaced`; waits for room."""
         arrived_s = time.monotonic()
+        if conversation_id in self._waiters:
+            # Both were told `Unplaced`, the second when the first had seemed lost.
+            self._settle(conversation_id)
+            return Refusal(
+                429,
+                "another turn of this conversation is still waiting for room; send one at a time",
+                "conversation_busy",
+                self._line.retry_after_s(arrived_s),
+            )
         bound = self._table.begin(conversation_id, time.time())
         if bound is not None:
             # This table was lost between the two calls, and a decoder had it still.
@@ -238,13 +247,20 @@ class TableService:
         return self._table.holds(conversation_id, incarnation, decoder_id)
 
     async def abandon(
-        self, conversation_id: str, incarnation: int, turn_id: int, stats: TurnStats | None
+        self,
+        conversation_id: str,
+        incarnation: int,
+        turn_id: int,
+        decoder_id: str | None,
+        stats: TurnStats | None,
     ) -> None:
         """A turn ended without completing."""
         self._turns.pop(turn_id, None)
         if stats is not None:
             self._count_handoff(stats)
-        ended = self._table.abandon(conversation_id, incarnation, turn_id, stats, time.time())
+        ended = self._table.abandon(
+            conversation_id, incarnation, turn_id, decoder_id, stats, time.time()
+        )
         if ended is not None:
             self._has_ended(ended, "first_turn_failed")
         self._admit()
@@ -446,7 +462,7 @@ class TableService:
                 await self.forgo(conversation_id)
         for turn_id, claim in list(self._turns.items()):
             if claim.router_id == router_id:
-                await self.abandon(claim.conversation_id, claim.incarnation, turn_id, None)
+                await self.abandon(claim.conversation_id, claim.incarnation, turn_id, None, None)
         logger.warning("router %s is lost (silent for %g s)", router_id, SILENCE_S)
 
 

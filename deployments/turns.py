@@ -264,7 +264,8 @@ class Turns:
             self._table.tell("forgo", answer.conversation_id)
 
     def _abandon(self, plan: TurnPlan) -> None:
-        self._table.tell("abandon", plan.conversation_id, plan.incarnation, plan.turn_id, None)
+        turn = (plan.conversation_id, plan.incarnation, plan.turn_id)
+        self._table.tell("abandon", *turn, None, None)
 
     async def _count(self, turn: Turn, unplaced: Unplaced) -> tuple[Any, int, int]:
         """The prompt, as token ids where possible, its length, and that of its longest part."""

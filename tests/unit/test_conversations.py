@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
@@ -72,7 +72,10 @@ class Turn:
     def abandon(
         self, table: ConversationTable, seen: TurnStats | None = None, now_s: float = 0
     ) -> Conversation | None:
-        return table.abandon(self.conversation_id, self.incarnation, self.id, seen, now_s)
+        return table.abandon(
+            self.conversation_id, self.incarnation, self.id,
+            self.decoder_id if seen else None, seen, now_s,
+        )  # fmt: skip
 
 
 def start(
@@ -605,6 +608,25 @@ def test_a_turn_begun_under_a_lost_table_counts_in_the_rebuilt_one() -> None:
     assert start(rebuilt, "c").id > under_way.id
 
 
+def test_a_turn_begun_under_a_lost_table_and_broken_off_leaves_its_tokens() -> None:
+    table = a_table()
+    decoders = Decoders(table)
+    decoders.turn("c", 100, TAILS)
+    cut = start(table, "c")
+    rebuilt = successor((d, own.all()) for d, own in decoders.holdings.items())
+    # A router knows nothing of tokens, and another decoder nothing of this conversation's.
+    assert cut.abandon(rebuilt) is None
+    assert replace(cut, decoder_id="d2").abandon(rebuilt, stats(700)) is None
+    assert held(rebuilt)["d1"] == (110, 1)
+    assert cut.abandon(rebuilt, stats(150, 3), now_s=5) is None
+    conversation = the(rebuilt, "c")
+    assert (conversation.turns, conversation.held_tokens) == (1, 153)
+    assert held(rebuilt)["d1"] == (153, 1)
+    assert cut.abandon(rebuilt, stats(700)) is None
+    assert the(rebuilt, "c").held_tokens == 153
+    assert start(rebuilt, "c").id > cut.id
+
+
 def test_a_turn_counted_by_its_decoder_is_not_counted_again_after_the_tables_loss() -> None:
     table = a_table()
     decoders = Decoders(table)
@@ -840,7 +862,10 @@ class AnyOrder(RuleBasedStateMachine):
         known = self.current(reported)
         seen = None if tokens is None else stats(tokens)
         ended = reported.abandon(self.table, seen, self.now_s)
-        if known is not None and reported.id in known.running:
+        if known is not None and (
+            reported.id in known.running
+            or (seen and reported.id > known.finished and reported.decoder_id == known.decoder)
+        ):
             self.ended(known, reported, seen)
         nothing_left = known is not None and not known.reached and not known.running
         assert (ended is not None) == nothing_left
