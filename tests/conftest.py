@@ -9,7 +9,7 @@ import pytest
 
 from tests import harness
 
-_ORDER = ("unit", "integration", "faults", "small")
+_ORDER = ("unit", "integration", "faults", "small", "wide")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,6 +49,16 @@ def main_app(stage: harness.Stage) -> Iterator[str]:
 def small_app(stage: harness.Stage) -> Iterator[str]:
     """One prefiller and one decoder with room for 3,072 tokens, a queue of 2."""
     url = stage.use("small")
+    harness.release_all()
+    yield url
+    harness.release_all()
+    assert harness.metric("conserve_decoder_held_tokens") == 0
+
+
+@pytest.fixture
+def wide_app(stage: harness.Stage) -> Iterator[str]:
+    """Two routers, two prefillers and one decoder; turn 1 is prefilled remotely from 200 tokens."""
+    url = stage.use("wide")
     harness.release_all()
     yield url
     harness.release_all()

@@ -46,7 +46,20 @@ CONFIGURATIONS = {
         "max_body_bytes=100000",
     ),
 }
-_ENGINES = {"main": (1, 2), "small": (1, 1)}
+# Several of what the others have one of, started from a file, as `serve deploy` would.
+_WIDE = """
+proxy_location: Disabled
+applications:
+  - name: default
+    import_path: conserve:app
+    args:
+      routers: 2
+      prefillers: {replicas: 2, num_cpus: 0.1}
+      decoders: {replicas: 1, num_cpus: 0.1}
+      min_remote_prefill_tokens: 200
+      engine: {dtype: float32}
+"""
+_ENGINES = {"main": (1, 2), "small": (1, 1), "wide": (2, 1)}
 
 
 class Stage:
@@ -63,7 +76,7 @@ class Stage:
         if self._name != name:
             self.clear()
             require_free(URL)
-            launch = Launch(CONFIGURATIONS[name], self._logs / f"{name}.log")
+            launch = self._launch_of(name)
             launch.__enter__()
             self._launch = launch
             if name == "main":
@@ -71,6 +84,14 @@ class Stage:
             self._name = name
         self.wait_until_whole()
         return URL
+
+    def _launch_of(self, name: str) -> Launch:
+        log = self._logs / f"{name}.log"
+        if name != "wide":
+            return Launch(CONFIGURATIONS[name], log)
+        file = self._logs / "conserve.yaml"
+        file.write_text(_WIDE)
+        return Launch([], log, None, [sys.executable, "-m", "ray.serve.scripts", "run", str(file)])
 
     def wait_until_whole(self, timeout_s: float = 300.0) -> None:
         """Return when every engine of the configuration is ready."""
