@@ -1,0 +1,53 @@
+"""The plugin that has a CPU engine's processes wait asleep."""
+
+import time
+from importlib.metadata import entry_points
+
+import pytest
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.platforms import current_platform
+
+from deployments import engine_wait
+
+
+@pytest.fixture
+def spinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's own way of waiting, also afterwards."""
+    monkeypatch.setattr(shm_broadcast, "sched_yield", _spin)
+
+
+def _spin() -> None:
+    pass
+
+
+def test_vllm_finds_the_plugin() -> None:
+    found = {plugin.name: plugin for plugin in entry_points(group="vllm.general_plugins")}
+    assert found["conserve_engine_wait"].load() is engine_wait.register
+
+
+@pytest.mark.usefixtures("spinning")
+def test_a_cpu_engine_waits_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting uses a core's time for a small part of the time that it lasts."""
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: True)
+    engine_wait.register()
+    engine_wait.register()
+    begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
+    for _ in range(500):
+        shm_broadcast.sched_yield()
+    waited_s, used_s = time.perf_counter() - begun_s, time.thread_time() - begun_cpu_s
+    assert used_s < waited_s / 2
+
+
+@pytest.mark.usefixtures("spinning")
+def test_other_engines_wait_as_vllm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    engine_wait.register()
+    assert shm_broadcast.sched_yield is _spin
+
+
+@pytest.mark.usefixtures("spinning")
+def test_an_unknown_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: True)
+    monkeypatch.delattr(shm_broadcast, "sched_yield")
+    with pytest.raises(RuntimeError, match=r"engine_wait\.py"):
+        engine_wait.register()
