@@ -1,1 +1,1 @@
-"""Measurements of ConServe. Each module runs by itself: ``python -m benchmarks.<name>``."""
+"""``conserve bench`` (see README.md), and measurements of ConServe that are run by themselves."""

@@ -1,4 +1,4 @@
-"""The command line: ``conserve serve`` and ``conserve demo``."""
+"""The command line: ``conserve serve``, ``conserve demo`` and ``conserve bench``."""
 
 import asyncio
 import contextlib
@@ -91,6 +91,22 @@ def demo(
     console.print("[bold green]Each conversation: one handoff, one decoder.[/bold green]")
 
 
+# Its options are its own, --help included.
+@cli.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def bench(context: typer.Context) -> None:
+    """Measure endpoints, and compare reports; see its own --help."""
+    # Not for those who only serve.
+    from benchmarks.command import bench as application
+
+    application(args=context.args, prog_name=context.command_path)
+
+
 @contextlib.contextmanager
 def _launched(
     settings: Settings, arguments: list[str], log: Path | None
@@ -132,7 +148,7 @@ def _wait(application: Launch, settings: Settings, url: str) -> None:
 
         application.wait_until_serving(
             url,
-            settings.prefillers.replicas,
+            settings.prefiller_replicas,
             settings.decoders.replicas,
             timeout_s=1800,
             on_progress=on_progress,

@@ -1,0 +1,110 @@
+"""What a server itself counts, as its ``/metrics`` says before and after a run.
+
+Counters are the server's, so they contain whatever else it served meanwhile. Nothing here fails
+where a server has none: figures that are not known are None.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+_HANDOFFS = "conserve_handoffs_total"
+_HANDOFF_TOKENS = "conserve_handoff_tokens_total"
+_MOVES = "conserve_moves_total"
+_COLD_PREFILL_TOKENS = "conserve_cold_prefill_tokens_total"
+_PREFIX_HITS = "vllm:prefix_cache_hits_total"
+_PREFIX_QUERIES = "vllm:prefix_cache_queries_total"
+
+NAMES = (
+    _HANDOFFS,
+    _HANDOFF_TOKENS,
+    _MOVES,
+    _COLD_PREFILL_TOKENS,
+    _PREFIX_HITS,
+    _PREFIX_QUERIES,
+)
+"""The counters that are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFigures:
+    """What the server reported of a run; None: not available.
+
+    Attributes:
+        handoffs: conversations whose KV a decoder took over.
+        handoff_tokens: tokens of KV that decoders took over.
+        handoff_tokens_per_conversation: of the conversations that were started.
+        handoff_bytes: the tokens times the bytes of a token's KV, where these are given.
+        moves: conversations bound again because their decoder was lost.
+        cold_prefill_tokens: of first turns, prefilled on a prefiller.
+        prefix_cache_share: of the prompt tokens that vLLM's engines looked up in their own prefix
+            cache, those found.
+    """
+
+    handoffs: float | None = None
+    handoff_tokens: float | None = None
+    handoff_tokens_per_conversation: float | None = None
+    handoff_bytes: float | None = None
+    moves: float | None = None
+    cold_prefill_tokens: float | None = None
+    prefix_cache_share: float | None = None
+
+
+def read(text: str) -> dict[str, float] | None:
+    """The counters in `NAMES` that a page of Prometheus' text format has, summed over labels.
+
+    None where it has none of them, or is no such page.
+    """
+    found: dict[str, float] = defaultdict(float)
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name in NAMES:
+                    found[sample.name] += sample.value
+    except ValueError:
+        return None
+    return dict(found) or None
+
+
+def rise(
+    before: Mapping[str, float] | None, after: Mapping[str, float] | None
+) -> dict[str, float] | None:
+    """By how much each counter rose.
+
+    None where either reading is missing, or where one fell: then the server was started again, and
+    what it counted is lost.
+    """
+    if before is None or after is None:
+        return None
+    risen = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return None if min(risen.values()) < 0 else risen
+
+
+def server_figures(
+    counters: Mapping[str, float] | None,
+    conversations: int,
+    kv_bytes_per_token: float | None = None,
+) -> ServerFigures:
+    """What the counters' rise amounts to.
+
+    Args:
+        conversations: how many were started.
+        kv_bytes_per_token: of the model on that server, all layers and heads.
+    """
+    known = counters or {}
+    tokens, queries = known.get(_HANDOFF_TOKENS), known.get(_PREFIX_QUERIES)
+    return ServerFigures(
+        handoffs=known.get(_HANDOFFS),
+        handoff_tokens=tokens,
+        handoff_tokens_per_conversation=(
+            None if tokens is None or not conversations else tokens / conversations
+        ),
+        handoff_bytes=(
+            None if tokens is None or kv_bytes_per_token is None else tokens * kv_bytes_per_token
+        ),
+        moves=known.get(_MOVES),
+        cold_prefill_tokens=known.get(_COLD_PREFILL_TOKENS),
+        prefix_cache_share=known.get(_PREFIX_HITS, 0.0) / queries if queries else None,
+    )

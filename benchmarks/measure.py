@@ -1,0 +1,218 @@
+"""One measurement from beginning to end: the unloaded reference, the load, the reports."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+from benchmarks.client import Endpoint, with_model
+from benchmarks.driver import DriveOptions, Progress, Run, drive, unloaded
+from benchmarks.metrics import Objectives, Reference, evaluate, reference
+from benchmarks.records import TurnRecord
+from benchmarks.report import Report, make_report
+from benchmarks.rounds import alternate, pooled
+from benchmarks.selection import Selection
+from benchmarks.workloads import Workload, WorkloadError
+
+OnProgress = Callable[[str, int, Progress], None]
+"""Takes what runs, how many conversations it has in all, and how far it has come."""
+
+# Other conversations than any round's, where the caches cannot be told to keep them apart.
+_UNLOADED_SEED_SHIFT = 1_000_003
+
+
+class Stopped(Exception):
+    """The user ended it before there was anything to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to measure, and how.
+
+    Attributes:
+        endpoints: one, or several to alternate between; the first is the baseline.
+        rounds: of several endpoints; each has other conversations.
+        unloaded: conversations that are run alone first, on the first endpoint.
+        reference: a report whose unloaded reference is used instead.
+        slo_multiple: bounds are so many times the unloaded latencies.
+        kv_bytes_per_token: of the model, for bytes handed off.
+    """
+
+    endpoints: list[Endpoint]
+    selection: Selection
+    options: DriveOptions
+    rounds: int = 5
+    unloaded: int = 3
+    reference: Report | None = None
+    slo_multiple: float = 5.0
+    kv_bytes_per_token: float | None = None
+
+    def check(self) -> None:
+        """Find out early what is wrong with the workload or the reference.
+
+        Raises:
+            WorkloadError: an option is wrong, a file is broken, or the reference has none.
+        """
+        self.selection.workload()
+        if self.reference is not None and self.reference.unloaded is None:
+            raise WorkloadError(
+                f"the reference, a report of {self.reference.system}, was made without an unloaded "
+                "run; take another, or leave --reference out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What came of it: runs and reports in the order of the endpoints."""
+
+    runs: list[Run]
+    reports: list[Report]
+    interrupted: bool = False
+
+
+async def measure(
+    settings: Settings,
+    *,
+    on_record: Callable[[TurnRecord], None] | None = None,
+    on_progress: OnProgress | None = None,
+    stop: asyncio.Event | None = None,
+) -> Measurement:
+    """Do it.
+
+    Args:
+        on_record: gets the records of the load, not those of the reference.
+
+    Raises:
+        Stopped: ``stop`` was set, and there is nothing to report.
+        EndpointError, WorkloadError, ValueError: it cannot be measured; the message says why.
+    """
+    stop = stop or asyncio.Event()
+    # Before anything else: none of them is found missing after minutes of measuring the others.
+    named = [await with_model(endpoint) for endpoint in settings.endpoints]
+    settings = replace(settings, endpoints=named)
+    alone, floor = await _reference(settings, on_progress, stop)
+    if stop.is_set():
+        raise Stopped
+    workload = settings.selection.workload()
+
+    def report(run: Run) -> Report:
+        return make_report(
+            run,
+            workload=settings.selection.describe() | {"counts": dict(workload.counts)},
+            arrivals=settings.selection.describe_arrivals(settings.options.concurrency),
+            options=_described(settings),
+            unloaded=alone,
+            unloaded_violations=floor,
+            slo_multiple=settings.slo_multiple,
+            kv_bytes_per_token=settings.kv_bytes_per_token,
+        )
+
+    if len(settings.endpoints) > 1:
+        return await _several(settings, report, on_record, on_progress, stop)
+    endpoint = settings.endpoints[0]
+    run = await drive(
+        endpoint,
+        workload,
+        settings.options,
+        on_record=on_record,
+        on_progress=_about(on_progress, endpoint.system, workload.counts["conversations"]),
+        stop=stop,
+        proven=settings.reference is None and settings.unloaded > 0,
+    )
+    if not run.records:
+        raise Stopped
+    return Measurement([run], [report(run)], interrupted=stop.is_set())
+
+
+async def _several(
+    settings: Settings,
+    report: Callable[[Run], Report],
+    on_record: Callable[[TurnRecord], None] | None,
+    on_progress: OnProgress | None,
+    stop: asyncio.Event,
+) -> Measurement:
+    def show(endpoint: Endpoint, round_: int, progress: Progress) -> None:
+        if on_progress is not None:
+            counts = settings.selection.workload(seed_shift=round_).counts
+            what = f"round {round_ + 1} of {settings.rounds}: {endpoint.system}"
+            on_progress(what, counts["conversations"], progress)
+
+    by_system = await alternate(
+        settings.endpoints,
+        lambda round_: settings.selection.workload(seed_shift=round_),
+        settings.rounds,
+        settings.options,
+        seed=settings.selection.seed,
+        on_record=on_record,
+        on_progress=show,
+        stop=stop,
+    )
+    if not all(by_system.values()):
+        raise Stopped
+    runs = [pooled(of_rounds) for of_rounds in by_system.values()]
+    return Measurement(runs, [report(run) for run in runs], stop.is_set())
+
+
+async def _reference(
+    settings: Settings, on_progress: OnProgress | None, stop: asyncio.Event
+) -> tuple[Reference | None, dict[str, float]]:
+    """The reference, and by how much its own run violates the bounds made of it."""
+    if settings.reference is not None:
+        given = settings.reference
+        assert given.unloaded is not None
+        # Times of single conversations are of use for the same conversations only.
+        same = {**given.workload, "counts": None} == {
+            **settings.selection.describe(), "counts": None
+        }  # fmt: skip
+        found = given.unloaded if same else replace(given.unloaded, served_s={})
+        return found, given.unloaded_violations
+    if not settings.unloaded:
+        return None, {}
+    salt = settings.options.cache_salt
+    sample: Workload = settings.selection.workload(_UNLOADED_SEED_SHIFT if salt is None else 0)
+    run = await unloaded(
+        settings.endpoints[0],
+        (script for _, script in islice(sample, settings.unloaded)),
+        replace(
+            settings.options,
+            duration_s=None,
+            cache_salt=None if salt is None else f"unloaded-{salt}",
+            id_prefix=f"{settings.options.id_prefix}unloaded-",
+        ),
+        on_progress=_about(
+            on_progress, f"unloaded {settings.endpoints[0].system}", settings.unloaded
+        ),
+        stop=stop,
+    )
+    if stop.is_set():
+        raise Stopped
+    found = reference(run.records)
+    if salt is None:
+        found = replace(found, served_s={})
+    objectives = Objectives.from_reference(found, settings.slo_multiple)
+    return found, evaluate(run.records, objectives).violations
+
+
+def _described(settings: Settings) -> dict[str, Any]:
+    return {
+        "endpoints": [
+            # Headers may hold a key; their names are enough.
+            {**asdict(endpoint), "headers": sorted(endpoint.headers)}
+            for endpoint in settings.endpoints
+        ],
+        "drive": asdict(settings.options),
+        "rounds": settings.rounds if len(settings.endpoints) > 1 else None,
+        "unloaded": settings.unloaded,
+        "reference": settings.reference.environment if settings.reference else None,
+        "slo_multiple": settings.slo_multiple,
+        "kv_bytes_per_token": settings.kv_bytes_per_token,
+    }
+
+
+def _about(
+    on_progress: OnProgress | None, what: str, conversations: int
+) -> Callable[[Progress], None] | None:
+    if on_progress is None:
+        return None
+    return lambda progress: on_progress(what, conversations, progress)

@@ -1,0 +1,102 @@
+"""What a workload asks for and what was seen of it: the plain data that everything here shares.
+
+A `Script` is one conversation as a workload plans it. The driver asks it for the next request,
+sends it, and gives it what came back; so a recorded session, a replayed dialogue and a live agent
+look the same. Metrics and reports see only `TurnRecord`, whoever made them, a driver or a
+simulator. All times are seconds on one monotonic clock.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Outcome = Literal["completed", "failed", "timeout", "unfinished"]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One model call to make.
+
+    Attributes:
+        gap_s: how long after the previous turn's end (the conversation's arrival, for the first)
+            it is sent.
+        path: ``/v1/completions`` or ``/v1/chat/completions``.
+        body: makes the JSON body; called when the turn is sent, so that long prompts do not wait
+            in memory.
+        prompt_tokens: the prompt's length where it is known exactly.
+        reused_tokens: of these, the prefix shared with the conversation's previous prompt.
+        output_tokens: forced output length, if any.
+        effective: whether this turn's output is for the user rather than a tool call; None: to
+            be told from the answer.
+    """
+
+    gap_s: float
+    path: str
+    body: Callable[[], dict[str, Any]]
+    prompt_tokens: int | None = None
+    reused_tokens: int | None = None
+    output_tokens: int | None = None
+    effective: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back, for a script whose next turn depends on it: a chat message's parts."""
+
+    content: str
+    tool_calls: tuple[dict[str, Any], ...] = ()
+
+
+class Script(Protocol):
+    """One conversation of a workload."""
+
+    @property
+    def conversation(self) -> str:
+        """Its id, unique in the run."""
+
+    def next(self, answer: Answer | None) -> TurnRequest | None:
+        """The next turn, given the previous one's answer (None before the first); None: over.
+
+        Called once a turn, and not after a turn that failed.
+        """
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """One turn as its client saw it.
+
+    Attributes:
+        turn: from 1.
+        planned_s: when the workload wanted it sent.
+        sent_s: when it was sent; later than planned where the driver lagged.
+        first_token_s: the first part of the stream that carries output, reasoning and tool calls
+            included; None if there was none.
+        token_times_s: when each output token's part of the stream came. A server that sends
+            several tokens in one part gives them one time.
+        ended_s: last byte, or when it was given up.
+        outcome: ``unfinished``: the run ended first.
+        error: what the server or the connection said.
+        effective: the output was for the user, not a tool call (TTFET counts from it).
+        prompt_tokens, output_tokens: as the server counted, else as planned.
+        cached_tokens: of the prompt, found in the server's caches, where it says so.
+        server: which replica answered, where it says so.
+        reused_tokens: as planned, of the prompt; see `TurnRequest`.
+    """
+
+    system: str
+    conversation: str
+    turn: int
+    planned_s: float
+    sent_s: float
+    ended_s: float
+    outcome: Outcome
+    first_token_s: float | None = None
+    token_times_s: tuple[float, ...] = ()
+    error: str | None = None
+    effective: bool = False
+    last: bool = False
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    server: str | None = None
+    reused_tokens: int | None = None

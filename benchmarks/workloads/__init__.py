@@ -1,0 +1,27 @@
+"""What `conserve bench` sends: conversations and their arrivals, made on demand and repeatable.
+
+A workload is iterated over for pairs of arrival (s) and script; each iteration starts anew.
+"""
+
+from benchmarks.workloads.arrivals import Arrivals, Pattern
+from benchmarks.workloads.dialogues import dialogues
+from benchmarks.workloads.errors import WorkloadError
+from benchmarks.workloads.plan import Workload
+from benchmarks.workloads.recorded import recorded
+from benchmarks.workloads.replay import Changes
+from benchmarks.workloads.synthetic import PRESETS, Latency, Shape, Spread, synthetic
+
+__all__ = [
+    "PRESETS",
+    "Arrivals",
+    "Changes",
+    "Latency",
+    "Pattern",
+    "Shape",
+    "Spread",
+    "Workload",
+    "WorkloadError",
+    "dialogues",
+    "recorded",
+    "synthetic",
+]

@@ -1,0 +1,327 @@
+"""Recorded dialogues with tool calls, replayed as text with the model's own answers.
+
+The format is that of ``historical_trajectories`` of ``sierra-research/tau-bench``: a list of
+objects whose ``traj`` is a list of OpenAI-style messages. System, user and tool messages are sent
+as recorded, over ``/v1/chat/completions``; each assistant message is a turn, and the model's answer
+takes its place in the history. What follows the last assistant message is never answered, and not
+sent.
+
+The model need not do what the recorded one did, and the chat has to stay valid:
+
+- It made tool calls: they get the recorded results in order, under the model's own call ids; calls
+  beyond those get a result that says so, and results beyond the calls are sent as the user's text.
+- It made none: recorded results are sent as the user's text.
+- It made a call that cannot be part of a chat (no name, or arguments that are no JSON object): all
+  its calls count as text.
+
+Lengths in tokens are the server's matter. An answer is limited to the recorded one's length (taken
+to be a token for four characters), unless a limit is given. The recordings have no times: gaps are
+exponential. Dialogues with the same system prompt share it, and a dialogue that is drawn again
+begins with the same text.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from benchmarks.records import Answer, TurnRequest
+from benchmarks.workloads.arrivals import Arrivals, choose
+from benchmarks.workloads.errors import require
+from benchmarks.workloads.plan import Arriving, Workload
+from benchmarks.workloads.traces import read_json
+
+CHAT = "/v1/chat/completions"
+NO_RESULT = "Error: this tool gave no result."
+
+_CHARS_A_TOKEN = 4
+
+Message = dict[str, Any]
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+
+
+class _RawMessage(msgspec.Struct):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _RawDialogue(msgspec.Struct):
+    traj: list[_RawMessage]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is said before a turn, and how long its answer may be.
+
+    Attributes:
+        messages: system and user messages.
+        results: of tools, which were called in the answer before.
+    """
+
+    messages: tuple[Message, ...]
+    results: tuple[str, ...]
+    max_output_tokens: int
+
+
+def dialogues(
+    path: Path,
+    *,
+    conversations: int,
+    arrivals: Arrivals,
+    mean_gap_s: float = 5.0,
+    max_output_tokens: int | None = None,
+    declare_tools: bool = False,
+    seed: int = 0,
+) -> Workload:
+    """Recorded dialogues, drawn without repeating one until all were drawn.
+
+    Args:
+        path: a file of dialogues, plain JSON or compressed with gzip.
+        mean_gap_s: of the exponential gaps between an answer and the next turn.
+        max_output_tokens: for every answer; None: the recorded answer's approximate length.
+        declare_tools: send ``tools``, which the recordings do not have: their names and parameters
+            are inferred from the recorded calls. Without, models make no tool calls; with, the
+            server must have a tool-call parser.
+        seed: which dialogues, in which order, and the gaps.
+
+    Raises:
+        WorkloadError: a setting is wrong, or the file is broken.
+    """
+    require(conversations > 0, f"{conversations} conversations are asked for; give a number from 1")
+    require(
+        math.isfinite(mean_gap_s) and mean_gap_s >= 0,
+        f"mean_gap_s is {mean_gap_s:g}; give seconds from 0",
+    )
+    require(
+        max_output_tokens is None or max_output_tokens > 0,
+        f"max_output_tokens is {max_output_tokens}; give tokens from 1, or none",
+    )
+    require(seed >= 0, f"the seed is {seed}; give one from 0")
+    recordings = _read(path)
+    tools = infer_tools(recordings) if declare_tools else None
+    plans = [_turns(messages, max_output_tokens) for messages in recordings]
+    chosen = list(islice(choose(range(len(plans)), seed), conversations))
+
+    def arrive() -> Iterator[Arriving]:
+        for index, (number, at_s) in enumerate(zip(chosen, arrivals.times_s(), strict=False)):
+            rng = np.random.default_rng([seed, index])
+            later_s = rng.standard_exponential(len(plans[number]) - 1) * mean_gap_s
+            gaps_s = [0.0, *later_s.tolist()]
+            name = f"{index:05d}-dialogue-{number}"
+            yield at_s, DialogueScript(name, plans[number], gaps_s, tools)
+
+    turns = sum(len(plans[number]) for number in chosen)
+    return Workload("dialogues", {"conversations": conversations, "turns": turns}, arrive)
+
+
+class DialogueScript:
+    """One dialogue.
+
+    Args:
+        gaps_s: before each turn.
+        tools: sent with every turn, unless None.
+    """
+
+    def __init__(
+        self,
+        conversation: str,
+        turns: Sequence[Turn],
+        gaps_s: Sequence[float],
+        tools: list[dict[str, Any]] | None,
+    ) -> None:
+        self._conversation = conversation
+        self._turns = turns
+        self._gaps_s = gaps_s
+        self._tools = tools
+        self._messages: list[Message] = []
+        self._next = 0
+
+    @property
+    def conversation(self) -> str:
+        """Its id."""
+        return self._conversation
+
+    def next(self, answer: Answer | None) -> TurnRequest | None:
+        """The next turn, after the model's own answers.
+
+        Raises ValueError without the answer to the turn before.
+        """
+        if self._next == len(self._turns):
+            return None
+        number, turn = self._next, self._turns[self._next]
+        self._next += 1
+        if number == 0:
+            self._messages.extend(turn.messages)
+        elif answer is None:
+            raise ValueError(f"{self.conversation}: turn {number + 1} follows no answer")
+        else:
+            self._messages.extend(continuation(answer, turn, f"call_{number}"))
+        return TurnRequest(
+            gap_s=self._gaps_s[number],
+            path=CHAT,
+            body=partial(self._body, tuple(self._messages), turn.max_output_tokens),
+        )
+
+    def _body(self, messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
+        body = {
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return body if self._tools is None else body | {"tools": self._tools}
+
+
+def continuation(answer: Answer, turn: Turn, call_prefix: str) -> list[Message]:
+    """The answer and what is said after it, as messages that go on with any valid chat.
+
+    Args:
+        call_prefix: of the ids of calls that have none.
+    """
+    calls, said = _calls(answer, call_prefix)
+    messages: list[Message] = [{"role": "assistant", "content": said}]
+    if calls:
+        messages[0] |= {"content": said or None, "tool_calls": calls}
+    for index, call in enumerate(calls):
+        result = turn.results[index] if index < len(turn.results) else NO_RESULT
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    spare = turn.results[len(calls) :]
+    texts = [*spare, *(message["content"] for message in turn.messages)]
+    if texts:
+        # One message: some templates refuse two of the user's in a row.
+        messages.append({"role": "user", "content": "\n\n".join(texts)})
+    return messages
+
+
+def infer_tools(recordings: Sequence[Sequence[_RawMessage]]) -> list[dict[str, Any]]:
+    """OpenAI tool declarations for the recorded calls: names, parameters and their JSON types.
+
+    Calls whose arguments are no JSON object declare no parameters.
+    """
+    properties: dict[str, dict[str, dict[str, str]]] = {}
+    for message in (message for messages in recordings for message in messages):
+        for call in message.tool_calls or ():
+            found = properties.setdefault(call.function.name, {})
+            for name, value in (_arguments(call.function.arguments) or {}).items():
+                found.setdefault(name, {"type": _json_type(value)})
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {"type": "object", "properties": dict(sorted(found.items()))},
+            },
+        }
+        for name, found in sorted(properties.items())
+    ]
+
+
+def _read(path: Path) -> list[list[_RawMessage]]:
+    raw = read_json(path, list[_RawDialogue])
+    require(bool(raw), f"{path} has no dialogues")
+    for index, dialogue in enumerate(raw):
+        _check(dialogue.traj, f"{path}: [{index}].traj")
+    return [dialogue.traj for dialogue in raw]
+
+
+def _check(messages: Sequence[_RawMessage], where: str) -> None:
+    before: str | None = None
+    for index, message in enumerate(messages):
+        here = f"{where}[{index}]"
+        role = message.role
+        if role == "assistant":
+            require(before is not None, f"{here} is the assistant's, with nothing before it")
+            require(before != "assistant", f"{here} is the assistant's, as the one before it")
+            said = message.content is not None or bool(message.tool_calls)
+            require(said, f"{here} has neither content nor tool_calls")
+        else:
+            require(message.content is not None, f"{here} has no content")
+        if role == "system":
+            require(before is None, f"{here} is a system message that is not the first one")
+        if role == "tool":
+            require(before in ("assistant", "tool"), f"{here} is a tool's, but answers no call")
+        before = role
+    require(
+        any(message.role == "assistant" for message in messages),
+        f"{where} has no assistant message, so there is no turn",
+    )
+
+
+def _turns(recorded: Sequence[_RawMessage], max_output_tokens: int | None) -> tuple[Turn, ...]:
+    turns = []
+    messages: list[Message] = []
+    results: list[str] = []
+    for message in recorded:
+        if message.role == "assistant":
+            limit = max_output_tokens or _approximate_tokens(message)
+            turns.append(Turn(tuple(messages), tuple(results), limit))
+            messages, results = [], []
+        elif message.role == "tool":
+            results.append(message.content or "")
+        else:
+            messages.append({"role": message.role, "content": message.content})
+    return tuple(turns)
+
+
+def _approximate_tokens(message: _RawMessage) -> int:
+    functions = [call.function for call in message.tool_calls or ()]
+    chars = len(message.content or "")
+    chars += sum(len(function.name) + len(function.arguments) for function in functions)
+    return max(1, math.ceil(chars / _CHARS_A_TOKEN))
+
+
+def _calls(answer: Answer, prefix: str) -> tuple[list[dict[str, Any]], str]:
+    """The answer's calls as a chat's history has them, and its text."""
+    calls = []
+    for index, call in enumerate(answer.tool_calls):
+        function = call.get("function") or {}
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        if not name or _arguments(arguments) is None:
+            written = (json.dumps(call.get("function")) for call in answer.tool_calls)
+            return [], "\n".join(filter(None, (answer.content, *written)))
+        calls.append(
+            {
+                "id": call.get("id") or f"{prefix}_{index}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+        )
+    return calls, answer.content
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    """Parsed arguments of a call, or None where they are no JSON object."""
+    try:
+        parsed = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def _json_type(value: Any) -> str:
+    names = {
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        str: "string",
+        list: "array",
+        dict: "object",
+    }
+    return names.get(type(value), "null")

@@ -1,0 +1,191 @@
+"""Recorded agent sessions, replayed with prompts and outputs of exactly the recorded lengths.
+
+**Prompts** are token ids, sent to ``/v1/completions``. Each block of a prompt becomes tokens that
+depend on the session and the block's id alone, and what follows the last whole block becomes tokens
+of that one call; so two prompts of a session share the prefix that the recording says, to the
+token, however the history was edited. Ids are local to a session, but agents share tool schemas and
+system prompts: a prompt's first ``tool_tokens + system_tokens`` tokens come from streams that
+sessions share (the tools' one by its length, the system prompt's by both lengths), as far as the
+prompt's blocks are those the session usually begins with. Where the shared part ends inside a
+block, only the block's first tokens are shared. What the model answers is no part of later prompts:
+they have other tokens in its place, as many as the recording has.
+
+**Outputs** have the recorded length (a call recorded with none is sent for one token). A turn is
+effective where the recording stopped with ``end_turn``.
+
+**Gaps** are what passed between the end of a call and the start of the next:
+``t(next) - (t + api_time)``, not less than 0. ``t`` is in whole seconds, so a gap is right to a
+second; ``think_time`` is the same rounded, and counts from an earlier call where ``api_time`` is
+missing, so it is not used. A call without ``api_time`` (one in nine) is taken to have lasted as
+long as the session's median call, and no longer than until the next one began.
+
+**Sub-agents** are conversations of their own. They arrive when they did in the recording, moved by
+what scaling and capping took from the gaps before. The parent waits for one as long as in the
+recording, less what was taken from the sub-agent's own gaps; those started in the background it
+does not wait for. Arrival and wait follow the recording's clock, not the run's: on a slower system
+a parent may go on before its sub-agent ends.
+
+**Scale.** With ``scale_tokens`` every position in a prompt moves from ``p`` to
+``floor(p * scale_tokens)``: ends of blocks, of the shared part, of the prompt. So lengths, and
+reused and new tokens, keep their ratios to within a token. Outputs are rounded, to at least 1.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.records import Answer, TurnRequest
+from benchmarks.workloads.arrivals import Arrivals, choose
+from benchmarks.workloads.errors import WorkloadError, require
+from benchmarks.workloads.plan import Arriving, Workload
+from benchmarks.workloads.replay import Changes, Replay
+from benchmarks.workloads.tokens import check_vocabulary, key
+from benchmarks.workloads.traces import Session, read_session, trace_files
+
+_MAX_KEYS_TRIED = 1000
+
+
+class RecordedScript:
+    """One conversation of a replay."""
+
+    def __init__(self, conversation: str, replay: Replay, own: int) -> None:
+        self._conversation = conversation
+        self._replay = replay
+        self._own = own
+        self._turn = 0
+        self._blocks = np.empty(0, dtype=np.int64)
+
+    @property
+    def conversation(self) -> str:
+        """Its id."""
+        return self._conversation
+
+    def next(self, answer: Answer | None) -> TurnRequest | None:
+        """The next recorded turn, whatever the answer was."""
+        if self._turn == self._replay.turns:
+            return None
+        turn, call = self._turn, self._replay.session.calls[self._turn]
+        self._turn += 1
+        self._blocks = np.concatenate((self._blocks[: call.kept_blocks], call.new_blocks))
+        return self._replay.request(self._own, turn, self._blocks)
+
+
+def recorded(
+    source: Path | Sequence[Path],
+    *,
+    sessions: int,
+    arrivals: Arrivals,
+    vocabulary: range,
+    changes: Changes | None = None,
+    seed: int = 0,
+) -> Workload:
+    """Recorded sessions, drawn without repeating one until all were drawn.
+
+    All that are drawn are read and checked here, once each; prompts are made when they are sent. A
+    session that is drawn again has other tokens, but for what sessions share.
+
+    Args:
+        source: a folder of recordings, or recordings.
+        sessions: how many; their sub-agents are conversations besides.
+        vocabulary: token ids to use; it should leave out the model's special tokens.
+        seed: which sessions, in which order, and of which tokens.
+
+    Returns:
+        The workload, whose counts are: sessions, conversations (with sub-agents) and turns to be
+        sent; conversations cut, and sub-agents and turns left out, because of the model's context;
+        distinct sessions that were drawn and left out for it; gaps estimated because ``api_time``
+        was missing; and outputs lengthened to one token.
+
+    Raises:
+        WorkloadError: a setting is wrong, a recording is broken, or no session fits the context.
+    """
+    require(sessions > 0, f"{sessions} sessions are asked for; give a number from 1")
+    require(seed >= 0, f"the seed is {seed}; give one from 0")
+    check_vocabulary(vocabulary)
+    changes = changes or Changes()
+    files = trace_files(source)
+    replays: dict[Path, Replay] = {}
+    chosen: list[Replay] = []
+    for drawn, path in enumerate(choose(files, seed)):
+        if path not in replays:
+            session = read_session(path)
+            require(
+                session.block_tokens * changes.scale_tokens >= 1,
+                f"scale_tokens is {changes.scale_tokens:g}, so blocks of {session.block_tokens} "
+                f"tokens vanish; give at least {1 / session.block_tokens:g}",
+            )
+            replays[path] = Replay(session, changes, vocabulary, seed)
+        if replays[path].turns:
+            chosen.append(replays[path])
+        if len(chosen) == sessions:
+            break
+        require(
+            drawn + 1 < len(files) or bool(chosen),
+            f"no session of {source} has a first turn that fits into "
+            f"{changes.max_context_tokens} tokens; scale the tokens down",
+        )
+    return Workload(
+        "recorded",
+        _counts(chosen) | {"sessions_left_out": sum(not r.turns for r in replays.values())},
+        partial(_arrive, chosen, arrivals, seed),
+    )
+
+
+def _counts(chosen: Sequence[Replay]) -> dict[str, int]:
+    agents = [replay for root in chosen for _, _, replay in root.agents("", 0.0)]
+    # Sub-agents that the cut calls would have started included.
+    planned = [session for root in chosen for session in _sessions(root.session)]
+    turns = sum(replay.turns for replay in agents)
+    made = [call for replay in agents for call in replay.session.calls[: replay.turns]]
+    return {
+        "sessions": len(chosen),
+        "conversations": len(agents),
+        "turns": turns,
+        "conversations_cut": sum(replay.turns < len(replay.session.calls) for replay in agents),
+        "sub_agents_left_out": len(planned) - len(agents),
+        "turns_left_out": sum(len(session.calls) for session in planned) - turns,
+        "gaps_estimated": sum(
+            call.estimated for r in agents for call in r.session.calls[: r.turns - 1]
+        ),
+        "outputs_lengthened": sum(call.output_tokens == 0 for call in made),
+    }
+
+
+def _sessions(session: Session) -> Iterator[Session]:
+    yield session
+    for sub in session.sub_agents:
+        yield from _sessions(sub.session)
+
+
+def _arrive(chosen: Sequence[Replay], arrivals: Arrivals, seed: int) -> Iterator[Arriving]:
+    """In the order of arrival; sub-agents arrive between the sessions that come later."""
+    waiting: list[tuple[float, str, Replay, int]] = []
+    for index, (replay, at_s) in enumerate(zip(chosen, arrivals.times_s(), strict=False)):
+        while waiting and waiting[0][0] <= at_s:
+            yield _start(heapq.heappop(waiting))
+        name = f"{index:05d}-{replay.session.name}"
+        own = _own_key(replay, name, seed)
+        for arrival_s, agent_name, agent in replay.agents(name, at_s):
+            heapq.heappush(waiting, (arrival_s, agent_name, agent, own))
+    while waiting:
+        yield _start(heapq.heappop(waiting))
+
+
+def _start(arriving: tuple[float, str, Replay, int]) -> Arriving:
+    arrival_s, name, agent, own = arriving
+    return arrival_s, RecordedScript(name, agent, own)
+
+
+def _own_key(replay: Replay, name: str, seed: int) -> int:
+    """The first of this session's keys with which prompts share no more than they should."""
+    for attempt in range(_MAX_KEYS_TRIED):
+        own = key(seed, "session", name, attempt)
+        if replay.tells_apart(own):
+            return own
+    raise WorkloadError(
+        f"the vocabulary is too small to tell the prompts of {replay.session.name} apart; "
+        "give a larger range of token ids"
+    )

@@ -1,0 +1,273 @@
+"""Reading recorded sessions: one JSON object a file, plain or compressed with gzip.
+
+The format is that of the ``traces`` folder of ``callanjfox/kv-cache-tester``. A session has
+``tool_tokens`` and ``system_tokens`` (how its prompts begin), a ``block_size``, and ``requests``.
+Of a call (``type`` ``n`` or ``s``) are used ``t`` (start, s, whole seconds from the session's
+start), ``in`` and ``out`` (tokens), ``hash_ids`` (one for each whole block of the prompt; the same
+number stands for the same tokens after the same history, within the file), ``stop`` and
+``api_time`` (s). A ``subagent`` has calls of its own, with times from its own start.
+"""
+
+import gzip
+import statistics
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from benchmarks.workloads.errors import WorkloadError, require
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+# It becomes a part of a request header and of a URL.
+_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,80}$")]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One model call.
+
+    Attributes:
+        started_s: from the start of the session or sub-agent.
+        took_s: as recorded, else an estimate (`estimated`).
+        kept_blocks: whole blocks at the prompt's start that are those of the call before.
+        new_blocks: ids of the others, an array.
+        head_blocks: blocks at the prompt's start that are those of the session's head.
+        effective: the call ended its turn with the user.
+    """
+
+    started_s: float
+    took_s: float
+    estimated: bool
+    prompt_tokens: int
+    output_tokens: int
+    kept_blocks: int
+    new_blocks: Any
+    head_blocks: int
+    effective: bool
+
+    @property
+    def ended_s(self) -> float:
+        """From the start of the session or sub-agent."""
+        return self.started_s + self.took_s
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The calls of one agent, in order, and the agents that it started.
+
+    Attributes:
+        name: unique in its file; not across files.
+        tool_tokens, system_tokens: tool schemas and system prompt, the first tokens of its prompts.
+    """
+
+    name: str
+    block_tokens: int
+    tool_tokens: int
+    system_tokens: int
+    calls: tuple[Call, ...]
+    sub_agents: tuple["SubAgent", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SubAgent:
+    """An agent that another one started.
+
+    Attributes:
+        after: index of the parent's call that asked for it.
+        started_s: from the parent's start.
+        ended_s: the same; None: its parent did not wait for it.
+    """
+
+    after: int
+    started_s: float
+    ended_s: float | None
+    session: Session
+
+
+class _RawCall(msgspec.Struct, tag="n"):
+    t: _Seconds
+    prompt: _Positive = msgspec.field(name="in")
+    out: _Count
+    hash_ids: list[_Count]
+    stop: str
+    api_time: _Seconds | None = None
+
+
+class _RawStreamedCall(_RawCall, tag="s"):
+    pass
+
+
+class _RawSubAgent(msgspec.Struct, tag="subagent"):
+    t: _Seconds
+    agent_id: _Name
+    tool_tokens: _Count
+    system_tokens: _Count
+    requests: list["_RawCall | _RawStreamedCall | _RawSubAgent"]
+    duration_ms: _Seconds | None = None
+
+
+class _RawSession(msgspec.Struct):
+    id: _Name
+    block_size: _Positive
+    tool_tokens: _Count
+    system_tokens: _Count
+    requests: list[_RawCall | _RawStreamedCall | _RawSubAgent]
+    hash_id_scope: Literal["local"] = "local"
+
+
+def trace_files(source: Path | Sequence[Path]) -> list[Path]:
+    """The recordings in a folder (``*.json`` and ``*.json.gz``), or those named; sorted.
+
+    Raises WorkloadError where there are none, or one does not exist.
+    """
+    if isinstance(source, Path) and source.is_dir():
+        files = [*source.glob("*.json"), *source.glob("*.json.gz")]
+        require(bool(files), f"{source} has no recorded sessions (*.json or *.json.gz)")
+    else:
+        files = [source] if isinstance(source, Path) else list(source)
+        require(bool(files), "no recorded sessions are named; name a folder or files")
+        for file in files:
+            require(file.is_file(), f"{file} is no file; name a folder or recorded sessions")
+    return sorted(set(files))
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """A file's JSON, plain or compressed with gzip, as an object of type ``kind``.
+
+    Raises WorkloadError where it cannot be read or is something else; it says where in the file.
+    """
+    try:
+        content = path.read_bytes()
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise WorkloadError(f"{path} cannot be read: {error}") from None
+    require(bool(content.strip()), f"{path} is empty")
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        # It quotes what it found, line ends included.
+        raise WorkloadError(f"{path}: {' '.join(str(error).split())}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WorkloadError(f"{path} is not JSON: {error}") from None
+
+
+def read_session(path: Path) -> Session:
+    """Read one recorded session, whole.
+
+    Raises:
+        WorkloadError: it names the file, the record (``requests[3]``), and what is wrong there.
+    """
+    raw = read_json(path, _RawSession)
+    return _session(raw.id, raw, raw.block_size, f"{path}: requests")
+
+
+def _session(name: str, raw: _RawSession | _RawSubAgent, block: int, where: str) -> Session:
+    require(bool(raw.requests), f"{where} is empty; a session needs at least one call")
+    calls: list[_RawCall] = []
+    sub_agents: list[SubAgent] = []
+    for index, record in enumerate(raw.requests):
+        if isinstance(record, _RawSubAgent):
+            require(bool(calls), f"{where}[{index}] is a sub-agent before its parent's first call")
+            sub_agents.append(_sub_agent(record, len(calls) - 1, block, f"{where}[{index}]"))
+        else:
+            _check(record, calls, block, f"{where}[{index}]")
+            calls.append(record)
+    require(bool(calls), f"{where} has no call of its own")
+    blocks = [np.array(call.hash_ids, dtype=np.int64) for call in calls]
+    head = _head(blocks, raw.tool_tokens + raw.system_tokens, block)
+    return Session(
+        name=name,
+        block_tokens=block,
+        tool_tokens=raw.tool_tokens,
+        system_tokens=raw.system_tokens,
+        calls=_calls(calls, blocks, head),
+        sub_agents=tuple(sub_agents),
+    )
+
+
+def _sub_agent(raw: _RawSubAgent, after: int, block: int, where: str) -> SubAgent:
+    """In these recordings ``t`` of a sub-agent with a duration is when its result came.
+
+    ``t`` less the duration is within a second of the end of the parent's call before it, for every
+    one, and the parent's next call comes after ``t``. One without a duration was started in the
+    background: ``t`` is its start, and the parent goes on.
+    """
+    session = _session(raw.agent_id, raw, block, f"{where}.requests")
+    if raw.duration_ms is None:
+        return SubAgent(after, raw.t, None, session)
+    return SubAgent(after, max(0.0, raw.t - raw.duration_ms / 1e3), raw.t, session)
+
+
+def _check(call: _RawCall, before: list[_RawCall], block: int, where: str) -> None:
+    whole = call.prompt // block
+    require(
+        len(call.hash_ids) == whole,
+        f"{where}: hash_ids has {len(call.hash_ids)} blocks, but {call.prompt} tokens (in) are "
+        f"{whole} whole blocks of {block}",
+    )
+    if before:
+        require(
+            call.t >= before[-1].t,
+            f"{where}: t is {call.t:g} s, before the call above it ({before[-1].t:g} s)",
+        )
+
+
+def _head(blocks: list[Any], tokens: int, block: int) -> Any:
+    """The blocks that the session's first ``tokens`` tokens, tools and system prompt, are in.
+
+    A few sessions begin with another prompt than they go on with, so the beginning that most calls
+    have is taken.
+    """
+    last = max(min(tokens // block, max(map(len, blocks))), 1) - 1
+    long = [ids for ids in blocks if len(ids) > last]
+    if not long:
+        return np.empty(0, dtype=np.int64)
+    ((most, _),) = Counter(int(ids[last]) for ids in long).most_common(1)
+    return next(ids for ids in long if ids[last] == most)[: -(-tokens // block)]
+
+
+def _calls(raw: list[_RawCall], blocks: list[Any], head: Any) -> tuple[Call, ...]:
+    known = [call.api_time for call in raw if call.api_time is not None]
+    typical_s = statistics.median(known) if known else 0.0
+    calls = []
+    before = np.empty(0, dtype=np.int64)
+    for index, (call, ids) in enumerate(zip(raw, blocks, strict=True)):
+        took_s = call.api_time
+        if took_s is None:
+            took_s = typical_s
+            if index + 1 < len(raw):
+                took_s = min(took_s, raw[index + 1].t - call.t)
+        kept = _common(before, ids)
+        calls.append(
+            Call(
+                started_s=call.t,
+                took_s=took_s,
+                estimated=call.api_time is None,
+                prompt_tokens=call.prompt,
+                output_tokens=call.out,
+                kept_blocks=kept,
+                # A copy, so that the whole prompt's ids are not kept alive.
+                new_blocks=ids[kept:].copy(),
+                head_blocks=_common(head, ids),
+                effective=call.stop == "end_turn",
+            )
+        )
+        before = ids
+    return tuple(calls)
+
+
+def _common(left: Any, right: Any) -> int:
+    """How many items two arrays have in common at their start."""
+    shorter = min(len(left), len(right))
+    differ = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(differ[0]) if len(differ) else shorter

@@ -1,0 +1,202 @@
+"""A broken recording gives one error, which names the file, the record and what is wrong there."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.workloads import Arrivals, WorkloadError, recorded
+from benchmarks.workloads.traces import read_session, trace_files
+
+Json = dict[str, Any]
+
+CALL: Json = {"type": "n", "t": 0, "in": 130, "out": 5, "hash_ids": [1, 2], "stop": "end_turn"}
+LATER: Json = CALL | {"t": 10.0, "type": "s", "in": 200, "hash_ids": [1, 2, 3], "api_time": 2.5}
+SUB_AGENT: Json = {
+    "type": "subagent",
+    "t": 9.0,
+    "agent_id": "agent_001",
+    "tool_tokens": 10,
+    "system_tokens": 10,
+    "duration_ms": 4_000,
+    "requests": [CALL, LATER],
+}
+SESSION: Json = {
+    "id": "trace_1",
+    "block_size": 64,
+    "tool_tokens": 60,
+    "system_tokens": 20,
+    "requests": [CALL, SUB_AGENT, LATER],
+}
+
+
+def write(folder: Path, session: Any) -> Path:
+    path = folder / "broken.json"
+    path.write_text(json.dumps(session))
+    return path
+
+
+def refused(path: Path) -> str:
+    """The error's message; every way to a workload gives the same one."""
+    with pytest.raises(WorkloadError) as error:
+        read_session(path)
+    with pytest.raises(WorkloadError) as again:
+        recorded(path, sessions=1, arrivals=Arrivals(), vocabulary=range(100))
+    message = str(error.value)
+    assert message == str(again.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+def test_plain_and_compressed_files_are_the_same(tmp_path: Path) -> None:
+    plain = write(tmp_path, SESSION)
+    packed = tmp_path / "packed.json.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert trace_files(tmp_path) == [plain, packed]
+    one, two = read_session(plain), read_session(packed)
+    assert [call.prompt_tokens for call in one.calls] == [130, 200]
+    assert [(call.kept_blocks, call.new_blocks.tolist()) for call in one.calls] == [
+        (call.kept_blocks, call.new_blocks.tolist()) for call in two.calls
+    ]
+
+
+def change(*path: str | int, **fields: Any) -> Callable[[Json], None]:
+    def apply(session: Json) -> None:
+        record: Any = session
+        for step in path:
+            record = record[step]
+        record.update(fields)
+
+    return apply
+
+
+def drop(field: str, *path: str | int) -> Callable[[Json], None]:
+    def apply(session: Json) -> None:
+        record: Any = session
+        for step in path:
+            record = record[step]
+        del record[field]
+
+    return apply
+
+
+BROKEN = [
+    (drop("in", "requests", 0), "requests[0]", "`in`"),
+    (drop("t", "requests", 2), "requests[2]", "`t`"),
+    (drop("hash_ids", "requests", 2), "requests[2]", "`hash_ids`"),
+    (drop("stop", "requests", 2), "requests[2]", "`stop`"),
+    (drop("type", "requests", 0), "requests[0]", "`type`"),
+    (drop("requests", "requests", 1), "requests[1]", "`requests`"),
+    (drop("out", "requests", 1, "requests", 1), "requests[1].requests[1]", "`out`"),
+    (drop("block_size"), "broken.json", "`block_size`"),
+    (drop("tool_tokens"), "broken.json", "`tool_tokens`"),
+    (change("requests", 0, **{"in": -1}), "requests[0]", "`int` >= 1 - at"),
+    (change("requests", 0, **{"in": 0}), "requests[0]", "`int` >= 1 - at"),
+    (change("requests", 2, out=-3), "requests[2]", "`int` >= 0 - at"),
+    (change("requests", 2, out=1.5), "requests[2]", ".out`"),
+    (change("requests", 2, t=-0.5), "requests[2]", ".t`"),
+    (change("requests", 2, api_time=-2), "requests[2]", ".api_time`"),
+    (change("requests", 0, hash_ids=[1, -2]), "requests[0]", "hash_ids[1]`"),
+    (change("requests", 0, hash_ids=[1, "2"]), "requests[0]", "hash_ids[1]`"),
+    (change("requests", 0, hash_ids=[1]), "requests[0]", "1 blocks, but 130 tokens (in) are 2"),
+    (change("requests", 0, hash_ids=[]), "requests[0]", "0 blocks, but 130 tokens (in) are 2"),
+    (change("requests", 2, hash_ids=[1, 2, 3, 4]), "requests[2]", "hash_ids has 4 blocks"),
+    (change("requests", 0, type="x"), "requests[0]", "'x'"),
+    (change("requests", 0, type="x\ny"), "requests[0]", "'x y'"),
+    (change("requests", 0, t=11), "requests[2]", "t is 10 s, before the call above it (11 s)"),
+    (change("requests", 1, duration_ms=-1), "requests[1]", ".duration_ms`"),
+    (change("requests", 1, requests=[]), "requests[1].requests", "is empty"),
+    (change("requests", 1, agent_id="a b\n"), "requests[1]", ".agent_id`"),
+    (change(requests=[]), "requests", "is empty"),
+    (change(requests=[SUB_AGENT, CALL]), "requests[0]", "before its parent's first call"),
+    (change(requests=[CALL, [1]]), "requests[1]", "Expected `object`, got `array`"),
+    (change(requests={}), "broken.json", "`$.requests`"),
+    (change(block_size=0), "broken.json", "`$.block_size`"),
+    (change(system_tokens=-1), "broken.json", "`$.system_tokens`"),
+    (change(hash_id_scope="global"), "broken.json", "`$.hash_id_scope`"),
+    (change(id="../é"), "broken.json", "`$.id`"),
+]
+
+
+@pytest.mark.parametrize(("breaks", "record", "problem"), BROKEN)
+def test_a_broken_record_is_named(
+    tmp_path: Path, breaks: Callable[[Json], None], record: str, problem: str
+) -> None:
+    session = json.loads(json.dumps(SESSION))
+    breaks(session)
+    message = refused(write(tmp_path, session))
+    assert record in message
+    assert problem in message
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"{", "is not JSON"),
+        (b'{"id": nan}', "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b'{"x": ' + b"[" * 100_000, "is not JSON"),
+        (b"[]", "Expected `object`, got `array`"),
+        (gzip.compress(b""), "is empty"),
+        (gzip.compress(json.dumps(SESSION).encode())[:-9], "cannot be read"),
+        (gzip.compress(b"x" * 99)[:12] + b"garbage", "cannot be read"),
+        (b"\x1f\x8bno gzip at all", "cannot be read"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
+    path = tmp_path / "broken.json.gz"
+    path.write_bytes(content)
+    assert problem in refused(path)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="has no recorded sessions"):
+        trace_files(tmp_path)
+    with pytest.raises(WorkloadError, match=r"missing\.json is no file"):
+        trace_files(tmp_path / "missing.json")
+    with pytest.raises(WorkloadError, match="name a folder or files"):
+        trace_files([])
+
+
+REQUIRED = ("type", "t", "in", "out", "hash_ids", "stop")
+WRONG: dict[str, st.SearchStrategy[Any]] = {
+    "type": st.text().filter(lambda kind: kind not in ("n", "s", "subagent")),
+    "t": st.floats(max_value=0, exclude_max=True, allow_infinity=False) | st.text() | st.none(),
+    "in": st.integers(max_value=0) | st.text() | st.floats(0.1, 0.9) | st.none(),
+    "out": st.integers(max_value=-1) | st.text() | st.none() | st.integers(min_value=2**53),
+    "hash_ids": st.lists(st.integers(0, 99), min_size=4)
+    | st.lists(st.none() | st.text(), min_size=1)
+    | st.text()
+    | st.integers(),
+    "stop": st.integers() | st.none() | st.lists(st.text()),
+    "api_time": st.floats(max_value=0, exclude_max=True, allow_infinity=False) | st.text(),
+}
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_wrong_field_of_any_call_is_refused_by_record(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    place = data.draw(st.sampled_from([(0,), (2,), (1, 0), (1, 1)]))
+    field = data.draw(st.sampled_from(sorted(WRONG)))
+    session = json.loads(json.dumps(SESSION))
+    record: Any = session
+    for index in place:
+        record = record["requests"][index]
+    if field in REQUIRED and data.draw(st.booleans()):
+        del record[field]
+    else:
+        record[field] = data.draw(WRONG[field])
+    message = refused(write(tmp_path, session))
+    assert ".".join(f"requests[{index}]" for index in place) in message
