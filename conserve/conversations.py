@@ -258,9 +258,7 @@ class ConversationTable:
         self._hold(known, turn1_tokens)
         known.promised = True
         if placement.prefiller_id is not None:
-            known.prefiller_id = placement.prefiller_id
-            known.prefill_tokens = turn1_tokens
-            self.prefillers[placement.prefiller_id].queued_tokens += turn1_tokens
+            self._join_prefiller(known, placement.prefiller_id, turn1_tokens)
         self._start_turn(known, now_s)
         return placement
 
@@ -271,6 +269,18 @@ class ConversationTable:
             return None
         self._start_turn(conversation, now_s)
         return conversation
+
+    def prefill_later_turn(self, conversation: Conversation) -> str | None:
+        """Where the turn that it has just begun is prefilled; None: on its decoder.
+
+        In the prefiller's queue the turn counts with what the conversation holds: what it adds is
+        not known yet.
+        """
+        prefiller_id = self._policy.prefill_later_turn(self.prefillers.values())
+        if prefiller_id is not None:
+            self._leave_prefiller(conversation)
+            self._join_prefiller(conversation, prefiller_id, conversation.held_tokens)
+        return prefiller_id
 
     def prefilled(self, conversation_id: str, incarnation: int) -> None:
         """Its remote prefill is over, done or failed: the prefiller's queue is shorter."""
@@ -465,6 +475,11 @@ class ConversationTable:
             decoder = self.decoders[conversation.decoder_id]
             decoder.held_tokens += tokens - conversation.held_tokens
         conversation.held_tokens = tokens
+
+    def _join_prefiller(self, conversation: Conversation, prefiller_id: str, tokens: int) -> None:
+        conversation.prefiller_id = prefiller_id
+        conversation.prefill_tokens = tokens
+        self.prefillers[prefiller_id].queued_tokens += tokens
 
     def _leave_prefiller(self, conversation: Conversation) -> None:
         if conversation.prefiller_id is None:

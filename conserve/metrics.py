@@ -36,6 +36,13 @@ class Metrics:
             "conserve_cold_prefill_failures",
             "Remote prefills that failed; the decoder then prefilled by itself.",
         )
+        self.later_prefills = self._counter(
+            "conserve_later_prefills",
+            "Later turns prefilled on a prefiller; none under placement conversation.",
+        )
+        self.prefiller_loaded_tokens = self._counter(
+            "conserve_prefiller_loaded_tokens", "Tokens of KV that prefillers took from LMCache."
+        )
         self.prompt_tokens = self._counter(
             "conserve_prompt_tokens", "Prompt tokens of completed turns, history included."
         )

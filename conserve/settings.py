@@ -10,6 +10,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from conserve.placement import PlacementPolicy, PolicyName, make_policy
+
 EMBEDDED_MODEL = "embedded"
 
 
@@ -115,6 +117,16 @@ class Settings(_Strict):
     max_body_bytes: int = Field(
         default=32 * 1024 * 1024, ge=1024, description="Longest request body; over it: 413."
     )
+    placement: PolicyName = Field(
+        default="conversation",
+        description="Placement policy; the others are baselines to compare with.",
+    )
+    wrong_decision_rate: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="With `placement: per_turn`: share of later turns sent to a prefiller.",
+    )
     min_remote_prefill_tokens: int = Field(
         default=0,
         ge=0,
@@ -152,6 +164,29 @@ class Settings(_Strict):
         _without_reserved(self.prefillers.engine, "prefillers.engine")
         _without_reserved(self.decoders.engine, "decoders.engine")
         return self
+
+    @model_validator(mode="after")
+    def _placement_has_its_settings(self) -> Self:
+        if self.placement == "collocated" and "prefillers" in self.model_fields_set:
+            raise ValueError("prefillers: placement collocated has none; set decoders alone")
+        if self.placement != "per_turn" and self.wrong_decision_rate:
+            raise ValueError("wrong_decision_rate: only placement per_turn decides turn by turn")
+        if self.placement != "conversation" and self.min_remote_prefill_tokens:
+            raise ValueError("min_remote_prefill_tokens: only placement conversation reads it")
+        return self
+
+    @property
+    def prefiller_replicas(self) -> int:
+        """Prefillers to start: none where every engine does everything."""
+        return 0 if self.placement == "collocated" else self.prefillers.replicas
+
+    def policy(self) -> PlacementPolicy:
+        """The placement policy that these settings choose."""
+        return make_policy(
+            self.placement,
+            min_remote_prefill_tokens=self.min_remote_prefill_tokens,
+            wrong_decision_rate=self.wrong_decision_rate,
+        )
 
     @property
     def model_id(self) -> str:

@@ -43,8 +43,8 @@ def start_ray(settings: Settings) -> None:
     options: dict[str, Any] = {}
     if not os.environ.get("RAY_ADDRESS"):
         # Ray's CPUs are a book-keeping of reservations; a small machine must not refuse to start.
-        roles = (settings.prefillers, settings.decoders)
-        reserved = sum(role.replicas * role.num_cpus for role in roles)
+        reserved = settings.decoders.replicas * settings.decoders.num_cpus
+        reserved += settings.prefiller_replicas * settings.prefillers.num_cpus
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
     ray.init(namespace="serve", log_to_driver=True, **options)
@@ -55,11 +55,12 @@ def build(settings: Settings) -> Application:
     """The application for these settings, on the cluster that Ray is connected to."""
     gpu = _on_gpu(settings)
     settings = _with_chunk(settings, gpu)
-    prefillers = _engines("prefiller", settings, settings.prefillers, gpu)
-    decoders = _engines("decoder", settings, settings.decoders, gpu)
+    engines = [_engines("decoder", settings, settings.decoders, gpu)]
+    if settings.prefiller_replicas:
+        engines.append(_engines("prefiller", settings, settings.prefillers, gpu))
     options = {"num_replicas": settings.routers, "max_ongoing_requests": _MAX_ONGOING}
     router = cast(Any, Router).options(**options)
-    return router.bind(settings, decoders, prefillers)
+    return router.bind(settings, *engines)
 
 
 def _on_gpu(settings: Settings) -> bool:
@@ -109,8 +110,7 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
     engine["kv_transfer_config"] = {
         "kv_connector": _CONNECTOR,
         "kv_connector_module_path": _CONNECTOR_MODULE,
-        # A producer stores what it prefills; a consumer only takes. So KV moves once.
-        "kv_role": "kv_producer" if role == "prefiller" else "kv_consumer",
+        "kv_role": _kv_role(role, settings),
         # vLLM's default is to fail the request.
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
@@ -137,6 +137,14 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
 
 
 _CPU_ENGINE = {"enforce_eager": True, "dtype": "bfloat16", "distributed_executor_backend": "mp"}
+
+
+def _kv_role(role: Role, settings: Settings) -> str:
+    """A producer stores the prompts that it prefills; a consumer only takes. So KV moves once."""
+    if role == "prefiller":
+        return "kv_producer"
+    # There a prefiller reads what decoders have computed of the history.
+    return "kv_both" if settings.placement == "per_turn" else "kv_consumer"
 
 
 def _environment(gpu: bool) -> dict[str, str]:

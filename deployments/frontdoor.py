@@ -114,7 +114,8 @@ class FrontDoor:
 
     async def _health(self, request: Request) -> Response:
         alive = await self._table.call("health", patience_s=5.0)
-        healthy = alive["prefillers"] > 0 and alive["decoders"] > 0
+        prefills = alive["prefillers"] > 0 or not self._settings.prefiller_replicas
+        healthy = prefills and alive["decoders"] > 0
         return JSONResponse(
             {"status": "ok" if healthy else "unavailable", **alive},
             status_code=200 if healthy else 503,

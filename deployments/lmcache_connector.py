@@ -8,8 +8,8 @@ from the start. What a broken-off forward pass left behind is not stored. And la
 find their history in the decoder's own cache, do not ask the server.
 
 It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
-``_health_event``, ``_ensure_heartbeat_started``, the request trackers): check it when that version
-changes.
+``_health_event``, ``_ensure_heartbeat_started``, ``_can_store``, the request trackers): check it
+when that version changes.
 """
 
 import sys
@@ -61,7 +61,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         without two round trips to the server, and without locking the chunks of a long history.
         """
         turn1_tokens = (request.kv_transfer_params or {}).get(TURN1_TOKENS)
-        if turn1_tokens is not None:
+        # An engine that stores has to know what the server holds, or it stores it again.
+        if turn1_tokens is not None and not self._can_store:
             chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
             tracker = self._get_or_create_request_tracker(request)
             # A look-up that is under way has to be brought to its end.

@@ -36,7 +36,11 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """Where a turn goes. ``prefiller_id`` is set where a remote prefill comes first."""
+    """Where a turn goes. ``prefiller_id`` is set where a remote prefill comes first.
+
+    Attributes:
+        later: it is not the first turn on this decoder.
+    """
 
     conversation_id: str
     incarnation: int
@@ -45,6 +49,15 @@ class TurnPlan:
     decoder_url: str
     prefiller_id: str | None = None
     prefiller_url: str | None = None
+    later: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What a prefiller did: the prompt's length, and how much of its KV it found in LMCache."""
+
+    prompt_tokens: int
+    lmcache_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ INCARNATION_HEADER = b"x-conserve-incarnation"
 TURN_HEADER = b"x-conserve-turn"
 # Set where the next turn may come without an id: the decoder then works out the digests.
 RECOGNISE_HEADER = b"x-conserve-recognise"
+# Set where a prefiller has computed this later turn's prompt: LMCache holds more than turn 1's KV.
+PREFILLED_HEADER = b"x-conserve-prefilled"
 
 _DONE = b"data: [DONE]"
 # An answer must not hang on its bookkeeping. What the table misses, it learns from `Holdings`.
@@ -146,7 +148,8 @@ class TurnObserver:
         if RECOGNISE_HEADER in headers:
             turn.body, receive = await _read_ahead(receive)
         self._holdings.begin(turn.conversation_id, turn.incarnation, turn.turn_id)
-        turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.conversation_id)
+        if PREFILLED_HEADER not in headers:
+            turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.conversation_id)
         _current.set(turn.observation)
         try:
             await self._app(scope, receive, turn.relay(send))

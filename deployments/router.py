@@ -36,10 +36,10 @@ class Router:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it.
-        self, settings: Settings, decoders: DeploymentHandle, prefillers: DeploymentHandle
+        self, settings: Settings, *engines: DeploymentHandle
     ) -> None:
         context = serve.get_replica_context()
-        self._handles = (decoders, prefillers)
+        self._handles = engines
         self._table = TableClient(context.app_name, settings)
         self._id = context.replica_id.unique_id
         self._door = FrontDoor(settings, self._table, self._id)

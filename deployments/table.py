@@ -24,11 +24,18 @@ from conserve.conversations import (
     TurnStats,
 )
 from conserve.metrics import Metrics
-from conserve.placement import ConversationPlacement, Placement
+from conserve.placement import Placement
 from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.waiting import QueueFull, WaitingLine
-from deployments.messages import EngineInfo, Refusal, TurnPlan, TurnTiming, Unplaced
+from deployments.messages import (
+    EngineInfo,
+    Prefilled,
+    Refusal,
+    TurnPlan,
+    TurnTiming,
+    Unplaced,
+)
 
 logger = logging.getLogger("conserve.table")
 
@@ -50,7 +57,7 @@ class TableService:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._table = ConversationTable(
-            ConversationPlacement(settings.min_remote_prefill_tokens),
+            settings.policy(),
             settings.idle_timeout_s,
             settings.turn_timeout_s,
             # Above whatever a predecessor handed out, without having kept it.
@@ -158,7 +165,8 @@ class TableService:
                 self._settle(conversation_id)
         conversation = self._table.begin(conversation_id, time.time())
         if conversation is not None:
-            return self._plan(conversation, None, router_id)
+            prefiller_id = self._table.prefill_later_turn(conversation)
+            return self._plan(conversation, prefiller_id, router_id, later=True)
         counter = self._tokenizer()
         if counter is None:
             return _UNAVAILABLE
@@ -184,7 +192,7 @@ class TableService:
         if bound is not None:
             # This table was lost between the two calls, and a decoder had it still.
             self._settle(conversation_id)
-            return self._plan(bound, None, router_id)
+            return self._plan(bound, None, router_id, later=True)
         try:
             placement = await self._bind_or_wait(conversation_id, turn1_tokens)
             conversation = self._table.get(conversation_id)
@@ -216,14 +224,18 @@ class TableService:
             waiter.cancel()
         self._settle(conversation_id)
 
-    async def prefilled(self, plan: TurnPlan, prompt_tokens: int | None) -> None:
-        """The remote prefill is over. ``prompt_tokens``: as the prefiller counted, or failed."""
+    async def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
+        """The remote prefill is over; None: it failed."""
         self._table.prefilled(plan.conversation_id, plan.incarnation)
-        if prompt_tokens is None:
+        if done is None:
             self._metrics.cold_prefill_failures.inc()
+            return
+        self._metrics.prefiller_loaded_tokens.inc(done.lmcache_tokens)
+        if plan.later:
+            self._metrics.later_prefills.inc()
         else:
             self._metrics.cold_prefills.inc()
-            self._metrics.cold_prefill_tokens.inc(prompt_tokens)
+            self._metrics.cold_prefill_tokens.inc(done.prompt_tokens)
 
     async def advance(
         self,
@@ -334,7 +346,7 @@ class TableService:
     def _complete(self) -> bool:
         return (
             len(self._table.decoders) >= self._settings.decoders.replicas
-            and len(self._table.prefillers) >= self._settings.prefillers.replicas
+            and len(self._table.prefillers) >= self._settings.prefiller_replicas
         )
 
     def _tokenizer(self) -> EngineInfo | None:
@@ -348,7 +360,11 @@ class TableService:
         return None
 
     def _plan(
-        self, conversation: Conversation, prefiller_id: str | None, router_id: str
+        self,
+        conversation: Conversation,
+        prefiller_id: str | None,
+        router_id: str,
+        later: bool = False,
     ) -> TurnPlan:
         assert conversation.decoder_id is not None
         self._turns[conversation.running[-1]] = _Claim(
@@ -363,6 +379,7 @@ class TableService:
             decoder_url=self._engines[conversation.decoder_id].url,
             prefiller_id=prefiller.id if prefiller else None,
             prefiller_url=prefiller.url if prefiller else None,
+            later=later,
         )
 
     async def _bind_or_wait(self, conversation_id: str, tokens: int) -> Placement:

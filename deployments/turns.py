@@ -20,7 +20,7 @@ from conserve import identity, recognition
 from conserve.errors import ApiError, context_length_exceeded
 from conserve.recognition import Digest
 from conserve.settings import Settings
-from deployments.messages import Refusal, TurnPlan, TurnTiming, Unplaced
+from deployments.messages import Prefilled, Refusal, TurnPlan, TurnTiming, Unplaced
 from deployments.responses import TABLE_RESTARTING, error_response
 from deployments.table import TableClient, TableUnavailable
 from deployments.upstream import EngineUnreachable, Upstream, engine_error
@@ -219,9 +219,15 @@ class Turns:
         answer = await self._claim("begin", turn.explicit_id, turn.candidates)
         turn.conversation_id = answer.conversation_id
         if not isinstance(answer, Unplaced):
+            if answer.prefiller_url is not None:
+                turn.plan = answer
+                counter = (answer.decoder_url, answer.decoder_id)
+                prompt, _, _ = await self._count(turn, *counter)
+                await self._prefill(turn, answer, prompt)
             return answer
         try:
-            prompt, tokens, longest = await self._count(turn, answer)
+            counter = (answer.tokenizer_url, answer.tokenizer_id)
+            prompt, tokens, longest = await self._count(turn, *counter)
             if longest >= answer.max_model_len:
                 raise context_length_exceeded(longest, answer.max_model_len)
         except BaseException:
@@ -267,30 +273,24 @@ class Turns:
         turn = (plan.conversation_id, plan.incarnation, plan.turn_id)
         self._table.tell("abandon", *turn, None, None)
 
-    async def _count(self, turn: Turn, unplaced: Unplaced) -> tuple[Any, int, int]:
+    async def _count(self, turn: Turn, url: str, engine_id: str) -> tuple[Any, int, int]:
         """The prompt, as token ids where possible, its length, and that of its longest part."""
         model = {"model": turn.body["model"]}
         try:
             if turn.path == "/v1/chat/completions":
-                tokens = await self._upstream.count_tokens(
-                    unplaced.tokenizer_url, {**model, **_rendered(turn.body)}
-                )
+                tokens = await self._upstream.count_tokens(url, {**model, **_rendered(turn.body)})
                 return tokens, len(tokens), len(tokens)
             prompt = turn.body["prompt"]
             if isinstance(prompt, str):
-                tokens = await self._upstream.count_tokens(
-                    unplaced.tokenizer_url, {**model, "prompt": prompt}
-                )
+                tokens = await self._upstream.count_tokens(url, {**model, "prompt": prompt})
                 return tokens, len(tokens), len(tokens)
-            lengths = await self._count_prompts(prompt, unplaced, model)
+            lengths = await self._count_prompts(prompt, url, model)
             return prompt, sum(lengths), max(lengths)
         except EngineUnreachable as error:
-            await self._report_if_lost(unplaced.tokenizer_id, unplaced.tokenizer_url, str(error))
+            await self._report_if_lost(engine_id, url, str(error))
             raise
 
-    async def _count_prompts(
-        self, prompt: Any, unplaced: Unplaced, model: dict[str, Any]
-    ) -> list[int]:
+    async def _count_prompts(self, prompt: Any, url: str, model: dict[str, Any]) -> list[int]:
         if not isinstance(prompt, list):
             raise ApiError(400, "prompt must be a string or a list", param="prompt")
         if all(isinstance(item, int) for item in prompt):
@@ -299,7 +299,7 @@ class Turns:
         for item in prompt:
             if isinstance(item, str):
                 body = {**model, "prompt": item}
-                lengths.append(len(await self._upstream.count_tokens(unplaced.tokenizer_url, body)))
+                lengths.append(len(await self._upstream.count_tokens(url, body)))
             elif isinstance(item, list):
                 lengths.append(len(item))
             else:
@@ -312,16 +312,16 @@ class Turns:
         body = {"model": turn.body["model"], "prompt": prompt, "max_tokens": 1, "temperature": 0}
         if "cache_salt" in turn.body:
             body["cache_salt"] = turn.body["cache_salt"]
-        tokens: int | None = None
+        done: Prefilled | None = None
         try:
-            tokens = await self._upstream.prefill(plan.prefiller_url, body)
+            done = await self._upstream.prefill(plan.prefiller_url, body)
         except (EngineUnreachable, ApiError) as error:
             # No turn fails for want of a prefiller: its decoder computes what it does not find.
             logger.warning("prefill on %s: %s", plan.prefiller_id, error)
             if isinstance(error, EngineUnreachable) or error.status >= 500:
                 await self._report_if_lost(plan.prefiller_id, plan.prefiller_url, str(error))
         finally:
-            self._table.tell("prefilled", plan, tokens)
+            self._table.tell("prefilled", plan, done)
 
     # --- the answer --------------------------------------------------------------------------
 
@@ -334,6 +334,8 @@ class Turns:
         }
         if turn.path == "/v1/chat/completions":
             headers["x-conserve-recognise"] = "1"
+        if plan.later and plan.prefiller_id is not None:
+            headers["x-conserve-prefilled"] = "1"
         if turn.request_id:
             headers["x-request-id"] = turn.request_id
         turn.at_decoder = True

@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 
 from conserve.errors import ApiError, from_engine
+from deployments.messages import Prefilled
 
 _CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -44,15 +45,20 @@ class Upstream:
         tokens: list[int] = answer["tokens"]
         return tokens
 
-    async def prefill(self, url: str, body: dict[str, Any]) -> int:
-        """Have a prompt's KV computed and stored; returns its length as the engine counted.
+    async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
+        """Have a prompt's KV computed and stored.
 
         Raises:
             ApiError: the engine refuses the request.
             EngineUnreachable: let the decoder prefill.
         """
-        answer = await self._json(url + "/v1/completions", body)
-        return int(answer["usage"]["prompt_tokens"])
+        asked = {**body, "kv_transfer_params": {"cached_token_stats": True}}
+        answer = await self._json(url + "/v1/completions", asked)
+        reported = (answer.get("kv_transfer_params") or {}).get("cached_token_stats") or {}
+        return Prefilled(
+            int(answer["usage"]["prompt_tokens"]),
+            int(reported.get("num_lmcache_extra_cached_tokens") or 0),
+        )
 
     async def healthy(self, url: str) -> bool:
         """Whether an engine answers its health check."""

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from conserve.conversations import Conversation, ConversationTable, TurnStats
-from conserve.placement import ConversationPlacement, Placement
+from conserve.placement import (
+    ConversationPlacement,
+    FullDisaggregationPlacement,
+    Placement,
+    PlacementPolicy,
+)
 from deployments.holdings import Holdings
 
 IDLE_S = 100.0
@@ -20,9 +25,12 @@ OTHER_TAILS = (b"2" * 16,)
 
 
 def a_table(
-    decoders: int = 2, prefillers: int = 1, capacity_tokens: int = 1000
+    decoders: int = 2,
+    prefillers: int = 1,
+    capacity_tokens: int = 1000,
+    policy: PlacementPolicy | None = None,
 ) -> ConversationTable:
-    table = ConversationTable(ConversationPlacement(), IDLE_S, TURN_S)
+    table = ConversationTable(policy or ConversationPlacement(), IDLE_S, TURN_S)
     for i in range(1, decoders + 1):
         table.add_decoder(f"d{i}", capacity_tokens)
     for i in range(1, prefillers + 1):
@@ -386,6 +394,32 @@ def test_a_prefiller_that_comes_back_has_an_empty_queue() -> None:
     table.remove_prefiller("p1")
     table.add_prefiller("p1")
     table.prefilled("c", running.incarnation)
+    assert table.prefillers["p1"].queued_tokens == 0
+
+
+def test_a_later_turn_is_prefilled_where_the_policy_says() -> None:
+    table = a_table(policy=FullDisaggregationPlacement())
+    turn(table, "c", 100)
+    running = start(table, "c")
+    assert table.prefill_later_turn(the(table, "c")) == "p1"
+    # It counts with what is known: the history.
+    assert table.prefillers["p1"].queued_tokens == 110
+    # A second turn beside it takes its place in the queue.
+    second = start(table, "c")
+    assert table.prefill_later_turn(the(table, "c")) == "p1"
+    assert table.prefillers["p1"].queued_tokens == 110
+    table.prefilled("c", running.incarnation)
+    assert table.prefillers["p1"].queued_tokens == 0
+    assert table.prefill_later_turn(the(table, "c")) == "p1"
+    assert second.advance(table, 150)
+    assert table.prefillers["p1"].queued_tokens == 0
+
+
+def test_by_default_a_later_turn_is_prefilled_by_its_decoder() -> None:
+    table = a_table()
+    turn(table, "c", 100)
+    start(table, "c")
+    assert table.prefill_later_turn(the(table, "c")) is None
     assert table.prefillers["p1"].queued_tokens == 0
 
 

@@ -1,12 +1,27 @@
 """Where a conversation goes."""
 
 import doctest
+from types import ModuleType
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve import placement
-from conserve.placement import ConversationPlacement, Decoder, Placement, Prefiller
+from conserve.placement import (
+    CollocatedPlacement,
+    ConversationPlacement,
+    Decoder,
+    FullDisaggregationPlacement,
+    PerTurnPlacement,
+    Placement,
+    PlacementPolicy,
+    Prefiller,
+    collocated,
+    conversation,
+    full_disaggregation,
+    make_policy,
+    per_turn,
+)
 
 
 def choose(turn1_tokens: int, *decoders: Decoder) -> str | None:
@@ -72,10 +87,47 @@ def test_short_first_turns_can_be_kept_from_prefillers() -> None:
     assert policy.place(10, decoders, prefillers) == Placement("d", "p")
 
 
-def test_the_documented_example() -> None:
-    result = doctest.testmod(placement)
-    assert result.attempted >= 2
+@pytest.mark.parametrize("module", [collocated, conversation, full_disaggregation, per_turn])
+def test_the_documented_example(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted >= 1
     assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "first", "later"),
+    [
+        (ConversationPlacement(), "p", None),
+        (CollocatedPlacement(), None, None),
+        (FullDisaggregationPlacement(), "p", "p"),
+        (PerTurnPlacement(0.0), "p", None),
+        (PerTurnPlacement(1.0), "p", "p"),
+    ],
+)
+def test_where_each_policy_has_prefills_run(
+    policy: PlacementPolicy, first: str | None, later: str | None
+) -> None:
+    assert policy.place(10, [Decoder("d", 100)], [Prefiller("p")]) == Placement("d", first)
+    for _ in range(20):
+        assert policy.prefill_later_turn([Prefiller("q", 7), Prefiller("p", 3)]) == later
+    assert policy.prefill_later_turn([]) is None
+
+
+@given(st.floats(0, 1), st.integers(0, 2**32))
+def test_wrong_decisions_come_at_their_rate(rate: float, seed: int) -> None:
+    policy, again = PerTurnPlacement(rate, seed), PerTurnPlacement(rate, seed)
+    decisions = [policy.prefill_later_turn([Prefiller("p")]) for _ in range(2000)]
+    assert decisions == [again.prefill_later_turn([Prefiller("p")]) for _ in range(2000)]
+    # Five standard deviations.
+    assert abs(decisions.count("p") / 2000 - rate) < 0.06
+
+
+def test_policies_by_name() -> None:
+    assert make_policy("conversation", min_remote_prefill_tokens=7) == ConversationPlacement(7)
+    assert make_policy("collocated") == CollocatedPlacement()
+    assert make_policy("full_disaggregation") == FullDisaggregationPlacement()
+    always = make_policy("per_turn", wrong_decision_rate=1.0)
+    assert always.prefill_later_turn([Prefiller("p")]) == "p"
 
 
 DECODERS = st.lists(
@@ -93,11 +145,27 @@ PREFILLERS = st.lists(
 )
 
 
-@given(st.integers(0, 2500), DECODERS, PREFILLERS)
+@given(
+    st.sampled_from(
+        [
+            CollocatedPlacement(),
+            ConversationPlacement(),
+            FullDisaggregationPlacement(),
+            PerTurnPlacement(0.1),
+        ]
+    ),
+    st.integers(0, 2500),
+    DECODERS,
+    PREFILLERS,
+)
 def test_the_choice_has_room_and_the_lowest_occupancy(
-    turn1_tokens: int, decoders: list[Decoder], prefillers: list[Prefiller]
+    policy: PlacementPolicy,
+    turn1_tokens: int,
+    decoders: list[Decoder],
+    prefillers: list[Prefiller],
 ) -> None:
-    decision = ConversationPlacement().place(turn1_tokens, iter(decoders), iter(prefillers))
+    """The same decoder under each, so that they differ in where prefills run alone."""
+    decision = policy.place(turn1_tokens, iter(decoders), iter(prefillers))
     fitting = {
         d.id: d.held_tokens / d.capacity_tokens
         for d in decoders
@@ -109,6 +177,6 @@ def test_the_choice_has_room_and_the_lowest_occupancy(
     assert fitting[decision.decoder_id] == min(fitting.values())
     queues = {p.id: p.queued_tokens for p in prefillers}
     if decision.prefiller_id is None:
-        assert not queues
+        assert not queues or isinstance(policy, CollocatedPlacement)
     else:
         assert queues[decision.prefiller_id] == min(queues.values())

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from conserve.placement import CollocatedPlacement, ConversationPlacement, Prefiller
 from conserve.settings import Settings, SettingsError, load
 
 
@@ -176,6 +177,8 @@ def test_nothing_is_suggested_where_nothing_is_close() -> None:
         ({"routers": 0}, "routers"),
         ({"max_body_bytes": 10}, "max_body_bytes"),
         ({"min_remote_prefill_tokens": -1}, "min_remote_prefill_tokens"),
+        ({"placement": "random"}, "placement"),
+        ({"placement": "per_turn", "wrong_decision_rate": 1.5}, "wrong_decision_rate"),
         ({"decoders": 0}, "decoders.replicas"),
         ({"decoders": "-1"}, "decoders"),
         ({"decoders": "three"}, "decoders"),
@@ -195,6 +198,34 @@ def test_a_bad_value_is_refused_by_its_fields_name(arguments: dict[str, Any], fi
     lines = refusal_of(arguments).splitlines()
     assert lines[0] == "bad settings for ConServe"
     assert [line.split(":")[0] for line in lines[1:]] == [f"  {field}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"placement": "collocated", "prefillers": 1}, "prefillers: placement collocated has none"),
+        ({"wrong_decision_rate": 0.1}, "wrong_decision_rate: only placement per_turn"),
+        (
+            {"placement": "per_turn", "min_remote_prefill_tokens": 9},
+            "min_remote_prefill_tokens: only placement conversation",
+        ),
+    ],
+)
+def test_settings_that_another_placement_would_ignore_are_refused(
+    arguments: dict[str, Any], said: str
+) -> None:
+    assert said in refusal_of(arguments)
+
+
+def test_a_placement_brings_its_policy_and_its_engines() -> None:
+    assert load(None).policy() == ConversationPlacement()
+    assert load({"min_remote_prefill_tokens": 9}).policy() == ConversationPlacement(9)
+    collocated = load({"placement": "collocated", "decoders": 3})
+    assert collocated.policy() == CollocatedPlacement()
+    assert collocated.prefiller_replicas == 0
+    per_turn = load({"placement": "per_turn", "wrong_decision_rate": 1, "prefillers": 2})
+    assert per_turn.prefiller_replicas == 2
+    assert per_turn.policy().prefill_later_turn([Prefiller("p")]) == "p"
 
 
 def test_all_problems_are_told_at_once() -> None:

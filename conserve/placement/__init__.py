@@ -1,0 +1,42 @@
+"""Where a conversation goes, and where its turns are prefilled: one policy a file.
+
+`conversation` is ConServe's own; the others are what it is compared with. See README.md.
+"""
+
+from typing import Literal
+
+from conserve.placement.collocated import CollocatedPlacement
+from conserve.placement.conversation import ConversationPlacement
+from conserve.placement.full_disaggregation import FullDisaggregationPlacement
+from conserve.placement.per_turn import PerTurnPlacement
+from conserve.placement.state import Decoder, Placement, PlacementPolicy, Prefiller
+
+PolicyName = Literal["conversation", "collocated", "full_disaggregation", "per_turn"]
+
+__all__ = [
+    "CollocatedPlacement",
+    "ConversationPlacement",
+    "Decoder",
+    "FullDisaggregationPlacement",
+    "PerTurnPlacement",
+    "Placement",
+    "PlacementPolicy",
+    "PolicyName",
+    "Prefiller",
+    "make_policy",
+]
+
+
+def make_policy(
+    name: PolicyName, *, min_remote_prefill_tokens: int = 0, wrong_decision_rate: float = 0.0
+) -> PlacementPolicy:
+    """The policy of this name, with the settings that are its own."""
+    match name:
+        case "conversation":
+            return ConversationPlacement(min_remote_prefill_tokens)
+        case "collocated":
+            return CollocatedPlacement()
+        case "full_disaggregation":
+            return FullDisaggregationPlacement()
+        case "per_turn":
+            return PerTurnPlacement(wrong_decision_rate)

@@ -1,0 +1,30 @@
+"""A baseline: every replica prefills and decodes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from conserve.placement.state import Decoder, Placement, Prefiller, emptiest_decoder
+
+
+@dataclass(frozen=True, slots=True)
+class CollocatedPlacement:
+    """Each conversation on one replica, prefill and decode batched together (section 5.1).
+
+    The replica is the one with the lowest KV occupancy. Prefillers, if there are any, get
+    nothing. Set the engines' ``max_num_batched_tokens`` such that a step with a whole chunk of
+    prefill stays within the service level for TBT: the paper's rule is 5 times an unloaded
+    step's time.
+
+    Example:
+        >>> CollocatedPlacement().place(900, [Decoder("d1", 8000)], [Prefiller("p1")])
+        Placement(decoder_id='d1', prefiller_id=None)
+    """
+
+    def place(
+        self, turn1_tokens: int, decoders: Iterable[Decoder], prefillers: Iterable[Prefiller]
+    ) -> Placement | None:
+        decoder = emptiest_decoder(turn1_tokens, decoders)
+        return None if decoder is None else Placement(decoder.id, None)
+
+    def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
+        return None

@@ -1,0 +1,47 @@
+"""A baseline: one decision a turn, some of them wrong."""
+
+import random
+from collections.abc import Iterable
+
+from conserve.placement.state import (
+    Decoder,
+    Placement,
+    Prefiller,
+    emptiest_decoder,
+    shortest_queue,
+)
+
+
+class PerTurnPlacement:
+    """A later turn's prefill on its decoder or on a prefiller, decided turn by turn.
+
+    This is AMPD as ConServe compares with it (section 5.1): with appends of some hundred tokens
+    the right decision is the decoder, always, and a cost model that errs sends a turn to a
+    prefiller. The prefiller then reads the history from LMCache, where decoders leave it under
+    this policy, and the decoder takes back what is new.
+
+    Settings:
+        wrong_decision_rate: share of later turns sent to a prefiller, drawn for each; 0 is
+            ConServe's own placement, 0.1 what the paper reports.
+        seed: of the draws.
+
+    Example:
+        >>> policy = PerTurnPlacement(wrong_decision_rate=0.5, seed=1)
+        >>> [policy.prefill_later_turn([Prefiller("p1")]) for _ in range(4)]
+        ['p1', None, None, 'p1']
+    """
+
+    def __init__(self, wrong_decision_rate: float, seed: int = 0) -> None:
+        self._wrong_decision_rate = wrong_decision_rate
+        self._draws = random.Random(seed)
+
+    def place(
+        self, turn1_tokens: int, decoders: Iterable[Decoder], prefillers: Iterable[Prefiller]
+    ) -> Placement | None:
+        decoder = emptiest_decoder(turn1_tokens, decoders)
+        return None if decoder is None else Placement(decoder.id, shortest_queue(prefillers))
+
+    def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
+        if self._draws.random() >= self._wrong_decision_rate:
+            return None
+        return shortest_queue(prefillers)

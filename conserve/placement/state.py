@@ -1,0 +1,102 @@
+"""What a placement policy reads, what it decides, and the seat that it sits in.
+
+A policy reads observed state alone (a first turn's length in tokens, engines' loads) and
+returns a decision. It knows neither Ray nor vLLM nor a clock, so the live system, a simulator
+and the tests run the same class, and a baseline is another class in the same seat.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(slots=True)
+class Decoder:
+    """A decoder as the policy sees it. ``held_tokens`` counts promised conversations too."""
+
+    id: str
+    capacity_tokens: int
+    held_tokens: int = 0
+    conversations: int = 0
+
+    @property
+    def occupancy(self) -> float:
+        """Tokens held for live conversations, as a share of the capacity."""
+        return self.held_tokens / self.capacity_tokens
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether ``tokens`` more fit. An empty decoder takes what it is given."""
+        return self.held_tokens + tokens <= self.capacity_tokens or self.conversations == 0
+
+
+@dataclass(slots=True)
+class Prefiller:
+    """A prefiller as the policy sees it: tokens of prefills sent to it and not yet done."""
+
+    id: str
+    queued_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A decision: the decoder for the conversation's life, the prefiller for its first turn.
+
+    ``prefiller_id`` is None where the decoder is to prefill by itself.
+    """
+
+    decoder_id: str
+    prefiller_id: str | None
+
+
+class PlacementPolicy(Protocol):
+    """The seat of a placement policy."""
+
+    def place(
+        self, turn1_tokens: int, decoders: Iterable[Decoder], prefillers: Iterable[Prefiller]
+    ) -> Placement | None:
+        """Decide for a conversation that is bound to no decoder.
+
+        Args:
+            turn1_tokens: length of its prompt, in tokens of the served model.
+            decoders: those alive; ties go to the one listed first.
+            prefillers: those alive; may be empty.
+
+        Returns:
+            The decision, or None while no decoder has room.
+        """
+        ...
+
+    def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
+        """Decide for a turn of a conversation that is bound to a decoder.
+
+        Args:
+            prefillers: those alive; may be empty.
+
+        Returns:
+            Id of the prefiller that is to run the turn's prefill, or None: its decoder does.
+        """
+        ...
+
+
+def emptiest_decoder(turn1_tokens: int, decoders: Iterable[Decoder]) -> Decoder | None:
+    """Of those with room, the one with the lowest occupancy; then with fewer conversations."""
+    best: Decoder | None = None
+    for decoder in decoders:
+        if not decoder.has_room(turn1_tokens):
+            continue
+        if best is None or _emptiness(decoder) < _emptiness(best):
+            best = decoder
+    return best
+
+
+def shortest_queue(prefillers: Iterable[Prefiller]) -> str | None:
+    """Id of the prefiller with the fewest tokens still to prefill, or None without any."""
+    best: Prefiller | None = None
+    for prefiller in prefillers:
+        if best is None or prefiller.queued_tokens < best.queued_tokens:
+            best = prefiller
+    return None if best is None else best.id
+
+
+def _emptiness(decoder: Decoder) -> tuple[float, int]:
+    return decoder.occupancy, decoder.conversations
