@@ -88,6 +88,9 @@ def run(
         int | None,
         typer.Option(help="The model's context; longer turns are left out, and counted."),
     ] = None,
+    max_turns: Annotated[
+        int | None, typer.Option(help="Leave recorded sessions with more turns out.")
+    ] = None,
     mean_gap: Annotated[float | None, typer.Option(help="Of dialogues, seconds.")] = None,
     max_output_tokens: Annotated[
         int | None, typer.Option(help="Of each answer in dialogues.")
@@ -161,6 +164,7 @@ def run(
             scale_gaps=scale_gaps,
             max_gap_s=max_gap,
             max_context_tokens=max_context_tokens,
+            max_turns=max_turns,
             mean_gap_s=mean_gap,
             max_output_tokens=max_output_tokens,
             declare_tools=declare_tools or None,

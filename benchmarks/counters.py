@@ -12,6 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 _HANDOFFS = "conserve_handoffs_total"
 _HANDOFF_TOKENS = "conserve_handoff_tokens_total"
+_LOADED_TOKENS = "conserve_prefiller_loaded_tokens_total"
+_LATER_PREFILLS = "conserve_later_prefills_total"
 _MOVES = "conserve_moves_total"
 _COLD_PREFILL_TOKENS = "conserve_cold_prefill_tokens_total"
 _PREFIX_HITS = "vllm:prefix_cache_hits_total"
@@ -20,6 +22,8 @@ _PREFIX_QUERIES = "vllm:prefix_cache_queries_total"
 NAMES = (
     _HANDOFFS,
     _HANDOFF_TOKENS,
+    _LOADED_TOKENS,
+    _LATER_PREFILLS,
     _MOVES,
     _COLD_PREFILL_TOKENS,
     _PREFIX_HITS,
@@ -33,10 +37,13 @@ class ServerFigures:
     """What the server reported of a run; None: not available.
 
     Attributes:
-        handoffs: conversations whose KV a decoder took over.
-        handoff_tokens: tokens of KV that decoders took over.
+        handoffs: turns for which a decoder took KV over; one a conversation, with ConServe's own
+            placement.
+        handoff_tokens: tokens of KV that moved: to decoders, and to prefillers from what decoders
+            had left of the history.
         handoff_tokens_per_conversation: of the conversations that were started.
         handoff_bytes: the tokens times the bytes of a token's KV, where these are given.
+        later_prefills: later turns that were prefilled on a prefiller.
         moves: conversations bound again because their decoder was lost.
         cold_prefill_tokens: of first turns, prefilled on a prefiller.
         prefix_cache_share: of the prompt tokens that vLLM's engines looked up in their own prefix
@@ -47,6 +54,7 @@ class ServerFigures:
     handoff_tokens: float | None = None
     handoff_tokens_per_conversation: float | None = None
     handoff_bytes: float | None = None
+    later_prefills: float | None = None
     moves: float | None = None
     cold_prefill_tokens: float | None = None
     prefix_cache_share: float | None = None
@@ -95,6 +103,8 @@ def server_figures(
     """
     known = counters or {}
     tokens, queries = known.get(_HANDOFF_TOKENS), known.get(_PREFIX_QUERIES)
+    if tokens is not None:
+        tokens += known.get(_LOADED_TOKENS, 0.0)
     return ServerFigures(
         handoffs=known.get(_HANDOFFS),
         handoff_tokens=tokens,
@@ -104,6 +114,7 @@ def server_figures(
         handoff_bytes=(
             None if tokens is None or kv_bytes_per_token is None else tokens * kv_bytes_per_token
         ),
+        later_prefills=known.get(_LATER_PREFILLS),
         moves=known.get(_MOVES),
         cold_prefill_tokens=known.get(_COLD_PREFILL_TOKENS),
         prefix_cache_share=known.get(_PREFIX_HITS, 0.0) / queries if queries else None,

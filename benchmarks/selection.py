@@ -23,6 +23,7 @@ _ONLY: dict[str, tuple[Kind, ...]] = {
     "scale_gaps": ("recorded", "synthetic"),
     "max_gap_s": ("recorded",),
     "max_context_tokens": ("recorded", "synthetic"),
+    "max_turns": ("recorded",),
     "mean_gap_s": ("dialogues",),
     "max_output_tokens": ("dialogues",),
     "declare_tools": ("dialogues",),
@@ -55,6 +56,7 @@ class Selection:
     scale_gaps: float | None = None
     max_gap_s: float | None = None
     max_context_tokens: int | None = None
+    max_turns: int | None = None
     mean_gap_s: float | None = None
     max_output_tokens: int | None = None
     declare_tools: bool | None = None
@@ -100,6 +102,7 @@ class Selection:
             arrivals=arrivals,
             vocabulary=self._vocabulary(),
             changes=changes,
+            max_turns=self.max_turns,
             seed=seed,
         )
 

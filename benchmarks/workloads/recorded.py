@@ -80,6 +80,7 @@ def recorded(
     arrivals: Arrivals,
     vocabulary: range,
     changes: Changes | None = None,
+    max_turns: int | None = None,
     seed: int = 0,
 ) -> Workload:
     """Recorded sessions, drawn without repeating one until all were drawn.
@@ -91,24 +92,31 @@ def recorded(
         source: a folder of recordings, or recordings.
         sessions: how many; their sub-agents are conversations besides.
         vocabulary: token ids to use; it should leave out the model's special tokens.
+        max_turns: sessions with more turns, sub-agents' not counted, are left out. None: none are.
         seed: which sessions, in which order, and of which tokens.
 
     Returns:
         The workload, whose counts are: sessions, conversations (with sub-agents) and turns to be
         sent; conversations cut, and sub-agents and turns left out, because of the model's context;
-        distinct sessions that were drawn and left out for it; gaps estimated because ``api_time``
-        was missing; and outputs lengthened to one token.
+        distinct sessions that were drawn and left out for it, or for their turns; gaps estimated
+        because ``api_time`` was missing; and outputs lengthened to one token.
 
     Raises:
-        WorkloadError: a setting is wrong, a recording is broken, or no session fits the context.
+        WorkloadError: a setting is wrong, a recording is broken, or no session fits the context
+            and has few enough turns.
     """
     require(sessions > 0, f"{sessions} sessions are asked for; give a number from 1")
     require(seed >= 0, f"the seed is {seed}; give one from 0")
+    require(
+        max_turns is None or max_turns > 0,
+        f"max_turns is {max_turns}; give a number from 1, or none",
+    )
     check_vocabulary(vocabulary)
     changes = changes or Changes()
     files = trace_files(source)
     replays: dict[Path, Replay] = {}
     chosen: list[Replay] = []
+    left_out: set[Path] = set()
     for drawn, path in enumerate(choose(files, seed)):
         if path not in replays:
             session = read_session(path)
@@ -118,18 +126,23 @@ def recorded(
                 f"tokens vanish; give at least {1 / session.block_tokens:g}",
             )
             replays[path] = Replay(session, changes, vocabulary, seed)
-        if replays[path].turns:
-            chosen.append(replays[path])
+        replay = replays[path]
+        if replay.turns and (max_turns is None or len(replay.session.calls) <= max_turns):
+            chosen.append(replay)
+        else:
+            left_out.add(path)
         if len(chosen) == sessions:
             break
         require(
             drawn + 1 < len(files) or bool(chosen),
             f"no session of {source} has a first turn that fits into "
-            f"{changes.max_context_tokens} tokens; scale the tokens down",
+            f"{changes.max_context_tokens or 'any number of'} tokens"
+            + (f", and at most {max_turns} turns" if max_turns else "")
+            + "; scale the tokens down, or allow more",
         )
     return Workload(
         "recorded",
-        _counts(chosen) | {"sessions_left_out": sum(not r.turns for r in replays.values())},
+        _counts(chosen) | {"sessions_left_out": len(left_out)},
         partial(_arrive, chosen, arrivals, seed),
     )
 

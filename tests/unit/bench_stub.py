@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,3 +193,25 @@ class Planned:
             output_tokens=self.tokens,
             effective=effective,
         )
+
+
+@contextmanager
+def served(stub: Stub) -> Iterator[Stub]:
+    """The stub in a thread of its own; the command has an event loop of its own."""
+    loop = asyncio.new_event_loop()
+    up, down = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async with serving(stub):
+            up.set()
+            await down.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert up.wait(10)
+    try:
+        yield stub
+    finally:
+        loop.call_soon_threadsafe(down.set)
+        thread.join(10)
+        loop.close()

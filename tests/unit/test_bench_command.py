@@ -1,6 +1,5 @@
 """``conserve bench`` as a user calls it, against an endpoint that counts."""
 
-import asyncio
 import json
 import os
 import re
@@ -19,33 +18,11 @@ from typer.testing import CliRunner, Result
 from benchmarks.command import bench
 from benchmarks.report import read_report
 from benchmarks.storage import read_records
-from tests.unit.bench_stub import Behaviour, Stub, hang, refuse, serving
+from tests.unit.bench_stub import Behaviour, Stub, hang, refuse, served
 
 DATA = Path(os.environ.get("CONSERVE_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
 # Quick: short prompts, no waiting.
 QUICK = ["--scale-tokens", "0.01", "--scale-gaps", "0", "--arrivals", "together", "--no-plots"]
-
-
-@contextmanager
-def _served(stub: Stub) -> Iterator[Stub]:
-    """The stub in a thread of its own; the command has an event loop of its own."""
-    loop = asyncio.new_event_loop()
-    up, down = threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        async with serving(stub):
-            up.set()
-            await down.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    assert up.wait(10)
-    try:
-        yield stub
-    finally:
-        loop.call_soon_threadsafe(down.set)
-        thread.join(10)
-        loop.close()
 
 
 def _bench(*arguments: str | Path) -> Result:
@@ -76,7 +53,7 @@ def _refused(*arguments: str | Path) -> str:
 
 
 def test_one_endpoint(tmp_path: Path) -> None:
-    with _served(Stub()) as stub:
+    with served(Stub()) as stub:
         result = _bench(
             "run", f"stub={stub.url}", *QUICK, "--conversations", "4", "--unloaded", "2",
             "--out", tmp_path, "--parquet", "--conversation-header", "x-session-id",
@@ -104,7 +81,7 @@ def test_one_endpoint(tmp_path: Path) -> None:
 
 
 def test_recorded_sessions(tmp_path: Path) -> None:
-    with _served(Stub()) as stub:
+    with served(Stub()) as stub:
         result = _bench(
             "run", f"stub={stub.url}", "--workload", "recorded",
             "--data", DATA / "claude-code-traces", "--conversations", "1",
@@ -128,7 +105,7 @@ def test_recorded_sessions(tmp_path: Path) -> None:
 
 
 def test_recorded_dialogues(tmp_path: Path) -> None:
-    with _served(Stub()) as stub:
+    with served(Stub()) as stub:
         result = _bench(
             "run", f"stub={stub.url}", "--workload", "dialogues",
             "--data", DATA / "tau-bench/gpt-4o-airline.json.gz", "--conversations", "2",
@@ -147,7 +124,7 @@ def test_recorded_dialogues(tmp_path: Path) -> None:
 
 
 def test_several_endpoints_alternate_and_compare(tmp_path: Path) -> None:
-    with _served(Stub()) as one, _served(Stub()) as two:
+    with served(Stub()) as one, served(Stub()) as two:
         result = _bench(
             "run", f"a={one.url}", f"b={two.url}", *QUICK, "--conversations", "2", "--rounds", "3",
             "--unloaded", "1", "--out", tmp_path,
@@ -169,7 +146,7 @@ def test_several_endpoints_alternate_and_compare(tmp_path: Path) -> None:
 
 
 def test_an_earlier_reference_is_used(tmp_path: Path) -> None:
-    with _served(Stub()) as stub:
+    with served(Stub()) as stub:
         call = ["run", f"s={stub.url}", *QUICK, "--conversations", "2"]
         first = _bench(*call, "--unloaded", "1", "--out", tmp_path / "1")
         assert first.exit_code == 0, first.output
@@ -189,7 +166,7 @@ def test_an_earlier_reference_is_used(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_still_reports(tmp_path: Path) -> None:
-    with _served(Stub()) as stub, _interrupted(lambda: len(stub.turns) == 3):
+    with served(Stub()) as stub, _interrupted(lambda: len(stub.turns) == 3):
         # All first turns are sent; second ones wait for their tools for longer than any test.
         result = _bench(
             "run", f"s={stub.url}", "--scale-tokens", "0.01", "--scale-gaps", "10000",
@@ -208,7 +185,7 @@ def test_ctrl_c_reports_the_whole_rounds(tmp_path: Path) -> None:
     def stick(body: dict[str, Any]) -> Behaviour | None:
         return hang if body["cache_salt"].startswith("1-") else None
 
-    with _served(Stub(choose=stick)) as one, _served(Stub(choose=stick)) as two:
+    with served(Stub(choose=stick)) as one, served(Stub(choose=stick)) as two:
 
         def in_the_second_round() -> bool:
             return one.hanging.is_set() or two.hanging.is_set()
@@ -235,14 +212,14 @@ def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_wrong_model(tmp_path: Path) -> None:
-    with _served(Stub()) as stub:
+    with served(Stub()) as stub:
         result = _bench("run", stub.url, *QUICK, "--model", "wrong", "--out", tmp_path)
     assert result.exit_code == 1
     assert "HTTP 404: no such model" in result.output
 
 
 def test_the_second_endpoint_is_missed_at_once(tmp_path: Path) -> None:
-    with _served(Stub()) as stub:
+    with served(Stub()) as stub:
         result = _bench("run", f"a={stub.url}", "b=http://127.0.0.1:9", *QUICK, "--out", tmp_path)
     assert result.exit_code == 1
     assert "nothing answers at http://127.0.0.1:9" in result.output
@@ -250,7 +227,7 @@ def test_the_second_endpoint_is_missed_at_once(tmp_path: Path) -> None:
 
 
 def test_nothing_completed_is_no_success(tmp_path: Path) -> None:
-    with _served(Stub(choose=lambda body: hang)) as stub:
+    with served(Stub(choose=lambda body: hang)) as stub:
         result = _bench(
             "run", f"s={stub.url}", *QUICK, "--conversations", "3", "--turn-timeout", "0.1",
             "--unloaded", "0", "--out", tmp_path,
@@ -265,7 +242,7 @@ def test_refusals_after_the_reference_are_failures(tmp_path: Path) -> None:
     def refuse_load(body: dict[str, Any]) -> Behaviour | None:
         return None if body["cache_salt"].startswith("unloaded-") else refuse
 
-    with _served(Stub(choose=refuse_load)) as stub:
+    with served(Stub(choose=refuse_load)) as stub:
         result = _bench(
             "run", f"s={stub.url}", *QUICK, "--conversations", "2", "--unloaded", "1",
             "--out", tmp_path,
@@ -280,7 +257,7 @@ def test_refusals_after_the_reference_are_failures(tmp_path: Path) -> None:
 
 def test_a_stop_during_the_reference_has_nothing_to_report(tmp_path: Path) -> None:
     with (
-        _served(Stub(choose=lambda body: hang)) as stub,
+        served(Stub(choose=lambda body: hang)) as stub,
         _interrupted(lambda: len(stub.turns) == 1),
     ):
         result = _bench("run", f"s={stub.url}", *QUICK, "--conversations", "3", "--out", tmp_path)
@@ -290,7 +267,7 @@ def test_a_stop_during_the_reference_has_nothing_to_report(tmp_path: Path) -> No
 
 
 def test_a_reference_of_other_conversations(tmp_path: Path) -> None:
-    with _served(Stub()) as stub:
+    with served(Stub()) as stub:
         call = ["run", f"s={stub.url}", *QUICK, "--conversations", "2", "--seed"]
         assert _bench(*call, "0", "--unloaded", "0", "--out", tmp_path / "0").exit_code == 0
         assert _bench(*call, "1", "--unloaded", "1", "--out", tmp_path / "1").exit_code == 0
@@ -309,7 +286,7 @@ def test_a_reference_of_other_conversations(tmp_path: Path) -> None:
 def test_the_server_is_asked_what_it_handed_off(tmp_path: Path) -> None:
     stub = Stub()
     stub.counters = lambda: f"conserve_handoff_tokens_total {50 * len(stub.turns)}\n"
-    with _served(stub):
+    with served(stub):
         result = _bench(
             "run", f"s={stub.url}", *QUICK, "--conversations", "2", "--unloaded", "1",
             "--kv-bytes-per-token", "1000", "--out", tmp_path,
@@ -327,7 +304,7 @@ def test_without_matplotlib_there_are_no_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = [option for option in QUICK if option != "--no-plots"]
-    with _served(Stub()) as stub:
+    with served(Stub()) as stub:
         call = ["run", f"s={stub.url}", *quick, "--conversations", "1", "--unloaded", "0"]
         monkeypatch.delitem(sys.modules, "benchmarks.plots", raising=False)
         monkeypatch.setitem(sys.modules, "matplotlib", None)

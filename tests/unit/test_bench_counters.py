@@ -48,7 +48,9 @@ def test_what_a_run_added() -> None:
 def test_figures() -> None:
     counted = {
         "conserve_handoffs_total": 4.0,
-        "conserve_handoff_tokens_total": 6000.0,
+        "conserve_handoff_tokens_total": 5500.0,
+        "conserve_prefiller_loaded_tokens_total": 500.0,
+        "conserve_later_prefills_total": 2.0,
         "conserve_moves_total": 0.0,
         "conserve_cold_prefill_tokens_total": 6100.0,
     }
@@ -58,6 +60,7 @@ def test_figures() -> None:
         handoff_tokens=6000.0,
         handoff_tokens_per_conversation=1200.0,
         handoff_bytes=6000 * 1024,
+        later_prefills=2.0,
         moves=0.0,
         cold_prefill_tokens=6100.0,
     )

@@ -33,13 +33,16 @@ Json = dict[str, Any]
 with_data = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no recorded sessions at {DATA}")
 
 
-def replay(source: Any, sessions: int = 1, seed: int = 0, **changes: Any) -> Workload:
+def replay(
+    source: Any, sessions: int = 1, seed: int = 0, max_turns: int | None = None, **changes: Any
+) -> Workload:
     return recorded(
         source,
         sessions=sessions,
         arrivals=TOGETHER,
         vocabulary=VOCABULARY,
         changes=Changes(**changes),
+        max_turns=max_turns,
         seed=seed,
     )
 
@@ -422,6 +425,19 @@ def test_sessions_that_never_fit_are_left_out_and_counted(tmp_path: Path) -> Non
     assert workload.counts["sessions_left_out"] == 1
     with pytest.raises(WorkloadError, match=r"no session of .* fits into 50 tokens"):
         replay(tmp_path, max_context_tokens=50)
+
+
+def test_sessions_with_too_many_turns_are_left_out_and_counted(tmp_path: Path) -> None:
+    session_file(tmp_path, *(call(10 * i, range(i + 1)) for i in range(3)), name="long")
+    session_file(tmp_path, call(0, [1]), call(10, [1, 2]), name="short")
+    workload = replay(tmp_path, sessions=3, max_turns=2)
+    assert {name.partition("-")[2] for name in all_turns(workload)} == {"short"}
+    assert workload.counts["sessions_left_out"] == 1
+    assert replay(tmp_path, sessions=3, max_turns=3).counts["sessions_left_out"] == 0
+    with pytest.raises(WorkloadError, match=r"and at most 1 turns"):
+        replay(tmp_path, max_turns=1)
+    with pytest.raises(WorkloadError, match="max_turns is 0"):
+        replay(tmp_path, max_turns=0)
 
 
 # --- Settings -------------------------------------------------------------------------------------
