@@ -65,6 +65,8 @@ class Conversation(msgspec.Struct, gc=False):
         tails: digests by which its next turn is recognised.
         finished: the latest turn known to have ended.
         promised: what it holds is a promise: no turn on this decoder has computed it yet.
+        ttfet_s: from its first request to the first token of its first answer that was not a tool
+            call; None before that.
         period: the table's, in which to look next whether it is idle.
     """
 
@@ -83,6 +85,7 @@ class Conversation(msgspec.Struct, gc=False):
     tails: tuple[Digest, ...] = ()
     finished: int = 0
     promised: bool = False
+    ttfet_s: float | None = None
     period: int = 0
 
     @property
@@ -225,11 +228,18 @@ class ConversationTable:
         """
         return self._tails.match(candidates, self._is_running)
 
-    def bind(self, conversation_id: str, turn1_tokens: int, now_s: float) -> Placement | None:
+    def bind(
+        self,
+        conversation_id: str,
+        turn1_tokens: int,
+        now_s: float,
+        arrived_s: float | None = None,
+    ) -> Placement | None:
         """Start a turn of a conversation that is new, or whose decoder was lost.
 
         Args:
             turn1_tokens: the prompt's length; it counts as held from now on.
+            arrived_s: when its first request came, if that was before now.
 
         Returns:
             Where it goes, or None, with nothing changed, while no decoder has room.
@@ -246,7 +256,8 @@ class ConversationTable:
         if placement is None:
             return None
         if known is None:
-            known = Conversation(conversation_id, self._next_id, now_s, now_s)
+            created_s = now_s if arrived_s is None else arrived_s
+            known = Conversation(conversation_id, self._next_id, created_s, now_s)
             self._conversations[conversation_id] = known
             self._look_at(known, now_s + self._idle_timeout_s)
         else:
@@ -363,6 +374,18 @@ class ConversationTable:
                 # Nothing of it ever got to the decoder that it was to move to.
                 self._unbind(conversation)
         return None
+
+    def answered(self, conversation_id: str, incarnation: int, at_s: float) -> float | None:
+        """A first token that is not a tool call's came.
+
+        Returns:
+            The conversation's TTFET, if it was its first such.
+        """
+        conversation = self._current(conversation_id, incarnation)
+        if conversation is None or conversation.ttfet_s is not None:
+            return None
+        conversation.ttfet_s = max(0.0, at_s - conversation.created_s)
+        return conversation.ttfet_s
 
     def release(self, conversation_id: str) -> Conversation | None:
         """End a conversation; its tokens no longer count. None if it is unknown."""
@@ -497,6 +520,7 @@ class ConversationTable:
             held.created_s = known.created_s
             held.turns = max(held.turns, known.turns)
             held.moves = known.moves
+            held.ttfet_s = known.ttfet_s
         self._conversations[held.id] = held
         idle_at_s = held.last_used_s + self._idle_timeout_s
         held.period = known.period if known is not None else 0

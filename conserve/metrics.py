@@ -67,6 +67,12 @@ class Metrics:
         self.ttft_s = self._histogram(
             "conserve_ttft_seconds", "Time to first token of streamed turns.", _LATENCY_BUCKETS
         )
+        self.ttfet_s = self._histogram(
+            "conserve_ttfet_seconds",
+            "Time to first effective token: from a conversation's first request to the first token "
+            "of its first answer that is not a tool call.",
+            _LATENCY_BUCKETS,
+        )
         self.tbt_s = self._histogram(
             "conserve_tbt_seconds", "Time between tokens of streamed turns.", _TBT_BUCKETS
         )

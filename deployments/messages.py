@@ -94,9 +94,15 @@ class TurnTiming:
         latency_s: from the request's arrival to the last byte.
         ttft_s: to the first byte of a streamed answer; None if it was not streamed.
         tbt_s: gaps between a stream's parts.
+        conversation_id, incarnation: whose turn it was, if it got so far.
+        effective_at_s: Unix time of the first token of a chat's answer that is not a tool call; of
+            an answer in one piece, when it was given.
     """
 
     outcome: Literal["completed", "cancelled", "refused", "failed"]
     latency_s: float
     ttft_s: float | None
     tbt_s: tuple[float, ...]
+    conversation_id: str | None = None
+    incarnation: int | None = None
+    effective_at_s: float | None = None

@@ -74,7 +74,9 @@ class TableService:
         self._placers: dict[str, str] = {}
         # Conversations between `begin` and their binding: a second turn of one waits for it.
         self._placing: dict[str, asyncio.Future[None]] = {}
+        # Those in line: who is to be told, and when their first request came (Unix time).
         self._waiters: dict[str, asyncio.Future[Placement]] = {}
+        self._came_s: dict[str, float] = {}
         self._started_s = time.monotonic()
         self._last_beat_s = self._started_s
         self._recovered = asyncio.Event()
@@ -175,10 +177,15 @@ class TableService:
         return Unplaced(conversation_id, counter.url, counter.id, counter.max_model_len)
 
     async def place(
-        self, router_id: str, conversation_id: str, turn1_tokens: int
+        self, router_id: str, conversation_id: str, turn1_tokens: int, waited_s: float = 0.0
     ) -> TurnPlan | Refusal:
-        """Bind a conversation for which `begin` answered `Unplaced`; waits for room."""
+        """Bind a conversation for which `begin` answered `Unplaced`; waits for room.
+
+        Args:
+            waited_s: since its first request came.
+        """
         arrived_s = time.monotonic()
+        came_s = time.time() - waited_s
         if conversation_id in self._waiters:
             # Both were told `Unplaced`, the second when the first had seemed lost.
             self._settle(conversation_id)
@@ -194,11 +201,11 @@ class TableService:
             self._settle(conversation_id)
             return self._plan(bound, None, router_id, later=True)
         try:
-            placement = await self._bind_or_wait(conversation_id, turn1_tokens)
+            placement = await self._bind_or_wait(conversation_id, turn1_tokens, came_s)
             conversation = self._table.get(conversation_id)
             while conversation is None or conversation.decoder_id is None:
                 # Its decoder was lost between the binding and now.
-                placement = await self._bind_or_wait(conversation_id, turn1_tokens)
+                placement = await self._bind_or_wait(conversation_id, turn1_tokens, came_s)
                 conversation = self._table.get(conversation_id)
         except QueueFull as full:
             self._metrics.refusals.labels("queue_full").inc()
@@ -287,6 +294,12 @@ class TableService:
             metrics.ttft_s.observe(timing.ttft_s)
         for gap_s in timing.tbt_s:
             metrics.tbt_s.observe(gap_s)
+        if timing.conversation_id and timing.incarnation and timing.effective_at_s:
+            ttfet_s = self._table.answered(
+                timing.conversation_id, timing.incarnation, timing.effective_at_s
+            )
+            if ttfet_s is not None:
+                metrics.ttfet_s.observe(ttfet_s)
 
     async def release(self, conversation_id: str, reason: str = "released") -> bool:
         """End a conversation; False if it is unknown."""
@@ -382,27 +395,29 @@ class TableService:
             later=later,
         )
 
-    async def _bind_or_wait(self, conversation_id: str, tokens: int) -> Placement:
+    async def _bind_or_wait(self, conversation_id: str, tokens: int, came_s: float) -> Placement:
         if not self._line:
-            placement = self._bind(conversation_id, tokens)
+            placement = self._bind(conversation_id, tokens, came_s)
             if placement is not None:
                 return placement
         self._line.join(conversation_id, tokens, time.monotonic())
+        self._came_s[conversation_id] = came_s
         waiter = self._waiters[conversation_id] = asyncio.get_running_loop().create_future()
         try:
             return await asyncio.wait_for(waiter, self._settings.queue_timeout_s)
         finally:
             self._waiters.pop(conversation_id, None)
+            self._came_s.pop(conversation_id, None)
             self._line.leave(conversation_id)
             # The head may have gone: the next one may fit.
             self._admit()
 
-    def _bind(self, conversation_id: str, tokens: int) -> Placement | None:
+    def _bind(self, conversation_id: str, tokens: int, came_s: float) -> Placement | None:
         bound = self._table.begin(conversation_id, time.time())
         if bound is not None and bound.decoder_id is not None:
             # It waited for room, and the decoder that was thought lost is back with it.
             return Placement(bound.decoder_id, None)
-        placement = self._table.bind(conversation_id, tokens, time.time())
+        placement = self._table.bind(conversation_id, tokens, time.time(), came_s)
         if placement is not None:
             conversation = self._table.get(conversation_id)
             if conversation is not None and conversation.moves:
@@ -415,7 +430,7 @@ class TableService:
             if waiter is None or waiter.done():
                 self._line.leave(head.key)
                 continue
-            placement = self._bind(head.key, head.tokens)
+            placement = self._bind(head.key, head.tokens, self._came_s[head.key])
             if placement is None:
                 return
             self._line.leave(head.key)
@@ -508,6 +523,7 @@ def _described(conversation: Conversation) -> dict[str, Any]:
         "held_tokens": conversation.held_tokens,
         "decoder": conversation.decoder_id,
         "moves": conversation.moves,
+        "ttfet_s": None if conversation.ttfet_s is None else round(conversation.ttfet_s, 4),
         "created": int(conversation.created_s),
         "age_s": round(max(0.0, now_s - conversation.created_s), 3),
         "last_used": int(conversation.last_used_s),

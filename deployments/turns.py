@@ -27,6 +27,9 @@ from deployments.upstream import EngineUnreachable, Upstream, engine_error
 
 logger = logging.getLogger("ray.serve")
 
+_CHAT = "/v1/chat/completions"
+# In an answer, or in a part of its stream; within a text its quotes would be escaped.
+_TOOL_CALL = b'"tool_calls":[{'
 # A turn whose engine dies before the client got a byte starts again elsewhere, so often.
 _ATTEMPTS = 3
 _BODY_TIMEOUT_S = 120.0
@@ -49,6 +52,7 @@ class Turn:
     Attributes:
         explicit_id: the conversation, if the request names it.
         candidates: digests by which it is recognised if not.
+        effective: its answer is complete, of a chat, and holds no tool call.
         one_off: a completion without an id: a conversation of this one turn.
         final: the client says that it is the last one.
     """
@@ -69,6 +73,7 @@ class Turn:
     plan: TurnPlan | None = None
     ttft_s: float | None = None
     tbt_s: list[float] = field(default_factory=list)
+    effective: bool = False
 
 
 class Turns:
@@ -140,7 +145,7 @@ class Turns:
             raise ApiError(400, "model must be a string", param="model")
         if model != self._settings.model_id:
             raise self.unknown_model(model)
-        chat = scope["path"] == "/v1/chat/completions"
+        chat = scope["path"] == _CHAT
         if chat:
             _check_messages(body.get("messages"))
         elif not body.get("prompt"):
@@ -234,7 +239,8 @@ class Turns:
             self._table.tell("forgo", answer.conversation_id)
             raise
         try:
-            placed = await self._claim("place", answer.conversation_id, tokens)
+            waited_s = time.perf_counter() - turn.arrived_s
+            placed = await self._claim("place", answer.conversation_id, tokens, waited_s)
         except asyncio.CancelledError:
             # A refusal has settled it already; only who leaves is still in line.
             self._table.tell("forgo", answer.conversation_id)
@@ -277,7 +283,7 @@ class Turns:
         """The prompt, as token ids where possible, its length, and that of its longest part."""
         model = {"model": turn.body["model"]}
         try:
-            if turn.path == "/v1/chat/completions":
+            if turn.path == _CHAT:
                 tokens = await self._upstream.count_tokens(url, {**model, **_rendered(turn.body)})
                 return tokens, len(tokens), len(tokens)
             prompt = turn.body["prompt"]
@@ -332,7 +338,7 @@ class Turns:
             "x-conserve-incarnation": str(plan.incarnation),
             "x-conserve-turn": str(plan.turn_id),
         }
-        if turn.path == "/v1/chat/completions":
+        if turn.path == _CHAT:
             headers["x-conserve-recognise"] = "1"
         if plan.later and plan.prefiller_id is not None:
             headers["x-conserve-prefilled"] = "1"
@@ -354,11 +360,13 @@ class Turns:
         if not turn.streamed:
             # Whole before the first byte, so that an engine's death can be made good elsewhere.
             whole = await response.read()
+            turn.effective = turn.path == _CHAT and _TOOL_CALL not in whole
             turn.started = True
             await send(_start(response, plan, length=len(whole)))
             await send({"type": "http.response.body", "body": whole})
             return
         ending: deque[bytes] = deque(maxlen=3)
+        effective = turn.path == _CHAT
         last_s = 0.0
         async for part in response.content.iter_any():
             now_s = time.perf_counter()
@@ -371,6 +379,7 @@ class Turns:
                 events = part.count(b"\n\n") - part.endswith(b"data: [DONE]\n\n")
                 turn.tbt_s += [(now_s - last_s) / max(events, 1)] * max(events, 1)
             last_s = now_s
+            effective = effective and _TOOL_CALL not in part
             ending.append(part)
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -378,6 +387,7 @@ class Turns:
         # turn would count as one whose client has left.
         if b'data: {"error"' in b"".join(ending):
             raise _AnsweredWithError
+        turn.effective = effective
 
     # --- how it ended ------------------------------------------------------------------------
 
@@ -428,12 +438,20 @@ class Turns:
         arrived_s: float,
         turn: Turn | None = None,
     ) -> None:
-        timing = TurnTiming(
-            outcome,
-            time.perf_counter() - arrived_s,
-            turn.ttft_s if turn else None,
-            tuple(turn.tbt_s) if turn else (),
-        )
+        latency_s = time.perf_counter() - arrived_s
+        if turn is None or turn.plan is None:
+            timing = TurnTiming(outcome, latency_s, None, ())
+        else:
+            after_s = 0.0 if turn.ttft_s is None else latency_s - turn.ttft_s
+            timing = TurnTiming(
+                outcome,
+                latency_s,
+                turn.ttft_s,
+                tuple(turn.tbt_s),
+                turn.plan.conversation_id,
+                turn.plan.incarnation,
+                time.time() - after_s if turn.effective else None,
+            )
         self._table.tell("observe", timing)
 
 

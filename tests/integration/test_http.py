@@ -81,6 +81,37 @@ def test_tools_are_passed_through(official: openai.OpenAI) -> None:
     assert isinstance(json.loads(call.function.arguments)["on"], bool)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_ttfet_counts_from_the_first_answer_that_is_no_tool_call(
+    main_app: str, client: httpx.AsyncClient, stream: bool
+) -> None:
+    agent = harness.Agent(client, f"effective-{stream}")
+    counted = harness.metric("conserve_ttfet_seconds_count")
+
+    async def turn(**body: Any) -> float | None:
+        asked = {"messages": HELLO, "max_tokens": 200, "stream": stream, **body}
+        reply = await client.post(
+            main_app + "/v1/chat/completions", json=asked, headers={"X-Conversation-Id": agent.id}
+        )
+        assert reply.status_code == 200
+        assert (b'"tool_calls":[{' in reply.content) == ("tools" in body)
+        shown = (await client.get(f"{main_app}/v1/conversations/{agent.id}")).json()
+        found: float | None = shown["ttfet_s"]
+        return found
+
+    chosen = {"type": "function", "function": {"name": "look_up"}}
+    assert await turn(tools=[TOOL], tool_choice=chosen) is None
+    assert await turn(tools=[TOOL], tool_choice=chosen) is None
+    await turn()
+    await harness.eventually(
+        "it is counted", lambda: harness.metric("conserve_ttfet_seconds_count") == counted + 1
+    )
+    first = await turn()
+    assert first is not None
+    assert await turn() == first
+    assert harness.metric("conserve_ttfet_seconds_count") == counted + 1
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code", "param"),
     [
