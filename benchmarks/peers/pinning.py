@@ -1,0 +1,62 @@
+"""Pins engines to CPU cores, one each, after they have started.
+
+An engine is the process that vLLM calls ``VLLM::EngineCore``, with its workers. Replicas of one
+Ray deployment share their environment, so ``VLLM_CPU_OMP_THREADS_BIND`` cannot give each a core
+of its own; the affinity of each thread can. What is in front of an engine (router, replica,
+tokenization) is left to the scheduler. An engine that is started anew later is not pinned.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+_ENGINE = "VLLM::EngineCore"
+
+
+def engine_processes() -> list[psutil.Process]:
+    """The engines among the descendants of this process, oldest first."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any(_ENGINE in part for part in process.cmdline()):
+                found.append((process.create_time(), process.pid, process))
+    return [process for _, _, process in sorted(found)]
+
+
+def pin(engines: Sequence[psutil.Process], cores: Sequence[int]) -> list[list[int]]:
+    """Give each engine its core; one engine alone gets them all.
+
+    Returns:
+        The cores of each engine.
+
+    Raises:
+        ValueError: not as many engines as cores.
+        OSError: the affinity cannot be set.
+    """
+    shares = share_out(cores, len(engines))
+    for engine, share in zip(engines, shares, strict=True):
+        for process in (engine, *engine.children(recursive=True)):
+            _pin_threads(process.pid, share)
+    return shares
+
+
+def share_out(cores: Sequence[int], engines: int) -> list[list[int]]:
+    """Each engine's cores: one for each, or all for the only one.
+
+    Raises:
+        ValueError: there are several engines, and not as many as cores.
+    """
+    shares = [list(cores)] if engines == 1 else [[core] for core in cores]
+    if len(shares) != engines:
+        raise ValueError(f"{engines} engines for {len(cores)} cores")
+    return shares
+
+
+def _pin_threads(pid: int, cores: list[int]) -> None:
+    # Later threads inherit it from those that start them.
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), cores)

@@ -1,0 +1,80 @@
+"""What it takes to run one peer, as data; `benchmarks.peers.running` carries it out."""
+
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# What `conserve bench` sends by itself. A peer that can be told a name is told this one.
+CONVERSATION_HEADER = "X-Conversation-Id"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process of a peer.
+
+    Attributes:
+        name: of its log file.
+        command: its command line.
+        environment: on top of this process's own.
+        ready_url: answers 200 when the next part may start. The last part has none: it is
+            ready when it lists the model.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ready_url: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A peer's processes, in the order in which they start.
+
+    Attributes:
+        parts: the last one serves.
+        engine_arguments: vLLM's, by role.
+        prefillers: engines that only prefill.
+        decoders: the other engines.
+        session_header: the request header by which it tells conversations apart, if it does.
+        releases: whether it wants to be told when a conversation has ended, as ConServe does.
+    """
+
+    parts: tuple[Part, ...]
+    engine_arguments: Mapping[str, Mapping[str, Any]]
+    prefillers: int
+    decoders: int
+    session_header: str | None = CONVERSATION_HEADER
+    releases: bool = False
+
+    @property
+    def engines(self) -> int:
+        """Engines that the plan starts."""
+        return self.prefillers + self.decoders
+
+
+class PeerUnavailable(RuntimeError):
+    """A peer cannot run here; the message is one line with the reason."""
+
+
+def module(name: str, *arguments: str) -> tuple[str, ...]:
+    """The command line of a Python module."""
+    return (sys.executable, "-m", name, *arguments)
+
+
+def free_port() -> int:
+    """A port on loopback that nobody has at the moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def require_two(engines: int, name: str) -> None:
+    """Refuse to disaggregate a single engine.
+
+    Raises:
+        PeerUnavailable: there is just one.
+    """
+    if engines < 2:
+        raise PeerUnavailable(f"{name} needs a prefiller and a decoder: set engines to 2 or more")

@@ -1,0 +1,31 @@
+"""Runs one application of `ray.serve.llm` on a Ray of its own, until it is told to stop.
+
+``python -m benchmarks.peers.ray_app BUILDER PORT CPUS ARGUMENTS``: the builder's name in
+`ray.serve.llm`, the port on loopback, how many CPUs Ray accounts for, and the builder's arguments
+as JSON, in the form of a Serve config file's ``args``.
+"""
+
+import contextlib
+import json
+import signal
+import sys
+
+import ray
+import ray.serve.llm
+from ray import serve
+
+
+def main() -> None:
+    builder, port, cpus, arguments = sys.argv[1:]
+    # RAY_ADDRESS would have it join another peer's Ray.
+    ray.init(address="local", namespace="serve", num_cpus=int(cpus), include_dashboard=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
+    serve.run(getattr(ray.serve.llm, builder)(json.loads(arguments)), blocking=False)
+    print("ready", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pause()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

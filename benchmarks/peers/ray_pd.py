@@ -1,0 +1,69 @@
+"""Ray Serve LLM's prefill-decode disaggregation, with KV through an LMCache server.
+
+Settings: ``build_pd_openai_app`` with one prefill and N - 1 decode replicas, both with the
+settings of `benchmarks.peers.ray_llm`. Ray's guide "Prefill/decode disaggregation" has LMCache
+with roles ``kv_producer`` and ``kv_consumer``. It names `LMCacheConnectorV1`, which runs inside
+the engine and does not support CPUs; this uses LMCache's multi-process connector, the one that
+ConServe uses, through ``kv_connector_module_path``. Ray gives a connector that it does not know
+its default protocol, which is the one that it has for LMCache: prefill, then decode. Every turn
+is prefilled on the prefill replica.
+"""
+
+import os
+from typing import Any
+
+from benchmarks.peers.options import Options, engine_arguments
+from benchmarks.peers.plan import Part, Plan, free_port, require_two
+from benchmarks.peers.ray_llm import llm_config, serving_part
+from conserve.settings import LMCacheSettings, Settings
+
+NAME = "ray_pd"
+
+
+def plan(options: Options) -> Plan:
+    """An LMCache server, one prefill replica and N - 1 decode replicas."""
+    require_two(options.engines, NAME)
+    lmcache = LMCacheSettings(
+        chunk_tokens=256 if options.gpu else 128, port=free_port(), http_port=free_port()
+    )
+    shared = engine_arguments(options)
+    prefill = shared | {"kv_transfer_config": _connector("kv_producer", lmcache)}
+    decode = shared | {"kv_transfer_config": _connector("kv_consumer", lmcache)}
+    arguments = {
+        "prefill_config": llm_config(options, 1, prefill),
+        "decode_config": llm_config(options, options.engines - 1, decode),
+    }
+    return Plan(
+        parts=(
+            _server(lmcache),
+            serving_part(NAME, options, "build_pd_openai_app", arguments),
+        ),
+        engine_arguments={"prefill": prefill, "decode": decode},
+        prefillers=1,
+        decoders=options.engines - 1,
+    )
+
+
+def _connector(role: str, lmcache: LMCacheSettings) -> dict[str, Any]:
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        "kv_role": role,
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": lmcache.port,
+        },
+    }
+
+
+def _server(lmcache: LMCacheSettings) -> Part:
+    # Imports Ray, which takes seconds; not for those who only list the peers.
+    from deployments.node import lmcache_command, lmcache_environment
+
+    environment = lmcache_environment()
+    return Part(
+        "lmcache",
+        tuple(lmcache_command(Settings(lmcache=lmcache))),
+        {key: value for key, value in environment.items() if os.environ.get(key) != value},
+        ready_url=f"http://127.0.0.1:{lmcache.http_port}/healthcheck",
+    )
