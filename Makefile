@@ -15,8 +15,8 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-unit test-engines lint format bench-overhead \
-	bench-placement clean
+.PHONY: help install demo serve test test-unit test-engines lint format bench \
+	bench-overhead bench-placement clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -48,6 +48,9 @@ lint: $(INSTALLED) ## Check style, format and types
 format: $(INSTALLED) ## Format the code and mend what can be mended by itself
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
+
+bench: $(INSTALLED) ## Compare with the peers, on two cores (DATA=folder of recorded sessions)
+	@$(BIN)/python -m benchmarks.suite --cores 0,1 $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 	@$(BIN)/python -m benchmarks.overhead $(ARGS)
