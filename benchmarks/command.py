@@ -59,7 +59,9 @@ def run(
             "and compared with the first.",
         ),
     ],
-    workload: Annotated[str, typer.Option(help="recorded, dialogues or synthetic.")] = "synthetic",
+    workload: Annotated[
+        str, typer.Option(help="recorded, dialogues, synthetic or agents.")
+    ] = "synthetic",
     data: Annotated[
         Path | None, typer.Option(help="Folder of recorded sessions, or file of dialogues.")
     ] = None,
@@ -91,9 +93,11 @@ def run(
     max_turns: Annotated[
         int | None, typer.Option(help="Leave recorded sessions with more turns out.")
     ] = None,
-    mean_gap: Annotated[float | None, typer.Option(help="Of dialogues, seconds.")] = None,
+    mean_gap: Annotated[
+        float | None, typer.Option(help="Of dialogues and agents, seconds.")
+    ] = None,
     max_output_tokens: Annotated[
-        int | None, typer.Option(help="Of each answer in dialogues.")
+        int | None, typer.Option(help="Of each answer in dialogues, and of agents.")
     ] = None,
     declare_tools: Annotated[
         bool, typer.Option("--declare-tools", help="Send tools in dialogues.")

@@ -8,12 +8,12 @@ from typing import Any, Literal
 from benchmarks import workloads
 from benchmarks.workloads import PRESETS, Arrivals, Changes, Pattern, Workload, WorkloadError
 
-Kind = Literal["recorded", "dialogues", "synthetic"]
+Kind = Literal["recorded", "dialogues", "synthetic", "agents"]
 
 # Above the special tokens of the models that have theirs first, below those of all others.
 DEFAULT_VOCABULARY = "1000:4000"
 
-_ALL: tuple[Kind, ...] = ("recorded", "dialogues", "synthetic")
+_ALL: tuple[Kind, ...] = ("recorded", "dialogues", "synthetic", "agents")
 # Options that not every workload has; a user who gives one where it does nothing is told.
 _ONLY: dict[str, tuple[Kind, ...]] = {
     "data": ("recorded", "dialogues"),
@@ -24,8 +24,8 @@ _ONLY: dict[str, tuple[Kind, ...]] = {
     "max_gap_s": ("recorded",),
     "max_context_tokens": ("recorded", "synthetic"),
     "max_turns": ("recorded",),
-    "mean_gap_s": ("dialogues",),
-    "max_output_tokens": ("dialogues",),
+    "mean_gap_s": ("dialogues", "agents"),
+    "max_output_tokens": ("dialogues", "agents"),
     "declare_tools": ("dialogues",),
 }
 
@@ -128,6 +128,15 @@ class Selection:
             **self._given("scale_tokens", "scale_gaps", "max_context_tokens"),
         )
 
+    def agents(self, arrivals: Arrivals, seed: int) -> Workload:
+        """Agents at work."""
+        return workloads.agents(
+            conversations=self.conversations,
+            arrivals=arrivals,
+            seed=seed,
+            **self._given("mean_gap_s", "max_output_tokens"),
+        )
+
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -164,6 +173,8 @@ def _workload(selection: Selection, seed_shift: int) -> Workload:
         return selection.recorded(arrivals, seed)
     if selection.kind == "dialogues":
         return selection.dialogues(arrivals, seed)
+    if selection.kind == "agents":
+        return selection.agents(arrivals, seed)
     return selection.synthetic(arrivals, seed)
 
 

@@ -3,6 +3,7 @@
 A workload is iterated over for pairs of arrival (s) and script; each iteration starts anew.
 """
 
+from benchmarks.workloads.agents import agents
 from benchmarks.workloads.arrivals import Arrivals, Pattern
 from benchmarks.workloads.dialogues import dialogues
 from benchmarks.workloads.errors import WorkloadError
@@ -21,6 +22,7 @@ __all__ = [
     "Spread",
     "Workload",
     "WorkloadError",
+    "agents",
     "dialogues",
     "recorded",
     "synthetic",
