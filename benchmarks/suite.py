@@ -73,7 +73,7 @@ def main(
         "bench-results/suite"
     ),
     systems: Annotated[str, typer.Option(help="Which, with commas between.")] = ",".join(SYSTEMS),
-    conversations: Annotated[int, typer.Option(help="A run.", min=1)] = 30,
+    conversations: Annotated[int, typer.Option(help="A run.", min=1)] = 60,
     shares: Annotated[
         str, typer.Option(help="Of the highest rate that the prefiller sustains; rising.")
     ] = "0.5,1.0",
@@ -85,10 +85,13 @@ def main(
     chunk_tokens: Annotated[
         int | None, typer.Option(help="Of collocated: most tokens of an engine's step.")
     ] = None,
-    scale_tokens: Annotated[float, typer.Option(help="Factor for lengths.")] = 0.02,
+    scale_tokens: Annotated[
+        float | None,
+        typer.Option(help="Factor for lengths; else 0.02 for recorded sessions, 0.15 without."),
+    ] = None,
     scale_gaps: Annotated[float, typer.Option(help="Factor for gaps.")] = 0.1,
     max_gap: Annotated[float, typer.Option(help="Of recorded gaps, seconds.")] = 1.0,
-    max_turns: Annotated[int, typer.Option(help="Of recorded sessions.")] = 20,
+    max_turns: Annotated[int, typer.Option(help="Of recorded sessions.")] = 15,
     vocabulary: Annotated[str, typer.Option(help="See conserve bench run.")] = "1000:4000",
     model: Annotated[str, typer.Option(help="Path or id.")] = "embedded",
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
@@ -113,7 +116,7 @@ def main(
             data=data,
             preset=None if data else "conserve",
             vocabulary=vocabulary,
-            scale_tokens=scale_tokens,
+            scale_tokens=scale_tokens or (0.02 if data else 0.15),
             scale_gaps=scale_gaps,
             max_gap_s=max_gap if data else None,
             max_turns=max_turns if data else None,
