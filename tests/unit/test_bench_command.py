@@ -345,7 +345,10 @@ URL = "http://127.0.0.1:9"
         (["--workload", "novel"], "choose one of recorded, dialogues, synthetic"),
         (["--workload", "recorded"], "the workload recorded needs --data PATH"),
         (["--workload", "recorded", "--data", "nowhere"], "there is no such file or folder"),
-        (["--mean-gap", "3"], "--mean-gap is for the workload dialogues, not for synthetic"),
+        (
+            ["--mean-gap", "3"],
+            "--mean-gap is for the workload dialogues or agents, not for synthetic",
+        ),
         (["--declare-tools"], "--declare-tools is for the workload dialogues"),
         (["--max-gap", "3"], "--max-gap is for the workload recorded"),
         (["--preset", "swe"], "choose one of conserve, react, plan-and-execute"),
