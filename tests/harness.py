@@ -21,6 +21,8 @@ from conserve.launch import Launch, LaunchError, require_free
 
 Message = dict[str, Any]
 
+# A minute on a free machine; a shared one may take many.
+START_S = 1200.0
 URL = "http://127.0.0.1:8000"
 LONE_PORT = 8190
 TIMEOUT_S = 180.0
@@ -93,7 +95,7 @@ class Stage:
         file.write_text(_WIDE)
         return Launch([], log, None, [sys.executable, "-m", "ray.serve.scripts", "run", str(file)])
 
-    def wait_until_whole(self, timeout_s: float = 300.0) -> None:
+    def wait_until_whole(self, timeout_s: float = START_S) -> None:
         """Return when every engine of the configuration is ready."""
         assert self._launch is not None
         assert self._name is not None
@@ -111,7 +113,7 @@ class Stage:
     def wait_for_lone(self) -> None:
         """Return when the lone engine answers."""
         assert self._lone is not None
-        deadline_s = time.monotonic() + 300
+        deadline_s = time.monotonic() + START_S
         while True:
             try:
                 if httpx.get(f"http://127.0.0.1:{LONE_PORT}/health", timeout=5).status_code == 200:

@@ -13,7 +13,7 @@ from benchmarks.peers import Options, Peer, start
 from benchmarks.peers.options import engine_arguments, engine_environment
 from benchmarks.peers.pinning import engine_processes
 from benchmarks.peers.plan import free_port
-from tests.harness import Stage, metric
+from tests.harness import START_S, Stage, metric
 
 FIRST = "open read file class return import value index " * 60
 LATER = "close the file and print what was read"
@@ -29,7 +29,7 @@ def _nothing_else_runs(stage: Stage) -> Iterator[None]:
 
 @contextmanager
 def _started(name: str, logs: Path, **options: object) -> Iterator[Peer]:
-    chosen = Options(port=free_port(), logs=logs, **options)  # type: ignore[arg-type]
+    chosen = Options(port=free_port(), logs=logs, timeout_s=START_S, **options)  # type: ignore[arg-type]
     with start(name, chosen) as peer:
         assert peer.model == "conserve-embedded"
         assert peer.described["engines"] == len(engine_processes())
