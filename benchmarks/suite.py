@@ -89,7 +89,7 @@ def main(
         float | None,
         typer.Option(help="Factor for lengths; else 0.02 for recorded sessions, 0.15 without."),
     ] = None,
-    scale_gaps: Annotated[float, typer.Option(help="Factor for gaps.")] = 0.1,
+    scale_gaps: Annotated[float, typer.Option(help="Factor for gaps.")] = 0.02,
     max_gap: Annotated[float, typer.Option(help="Of recorded gaps, seconds.")] = 1.0,
     max_turns: Annotated[int, typer.Option(help="Of recorded sessions.")] = 15,
     vocabulary: Annotated[str, typer.Option(help="See conserve bench run.")] = "1000:4000",
