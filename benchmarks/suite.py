@@ -50,7 +50,6 @@ SYSTEMS = (
 # What a first conversation costs an engine, it costs it before the measurement.
 _WARM_UP_CONVERSATIONS = 2
 _WARM_UP_SEED_SHIFT = 500_009
-_CALIBRATION_CONVERSATIONS = 12
 
 console = Console()
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -222,19 +221,19 @@ class _FirstTurn:
 async def _sustained_rate(peer: Peer, selection: Selection) -> float:
     """Sessions a second whose first turns, sub-agents' included, ConServe gets done in a row."""
     endpoint = await with_model(_endpoint(peer))
-    workload = selection.workload(_WARM_UP_SEED_SHIFT)
+    # The very ones that are measured later: others' prompts have another mean length.
+    workload: Workload = selection.workload()
     salted = DriveOptions(cache_salt=f"rate-{time.time_ns()}", id_prefix="rate-")
-    for part in ("warm", "measured"):
-        # The first time also pays for what engines do once.
+    # The first ones also pay for what engines do once.
+    for part, count in (("warm", _WARM_UP_CONVERSATIONS), ("measured", None)):
         options = replace(salted, cache_salt=f"{salted.cache_salt}-{part}", id_prefix=f"{part}-")
-        scripts = (_FirstTurn(script) for _, script in islice(workload, _CALIBRATION_CONVERSATIONS))
+        scripts = (_FirstTurn(script) for _, script in islice(workload, count))
         run = await unloaded(endpoint, scripts, options)
     done = [turn for turn in run.records if turn.outcome == "completed"]
     if len(done) < len(run.records) or not done:
         raise PeerUnavailable("first turns failed while the prefiller's rate was measured")
     mean_s = sum(turn.ended_s - turn.sent_s for turn in done) / len(done)
-    counts: Workload = selection.workload()
-    agents = counts.counts["conversations"] / selection.conversations
+    agents = workload.counts["conversations"] / selection.conversations
     return 1 / (mean_s * agents)
 
 
