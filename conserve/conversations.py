@@ -65,8 +65,9 @@ class Conversation(msgspec.Struct, gc=False):
         tails: digests by which its next turn is recognised.
         finished: the latest turn known to have ended.
         promised: what it holds is a promise: no turn on this decoder has computed it yet.
-        ttfet_s: from its first request to the first token of its first answer that was not a tool
-            call; None before that.
+        asked_s: when its first request came; None where that is not known, because the table was
+            lost since.
+        ttfet_s: from then to the first token of its first answer that was not a tool call.
         period: the table's, in which to look next whether it is idle.
     """
 
@@ -85,6 +86,7 @@ class Conversation(msgspec.Struct, gc=False):
     tails: tuple[Digest, ...] = ()
     finished: int = 0
     promised: bool = False
+    asked_s: float | None = None
     ttfet_s: float | None = None
     period: int = 0
 
@@ -256,8 +258,8 @@ class ConversationTable:
         if placement is None:
             return None
         if known is None:
-            created_s = now_s if arrived_s is None else arrived_s
-            known = Conversation(conversation_id, self._next_id, created_s, now_s)
+            known = Conversation(conversation_id, self._next_id, now_s, now_s)
+            known.asked_s = now_s if arrived_s is None else arrived_s
             self._conversations[conversation_id] = known
             self._look_at(known, now_s + self._idle_timeout_s)
         else:
@@ -379,12 +381,12 @@ class ConversationTable:
         """A first token that is not a tool call's came.
 
         Returns:
-            The conversation's TTFET, if it was its first such.
+            The conversation's TTFET, if it was its first such, as far as is known.
         """
         conversation = self._current(conversation_id, incarnation)
-        if conversation is None or conversation.ttfet_s is not None:
+        if conversation is None or conversation.asked_s is None or conversation.ttfet_s is not None:
             return None
-        conversation.ttfet_s = max(0.0, at_s - conversation.created_s)
+        conversation.ttfet_s = at_s - conversation.asked_s
         return conversation.ttfet_s
 
     def release(self, conversation_id: str) -> Conversation | None:
@@ -520,7 +522,7 @@ class ConversationTable:
             held.created_s = known.created_s
             held.turns = max(held.turns, known.turns)
             held.moves = known.moves
-            held.ttfet_s = known.ttfet_s
+            held.asked_s, held.ttfet_s = known.asked_s, known.ttfet_s
         self._conversations[held.id] = held
         idle_at_s = held.last_used_s + self._idle_timeout_s
         held.period = known.period if known is not None else 0

@@ -5,8 +5,8 @@ what is needed to go on: the id, the tokens, and the digests that recognise the 
 """
 
 import copy
-import time
 
+from conserve.clock import unix_s
 from conserve.conversations import Conversation, TurnStats
 from conserve.recognition import Digest
 
@@ -26,12 +26,12 @@ class Holdings:
         """A turn arrives."""
         held = self._held.get(conversation_id)
         if held is None or held.incarnation != incarnation:
-            now_s = time.time()
+            now_s = unix_s()
             held = Conversation(conversation_id, incarnation, now_s, now_s)
             self._held[conversation_id] = held
             self._turn1_tokens.pop(conversation_id, None)
         held.running += (turn_id,)
-        held.last_used_s = time.time()
+        held.last_used_s = unix_s()
 
     def finish(
         self,
@@ -49,7 +49,7 @@ class Holdings:
         held.running = tuple(id for id in held.running if id != turn_id)
         # So that a table rebuilt from this refuses what it is told of the turn again.
         held.finished = max(held.finished, turn_id)
-        held.last_used_s = time.time()
+        held.last_used_s = unix_s()
         if stats is not None:
             held.held_tokens = stats.prompt_tokens + stats.output_tokens
             held.packed_last_turn = stats.pack()

@@ -95,14 +95,14 @@ class TurnTiming:
         ttft_s: to the first byte of a streamed answer; None if it was not streamed.
         tbt_s: gaps between a stream's parts.
         conversation_id, incarnation: whose turn it was, if it got so far.
-        effective_at_s: Unix time of the first token of a chat's answer that is not a tool call; of
-            an answer in one piece, when it was given.
+        effective_ago_s: how long ago the first token of a chat's answer came that is not a tool
+            call; of an answer in one piece, the answer. Not a time: clocks of nodes differ.
     """
 
     outcome: Literal["completed", "cancelled", "refused", "failed"]
     latency_s: float
     ttft_s: float | None
     tbt_s: tuple[float, ...]
-    conversation_id: str | None = None
-    incarnation: int | None = None
-    effective_at_s: float | None = None
+    conversation_id: str = ""
+    incarnation: int = 0
+    effective_ago_s: float | None = None

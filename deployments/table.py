@@ -17,6 +17,7 @@ import msgspec
 import ray
 
 from conserve import identity
+from conserve.clock import unix_s
 from conserve.conversations import (
     MEMORY_ENVIRONMENT,
     Conversation,
@@ -74,7 +75,7 @@ class TableService:
         self._placers: dict[str, str] = {}
         # Conversations between `begin` and their binding: a second turn of one waits for it.
         self._placing: dict[str, asyncio.Future[None]] = {}
-        # Those in line: who is to be told, and when their first request came (Unix time).
+        # Those in line: who is to be told, and when their first request came.
         self._waiters: dict[str, asyncio.Future[Placement]] = {}
         self._came_s: dict[str, float] = {}
         self._started_s = time.monotonic()
@@ -165,7 +166,7 @@ class TableService:
             await asyncio.wait([placing], timeout=self._settings.queue_timeout_s + PLACING_S)
             if not placing.done():
                 self._settle(conversation_id)
-        conversation = self._table.begin(conversation_id, time.time())
+        conversation = self._table.begin(conversation_id, unix_s())
         if conversation is not None:
             prefiller_id = self._table.prefill_later_turn(conversation)
             return self._plan(conversation, prefiller_id, router_id, later=True)
@@ -185,7 +186,7 @@ class TableService:
             waited_s: since its first request came.
         """
         arrived_s = time.monotonic()
-        came_s = time.time() - waited_s
+        came_s = unix_s() - waited_s
         if conversation_id in self._waiters:
             # Both were told `Unplaced`, the second when the first had seemed lost.
             self._settle(conversation_id)
@@ -195,7 +196,7 @@ class TableService:
                 "conversation_busy",
                 self._line.retry_after_s(arrived_s),
             )
-        bound = self._table.begin(conversation_id, time.time())
+        bound = self._table.begin(conversation_id, unix_s())
         if bound is not None:
             # This table was lost between the two calls, and a decoder had it still.
             self._settle(conversation_id)
@@ -259,7 +260,7 @@ class TableService:
             # A new table: the decoder will register, with this turn among its holdings.
             return True
         if self._table.advance(
-            conversation_id, incarnation, turn_id, decoder_id, stats, tails, time.time()
+            conversation_id, incarnation, turn_id, decoder_id, stats, tails, unix_s()
         ):
             self._count(stats)
         self._admit()
@@ -278,7 +279,7 @@ class TableService:
         if stats is not None:
             self._count_handoff(stats)
         ended = self._table.abandon(
-            conversation_id, incarnation, turn_id, decoder_id, stats, time.time()
+            conversation_id, incarnation, turn_id, decoder_id, stats, unix_s()
         )
         if ended is not None:
             self._has_ended(ended, "first_turn_failed")
@@ -294,9 +295,9 @@ class TableService:
             metrics.ttft_s.observe(timing.ttft_s)
         for gap_s in timing.tbt_s:
             metrics.tbt_s.observe(gap_s)
-        if timing.conversation_id and timing.incarnation and timing.effective_at_s:
+        if timing.effective_ago_s is not None:
             ttfet_s = self._table.answered(
-                timing.conversation_id, timing.incarnation, timing.effective_at_s
+                timing.conversation_id, timing.incarnation, unix_s() - timing.effective_ago_s
             )
             if ttfet_s is not None:
                 metrics.ttfet_s.observe(ttfet_s)
@@ -413,11 +414,11 @@ class TableService:
             self._admit()
 
     def _bind(self, conversation_id: str, tokens: int, came_s: float) -> Placement | None:
-        bound = self._table.begin(conversation_id, time.time())
+        bound = self._table.begin(conversation_id, unix_s())
         if bound is not None and bound.decoder_id is not None:
             # It waited for room, and the decoder that was thought lost is back with it.
             return Placement(bound.decoder_id, None)
-        placement = self._table.bind(conversation_id, tokens, time.time(), came_s)
+        placement = self._table.bind(conversation_id, tokens, unix_s(), came_s)
         if placement is not None:
             conversation = self._table.get(conversation_id)
             if conversation is not None and conversation.moves:
@@ -473,7 +474,7 @@ class TableService:
                 logger.exception("housekeeping failed; it goes on")
 
     async def _tidy(self, now_s: float) -> None:
-        for conversation in self._table.expire(time.time()):
+        for conversation in self._table.expire(unix_s()):
             self._has_ended(conversation, "idle")
         for engine_id, beat_s in list(self._beats.items()):
             if now_s - beat_s > SILENCE_S:
@@ -513,7 +514,7 @@ _UNAVAILABLE = Refusal(
 
 
 def _described(conversation: Conversation) -> dict[str, Any]:
-    now_s = time.time()
+    now_s = unix_s()
     last = conversation.last_turn
     return {
         "id": conversation.id,

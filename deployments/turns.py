@@ -442,7 +442,7 @@ class Turns:
         if turn is None or turn.plan is None:
             timing = TurnTiming(outcome, latency_s, None, ())
         else:
-            after_s = 0.0 if turn.ttft_s is None else latency_s - turn.ttft_s
+            ago_s = 0.0 if turn.ttft_s is None else latency_s - turn.ttft_s
             timing = TurnTiming(
                 outcome,
                 latency_s,
@@ -450,7 +450,7 @@ class Turns:
                 tuple(turn.tbt_s),
                 turn.plan.conversation_id,
                 turn.plan.incarnation,
-                time.time() - after_s if turn.effective else None,
+                ago_s if turn.effective else None,
             )
         self._table.tell("observe", timing)
 

@@ -1,10 +1,12 @@
 """The conversation table's actor, without the actor: what routers may ask in an odd order."""
 
 import asyncio
+import dataclasses
 import time
 
 import pytest
 
+from conserve.conversations import Conversation
 from conserve.settings import Settings
 from deployments.messages import EngineInfo, Refusal, TurnPlan, TurnTiming, Unplaced
 from deployments.table import TableService
@@ -55,15 +57,14 @@ def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> Non
     async def scenario() -> None:
         service = await a_full_service()
         assert isinstance(await service.begin("r", "c", []), Unplaced)
-        came_s = time.time() - 5.0
         waiting = asyncio.create_task(service.place("r", "c", TOKENS, 5.0))
         await asyncio.sleep(0)
         await service.release("full")
         plan = await waiting
         assert isinstance(plan, TurnPlan)
 
-        async def seen(effective_at_s: float | None, incarnation: int = plan.incarnation) -> None:
-            timing = TurnTiming("completed", 1.0, 0.5, (), "c", incarnation, effective_at_s)
+        async def seen(ago_s: float | None, incarnation: int = plan.incarnation) -> None:
+            timing = TurnTiming("completed", 1.0, 0.5, (), "c", incarnation, ago_s)
             await service.observe(timing)
 
         async def ttfet_s() -> float | None:
@@ -74,12 +75,45 @@ def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> Non
 
         await seen(None)  # A tool call.
         assert await ttfet_s() is None
-        await seen(came_s + 7.0, incarnation=plan.incarnation - 1)  # Another of that id.
+        await seen(1.0, incarnation=plan.incarnation - 1)  # Another of that id.
         assert await ttfet_s() is None
-        await seen(came_s + 8.0)
-        assert await ttfet_s() == pytest.approx(8.0, abs=0.5)
-        await seen(came_s + 60.0)
-        assert await ttfet_s() == pytest.approx(8.0, abs=0.5)
+        await seen(2.0)
+        assert await ttfet_s() == pytest.approx(3.0, abs=0.5)
+        await seen(0.0)
+        assert await ttfet_s() == pytest.approx(3.0, abs=0.5)
         assert b"conserve_ttfet_seconds_count 1.0" in await service.metrics()
+
+    asyncio.run(scenario())
+
+
+def test_a_clock_that_is_set_ends_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        for jump_s in (86_400.0, -2 * 86_400.0):
+            now_s = time.time() + jump_s
+            monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
+            await service._tidy(time.monotonic())
+            shown = await service.conversation("full")
+            assert shown is not None
+            assert 0 <= shown["age_s"] < 3600
+
+    asyncio.run(scenario())
+
+
+def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
+    """Its first request came to a table that was lost; what is left of the time would be wrong."""
+
+    async def scenario() -> None:
+        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+        held = Conversation("c", 1, 0.0, 0.0, turns=3, held_tokens=10)
+        await service.register(engine("prefiller"))
+        await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
+        plan = await service.begin("r", "c", [])
+        assert isinstance(plan, TurnPlan)
+        await service.observe(TurnTiming("completed", 1.0, 0.5, (), "c", plan.incarnation, 0.1))
+        shown = await service.conversation("c")
+        assert shown is not None
+        assert shown["ttfet_s"] is None
+        assert b"conserve_ttfet_seconds_count 0.0" in await service.metrics()
 
     asyncio.run(scenario())
