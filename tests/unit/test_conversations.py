@@ -423,6 +423,21 @@ def test_by_default_a_later_turn_is_prefilled_by_its_decoder() -> None:
     assert table.prefillers["p1"].queued_tokens == 0
 
 
+def test_ttfet_outlives_a_decoder_that_was_away() -> None:
+    table = a_table(decoders=1)
+    assert table.bind("c", 100, 7.0, arrived_s=2.0) is not None
+    running = Turn.last(table, "c")
+    assert running.advance(table, 100)
+    assert table.answered("c", running.incarnation, 5.0) == 3.0
+    account = [copy.copy(the(table, "c"))]
+    account[0].asked_s = account[0].ttfet_s = None  # A decoder does not know them.
+    table.remove_decoder("d1")
+    table.add_decoder("d1", 1000, account)
+    assert binding(table, "c") == "d1"
+    assert the(table, "c").ttfet_s == 3.0
+    assert table.answered("c", running.incarnation, 9.0) is None
+
+
 def test_an_engine_that_reports_twice_keeps_its_state() -> None:
     table = a_table()
     start(table, "c", 100)
