@@ -113,8 +113,10 @@ def _statistics(groups: Sequence[Any]) -> Any:
 
 
 def _statistics_of_rows(values: Any) -> Any:
-    with np.errstate(divide="ignore"):
-        gmeans = np.exp(np.log(values).mean(axis=1))
+    # Of the values above 0 alone, as in `benchmarks.metrics.Summary`.
+    above = values > 0
+    logs = np.log(np.where(above, values, 1.0)).sum(axis=1)
+    gmeans = np.where(above.any(axis=1), np.exp(logs / np.maximum(above.sum(axis=1), 1)), 0.0)
     return np.column_stack((gmeans, *np.percentile(values, (50, 95), axis=1)))
 
 

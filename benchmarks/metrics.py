@@ -69,7 +69,11 @@ Samples = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A latency's distribution, in seconds. Percentiles are interpolated linearly."""
+    """A latency's distribution, in seconds. Percentiles are interpolated linearly.
+
+    The geometric mean is of the values above 0, and 0 without any: a turn's TBT is 0 when its
+    tokens came in one part, and would make it 0 for all.
+    """
 
     count: int
     mean: float
@@ -81,10 +85,11 @@ class Summary:
 
 
 def summarise(values: Sequence[float]) -> Summary:
-    """The summary of at least one value. The geometric mean is 0 if any value is."""
+    """The summary of at least one value."""
     array = np.asarray(values, dtype=float)
     p50, p95, p99 = (float(p) for p in np.percentile(array, (50, 95, 99)))
-    gmean = float(np.exp(np.log(array).mean())) if array.min() > 0 else 0.0
+    above = array[array > 0]
+    gmean = float(np.exp(np.log(above).mean())) if above.size else 0.0
     return Summary(array.size, float(array.mean()), gmean, p50, p95, p99, float(array.max()))
 
 

@@ -124,17 +124,22 @@ def main(
         variants = _variants(chosen, wrong_rates, options)
         selection.workload()
         out.mkdir(parents=True, exist_ok=True)
-        found = _measure_all(variants, loads, selection, out)
+        reports: list[Report] = []
+        missing: list[Unavailable] = []
+        for found in _measure_all(variants, loads, selection, out):
+            if isinstance(found, Unavailable):
+                missing.append(found)
+            else:
+                reports.append(found)
+            # After each, so that a stop loses nothing.
+            text = results(reports, missing)
+            (out / "results.md").write_text(text)
     except (WorkloadError, ValueError, OSError) as error:
         console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
         raise typer.Exit(2) from None
     except (PeerUnavailable, EndpointError) as error:
         console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
         raise typer.Exit(1) from None
-    reports = [report for report in found if isinstance(report, Report)]
-    missing = [one for one in found if isinstance(one, Unavailable)]
-    text = results(reports, missing, selection)
-    (out / "results.md").write_text(text)
     draw_all(reports, [f"{r.system} at {r.rate_per_s:.3g}/s" for r in reports], out)
     console.print(text, markup=False, highlight=False)
     minutes = (time.monotonic() - begun_s) / 60
@@ -167,8 +172,7 @@ def _variants(systems: list[str], wrong_rates: list[float], options: Options) ->
 
 def _measure_all(
     variants: list[Variant], loads: list[float], selection: Selection, out: Path
-) -> list[Report | Unavailable]:
-    found: list[Report | Unavailable] = []
+) -> Iterator[Report | Unavailable]:
     reference: Path | None = None
     highest_per_s = 0.0
     for variant in variants:
@@ -185,14 +189,13 @@ def _measure_all(
                 for load in loads:
                     rate_per_s = load * highest_per_s
                     path = _measure(name, peer, selection, rate_per_s, reference, out)
-                    found.append(read_report(path))
+                    yield read_report(path)
                     reference = reference or path
         except (PeerUnavailable, subprocess.CalledProcessError) as error:
             if reference is None:
                 raise PeerUnavailable(f"{name}, which all is relative to: {error}") from None
             console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
-            found.append(Unavailable(name, str(error)))
-    return found
+            yield Unavailable(name, str(error))
 
 
 def _tell(text: str) -> None:
@@ -292,7 +295,7 @@ def _bench(
 # --- What came of it -----------------------------------------------------------------------------
 
 
-def results(reports: list[Report], missing: list[Unavailable], selection: Selection) -> str:
+def results(reports: list[Report], missing: list[Unavailable]) -> str:
     """The comparison as Markdown: a table for each rate."""
     lines = []
     for rate_per_s in sorted({report.rate_per_s or 0.0 for report in reports}):

@@ -9,8 +9,8 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.llm import LLMConfig
 
-from conserve.embedded import model_path
-from conserve.settings import EMBEDDED_MODEL, RoleSettings, Settings, SettingsError, load
+from conserve.engines import engine_arguments, engine_environment, model_source
+from conserve.settings import RoleSettings, Settings, SettingsError, load
 from deployments.engine import EngineServer
 from deployments.messages import Role
 from deployments.router import Router
@@ -96,16 +96,7 @@ def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Ap
 
 def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> LLMConfig:
     """Ray Serve LLM's configuration of one role's engines."""
-    source = str(model_path()) if settings.model == EMBEDDED_MODEL else settings.model
-    engine: dict[str, Any] = {"max_num_batched_tokens": 8192} if gpu else dict(_CPU_ENGINE)
-    if settings.model == EMBEDDED_MODEL:
-        engine |= {"max_model_len": 16384, "enable_auto_tool_choice": True}
-        engine |= {"tool_call_parser": "hermes"}
-        # Random weights would fill the white space that JSON allows for ever.
-        engine |= {
-            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}
-        }
-    engine |= settings.engine | own.engine
+    engine = engine_arguments(settings.model, gpu) | settings.engine | own.engine
     engine["enable_prefix_caching"] = True
     engine["kv_transfer_config"] = {
         "kv_connector": _CONNECTOR,
@@ -125,18 +116,18 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))
     return LLMConfig(
-        model_loading_config={"model_id": settings.model_id, "model_source": source},
+        model_loading_config={
+            "model_id": settings.model_id,
+            "model_source": model_source(settings.model),
+        },
         engine_kwargs=engine,
         placement_group_config={"bundles": [dict(bundle) for _ in range(workers)]},
         # The replica shares its first worker's reservation.
         deployment_config={"ray_actor_options": {"num_cpus": 0}},
-        runtime_env={"env_vars": {**_environment(gpu), **own.env}},
+        runtime_env={"env_vars": {**engine_environment(settings.model, gpu), **own.env}},
         # The connector's histograms and Ray's wrapper for them disagree on an argument's name.
         log_engine_metrics=False,
     )
-
-
-_CPU_ENGINE = {"enforce_eager": True, "dtype": "bfloat16", "distributed_executor_backend": "mp"}
 
 
 def _kv_role(role: Role, settings: Settings) -> str:
@@ -145,20 +136,3 @@ def _kv_role(role: Role, settings: Settings) -> str:
         return "kv_producer"
     # There a prefiller reads what decoders have computed of the history.
     return "kv_both" if settings.placement == "per_turn" else "kv_consumer"
-
-
-def _environment(gpu: bool) -> dict[str, str]:
-    environment = {
-        # The same prefix hashes in every process, or nothing is found in LMCache.
-        "PYTHONHASHSEED": "0",
-        "LMCACHE_TRACK_USAGE": "false",
-        "LMCACHE_DISABLE_BANNER": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    if not gpu:
-        environment |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-        }
-    return environment

@@ -2,22 +2,28 @@
 
 A vLLM engine on a CPU is two processes that hand each other every step through shared memory. Each
 waits by calling ``sched_yield`` in a loop for up to a second. On a GPU the cores are free for that.
-Where the model itself runs on the cores, the loop takes them from it; and a Linux kernel that
-counts every yield as time used (6.18 does) then leaves other processes, the router among them,
-without a core for seconds. A sleep of a few microseconds costs a step little and ends both.
+Where the model itself runs on the cores, the loop takes them from it; and under Linux 6.18, other
+processes, even ones that had only slept, were seen to get no core for up to 11 seconds beside it.
+With a sleep of a few microseconds in its place, no wait was longer than 0.3 seconds.
 
 vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
 pyproject.toml). ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
 """
 
+import logging
 import time
+
+logger = logging.getLogger("vllm.conserve")
 
 # The kernel adds its timer slack, 50 microseconds, to it.
 _NAP_S = 50e-6
 
 
 def register() -> None:
-    """Have this process wait asleep, if its engine runs on a CPU. May be called repeatedly."""
+    """Have this process wait asleep, if its engine runs on a CPU. May be called repeatedly.
+
+    A vLLM that waits in another way is left as it is, with a warning.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -25,10 +31,11 @@ def register() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     if not hasattr(shm_broadcast, "sched_yield"):
-        raise RuntimeError(
-            "this vLLM waits in another way; adapt deployments/engine_wait.py to it, or leave the "
-            "plugin out with VLLM_PLUGINS="
+        logger.warning(
+            "this vLLM has no sched_yield to replace: its processes may take cores while they "
+            "wait; deployments/engine_wait.py has to be adapted to it"
         )
+        return
     shm_broadcast.sched_yield = _nap
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import gpus
-from conserve.embedded import model_path
+from conserve import engines
 from conserve.settings import EMBEDDED_MODEL, Settings, SettingsError, load
 
 # The paper fixes its per-turn baseline's rate of wrong decisions at this (section 5.1).
@@ -84,7 +84,7 @@ class Options:
     @property
     def model_source(self) -> str:
         """Where engines load the model from."""
-        return str(model_path()) if self.model == EMBEDDED_MODEL else self.model
+        return engines.model_source(self.model)
 
     def _settings(self) -> Settings:
         return load({"model": self.model, "engine": dict(self.engine)})
@@ -103,42 +103,16 @@ def engine_arguments(options: Options) -> dict[str, Any]:
     """vLLM's arguments for every engine of every peer: those that ConServe starts its own with.
 
     To them comes ``enable_prompt_tokens_details``, by which answers tell how many prompt tokens
-    were found in caches. ``tests/peers`` compares with what ``deployments.app`` uses.
+    were found in caches.
     """
-    arguments: dict[str, Any] = {"enable_prefix_caching": True}
-    arguments["enable_prompt_tokens_details"] = True
-    if options.gpu:
-        arguments["max_num_batched_tokens"] = 8192
-    else:
-        arguments |= {
-            "enforce_eager": True,
-            "dtype": "bfloat16",
-            "distributed_executor_backend": "mp",
-        }
-    if options.model == EMBEDDED_MODEL:
-        arguments |= {
-            "max_model_len": 16384,
-            "enable_auto_tool_choice": True,
-            "tool_call_parser": "hermes",
-            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-        }
-    return arguments | dict(options.engine)
+    return {
+        **engines.engine_arguments(options.model, options.gpu),
+        "enable_prefix_caching": True,
+        "enable_prompt_tokens_details": True,
+        **options.engine,
+    }
 
 
 def engine_environment(options: Options) -> dict[str, str]:
     """The environment of every engine of every peer, again as ConServe has it."""
-    environment = {
-        "PYTHONHASHSEED": "0",
-        "LMCACHE_TRACK_USAGE": "false",
-        "LMCACHE_DISABLE_BANNER": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    if not options.gpu:
-        environment |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-        }
-    if Path(options.model_source).is_dir():
-        environment["HF_HUB_OFFLINE"] = "1"
-    return environment
+    return engines.engine_environment(options.model, options.gpu)

@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from benchmarks.peers import Options, Peer, start
-from benchmarks.peers.options import engine_arguments, engine_environment
 from benchmarks.peers.pinning import engine_processes
 from benchmarks.peers.plan import free_port
 from tests.harness import START_S, Stage, metric
@@ -64,20 +63,6 @@ def _converse(peer: Peer, name: str, turns: int = 3, later: str = LATER) -> list
 def _counted(peer: Peer, *names: str) -> list[float]:
     page = httpx.get(peer.url + "/metrics", timeout=30).text
     return [metric(f"conserve_{name}_total", page) for name in names]
-
-
-def test_engines_are_started_like_those_of_conserve() -> None:
-    from conserve.settings import load
-    from deployments.app import llm_config
-
-    options = Options(device="cpu")
-    settings = load({})
-    config = llm_config("decoder", settings, settings.decoders, gpu=False)
-    theirs = dict(config.engine_kwargs)
-    del theirs["kv_transfer_config"]
-    assert engine_arguments(options) == theirs | {"enable_prompt_tokens_details": True}
-    environment = dict(config.runtime_env["env_vars"])
-    assert engine_environment(options) == environment | {"HF_HUB_OFFLINE": "1"}
 
 
 def test_ray_serve_llm_keeps_a_conversation_on_its_replica(tmp_path: Path) -> None:
@@ -154,3 +139,12 @@ def _threads(engine: psutil.Process) -> list[int]:
 
 def _affinity(pid: int) -> list[int]:
     return sorted(os.sched_getaffinity(pid))
+
+
+def test_full_disaggregation_moves_every_turn_once(tmp_path: Path) -> None:
+    with _started("full_disaggregation", tmp_path) as peer:
+        before = _counted(peer, "handoffs", "later_prefills")
+        # Each later turn brings whole chunks that no decoder has.
+        _converse(peer, "conversation", turns=4, later=f"{LATER} {FIRST[:1200]}")
+        after = _counted(peer, "handoffs", "later_prefills")
+        assert [now - then for now, then in zip(after, before, strict=True)] == [4, 3]

@@ -117,7 +117,9 @@ def test_summaries() -> None:
     assert summary.mean == pytest.approx(7 / 3)
     assert summary.p95 == pytest.approx(2 + 0.9 * 2)
     assert summary.p99 == pytest.approx(2 + 0.98 * 2)
-    assert summarise([0.0, 5.0]).gmean == 0.0
+    # Tokens that came in one part: no time between them, and no word on the others' times.
+    assert summarise([0.0, 2.0, 8.0]).gmean == pytest.approx(4.0)
+    assert summarise([0.0, 0.0]).gmean == 0.0
 
 
 def _mixed() -> list[TurnRecord]:
