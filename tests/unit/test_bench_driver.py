@@ -1,11 +1,13 @@
 """The driver against an endpoint that counts: what it sends, and what it writes down."""
 
 import asyncio
+import resource
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from aiohttp import web
 
 from benchmarks.client import Endpoint, EndpointError
 from benchmarks.driver import DriveOptions, Lag, Plan, Progress, Run, drive, unloaded
@@ -20,6 +22,7 @@ from tests.unit.bench_stub import (
     hang,
     refuse,
     report_error,
+    say,
     say_nothing,
     serving,
 )
@@ -356,3 +359,40 @@ def test_the_driver_says_when_it_was_the_limit() -> None:
         warning = slow.warning()
         assert warning is not None
         assert "a limit" in warning
+
+
+@pytest.fixture
+def _many_files() -> Iterator[None]:
+    """As the command has it: as many files as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("_many_files")
+def test_a_thousand_conversations_are_open_at_once() -> None:
+    count = 1000
+    opened = 0
+    all_open = asyncio.Event()
+
+    async def wait_for_all(request: web.Request, response: web.StreamResponse) -> None:
+        nonlocal opened
+        await response.prepare(request)
+        opened += 1
+        if opened == count:
+            all_open.set()
+        await all_open.wait()
+        body = await request.json()
+        usage = {"prompt_tokens": 1, "completion_tokens": body["max_tokens"]}
+        for _ in range(body["max_tokens"]):
+            await say(response, {"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
+        await say(response, {"choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+
+    stub = Stub({"first": wait_for_all})
+    plan = [(0.0, Planned(f"c{n}", _turns("first", "later"))) for n in range(count)]
+    run = _drive(stub, plan, DriveOptions(turn_timeout_s=120))
+    assert {record.outcome for record in run.records} == {"completed"}
+    assert len(run.records) == 2 * count
+    assert len(stub.released) == count
