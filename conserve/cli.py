@@ -57,24 +57,23 @@ def demo(
         Path | None, typer.Option("--json", help="Also write what was seen to this file.")
     ] = None,
     conversations: Annotated[int, typer.Option(min=1, help="At the same time.")] = 4,
-    turns: Annotated[int, typer.Option(min=2, help="Of each conversation.")] = 4,
+    turns: Annotated[int, typer.Option(min=2, help="At least so many of each.")] = 4,
     log: LogFile = None,
 ) -> None:
-    """Serve a few agents' conversations and show where every prompt's KV came from."""
+    """Have a few agents work, and show where every prompt's KV came from."""
     from conserve import demo as show
 
     chosen = _settings(settings)
     with _launched(chosen, settings or [], log) as (_, url):
-        total = conversations * turns
-        with console.status(f"running turns: 0 of {total}") as status:
+        with console.status("running turns") as status:
             seen = 0
 
             def on_turn(row: show.TurnRow) -> None:
                 nonlocal seen
                 seen += 1
-                status.update(f"running turns: {seen} of {total}")
+                status.update(f"running turns: {seen} done")
                 if not console.is_terminal:
-                    console.print(f"  {row.conversation}: turn {row.turn} done")
+                    console.print(f"  {row.conversation}: turn {row.turn} done", highlight=False)
 
             outcome = asyncio.run(
                 show.converse(url, chosen.model_id, conversations, turns, on_turn)

@@ -1,32 +1,47 @@
-"""``conserve demo``: agents' conversations, served while you watch.
+"""``conserve demo``: agents at work, served while you watch.
 
-Turn by turn it shows where each prompt's KV came from, by the engines' own account: the first
-turn's from LMCache (the one handoff), later ones' from the decoder's own cache.
+Each agent gets a task that takes several tool calls, and does it with the embedded model, the
+official client and real Python tools. Turn by turn it shows what the agent did, and where the
+prompt's KV came from, by the engines' own account: the first turn's from LMCache (the one
+handoff), later ones' from the decoder's own cache.
 """
 
 import asyncio
-import inspect
 import json
-import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 from openai import APIError, AsyncOpenAI
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-_OUTPUT_TOKENS = 48
+from conserve.agent import (
+    Complete,
+    Message,
+    Reply,
+    Schema,
+    Session,
+    client_complete,
+    is_right,
+    make_session,
+    run_agent,
+)
+
+_OUTPUT_TOKENS = 256
+_MOST_CALLS = 6
+# A tool takes a while; so the agents' turns interleave.
+_TOOL_S = 0.3
 _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRow:
-    """One turn; counts in tokens, as the engines reported them."""
+    """One turn; counts in tokens, as the engines reported them; ``does`` is what it called."""
 
     conversation: str
     turn: int
@@ -36,6 +51,22 @@ class TurnRow:
     ttft_s: float
     output_tokens: int
     decoder: str
+    does: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How an agent's task ended.
+
+    Attributes:
+        ttfet_s: from its first request to the first token of its answer; None without one.
+        right: whether it states what it should.
+    """
+
+    conversation: str
+    text: str
+    ttfet_s: float | None
+    right: bool
 
 
 @dataclass(slots=True)
@@ -49,6 +80,7 @@ class Outcome:
     """
 
     turns: list[TurnRow] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     handoffs: int = 0
     moves: int = 0
     errors: int = 0
@@ -63,8 +95,8 @@ class Outcome:
         if len(by_conversation) != conversations:
             wrong.append(f"{len(by_conversation)} conversations were seen, not {conversations}")
         for name, rows in by_conversation.items():
-            if len(rows) != turns:
-                wrong.append(f"{name}: {len(rows)} turns succeeded, not {turns}")
+            if len(rows) < turns:
+                wrong.append(f"{name}: {len(rows)} turns succeeded, not {turns} or more")
             handed = [row.turn for row in rows if row.lmcache_tokens]
             if handed != [1]:
                 wrong.append(f"{name}: handed off in turns {handed}, not once, in turn 1")
@@ -81,9 +113,14 @@ async def converse(
     on_turn: Callable[[TurnRow], None],
     seed: int = 1,
 ) -> Outcome:
-    """Run conversations at the same time, each through the official client.
+    """Run agents at the same time, each through the official client.
 
     Every second one sends no conversation id: it is recognised by what it says.
+
+    Args:
+        turns: at least so many each.
+        on_turn: is told of each turn when it is over.
+        seed: which tasks.
     """
     outcome = Outcome()
     async with (
@@ -96,6 +133,7 @@ async def converse(
         ]
         await asyncio.gather(*(agent.run() for agent in agents))
     outcome.turns.sort(key=lambda row: (row.conversation, row.turn))
+    outcome.answers.sort(key=lambda answer: answer.conversation)
     return outcome
 
 
@@ -109,65 +147,93 @@ class _Agent:
     plain: httpx.AsyncClient
     outcome: Outcome
     on_turn: Callable[[TurnRow], None]
+    done: int = 0
+    decoder: str | None = None
+    began_s: float = 0.0
+    ttfet_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        return f"agent-{self.number}" if self.number % 2 else f"agent-{self.number} (no id)"
 
     async def run(self) -> None:
-        rng = random.Random(f"{self.seed}/{self.number}")
-        name = f"agent-{self.number}"
-        headers = {"X-Conversation-Id": name} if self.number % 2 else {}
-        messages: list[dict[str, str]] = [
-            {"role": "system", "content": f"You are {name}, a careful software engineer."},
-            {"role": "user", "content": _task(rng)},
-        ]
-        decoder = None
-        for turn in range(1, self.turns + 1):
+        session = self._session()
+        headers = {"X-Conversation-Id": f"agent-{self.number}"} if self.number % 2 else {}
+        ask = client_complete(
+            self.client, self.model, max_tokens=_OUTPUT_TOKENS, extra_headers=headers
+        )
+        messages: list[Message] = [{"role": "system", "content": session.system}]
+        self.began_s = time.perf_counter()
+        for number, task in enumerate(session.tasks):
+            messages.append({"role": "user", "content": task.question})
             try:
-                row, answer = await self._turn(name, turn, messages, headers)
+                transcript = await run_agent(
+                    self._observed(ask), messages, session.schemas, session.toolbox.run
+                )
             except (APIError, httpx.HTTPError, KeyError) as error:
                 self.outcome.errors += 1
-                self.outcome.problems.append(f"{name}, turn {turn}: {error}")
+                self.outcome.problems.append(f"{self.name}, turn {self.done + 1}: {error}")
                 return
-            self.outcome.turns.append(row)
-            self.outcome.handoffs += row.lmcache_tokens > 0
-            self.outcome.moves += decoder not in (None, row.decoder)
-            decoder = row.decoder
-            self.on_turn(row)
-            messages.append({"role": "assistant", "content": answer})
-            messages.append({"role": "user", "content": _observation(rng)})
-            await asyncio.sleep(rng.uniform(0.1, 0.4))
+            messages = transcript.messages
+            if number == 0:
+                text = transcript.answer or ""
+                answer = Answer(self.name, text, self.ttfet_s, is_right(task, text))
+                self.outcome.answers.append(answer)
+            # A model that took a short way gets another task.
+            if self.done >= self.turns:
+                return
 
-    async def _turn(
-        self, name: str, turn: int, messages: list[dict[str, str]], headers: dict[str, str]
-    ) -> tuple[TurnRow, str]:
-        started_s = time.perf_counter()
-        first_s: float | None = None
-        parts = []
-        request: Any = self.client.chat.completions.with_raw_response
-        raw = await request.create(
-            model=self.model,
-            messages=messages,
-            max_tokens=_OUTPUT_TOKENS,
-            temperature=0,
-            stream=True,
-            extra_headers=headers,
-        )
-        async for chunk in raw.parse():
-            if first_s is None:
-                first_s = time.perf_counter()
-            parts += [choice.delta.content or "" for choice in chunk.choices]
-        found = await self.plain.get(f"/v1/conversations/{raw.headers['x-conversation-id']}")
+    def _session(self) -> Session:
+        fewest = min(self.turns - 1, _MOST_CALLS)
+        seed = f"demo/{self.seed}/{self.number}"
+        return make_session(seed, "held-out", tasks=self.turns, steps=(fewest, _MOST_CALLS))
+
+    def _observed(self, ask: Complete) -> Complete:
+        async def complete(messages: Sequence[Message], schemas: Sequence[Schema]) -> Reply:
+            if self.done:
+                await asyncio.sleep(_TOOL_S)
+            sent_s = time.perf_counter()
+            reply = await ask(messages, schemas)
+            await self._write_down(reply, sent_s)
+            return reply
+
+        return complete
+
+    async def _write_down(self, reply: Reply, sent_s: float) -> None:
+        headers, ttft_s = reply.info["headers"], reply.info["ttft_s"]
+        found = await self.plain.get(f"/v1/conversations/{headers['x-conversation-id']}")
         found.raise_for_status()
         said = found.json()["last_turn"]
+        calls = reply.message.get("tool_calls") or []
+        if not calls and self.ttfet_s is None:
+            self.ttfet_s = round(sent_s + ttft_s - self.began_s, 4)
+        self.done += 1
         row = TurnRow(
-            conversation=name if headers else f"{name} (no id)",
-            turn=turn,
+            conversation=self.name,
+            turn=self.done,
             prompt_tokens=said["prompt_tokens"],
             decoder_cached_tokens=said["decoder_cached_tokens"],
             lmcache_tokens=said["lmcache_tokens"],
-            ttft_s=round((first_s or time.perf_counter()) - started_s, 4),
+            ttft_s=round(ttft_s, 4),
             output_tokens=said["output_tokens"],
-            decoder=raw.headers["x-conserve-decoder"],
+            decoder=headers["x-conserve-decoder"],
+            does=", ".join(_called(call["function"]) for call in calls) or "answers",
         )
-        return row, "".join(parts)
+        self.outcome.turns.append(row)
+        self.outcome.handoffs += row.lmcache_tokens > 0
+        self.outcome.moves += self.decoder not in (None, row.decoder)
+        self.decoder = row.decoder
+        self.on_turn(row)
+
+
+def _called(function: Message) -> str:
+    try:
+        arguments = json.loads(function["arguments"])
+        given = ", ".join(str(value) for value in arguments.values())
+    except (ValueError, AttributeError):
+        given = function["arguments"]
+    return f"{function['name']}({given})"
 
 
 def report(outcome: Outcome, console: Console) -> None:
@@ -181,6 +247,7 @@ def report(outcome: Outcome, console: Console) -> None:
     for column in ("turn", "prompt", "own cache", "LMCache", "TTFT", "output"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("decoder", no_wrap=True)
+    table.add_column("does")
     last = None
     for row in outcome.turns:
         if last not in (None, row.conversation):
@@ -194,6 +261,7 @@ def report(outcome: Outcome, console: Console) -> None:
             f"{row.ttft_s * 1000:,.0f} ms",
             str(row.output_tokens),
             row.decoder,
+            escape(row.does),
         )
         last = row.conversation
     console.print(table)
@@ -211,6 +279,12 @@ def report(outcome: Outcome, console: Console) -> None:
     )
     if first and later:
         console.print(f"Mean TTFT: turn 1 {_mean_ms(first)} ms, later turns {_mean_ms(later)} ms.")
+    answers = Table("conversation", "TTFET", "answer", box=box.SIMPLE_HEAD)
+    for answer in outcome.answers:
+        ttfet = "-" if answer.ttfet_s is None else f"{answer.ttfet_s:.2f} s"
+        text = escape(answer.text) if answer.right else f"[red]{escape(answer.text)}[/red] (wrong)"
+        answers.add_row(answer.conversation, ttfet, text)
+    console.print(answers)
 
 
 def write_json(outcome: Outcome, path: Path) -> None:
@@ -220,30 +294,10 @@ def write_json(outcome: Outcome, path: Path) -> None:
         "handoffs": outcome.handoffs,
         "moves": outcome.moves,
         "errors": outcome.errors,
+        "answers": [asdict(answer) for answer in outcome.answers],
     }
     path.write_text(json.dumps(body, indent=2) + "\n")
 
 
 def _mean_ms(values_s: list[float]) -> str:
     return f"{sum(values_s) / len(values_s) * 1000:,.0f}"
-
-
-def _task(rng: random.Random) -> str:
-    """A first prompt as agents have it: a task, and a few thousand tokens of source code."""
-    import argparse
-    import json.decoder
-    import textwrap as wrapping
-
-    modules: list[Any] = [json.decoder, wrapping, inspect.getmodule(argparse.ArgumentParser)]
-    source = inspect.getsource(rng.choice(modules)).splitlines()
-    length = min(len(source), rng.randint(120, 260))
-    start = rng.randrange(len(source) - length + 1)
-    issue = rng.randrange(1000, 10000)
-    return f"Fix issue {issue}. The file in question:\n" + "\n".join(source[start : start + length])
-
-
-def _observation(rng: random.Random) -> str:
-    """What a tool gave back: short, as later turns' input is."""
-    failed = rng.randrange(3)
-    lines = [f"tests/test_{rng.randrange(100)}.py:{rng.randrange(400)}: ok" for _ in range(4)]
-    return "\n".join([*lines, f"{failed} failed, {rng.randrange(20, 90)} passed. What next?"])

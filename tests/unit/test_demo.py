@@ -1,10 +1,13 @@
 """What the demonstration promises, and when it says that it was not kept."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
-from conserve.demo import Outcome, TurnRow, write_json
+from rich.console import Console
+
+from conserve.demo import Answer, Outcome, TurnRow, report, write_json
 
 
 def _rows(name: str, decoder: str = "d1", turns: int = 3) -> list[TurnRow]:
@@ -16,7 +19,8 @@ def _rows(name: str, decoder: str = "d1", turns: int = 3) -> list[TurnRow]:
 
 
 def _kept() -> Outcome:
-    return Outcome(turns=[*_rows("a"), *_rows("b", "d2")], handoffs=2)
+    answers = [Answer("a", "It is 7.", 1.5, right=True)]
+    return Outcome(turns=[*_rows("a"), *_rows("b", "d2")], answers=answers, handoffs=2)
 
 
 def test_all_as_promised() -> None:
@@ -30,6 +34,8 @@ def test_each_broken_promise_is_named() -> None:
     short = _kept()
     del short.turns[-1]
     assert any("b: 2 turns" in wrong for wrong in short.verdict(2, 3))
+    # An agent may take more.
+    assert _kept().verdict(conversations=2, turns=2) == []
 
     twice = _kept()
     twice.turns[1] = replace(twice.turns[1], lmcache_tokens=128)
@@ -51,7 +57,10 @@ def test_the_json_has_the_documented_shape(tmp_path: Path) -> None:
     path = tmp_path / "turns.json"
     write_json(_kept(), path)
     body = json.loads(path.read_text())
-    assert set(body) == {"turns", "handoffs", "moves", "errors"}
+    assert set(body) == {"turns", "handoffs", "moves", "errors", "answers"}
+    assert body["answers"] == [
+        {"conversation": "a", "text": "It is 7.", "ttfet_s": 1.5, "right": True}
+    ]
     assert (body["handoffs"], body["moves"], body["errors"]) == (2, 0, 0)
     assert body["turns"][0] == {
         "conversation": "a",
@@ -62,4 +71,17 @@ def test_the_json_has_the_documented_shape(tmp_path: Path) -> None:
         "ttft_s": 0.5,
         "output_tokens": 48,
         "decoder": "d1",
+        "does": "",
     }
+
+
+def test_the_table_tells_calls_answers_and_ttfet() -> None:
+    told = _kept()
+    told.turns[0] = replace(told.turns[0], does="get_price([bold]lamp)")
+    told.answers.append(Answer("b", "It is [8].", None, right=False))
+    console = Console(width=140, record=True, file=io.StringIO())
+    report(told, console)
+    text = console.export_text()
+    assert "get_price([bold]lamp)" in text
+    assert "1.50 s" in text
+    assert "It is [8]. (wrong)" in text

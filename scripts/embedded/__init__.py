@@ -1,0 +1,10 @@
+"""How the embedded model is made, in this order::
+
+    python -m scripts.train_tokenizer                 # conserve/embedded/tokenizer.json
+    python -m scripts.embedded.train RUN              # 54 minutes on two cores
+    python -m scripts.embedded.probe RUN/checkpoint.pt  # meanwhile: how far it is
+    python -m scripts.embedded.export RUN             # conserve/embedded/model.safetensors
+    python -m scripts.embedded.evaluate               # 500 held-out tasks, on vLLM
+
+After a change of what is shipped, count up VERSION in conserve/embedded/__init__.py.
+"""
