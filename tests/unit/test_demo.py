@@ -75,13 +75,17 @@ def test_the_json_has_the_documented_shape(tmp_path: Path) -> None:
     }
 
 
-def test_the_table_tells_calls_answers_and_ttfet() -> None:
-    told = _kept()
-    told.turns[0] = replace(told.turns[0], does="get_price([bold]lamp)")
+def test_the_table_tells_calls_answers_and_ttfet_in_80_columns() -> None:
+    told = Outcome(turns=_rows("agent-12 (no id)", "abcdefgh"), handoffs=1)
+    told.turns[0] = replace(
+        told.turns[0], prompt_tokens=12_345, ttft_s=12.345, does="get_price([bold]lamp)"
+    )
+    told.answers.append(Answer("agent-12 (no id)", "It is 7.", 1.5, right=True))
     told.answers.append(Answer("b", "It is [8].", None, right=False))
-    console = Console(width=140, record=True, file=io.StringIO())
+    console = Console(width=80, record=True, file=io.StringIO())
     report(told, console)
     text = console.export_text()
-    assert "get_price([bold]lamp)" in text
+    first = ["agent-12*", "1", "12,345", "-", "896", "12,345", "abcd", "get_price([bold]lamp)"]
+    assert first in [line.split() for line in text.splitlines()]
     assert "1.50 s" in text
     assert "It is [8]. (wrong)" in text
