@@ -3,9 +3,9 @@
 Settings: ConServe's own application with ``placement=collocated decoders=N`` and the paper's
 chunked prefill: ``max_num_batched_tokens`` is the largest chunk whose iteration takes at most
 five times an unloaded decode step, which `largest_chunk` finds from measured points. The paper
-found 2,944 tokens for Qwen3-0.6B on an A40, which is the default on GPUs. The default on CPUs, 128,
-is one block of KV there and not measured. Measure with ``python -m benchmarks.peers chunk``, and
-give what it finds as ``chunk_tokens``.
+found 2,944 tokens for Qwen3-0.6B on an A40, which is the default on GPUs. The default on CPUs, 512,
+was measured with the embedded model (docs/benchmarks.md). Measure with ``python -m benchmarks.peers
+chunk``, and give what it finds as ``chunk_tokens``.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from benchmarks.peers.plan import Plan
 
 NAME = "collocated"
 GPU_CHUNK_TOKENS = 2944
-CPU_CHUNK_TOKENS = 128
+CPU_CHUNK_TOKENS = 512
 SLO_MULTIPLE = 5.0
 
 

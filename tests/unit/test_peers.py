@@ -96,7 +96,8 @@ def test_conserve_accepts_the_settings_of_each_placement(name: str, device: Any)
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"), [({"device": "gpu"}, 2944), ({"chunk_tokens": 384}, 384)]
+    ("options", "expected"),
+    [({"device": "gpu"}, 2944), ({"device": "cpu"}, 512), ({"chunk_tokens": 384}, 384)],
 )
 def test_the_chunk_of_collocated_engines(options: dict[str, Any], expected: int) -> None:
     arguments = PEERS["collocated"].plan(Options(**options)).engine_arguments["decoder"]
