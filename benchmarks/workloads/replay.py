@@ -198,11 +198,13 @@ def _rest(turn: int) -> int:
 def _timeline(
     session: Session, changes: Changes, children: Sequence[Replay]
 ) -> tuple[list[float], list[float], float]:
-    """When everything happens, were the calls to last as long as recorded.
+    """When everything happens, were the calls to last as long as recorded, for their tokens.
+
+    A call with a tenth of the recorded tokens is taken to last a tenth of the time.
 
     Returns:
         The gap before each call; each sub-agent's start, from the session's; and what all changes
-        of gaps save, in seconds.
+        save, in seconds.
     """
     gaps_s: list[float] = []
     starts_s: list[float] = []
@@ -214,6 +216,7 @@ def _timeline(
         gaps_s.append(wait_s + changes.gap_s(own_s))
         before_s = session.calls[turn - 1].ended_s if turn else 0.0
         saved_s += max(0.0, call.started_s - before_s) - gaps_s[-1]
+        saved_s += (call.ended_s - call.started_s) * (1 - changes.scale_tokens)
         until_s, wait_s = call.ended_s, 0.0
         for sub, child in zip(session.sub_agents, children, strict=True):
             if sub.after != turn:
