@@ -390,6 +390,13 @@ def test_a_parent_waits_less_for_a_sub_agent_whose_gaps_are_cut(family: Path) ->
     assert gaps_s[0] == [0, 10, 0]
 
 
+def test_calls_of_fewer_tokens_are_taken_to_last_less_long(family: Path) -> None:
+    arrivals, gaps_s = schedule(replay(family, scale_tokens=0.5))
+    # Each call lasts 1 s of 2: the longer sub-agent ends 2 s sooner after the parent's call.
+    assert gaps_s == [[0, 46, 8], [0, 10], [0, 30], [0]]
+    assert arrivals == [0, 2, 2, 49]
+
+
 def test_sessions_and_sub_agents_come_in_order_of_arrival(family: Path) -> None:
     workload = recorded(family, sessions=30, arrivals=Arrivals("even", 0.1), vocabulary=VOCABULARY)
     arrivals = [at_s for at_s, _ in workload]
