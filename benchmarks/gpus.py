@@ -1,6 +1,6 @@
 """What NVIDIA's driver says of this machine's GPUs: their names, and the energy they have used."""
 
-from hetero.nvml import NoDriver, NotSupported, Nvml
+from hetero.nvml import GpuLost, NoDriver, NotSupported, Nvml
 
 
 def names() -> list[str]:
@@ -22,6 +22,8 @@ def energy_j() -> float | None:
     """
     try:
         with Nvml() as nvml:
+            if lost := nvml.lost():
+                raise GpuLost(f"GPUs {lost} do not answer: the energy of this machine is not known")
             used_j = [nvml.energy_j(gpu.uuid) for gpu in nvml.inventory()]
     except (NoDriver, NotSupported):
         return None
