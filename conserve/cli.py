@@ -1,4 +1,4 @@
-"""The command line: ``conserve serve``, ``conserve demo`` and ``conserve bench``."""
+"""The command line: ``conserve serve``, ``demo``, ``bench`` and ``power``."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from conserve.launch import Launch, LaunchError, require_free
 from conserve.settings import Settings, SettingsError, load
+from hetero.command import power
 
 cli = typer.Typer(
     help="ConServe: serve multi-turn agents, scheduled by the conversation.",
@@ -23,6 +24,7 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+cli.add_typer(power, name="power")
 console = Console()
 
 Arguments = Annotated[
