@@ -16,8 +16,8 @@ import psutil
 
 from conserve.doctor.facts import GpuFacts, MachineFacts, NodeFacts, PortFacts, SoftwareFacts
 from conserve.doctor.software import ENGINES, PACKAGES
-from conserve.embedded import home
 from conserve.settings import Settings
+from hetero.nvml import NoDriver, Nvml, NvmlError
 
 _CAP_SYS_ADMIN = 21
 # Distributions whose own requirements are held against what is installed.
@@ -68,7 +68,7 @@ def observe_machine() -> MachineFacts:
     """Memory, disks and limits."""
     memory = psutil.virtual_memory()
     folders = {
-        "models": home(),
+        "models": Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser(),
         "Ray": Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())),
     }
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,3 +154,29 @@ def _holder(port: int) -> tuple[str, bool]:
         ours = "lmcache.cli.main" in line or line.startswith("ray::ServeReplica:")
         return f"{Path(command[0]).name} (pid {connection.pid})", ours
     return "", False
+
+
+def observe_gpus() -> GpuFacts:
+    """What the NVIDIA driver says, if there is one."""
+    devices = bool(glob.glob("/dev/nvidia[0-9]*"))
+    try:
+        with Nvml() as nvml:
+            return GpuFacts(
+                devices=True,
+                driver=nvml.driver_version(),
+                cuda=nvml.cuda_version(),
+                names=tuple(gpu.name for gpu in nvml.inventory()),
+                lost=tuple(nvml.lost()),
+                may_cap_power=_has_capability(_CAP_SYS_ADMIN),
+            )
+    except NoDriver as error:
+        return GpuFacts(devices, problem=str(error) if devices else "")
+    except NvmlError as error:
+        return GpuFacts(devices=True, problem=str(error))
+
+
+def _has_capability(number: int) -> bool:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> number & 1)
+    return False

@@ -19,12 +19,10 @@ def check_gpus(facts: GpuFacts, settings: Settings, caps_power: bool) -> list[Fi
                     "give the container its GPUs, mend the driver, or set device=auto",
                 )
             ]  # fmt: skip
-        return [Finding("ok", "GPU", "none: engines run on the CPU, in one tier named cpu")]
+        return [Finding("ok", "GPU", "none; engines run on the CPU")]
     if facts.problem:
         return [Finding("wrong", "GPU", "NVML cannot be used", facts.problem)]
-    named = ", ".join(
-        f"{facts.names.count(name)} x {name}" for name in dict.fromkeys(facts.names)
-    )
+    named = ", ".join(f"{facts.names.count(name)} x {name}" for name in dict.fromkeys(facts.names))
     runs = f"driver {facts.driver}, CUDA up to {facts.cuda[0]}.{facts.cuda[1]}"
     findings = [Finding("ok", "GPU", f"{named or 'none answers'}; {runs}")]
     findings += [
