@@ -16,7 +16,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-placement clean
+	bench-overhead bench-placement test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -39,6 +39,9 @@ test-unit: $(INSTALLED) ## Run the unit tests alone (seconds)
 
 test-engines: $(INSTALLED) ## Run only the tests on real engines: all but the unit tests (minutes)
 	@$(BIN)/python -m pytest tests --ignore=tests/unit $(ARGS)
+
+test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
+	@scripts/test_cluster.sh
 
 lint: $(INSTALLED) ## Check style, format and types
 	@$(BIN)/ruff check .

@@ -97,9 +97,17 @@ class LMCacheSettings(_Strict):
         ge=16,
         description="Tokens a chunk; only whole chunks travel. Unset: 128 on a CPU, 256 on a GPU.",
     )
-    port: int = Field(default=7610, ge=1024, le=65535, description="Port for engines (loopback).")
+    port: int = Field(
+        default=7610,
+        ge=0,
+        le=65535,
+        description="Port for engines, and for other nodes' servers; 0: one that is free.",
+    )
     http_port: int = Field(
-        default=7611, ge=1024, le=65535, description="Admin and metrics port (loopback)."
+        default=7611,
+        ge=0,
+        le=65535,
+        description="Admin and metrics port (loopback); 0: one that is free.",
     )
     timeout_s: float = Field(
         default=10.0,
@@ -107,9 +115,16 @@ class LMCacheSettings(_Strict):
         description="Longest wait of an engine for one transfer; then it recomputes.",
     )
 
+    @field_validator("port", "http_port")
+    @classmethod
+    def _not_privileged(cls, value: int) -> int:
+        if 0 < value < 1024:
+            raise ValueError("a port from 1024 on, or 0 for one that is free")
+        return value
+
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
-        if self.port == self.http_port:
+        if self.port == self.http_port != 0:
             raise ValueError("port and http_port must differ")
         return self
 
@@ -152,9 +167,15 @@ class Settings(_Strict):
         default_factory=LMCacheSettings, description="The KV handoff's server."
     )
     host: str = Field(default="127.0.0.1", description="Address the router listens on.")
-    engine_host: str = Field(
-        default="127.0.0.1",
-        description="Address engines listen on; `node`: the node's own, for several nodes.",
+    nodes: Literal["auto", "one", "several"] = Field(
+        default="auto",
+        description="`several`: KV also moves between nodes, whose LMCache servers share it; "
+        "`auto`: if Ray has several when the application starts.",
+    )
+    engine_host: str | None = Field(
+        default=None,
+        description="Address engines listen on; `node`: the node's own. "
+        "Unset: loopback on one node, `node` on several.",
     )
     port: int = Field(default=8000, ge=1, le=65535, description="Port the router listens on.")
     routers: int = Field(
@@ -243,6 +264,22 @@ class Settings(_Strict):
             min_remote_prefill_tokens=self.min_remote_prefill_tokens,
             wrong_decision_rate=self.wrong_decision_rate,
         )
+
+    def on_nodes(self, alive: int) -> "Settings":
+        """These settings on a cluster that has so many nodes now, with nothing left to choose.
+
+        Raises:
+            SettingsError: other nodes could not reach the engines.
+        """
+        nodes = self.nodes
+        if nodes == "auto":
+            nodes = "several" if alive > 1 else "one"
+        host = self.engine_host or ("node" if nodes == "several" else "127.0.0.1")
+        if self.nodes == "several" and host in ("127.0.0.1", "localhost", "::1"):
+            raise SettingsError(
+                f"engine_host: other nodes cannot reach {host}; leave it out where nodes=several"
+            )
+        return self.model_copy(update={"nodes": nodes, "engine_host": host})
 
     @property
     def model_id(self) -> str:

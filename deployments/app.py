@@ -55,6 +55,7 @@ def build(settings: Settings) -> Application:
     """The application for these settings, on the cluster that Ray is connected to."""
     gpu = _on_gpu(settings)
     settings = _with_chunk(settings, gpu)
+    settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
     engines = [_engines("decoder", settings, settings.decoders, gpu)]
     if settings.prefiller_replicas:
         engines.append(_engines("prefiller", settings, settings.prefillers, gpu))
@@ -113,9 +114,8 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
         "kv_role": _kv_role(role, settings),
         # vLLM's default is to fail the request.
         "kv_load_failure_policy": "recompute",
+        # The server's address is for each engine to add: that of its own node.
         "kv_connector_extra_config": {
-            "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": settings.lmcache.port,
             "lmcache.mp.mq_timeout": settings.lmcache.timeout_s,
             "lmcache.mp.heartbeat_interval": 1,
         },

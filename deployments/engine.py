@@ -22,6 +22,7 @@ from ray.serve.llm.deployment import LLMServer
 
 from conserve.settings import Settings
 from deployments.holdings import Holdings
+from deployments.lmcache_server import Address
 from deployments.messages import EngineInfo, Role
 from deployments.node import NodeClient
 from deployments.observer import TurnObserver, observe_engine
@@ -49,7 +50,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._holdings = Holdings()
         self._beating: asyncio.Task[None] | None = None
         self._node = NodeClient(context.app_name, settings)
-        await self._node.start()
+        _use_server(llm_config, await self._node.start())
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download: spares a process that loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
@@ -82,6 +83,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         app = await self.engine.build_asgi_app()
         observer = TurnObserver(app, self._id, self._holdings, self._table)
         host = self._settings.engine_host
+        assert host is not None
         if host == "node":
             host = ray.util.get_node_ip_address()
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -169,3 +171,14 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             except Exception:
                 # Without beats the engine would be taken for lost, and stay so.
                 logger.exception("%s %s: a beat failed", self._role, self._id)
+
+
+def _use_server(config: LLMConfig, address: Address) -> None:
+    """Point the engine's connector to its own node's LMCache server."""
+    transfer = config.engine_kwargs["kv_transfer_config"]
+    extra = {
+        **transfer["kv_connector_extra_config"],
+        "lmcache.mp.host": f"tcp://{address.host}",
+        "lmcache.mp.port": address.port,
+    }
+    config.update_engine_kwargs(kv_transfer_config={**transfer, "kv_connector_extra_config": extra})

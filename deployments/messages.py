@@ -7,6 +7,9 @@ from conserve.conversations import Conversation
 
 Role = Literal["prefiller", "decoder"]
 
+# Ray's name for a resource that the head node alone has.
+HEAD_NODE = "node:__internal_head__"
+
 # In a request's ``kv_transfer_params``, where its conversation had a turn on this decoder before:
 # how long the first one's prompt was. Nothing beyond that is in LMCache.
 TURN1_TOKENS = "conserve.turn1_tokens"
@@ -32,6 +35,23 @@ class EngineInfo:
     capacity_tokens: int
     max_model_len: int
     holds: list[Conversation] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePeer:
+    """A node's LMCache server, as those of other nodes reach it.
+
+    Attributes:
+        id: this run of it; another after every restart.
+        host: its node's address.
+        port: for look-ups.
+        transfer_port: where the memory that holds KV can be read.
+    """
+
+    id: str
+    host: str
+    port: int
+    transfer_port: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.waiting import QueueFull, WaitingLine
 from deployments.messages import (
+    HEAD_NODE,
     EngineInfo,
     Prefilled,
     Refusal,
@@ -589,6 +590,8 @@ class TableClient:
                     max_restarts=-1,
                     max_concurrency=100_000,
                     num_cpus=0,
+                    # Where the routers are: other nodes may come and go.
+                    resources={HEAD_NODE: 0.001},
                     runtime_env={"env_vars": MEMORY_ENVIRONMENT},
                 )
                 .remote(self._settings)
