@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from conserve.conversations import Conversation
+from hetero.power import Cap
 
 Role = Literal["prefiller", "decoder"]
 
@@ -26,6 +27,8 @@ class EngineInfo:
         capacity_tokens: KV space, in tokens.
         max_model_len: longest prompt plus output, in tokens.
         holds: a decoder's live conversations, in case the table knows nothing of them.
+        tier: where it runs; see `hetero.tiers`.
+        gpus: UUIDs of its GPUs; none on a CPU, or where that is not known.
     """
 
     id: str
@@ -35,6 +38,17 @@ class EngineInfo:
     capacity_tokens: int
     max_model_len: int
     holds: list[Conversation] = field(default_factory=list)
+    tier: str = ""
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """Which GPUs of its node an engine runs on, and under which power cap they are to be."""
+
+    engine_id: str
+    gpus: tuple[str, ...]
+    cap: Cap | None = None
 
 
 @dataclass(frozen=True, slots=True)

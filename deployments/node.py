@@ -1,4 +1,4 @@
-"""The node-local actor: runs what a node needs once, the LMCache server.
+"""The node-local actor: runs what a node needs once: the LMCache server, and the GPUs' keeper.
 
 One actor a node, made by the first engine there. If it dies, its server dies with it, and Ray
 starts both again on the same address; engines recompute meanwhile. It ends itself when no engine
@@ -14,22 +14,30 @@ import logging
 import os
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conserve.settings import Settings
+from deployments.gpus import GpuKeeper
 from deployments.lmcache_server import Address, LMCacheServer, choose_address, require_nixl
-from deployments.messages import CachePeer
+from deployments.messages import CachePeer, EngineUse
 from deployments.peers import PeerDirectory, SeenPeers
+from hetero.energy import EngineEnergy
+from hetero.slots import Lease
 
 logger = logging.getLogger("conserve.node")
+
+_T = TypeVar("_T")
 
 ABANDONED_S = 120.0
 _BEAT_S = 1.0
 _BEAT_TIMEOUT_S = 10.0
 _PEERS_PERIOD_S = 1.0
+_GPUS_PERIOD_S = 1.0
 _PEER_TIMEOUT_S = 2.0
 
 
@@ -50,6 +58,9 @@ class NodeService:
         self._starting = asyncio.Lock()
         self._last_beat_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
+        # NVML and the guard of power caps block: one thread of their own.
+        self._gpus: GpuKeeper | None = None
+        self._gpu_thread = ThreadPoolExecutor(1, "gpus")
 
     async def start(self) -> Address:
         """Have the LMCache server up; returns where, when it answers.
@@ -61,17 +72,69 @@ class NodeService:
         await server.wait_until_healthy()
         return self._address
 
-    async def beat(self) -> None:
-        """An engine on this node lives."""
+    async def beat(self, use: EngineUse | None = None) -> EngineEnergy | None:
+        """An engine on this node lives.
+
+        Args:
+            use: the GPUs that it runs on; None without, and then none is looked at.
+
+        Returns:
+            What they have used for it, if that is known.
+        """
         self._last_beat_s = time.monotonic()
         await self._ensure_started()
+        if use is None:
+            return None
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.beat(use, time.monotonic()))
+
+    # --- SM slots, for an engine's workers: see `hetero.slots.SlotLedger` ----------------------
+
+    async def lease_slots(self, gpu: str, engine_id: str, asked_sms: int) -> Lease:
+        """Lease at least so many SMs of a GPU; an engine that falls silent loses its leases."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.lease(gpu, engine_id, asked_sms))
+
+    async def rebind_slots(self, lease_id: int, asked_sms: int) -> Lease:
+        """Change a lease to the smallest slot with at least so many SMs."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.rebind(lease_id, asked_sms))
+
+    async def split_slots(
+        self, decode_id: int, prefill_id: int, asked_sms: int
+    ) -> tuple[Lease, Lease]:
+        """Move the border between decoding's lease and prefill's."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.split(decode_id, prefill_id, asked_sms))
+
+    async def release_slots(self, lease_id: int) -> Lease:
+        """End a lease."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.release(lease_id))
+
+    def _keeper(self) -> GpuKeeper:
+        if self._gpus is None:
+            self._gpus = GpuKeeper()
+            self._tasks.append(asyncio.get_running_loop().create_task(self._keep_gpus(self._gpus)))
+        return self._gpus
+
+    async def _keep_gpus(self, keeper: GpuKeeper) -> None:
+        while True:
+            await asyncio.sleep(_GPUS_PERIOD_S)
+            try:
+                await self._on_gpus(lambda: keeper.tick(time.monotonic()))
+            except Exception:
+                logger.exception("looking after GPUs failed; it is tried again")
+
+    async def _on_gpus(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._gpu_thread, work)
 
     async def peer(self) -> CachePeer | None:
         """How other nodes reach this one's LMCache server; None while it is not up."""
         return self._server.peer if self._server else None
 
     async def status(self) -> dict[str, Any]:
-        """The LMCache server's process, how often it was restarted, and whom it knows."""
+        """The LMCache server's process, restarts and peers; and GPUs that engines use."""
         server = self._server
         return {
             "agent_pid": os.getpid(),
@@ -79,6 +142,7 @@ class NodeService:
             "lmcache_healthy": server.healthy if server else False,
             "lmcache_restarts": max(server.restarts, 0) if server else 0,
             "lmcache_peers": [peer.id for peer in self._peers.current(time.monotonic())],
+            "gpus": await self._on_gpus(self._gpus.state) if self._gpus else None,
         }
 
     async def _ensure_started(self) -> LMCacheServer:
@@ -124,6 +188,8 @@ class NodeService:
         logger.info("no engine for %g s: ending", ABANDONED_S)
         if self._server is not None:
             self._server.terminate()
+        if self._gpus is not None:
+            await self._on_gpus(self._gpus.close)
         ray.kill(ray.get_runtime_context().current_actor)
 
 
@@ -161,6 +227,9 @@ class NodeClient:
         # Kept for the actor's next life; if there is one already, that has its own.
         self._address = choose_address(settings, ray.util.get_node_ip_address())
         self._actor = self._connect()
+        # Set when the engine knows its GPUs; and what they have used for it, from the last beat.
+        self.use: EngineUse | None = None
+        self.energy: EngineEnergy | None = None
 
     async def start(self) -> Address:
         """Wait until the node's LMCache server answers, and see to it that the actor lives on.
@@ -179,7 +248,7 @@ class NodeClient:
         while True:
             time.sleep(_BEAT_S)
             try:
-                ray.get(self._actor.beat.remote(), timeout=_BEAT_TIMEOUT_S)
+                self.energy = ray.get(self._actor.beat.remote(self.use), timeout=_BEAT_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError:
                 logger.warning("the node actor does not answer")
             except ray.exceptions.RayActorError:

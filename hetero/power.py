@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
@@ -28,6 +28,8 @@ logger = logging.getLogger("conserve.power")
 DIRECTORY_VARIABLE = "CONSERVE_POWER_DIR"
 # Drivers round a limit that is set, to a watt at most.
 _SAME_W = 1.0
+# Its number, in capabilities(7) and linux/capability.h.
+_CAP_SYS_ADMIN = 21
 
 
 class CapRefused(ValueError):
@@ -97,6 +99,16 @@ class Restored:
     uuid: str
     outcome: Literal["restored", "changed", "held", "failed"]
     detail: str
+
+
+def may_set_limits() -> bool:
+    """Whether this process has the capability that changing a limit takes, CAP_SYS_ADMIN.
+
+    Root has it, in most containers not. The driver has the last word.
+    """
+    status = Path("/proc/self/status").read_text()
+    (effective,) = (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
 
 
 def default_directory() -> Path:
@@ -187,17 +199,23 @@ class PowerCaps:
                     raise CapRefused(f"{uuid}: an earlier cap could not be undone: {left.detail}")
             now_w = self._nvml.limit_w(uuid)
             old = _read(self._directory, uuid)
+            if old is not None:
+                if all(abs(now_w - known_w) > _SAME_W for known_w in old.caps_w):
+                    raise HasOwner(f"{uuid}: somebody else has set {now_w:g} W since; left so")
+                if old.caps_w == [limit_w]:
+                    return now_w
             record = Record(
                 uuid=uuid,
                 previous_w=old.previous_w if old else now_w,
                 # The old one as well: the process may end between here and the change.
-                caps_w=[*(old.caps_w[-1:] if old else []), limit_w],
+                caps_w=[*(old.caps_w if old else []), limit_w],
                 owner=self._owner,
                 pid=os.getpid(),
                 since_s=old.since_s if old else time.time(),
             )
             _write(self._directory, record)
             self._nvml.set_limit_w(uuid, limit_w)
+            _write(self._directory, replace(record, caps_w=[limit_w]))
             return self._nvml.limit_w(uuid)
         except BaseException:
             if fresh:
