@@ -69,6 +69,14 @@ class EnergyMetrics(Collector):
             "1 where some of it was integrated from power samples, for want of a counter.",
             value=any(engine.latest.integrated for engine in self._book.engines.values()),
         )
+        computed = CounterMetricFamily(
+            "conserve_computed_tokens",
+            "Tokens prefilled (not found in a cache) or decoded on GPUs whose energy is known.",
+            labels=["tier"],
+        )
+        for tier, use in self._book.tiers.items():
+            computed.add_metric([tier], use.tokens)
+        yield computed
         each = GaugeMetricFamily(
             "conserve_tier_tokens_per_joule",
             "Tokens that a tier's engines prefilled or decoded, for each joule of its GPUs.",

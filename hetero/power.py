@@ -28,8 +28,6 @@ logger = logging.getLogger("conserve.power")
 DIRECTORY_VARIABLE = "CONSERVE_POWER_DIR"
 # Drivers round a limit that is set, to a watt at most.
 _SAME_W = 1.0
-# Its number, in capabilities(7) and linux/capability.h.
-_CAP_SYS_ADMIN = 21
 
 
 class CapRefused(ValueError):
@@ -99,16 +97,6 @@ class Restored:
     uuid: str
     outcome: Literal["restored", "changed", "held", "failed"]
     detail: str
-
-
-def may_set_limits() -> bool:
-    """Whether this process has the capability that changing a limit takes, CAP_SYS_ADMIN.
-
-    Root has it, in most containers not. The driver has the last word.
-    """
-    status = Path("/proc/self/status").read_text()
-    (effective,) = (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
-    return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
 
 
 def default_directory() -> Path:

@@ -74,6 +74,26 @@ def test_figures() -> None:
     assert server_figures({**vllm, "vllm:prefix_cache_queries_total": 0.0}, 5) == ServerFigures()
 
 
+def test_each_tier_has_its_tokens_per_joule() -> None:
+    """As a page of ours says them: by role, phase and tier."""
+    page = """
+# TYPE conserve_gpu_energy_joules_total counter
+conserve_gpu_energy_joules_total{phase="cold_prefill",role="prefiller",tier="fast"} 100.0
+conserve_gpu_energy_joules_total{phase="tail",role="decoder",tier="slow"} 300.0
+conserve_gpu_energy_joules_total{phase="tail",role="decoder",tier="fast"} 50.0
+# TYPE conserve_computed_tokens_total counter
+conserve_computed_tokens_total{tier="fast"} 600.0
+conserve_computed_tokens_total{tier="slow"} 900.0
+"""
+    before = read(page)
+    assert before is not None
+    after = {name: value * 3 for name, value in before.items()}
+    figures = server_figures(rise(before, after), 5)
+    assert figures.tier_energy_j == {"fast": 300, "slow": 600}
+    assert figures.tier_tokens_per_j == {"fast": 4, "slow": 3}
+    assert server_figures({}, 5).tier_energy_j == {}
+
+
 def test_gpus_of_this_machine(machine: Machine) -> None:
     before_j = gpus.energy_j()
     assert before_j is not None

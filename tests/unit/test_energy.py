@@ -227,6 +227,7 @@ def test_metrics_have_power_energy_and_tokens_per_joule() -> None:
         'conserve_gpu_energy_joules_total{phase="cold_prefill",role="prefiller",tier="fast"} 100.0',
         'conserve_tier_tokens_per_joule{tier="fast"} 5.0',
         'conserve_tier_tokens_per_joule{tier="slow"} 1.0',
+        'conserve_computed_tokens_total{tier="fast"} 500.0',
         "conserve_tokens_per_joule 2.0",
         "conserve_gpu_energy_integrated 1.0",
     ):
