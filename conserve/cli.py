@@ -1,4 +1,4 @@
-"""The command line: ``conserve serve``, ``demo``, ``bench`` and ``doctor``."""
+"""The command line: ``conserve serve``, ``demo``, ``bench``, ``power`` and ``doctor``."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from conserve.launch import Launch, LaunchError, require_free
 from conserve.settings import Settings, SettingsError, load
+from hetero.command import power
 
 if TYPE_CHECKING:
     from conserve.doctor.findings import Finding
@@ -26,6 +27,7 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+cli.add_typer(power, name="power")
 console = Console()
 
 Arguments = Annotated[

@@ -6,6 +6,7 @@ The same fields are given on the command line (``serve run conserve.app decoders
 
 import contextlib
 import json
+import re
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -13,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from conserve.placement import PlacementPolicy, PolicyName, make_policy
 
 EMBEDDED_MODEL = "embedded"
+# Tiers of roles that name none.
+CPU_TIER, GPU_TIER = "cpu", "gpu"
 
 
 class SettingsError(ValueError):
@@ -40,7 +43,8 @@ class RoleSettings(_Strict):
     tier: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="Ray custom resource that marks this role's nodes; unset: any node.",
+        description="Where this role runs: a tier under `tiers`, or else the Ray custom resource "
+        "that marks its nodes; unset: any node.",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
@@ -49,6 +53,39 @@ class RoleSettings(_Strict):
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of this role's engines."
     )
+
+
+class TierSettings(_Strict):
+    """Nodes of one kind, told by what Ray can see of them, and how their GPUs are run."""
+
+    accelerator_type: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="Ray's accelerator type of its nodes (`A40`, `H100`).",
+    )
+    resource: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="Ray custom resource that its nodes offer.",
+    )
+    labels: dict[str, str] = Field(
+        default_factory=dict, description="Ray labels that its nodes have."
+    )
+    power_cap_w: float | None = Field(
+        default=None, gt=0, description="Power limit of its GPUs, in watts; unset: as it is."
+    )
+    power_cap_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="The same as a fraction of each GPU's default limit (the paper: 2/3).",
+    )
+
+    @model_validator(mode="after")
+    def _one_cap(self) -> Self:
+        if self.power_cap_w is not None and self.power_cap_fraction is not None:
+            raise ValueError("set power_cap_w or power_cap_fraction, not both")
+        return self
 
 
 class LMCacheSettings(_Strict):
@@ -112,6 +149,15 @@ class Settings(_Strict):
     decoders: RoleSettings = Field(
         default_factory=lambda: RoleSettings(replicas=2),
         description="Engines that run everything else.",
+    )
+    tiers: dict[str, TierSettings] = Field(
+        default_factory=dict,
+        description="Kinds of nodes by name, for `prefillers.tier` and `decoders.tier`.",
+    )
+    tier_timeout_s: float = Field(
+        default=120.0,
+        ge=0,
+        description="Longest wait at start for a node of each role's tier, on a cluster that runs.",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
@@ -185,6 +231,16 @@ class Settings(_Strict):
         _without_reserved(self.prefillers.engine, "prefillers.engine")
         _without_reserved(self.decoders.engine, "decoders.engine")
         return self
+
+    @field_validator("tiers", mode="after")
+    @classmethod
+    def _tier_names(cls, value: dict[str, TierSettings]) -> dict[str, TierSettings]:
+        for name in value:
+            if name in (CPU_TIER, GPU_TIER):
+                raise ValueError(f"{name!r} is the name of the tier of roles that name none")
+            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+                raise ValueError(f"{name!r} is no name: use letters, digits, and . _ -")
+        return value
 
     @model_validator(mode="after")
     def _placement_has_its_settings(self) -> Self:
