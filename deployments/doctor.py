@@ -47,7 +47,8 @@ def examine_cluster(
             except ray.exceptions.RayError as error:
                 silent.append(_silent(node, error))
                 continue
-            answered.append((node, replace(seen, name=node.name, resources=node.resources)))
+            named = replace(seen, name=node.name, resources=node.resources, labels=node.labels)
+            answered.append((node, named))
         on_progress("comparing clocks, trying connections")
         return [*silent, *judge(settings, _between(answered))]
     finally:
@@ -95,6 +96,7 @@ class _Node:
     name: str
     head: bool
     resources: dict[str, float]
+    labels: dict[str, str]
     probe: Any
 
 
@@ -109,7 +111,8 @@ def _nodes() -> list[_Node]:
         probe = ray.remote(NodeProbe).options(num_cpus=0, scheduling_strategy=where).remote()
         # Several nodes may be on one machine.
         name = address if addresses.count(address) == 1 else f"{address}/{node['NodeID'][:6]}"
-        found.append(_Node(name, HEAD_NODE in node["Resources"], dict(node["Resources"]), probe))
+        resources, labels = dict(node["Resources"]), dict(node.get("Labels", {}))
+        found.append(_Node(name, HEAD_NODE in resources, resources, labels, probe))
     return found
 
 

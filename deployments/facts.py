@@ -114,8 +114,10 @@ def _free_huge_pages_bytes() -> int:
 def observe_ports(settings: Settings, router_here: bool = True) -> list[PortFacts]:
     """The ports that the settings name, and who has them. One left open (0) is always free."""
     lmcache = settings.lmcache
+    # On several nodes it listens on its node's address, whichever that is.
+    host = "0.0.0.0" if settings.nodes == "several" else "127.0.0.1"
     wanted = [
-        ("lmcache.port", "LMCache", "127.0.0.1", lmcache.port),
+        ("lmcache.port", "LMCache", host, lmcache.port),
         ("lmcache.http_port", "LMCache's admin interface", "127.0.0.1", lmcache.http_port),
     ]
     if router_here:

@@ -1,11 +1,10 @@
-"""Between nodes: clocks, hashes, versions, reachability; and tiers against nodes."""
+"""Between nodes: clocks, hashes, versions, reachability."""
 
 from collections.abc import Sequence
 
 from conserve.doctor.facts import NodeFacts
 from conserve.doctor.findings import Finding
 from conserve.doctor.software import PACKAGES
-from conserve.settings import Settings
 
 _CLOCKS_APART_S = 1.0
 
@@ -15,39 +14,6 @@ def check_nodes(nodes: Sequence[NodeFacts]) -> list[Finding]:
     if len(nodes) < 2:
         return []
     return [*_clocks(nodes), *_hashes(nodes), *_versions(nodes), *_reachable(nodes)]
-
-
-def check_tiers(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Whether some node offers the resource that marks each role's tier."""
-    roles = {"decoders": settings.decoders}
-    if settings.prefiller_replicas:
-        roles["prefillers"] = settings.prefillers
-    findings = []
-    for role, own in roles.items():
-        if own.tier is None:
-            continue
-        offering = [node.name for node in nodes if node.resources.get(own.tier)]
-        if offering:
-            seen = f"{role}: {own.tier} is offered by {', '.join(offering)}"
-            findings.append(Finding("ok", "tier", seen))
-        else:
-            there = ", ".join(_custom(nodes)) or "none"
-            findings.append(
-                Finding(
-                    "wrong", "tier",
-                    f"{role}: no node offers {own.tier}; custom resources there are: {there}",
-                    f"start a node with it (ray start --resources='{{\"{own.tier}\": 1}}'), "
-                    f"or set another {role}.tier",
-                )
-            )  # fmt: skip
-    return findings
-
-
-def _custom(nodes: Sequence[NodeFacts]) -> list[str]:
-    """Ray's own are in capitals, or name a node or an accelerator."""
-    names = {name for node in nodes for name in node.resources}
-    builtin = ("CPU", "GPU", "memory", "object_store_memory")
-    return sorted(name for name in names if name not in builtin and ":" not in name)
 
 
 def _clocks(nodes: Sequence[NodeFacts]) -> list[Finding]:

@@ -90,7 +90,8 @@ class NodeFacts:
 
     Attributes:
         name: its address in the cluster; empty for a machine by itself.
-        resources: as Ray counts them, custom ones and tiers included.
+        resources: as Ray counts them, custom ones included.
+        labels: that Ray knows it by.
         clock_ahead_s: by how much its clock is ahead of the asking node's.
         clock_error_s: how far off that may be: half the shortest round trip.
         unreachable: addresses of nodes that it cannot open a TCP connection to.
@@ -102,6 +103,7 @@ class NodeFacts:
     ports: tuple[PortFacts, ...] = ()
     name: str = ""
     resources: dict[str, float] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
     clock_ahead_s: float = 0.0
     clock_error_s: float = 0.0
     unreachable: tuple[str, ...] = ()

@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Sequence
 
-from conserve.doctor.cluster import check_nodes, check_tiers
+from conserve.doctor.cluster import check_nodes
 from conserve.doctor.facts import NodeFacts
 from conserve.doctor.findings import Finding
 from conserve.doctor.gpus import check_gpus
 from conserve.doctor.machine import check_machine
 from conserve.doctor.ports import check_ports
 from conserve.doctor.software import check_software
+from conserve.doctor.tiers import check_tiers, role_tiers
 from conserve.settings import Settings
 
 
@@ -21,13 +22,14 @@ def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
     """
     several = len(nodes) > 1 or settings.nodes == "several"
     engines = settings.prefiller_replicas + settings.decoders.replicas
+    caps = any(tier.cap for tier in role_tiers(settings, on_gpu=True).values())
     findings: list[Finding] = []
     for node in nodes:
         on_cpu = settings.device == "cpu" or not node.gpus.devices
         # Which of several nodes an engine will be on is not known beforehand.
         cpu_engines = engines if on_cpu and not several else 0
         own = [
-            *check_gpus(node.gpus, settings, caps_power=False),
+            *check_gpus(node.gpus, settings, caps),
             *check_software(node.software, node.gpus, several),
             *check_machine(node.machine, settings, cpu_engines),
             *check_ports(node.ports),

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from conserve.cli import cli
-from conserve.doctor.cluster import check_nodes, check_tiers
+from conserve.doctor.cluster import check_nodes
 from conserve.doctor.facts import GpuFacts, MachineFacts, NodeFacts, PortFacts, SoftwareFacts
 from conserve.doctor.findings import Finding, exit_status
 from conserve.doctor.gpus import check_gpus
@@ -19,6 +19,7 @@ from conserve.doctor.machine import check_machine
 from conserve.doctor.ports import check_ports
 from conserve.doctor.report import line
 from conserve.doctor.software import check_software
+from conserve.doctor.tiers import check_tiers
 from conserve.doctor.verdict import judge
 from conserve.settings import Settings, load
 from deployments import facts as observing
@@ -230,10 +231,29 @@ def test_a_tier_that_no_node_offers_is_named_with_those_there_are() -> None:
     settings = load({"decoders": {"tier": "h100"}, "prefillers": {"tier": "a40"}})
     good, wrong = sorted(check_tiers(settings, [HEAD, WORKER]), key=lambda one: one.level)
     assert (good.level, wrong.level) == ("ok", "wrong")
-    assert "prefillers: a40 is offered by 10.0.0.2" in good.seen
-    assert "no node offers h100; custom resources there are: a40" in wrong.seen
-    assert "ray start --resources='{\"h100\": 1}'" in wrong.to_do
-    assert check_tiers(SETTINGS, [HEAD, WORKER]) == []
+    assert good.seen == "prefillers: a40 (custom resource a40) on 10.0.0.2"
+    assert "decoders: no node is of h100 (custom resource h100); there are: node 10" in wrong.seen
+    assert "custom resources a40" in wrong.seen
+    assert bad(check_tiers(SETTINGS, [HEAD, WORKER])) == []
+
+
+def test_a_tier_by_accelerator_counts_where_there_are_gpus() -> None:
+    settings = load(
+        {"decoders": {"tier": "cheap"}, "tiers": {"cheap": {"accelerator_type": "A40"}}}
+    )
+    gpu = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:A40": 1.0}
+    node = dataclasses.replace(WORKER, resources=gpu)
+    assert bad(check_tiers(settings, [HEAD, node])) == []
+    other = dataclasses.replace(node, resources={**gpu, "accelerator_type:A40": 0.0})
+    assert bad(check_tiers(settings, [HEAD, other])) == [("wrong", "tier")]
+
+
+def test_power_caps_that_may_not_be_set_are_told() -> None:
+    settings = load({"decoders": {"tier": "slow"}, "tiers": {"slow": {"power_cap_w": 200}}})
+    facts = dataclasses.replace(H100, may_cap_power=False)
+    node = dataclasses.replace(NODE, gpus=facts)
+    assert ("warning", "power") in bad(judge(settings, [node]))
+    assert ("warning", "power") not in bad(judge(SETTINGS, [node]))
 
 
 # --- as a whole ----------------------------------------------------------------------------------
