@@ -234,15 +234,16 @@ class NodeClient:
     async def start(self) -> Address:
         """Wait until the node's LMCache server answers, and see to it that the actor lives on.
 
-        Its beats come from a thread of their own: loading a model blocks the event loop for
-        minutes.
-
         Returns:
             where the server listens for this node's engines.
         """
         self._address = await self._actor.start.remote()
-        threading.Thread(target=self._beat, name="node-beat", daemon=True).start()
+        self.keep_beating()
         return self._address
+
+    def keep_beating(self) -> None:
+        """Beat from now on, from a thread: loading a model blocks the event loop for minutes."""
+        threading.Thread(target=self._beat, name="node-beat", daemon=True).start()
 
     def _beat(self) -> None:
         while True:
