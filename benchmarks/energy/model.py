@@ -131,7 +131,7 @@ class Machine:
     def __init__(self, prefillers: dict[str, Speed], decoders: dict[str, Speed]) -> None:
         self._prefillers = {name: _Engine(speed) for name, speed in prefillers.items()}
         self._decoders = {name: _Engine(speed) for name, speed in decoders.items()}
-        self._table = ConversationTable(make_policy("conversation"), idle_timeout_s=float("inf"))
+        self._table = ConversationTable(make_policy("conversation"), idle_timeout_s=1e9)
         for name in prefillers:
             self._table.add_prefiller(name)
         for name in decoders:
