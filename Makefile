@@ -16,7 +16,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-placement test-cluster clean
+	bench-overhead bench-placement bench-energy bench-slots test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -60,6 +60,12 @@ bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 
 bench-placement: $(INSTALLED) ## Measure the conversation table: decisions a second, bytes each
 	@$(BIN)/python -m benchmarks.placement $(ARGS)
+
+bench-energy: $(INSTALLED) ## Compare tiers' tokens per joule, on stand-in GPUs
+	@$(BIN)/python -m benchmarks.energy $(ARGS)
+
+bench-slots: $(INSTALLED) ## Measure the ledger of SM slots: operations a second
+	@$(BIN)/python -m benchmarks.slots $(ARGS)
 
 clean: ## Remove .venv, caches and build products
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -155,7 +155,7 @@ class Settings(_Strict):
         description="Kinds of nodes by name, for `prefillers.tier` and `decoders.tier`.",
     )
     tier_timeout_s: float = Field(
-        default=120.0,
+        default=600.0,
         ge=0,
         description="Longest wait at start for a node of each role's tier, on a cluster that runs.",
     )

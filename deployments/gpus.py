@@ -75,6 +75,8 @@ class GpuKeeper:
         for engine_id, heard_s in list(self._heard_s.items()):
             if now_s - heard_s > SILENCE_S:
                 self.leave(engine_id)
+        for lease in self.ledger.keep_owners(self._uses):
+            logger.info("%s: %d SMs of %s are free again", lease.gpu, lease.sms, lease.owner)
         if self._nvml is None:
             return
         engines: defaultdict[str, list[str]] = defaultdict(list)
@@ -87,12 +89,10 @@ class GpuKeeper:
         self._readings = {uuid: self._readings[uuid] for uuid in engines}
 
     def leave(self, engine_id: str) -> None:
-        """An engine has gone: its slots are free, and its GPUs are not ours any more."""
+        """An engine has gone: at the next tick its slots are free, and its GPUs not ours."""
         del self._uses[engine_id]
         del self._heard_s[engine_id]
         self._joules.pop(engine_id, None)
-        for lease in self.ledger.release_owner(engine_id):
-            logger.info("%s: %d SMs of %s are free again", lease.gpu, lease.sms, engine_id)
 
     def close(self) -> None:
         """Put back every limit, and let go of the driver."""

@@ -91,7 +91,7 @@ class NodeService:
     # --- SM slots, for an engine's workers: see `hetero.slots.SlotLedger` ----------------------
 
     async def lease_slots(self, gpu: str, engine_id: str, asked_sms: int) -> Lease:
-        """Lease at least so many SMs of a GPU; an engine that falls silent loses its leases."""
+        """Lease at least so many SMs of a GPU to an engine, for as long as it beats."""
         keeper = self._keeper()
         return await self._on_gpus(lambda: keeper.ledger.lease(gpu, engine_id, asked_sms))
 

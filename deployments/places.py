@@ -29,16 +29,19 @@ def wait_for_tiers(settings: Settings, gpu: bool, timeout_s: float) -> None:
         if not absent:
             break
         left_s = deadline_s - time.monotonic()
+        problems = "\n  ".join(absent)
+        there = tiers.inventory(nodes).replace("\n", "\n  ")
         if left_s <= 0:
-            there = tiers.inventory(nodes).replace("\n", "\n  ")
-            problems = "\n  ".join(absent)
             raise SettingsError(
                 f"no place for ConServe on this cluster\n  {problems}\nIt has:\n  {there}\n"
                 "Start such a node, or name another tier."
             )
         if not asked:
             asked = True
-            logger.warning("waiting %g s for nodes: %s", timeout_s, "; ".join(absent))
+            logger.warning(
+                "waiting %g s for nodes to join\n  %s\nThe cluster has:\n  %s",
+                timeout_s, problems, there,
+            )  # fmt: skip
             # An autoscaler starts nodes for what is asked of it, and nothing is, yet.
             _ask_autoscaler(settings, gpu)
         time.sleep(min(_LOOK_S, left_s))

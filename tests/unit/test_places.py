@@ -65,10 +65,13 @@ def test_a_node_that_joins_is_waited_for_and_asked_for(cluster: Cluster) -> None
     assert nothing == []
 
 
-def test_the_wait_has_a_bound(cluster: Cluster) -> None:
+def test_the_wait_has_a_bound(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SettingsError, match="Start such a node"):
         places.wait_for_tiers(SETTINGS, True, 0.05)
     assert cluster.looks > 2
+    (said,) = caplog.messages  # At once, and once.
+    assert "no node offers 'frugal'" in said
+    assert "accelerator type H100" in said
 
 
 def test_nothing_is_asked_where_every_role_has_a_place(cluster: Cluster) -> None:
