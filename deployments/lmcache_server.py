@@ -12,6 +12,7 @@ import ctypes
 import importlib.util
 import logging
 import os
+import random
 import signal
 import socket
 import sys
@@ -37,6 +38,9 @@ _PEERS_PERIOD_S = 1.0
 # with the memory. A chunk takes whole pages.
 _SMALLEST_PAGE_BYTES = 64 * 1024
 _MOST_PAGES = 2**17
+# Above those of Ray's workers (10002 to 19999), below those that Linux gives to outgoing
+# connections (from 32768): a server binds its port many seconds after it was chosen.
+_OPEN_PORTS = range(20_000, 32_768)
 _NIXL_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 
 
@@ -64,11 +68,15 @@ def choose_address(settings: Settings, node_ip: str) -> Address:
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nobody has at the moment."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nobody has, and that nobody gets by chance until it is used.
+
+    Raises:
+        RuntimeError: none is free.
+    """
+    for port in random.sample(_OPEN_PORTS, k=100):
+        if not _taken(host, port):
+            return port
+    raise RuntimeError(f"no free port on {host} from {_OPEN_PORTS[0]} to {_OPEN_PORTS[-1]}")
 
 
 def new_peer(address: Address) -> CachePeer:
@@ -274,13 +282,19 @@ class LMCacheServer:
 def _taken_port(address: Address) -> int | None:
     """A port that the server needs and another has, whose health would be taken for ours."""
     for host, port in ((address.host, address.port), ("127.0.0.1", address.http_port)):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                return port
+        if _taken(host, port):
+            return port
     return None
+
+
+def _taken(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
 
 
 def _die_with_parent() -> None:

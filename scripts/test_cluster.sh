@@ -80,7 +80,15 @@ inside() {
             break
         fi
     done
+    # The `ray` that is called here may need a Python that is installed in the home.
+    local base
+    base=$("$repository/.venv/bin/python" -c 'import sys; print(sys.base_prefix)')
+    if [[ $base == "$home"/* ]]; then
+        mkdir -p "$work/python" "$work/home/${base#"$home"/}"
+        mount --bind "$base" "$work/python"
+    fi
     mount --bind "$work/home" "$home"
+    [ ! -d "$work/python" ] || mount --bind "$work/python" "$base"
     mkdir -p /tmp/ray
     mount --bind "$work/ray" /tmp/ray
     export HOME=$home RAY_USAGE_STATS_ENABLED=0

@@ -26,7 +26,7 @@ applications:
       prefillers: {replicas: 1, num_cpus: 0.1, tier: first}
       decoders: {replicas: 2, num_cpus: 0.1, tier: second}
       lmcache: {port: 0, http_port: 0, size_gb: 1}
-      engine: {dtype: float32}
+      engine: {dtype: float32, num_gpu_blocks_override: 256}
 """
 _ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -103,7 +103,8 @@ def two_nodes(logs: Path) -> Iterator[TwoNodes]:
         os.environ.update(before)
 
 
-def lmcache_metrics(server: psutil.Process) -> str:
-    """The Prometheus text of an LMCache server."""
+def crossed(server: psutil.Process) -> int:
+    """How many chunks an LMCache server has taken from another, by its own count."""
     (port,) = re.findall(r"--http-port (\d+)", " ".join(server.cmdline()))
-    return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+    return int(harness.metric("lmcache_mp_l2_prefetch_load_completed_chunks_total", text))

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests import harness
-from tests.cluster.nodes import two_nodes
+from tests.cluster.nodes import crossed, two_nodes
 from tests.harness import Agent
 
 pytestmark = pytest.mark.anyio
@@ -86,6 +86,14 @@ async def test_handoffs_cross_once_and_a_lost_node_costs_no_conversation(
         for name, agent in agents.items():
             await _at_home(agent, says[name][1])
         assert harness.metric("conserve_handoffs_total") == len(agents)
+        # As the servers count: every chunk went over once, and none the other way.
+        chunks = sum(agent.stats[0]["lmcache_tokens"] for agent in agents.values()) // BLOCK_TOKENS
+        await harness.eventually(
+            "every chunk counted by the server that took it",
+            lambda: crossed(servers["second"]) >= chunks,
+        )
+        assert crossed(servers["second"]) == chunks
+        assert crossed(servers["first"]) == 0
 
         # The second node's actor dies, and its LMCache server with it.
         harness.kill(nodes.node_actor().pid)
