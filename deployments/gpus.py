@@ -86,7 +86,10 @@ class GpuKeeper:
         self._see_to_caps(engines, now_s)
         for uuid, here in engines.items():
             self._read(self._nvml, uuid, here, now_s)
+        # What a GPU does for others meanwhile is not ours to count.
         self._readings = {uuid: self._readings[uuid] for uuid in engines}
+        for uuid in self._meters.keys() - engines.keys():
+            del self._meters[uuid]
 
     def leave(self, engine_id: str) -> None:
         """An engine has gone: at the next tick its slots are free, and its GPUs not ours."""

@@ -78,6 +78,24 @@ def test_engines_that_share_a_gpu_share_its_energy(machine: Machine, keeper: Gpu
     assert [known(keeper.beat(use, 1.0)).joules for use in uses] == [15, 15]
 
 
+def test_what_a_gpu_does_for_others_meanwhile_is_not_counted(
+    machine: Machine, keeper: GpuKeeper
+) -> None:
+    use = EngineUse("first", (machine.gpus[0].id,))
+    keeper.beat(use, 0.0)
+    keeper.tick(0.0)
+    keeper.leave("first")
+    machine.advance(1000)
+    keeper.tick(1000.0)
+    machine.advance(1000)
+    later = EngineUse("second", (machine.gpus[0].id,))
+    for now_s in (2000.0, 2001.0):
+        keeper.beat(later, now_s)
+        keeper.tick(now_s)
+        machine.advance(1)
+    assert known(keeper.beat(later, 2001.0)).joules == pytest.approx(30)
+
+
 def test_a_cap_holds_for_as_long_as_an_engine_that_wants_it_lives(
     machine: Machine, keeper: GpuKeeper, tmp_path: Path
 ) -> None:
