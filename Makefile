@@ -16,7 +16,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-placement clean
+	bench-overhead bench-placement bench-energy bench-slots test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -40,6 +40,9 @@ test-unit: $(INSTALLED) ## Run the unit tests alone (seconds)
 test-engines: $(INSTALLED) ## Run only the tests on real engines: all but the unit tests (minutes)
 	@$(BIN)/python -m pytest tests --ignore=tests/unit $(ARGS)
 
+test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
+	@scripts/test_cluster.sh
+
 lint: $(INSTALLED) ## Check style, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -57,6 +60,12 @@ bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 
 bench-placement: $(INSTALLED) ## Measure the conversation table: decisions a second, bytes each
 	@$(BIN)/python -m benchmarks.placement $(ARGS)
+
+bench-energy: $(INSTALLED) ## Compare tiers' tokens per joule, on stand-in GPUs
+	@$(BIN)/python -m benchmarks.energy $(ARGS)
+
+bench-slots: $(INSTALLED) ## Measure the ledger of SM slots: operations a second
+	@$(BIN)/python -m benchmarks.slots $(ARGS)
 
 clean: ## Remove .venv, caches and build products
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,7 +6,7 @@ where a server has none: figures that are not known are None.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -31,6 +31,9 @@ NAMES = (
 )
 """The counters that are read."""
 
+_TIER_ENERGY = "conserve_gpu_energy_joules_total"
+_TIER_TOKENS = "conserve_computed_tokens_total"
+
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
@@ -48,6 +51,8 @@ class ServerFigures:
         cold_prefill_tokens: of first turns, prefilled on a prefiller.
         prefix_cache_share: of the prompt tokens that vLLM's engines looked up in their own prefix
             cache, those found.
+        tier_energy_j: what the GPUs of each tier used, in joules; empty without GPUs.
+        tier_tokens_per_j: tokens that each tier's engines prefilled or decoded, a joule.
     """
 
     handoffs: float | None = None
@@ -58,10 +63,14 @@ class ServerFigures:
     moves: float | None = None
     cold_prefill_tokens: float | None = None
     prefix_cache_share: float | None = None
+    tier_energy_j: dict[str, float] = field(default_factory=dict)
+    tier_tokens_per_j: dict[str, float] = field(default_factory=dict)
 
 
 def read(text: str) -> dict[str, float] | None:
     """The counters in `NAMES` that a page of Prometheus' text format has, summed over labels.
+
+    And those of tiers, each tier's under a name of its own (`of_tier`).
 
     None where it has none of them, or is no such page.
     """
@@ -71,9 +80,16 @@ def read(text: str) -> dict[str, float] | None:
             for sample in family.samples:
                 if sample.name in NAMES:
                     found[sample.name] += sample.value
+                elif sample.name in (_TIER_ENERGY, _TIER_TOKENS):
+                    found[of_tier(sample.name, sample.labels["tier"])] += sample.value
     except ValueError:
         return None
     return dict(found) or None
+
+
+def of_tier(name: str, tier: str) -> str:
+    """What a tier's counter is called here."""
+    return f"{name}:{tier}"
 
 
 def rise(
@@ -105,6 +121,12 @@ def server_figures(
     tokens, queries = known.get(_HANDOFF_TOKENS), known.get(_PREFIX_QUERIES)
     if tokens is not None:
         tokens += known.get(_LOADED_TOKENS, 0.0)
+    prefix = of_tier(_TIER_ENERGY, "")
+    energy_j = {
+        name.removeprefix(prefix): joules
+        for name, joules in known.items()
+        if name.startswith(prefix)
+    }
     return ServerFigures(
         handoffs=known.get(_HANDOFFS),
         handoff_tokens=tokens,
@@ -118,4 +140,10 @@ def server_figures(
         moves=known.get(_MOVES),
         cold_prefill_tokens=known.get(_COLD_PREFILL_TOKENS),
         prefix_cache_share=known.get(_PREFIX_HITS, 0.0) / queries if queries else None,
+        tier_energy_j=energy_j,
+        tier_tokens_per_j={
+            tier: known.get(of_tier(_TIER_TOKENS, tier), 0.0) / joules
+            for tier, joules in energy_j.items()
+            if joules
+        },
     )

@@ -1,16 +1,15 @@
 """What NVIDIA's driver says of this machine's GPUs: their names, and the energy they have used."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
-import pynvml
+from hetero.nvml import GpuLost, NoDriver, NotSupported, Nvml
 
 
 def names() -> list[str]:
     """The models of this machine's GPUs; empty without an NVIDIA driver."""
-    with _devices() as devices:
-        return [str(pynvml.nvmlDeviceGetName(device)) for device in devices]
+    try:
+        with Nvml() as nvml:
+            return [gpu.name for gpu in nvml.inventory()]
+    except NoDriver:
+        return []
 
 
 def energy_j() -> float | None:
@@ -19,25 +18,13 @@ def energy_j() -> float | None:
     None without an NVIDIA driver, or where a GPU does not count it (those before Volta).
 
     Raises:
-        pynvml.NVMLError: the driver fails in another way.
+        hetero.nvml.NvmlError: the driver fails in another way.
     """
-    with _devices() as devices:
-        try:
-            used_mj = [pynvml.nvmlDeviceGetTotalEnergyConsumption(device) for device in devices]
-        except pynvml.NVMLError_NotSupported:
-            return None
-    return sum(used_mj) / 1e3 if used_mj else None
-
-
-@contextmanager
-def _devices() -> Iterator[list[Any]]:
     try:
-        pynvml.nvmlInit()
-    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-        yield []
-        return
-    try:
-        count = pynvml.nvmlDeviceGetCount()
-        yield [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-    finally:
-        pynvml.nvmlShutdown()
+        with Nvml() as nvml:
+            if lost := nvml.lost():
+                raise GpuLost(f"GPUs {lost} do not answer: the energy of this machine is not known")
+            used_j = [nvml.energy_j(gpu.uuid) for gpu in nvml.inventory()]
+    except (NoDriver, NotSupported):
+        return None
+    return sum(used_j) if used_j else None

@@ -296,6 +296,10 @@ def _server_facts(result: Result) -> dict[str, str]:
         facts["tokens prefilled on prefillers"] = f"{server.cold_prefill_tokens:,.0f}"
     if server.moves is not None:
         facts["conversations moved"] = f"{server.moves:,.0f}"
+    for tier, joules in server.tier_energy_j.items():
+        facts[f"energy of tier {tier}"] = f"{joules:,.0f} J"
+    for tier, tokens_per_j in server.tier_tokens_per_j.items():
+        facts[f"tokens computed/J on tier {tier}"] = f"{tokens_per_j:.3f}"
     return facts
 
 

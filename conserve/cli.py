@@ -1,4 +1,4 @@
-"""The command line: ``conserve serve``, ``conserve demo`` and ``conserve bench``."""
+"""The command line: ``conserve serve``, ``demo``, ``bench``, ``power`` and ``doctor``."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,9 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,10 @@ from rich.markup import escape
 
 from conserve.launch import Launch, LaunchError, require_free
 from conserve.settings import Settings, SettingsError, load
+from hetero.command import power
+
+if TYPE_CHECKING:
+    from conserve.doctor.findings import Finding
 
 cli = typer.Typer(
     help="ConServe: serve multi-turn agents, scheduled by the conversation.",
@@ -23,6 +27,7 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+cli.add_typer(power, name="power")
 console = Console()
 
 Arguments = Annotated[
@@ -104,6 +109,50 @@ def bench(context: typer.Context) -> None:
     from benchmarks.command import bench as application
 
     application(args=context.args, prog_name=context.command_path)
+
+
+@cli.command()
+def doctor(
+    settings: Arguments = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            envvar="RAY_ADDRESS",
+            help="A Ray cluster, whose nodes are examined; `auto`: the one on this machine.",
+        ),
+    ] = None,
+) -> None:
+    """Say what is wrong with this machine, or with a cluster, and what to do about it.
+
+    One line a finding; the exit status is 1 if something is wrong.
+    """
+    from conserve.doctor.findings import exit_status
+    from conserve.doctor.report import line
+
+    chosen = _settings(settings)
+    with console.status("looking at this machine") as status:
+        findings = _examined(chosen, address, status.update)
+    for finding in findings:
+        console.print(line(finding), highlight=False, soft_wrap=True)
+    raise typer.Exit(exit_status(findings))
+
+
+def _examined(
+    settings: Settings, address: str | None, on_progress: Callable[[str], None]
+) -> "list[Finding]":
+    # Imports psutil and NVML, and on a cluster Ray: not for those who only serve.
+    if address is None:
+        from conserve.doctor.verdict import judge
+        from deployments.facts import observe_node
+
+        return judge(settings, [observe_node(settings)])
+    from deployments.doctor import examine_cluster
+
+    try:
+        return examine_cluster(settings, address, on_progress)
+    except ConnectionError as error:
+        console.print(f"[red]No Ray cluster at {escape(address)}: {escape(str(error))}[/red]")
+        raise typer.Exit(2) from None
 
 
 @contextlib.contextmanager

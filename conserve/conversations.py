@@ -69,6 +69,7 @@ class Conversation(msgspec.Struct, gc=False):
             lost since.
         ttfet_s: from then to the first token of its first answer that was not a tool call.
         period: the table's, in which to look next whether it is idle.
+        energy_j: its share of what its engines' GPUs have used, estimated; 0 where none report.
     """
 
     id: str
@@ -89,6 +90,7 @@ class Conversation(msgspec.Struct, gc=False):
     asked_s: float | None = None
     ttfet_s: float | None = None
     period: int = 0
+    energy_j: float = 0.0
 
     @property
     def last_turn(self) -> TurnStats | None:
@@ -389,6 +391,12 @@ class ConversationTable:
         conversation.ttfet_s = at_s - conversation.asked_s
         return conversation.ttfet_s
 
+    def used_energy(self, conversation_id: str, incarnation: int, joules: float) -> None:
+        """A live conversation has taken so much of its engines' energy."""
+        conversation = self._current(conversation_id, incarnation)
+        if conversation is not None:
+            conversation.energy_j += joules
+
     def release(self, conversation_id: str) -> Conversation | None:
         """End a conversation; its tokens no longer count. None if it is unknown."""
         conversation = self._conversations.pop(conversation_id, None)
@@ -523,6 +531,7 @@ class ConversationTable:
             held.turns = max(held.turns, known.turns)
             held.moves = known.moves
             held.asked_s, held.ttfet_s = known.asked_s, known.ttfet_s
+            held.energy_j = known.energy_j
         self._conversations[held.id] = held
         idle_at_s = held.last_used_s + self._idle_timeout_s
         held.period = known.period if known is not None else 0

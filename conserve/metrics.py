@@ -87,6 +87,10 @@ class Metrics:
             _WAIT_BUCKETS,
         )
 
+    def add(self, collector: Collector) -> None:
+        """Have something else collected as well."""
+        self._registry.register(collector)
+
     def render(self) -> bytes:
         """The text that `/metrics` answers."""
         return generate_latest(self._registry)

@@ -6,6 +6,7 @@ The same fields are given on the command line (``serve run conserve.app decoders
 
 import contextlib
 import json
+import re
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -13,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from conserve.placement import PlacementPolicy, PolicyName, make_policy
 
 EMBEDDED_MODEL = "embedded"
+# Tiers of roles that name none.
+CPU_TIER, GPU_TIER = "cpu", "gpu"
 
 
 class SettingsError(ValueError):
@@ -40,7 +43,8 @@ class RoleSettings(_Strict):
     tier: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="Ray custom resource that marks this role's nodes; unset: any node.",
+        description="Where this role runs: a tier under `tiers`, or else the Ray custom resource "
+        "that marks its nodes; unset: any node.",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
@@ -49,6 +53,39 @@ class RoleSettings(_Strict):
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of this role's engines."
     )
+
+
+class TierSettings(_Strict):
+    """Nodes of one kind, told by what Ray can see of them, and how their GPUs are run."""
+
+    accelerator_type: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="Ray's accelerator type of its nodes (`A40`, `H100`).",
+    )
+    resource: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="Ray custom resource that its nodes offer.",
+    )
+    labels: dict[str, str] = Field(
+        default_factory=dict, description="Ray labels that its nodes have."
+    )
+    power_cap_w: float | None = Field(
+        default=None, gt=0, description="Power limit of its GPUs, in watts; unset: as it is."
+    )
+    power_cap_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="The same as a fraction of each GPU's default limit (the paper: 2/3).",
+    )
+
+    @model_validator(mode="after")
+    def _one_cap(self) -> Self:
+        if self.power_cap_w is not None and self.power_cap_fraction is not None:
+            raise ValueError("set power_cap_w or power_cap_fraction, not both")
+        return self
 
 
 class LMCacheSettings(_Strict):
@@ -60,9 +97,17 @@ class LMCacheSettings(_Strict):
         ge=16,
         description="Tokens a chunk; only whole chunks travel. Unset: 128 on a CPU, 256 on a GPU.",
     )
-    port: int = Field(default=7610, ge=1024, le=65535, description="Port for engines (loopback).")
+    port: int = Field(
+        default=7610,
+        ge=0,
+        le=65535,
+        description="Port for engines, and for other nodes' servers; 0: one that is free.",
+    )
     http_port: int = Field(
-        default=7611, ge=1024, le=65535, description="Admin and metrics port (loopback)."
+        default=7611,
+        ge=0,
+        le=65535,
+        description="Admin and metrics port (loopback); 0: one that is free.",
     )
     timeout_s: float = Field(
         default=10.0,
@@ -70,9 +115,16 @@ class LMCacheSettings(_Strict):
         description="Longest wait of an engine for one transfer; then it recomputes.",
     )
 
+    @field_validator("port", "http_port")
+    @classmethod
+    def _not_privileged(cls, value: int) -> int:
+        if 0 < value < 1024:
+            raise ValueError("a port from 1024 on, or 0 for one that is free")
+        return value
+
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
-        if self.port == self.http_port:
+        if self.port == self.http_port != 0:
             raise ValueError("port and http_port must differ")
         return self
 
@@ -98,6 +150,15 @@ class Settings(_Strict):
         default_factory=lambda: RoleSettings(replicas=2),
         description="Engines that run everything else.",
     )
+    tiers: dict[str, TierSettings] = Field(
+        default_factory=dict,
+        description="Kinds of nodes by name, for `prefillers.tier` and `decoders.tier`.",
+    )
+    tier_timeout_s: float = Field(
+        default=600.0,
+        ge=0,
+        description="Longest wait at start for a node of each role's tier, on a cluster that runs.",
+    )
     engine: dict[str, Any] = Field(
         default_factory=dict,
         description="vLLM engine arguments for both roles (`max_model_len`, `dtype`, ...).",
@@ -106,9 +167,15 @@ class Settings(_Strict):
         default_factory=LMCacheSettings, description="The KV handoff's server."
     )
     host: str = Field(default="127.0.0.1", description="Address the router listens on.")
-    engine_host: str = Field(
-        default="127.0.0.1",
-        description="Address engines listen on; `node`: the node's own, for several nodes.",
+    nodes: Literal["auto", "one", "several"] = Field(
+        default="auto",
+        description="`several`: KV also moves between nodes, whose LMCache servers share it; "
+        "`auto`: if Ray has several when the application starts.",
+    )
+    engine_host: str | None = Field(
+        default=None,
+        description="Address engines listen on; `node`: the node's own. "
+        "Unset: loopback on one node, `node` on several.",
     )
     port: int = Field(default=8000, ge=1, le=65535, description="Port the router listens on.")
     routers: int = Field(
@@ -165,6 +232,16 @@ class Settings(_Strict):
         _without_reserved(self.decoders.engine, "decoders.engine")
         return self
 
+    @field_validator("tiers", mode="after")
+    @classmethod
+    def _tier_names(cls, value: dict[str, TierSettings]) -> dict[str, TierSettings]:
+        for name in value:
+            if name in (CPU_TIER, GPU_TIER):
+                raise ValueError(f"{name!r} is the name of the tier of roles that name none")
+            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+                raise ValueError(f"{name!r} is no name: use letters, digits, and . _ -")
+        return value
+
     @model_validator(mode="after")
     def _placement_has_its_settings(self) -> Self:
         if self.placement == "collocated" and "prefillers" in self.model_fields_set:
@@ -187,6 +264,22 @@ class Settings(_Strict):
             min_remote_prefill_tokens=self.min_remote_prefill_tokens,
             wrong_decision_rate=self.wrong_decision_rate,
         )
+
+    def on_nodes(self, alive: int) -> "Settings":
+        """These settings on a cluster that has so many nodes now, with nothing left to choose.
+
+        Raises:
+            SettingsError: other nodes could not reach the engines.
+        """
+        nodes = self.nodes
+        if nodes == "auto":
+            nodes = "several" if alive > 1 else "one"
+        host = self.engine_host or ("node" if nodes == "several" else "127.0.0.1")
+        if self.nodes == "several" and host in ("127.0.0.1", "localhost", "::1"):
+            raise SettingsError(
+                f"engine_host: other nodes cannot reach {host}; leave it out where nodes=several"
+            )
+        return self.model_copy(update={"nodes": nodes, "engine_host": host})
 
     @property
     def model_id(self) -> str:

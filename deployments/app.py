@@ -12,8 +12,11 @@ from ray.serve.llm import LLMConfig
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
 from deployments.engine import EngineServer
+from deployments.gpu_worker import EXTENSION
 from deployments.messages import Role
+from deployments.places import wait_for_tiers
 from deployments.router import Router
+from hetero.tiers import role_tier
 
 logger = logging.getLogger("ray.serve")
 
@@ -30,9 +33,11 @@ def app(arguments: dict[str, Any] | None = None) -> Application:
     without its HTTP proxies: the router listens for itself.
     """
     settings = load(arguments)
+    alone = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
     if not ray.is_initialized():
         start_ray(settings)
-    return build(settings)
+    # No node will join one that has just been started here.
+    return build(settings, 0.0 if alone else settings.tier_timeout_s)
 
 
 def start_ray(settings: Settings) -> None:
@@ -51,10 +56,19 @@ def start_ray(settings: Settings) -> None:
     serve.start(proxy_location="Disabled")
 
 
-def build(settings: Settings) -> Application:
-    """The application for these settings, on the cluster that Ray is connected to."""
+def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
+    """The application for these settings, on the cluster that Ray is connected to.
+
+    Args:
+        tier_timeout_s: longest wait for a node of each role's tier.
+
+    Raises:
+        SettingsError: a tier is offered by no node; says what the cluster has.
+    """
     gpu = _on_gpu(settings)
+    wait_for_tiers(settings, gpu, tier_timeout_s)
     settings = _with_chunk(settings, gpu)
+    settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
     engines = [_engines("decoder", settings, settings.decoders, gpu)]
     if settings.prefiller_replicas:
         engines.append(_engines("prefiller", settings, settings.prefillers, gpu))
@@ -82,6 +96,7 @@ def _with_chunk(settings: Settings, gpu: bool) -> Settings:
 
 def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Application:
     config = llm_config(role, settings, own, gpu)
+    tier = role_tier(settings, own, gpu)
     options = EngineServer.get_deployment_options(config)
     options |= {
         "name": role,
@@ -91,12 +106,20 @@ def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Ap
         "health_check_timeout_s": 60,
         "graceful_shutdown_timeout_s": 10,
     }
-    return serve.deployment(EngineServer, **options).bind(config, role=role, settings=settings)
+    if tier.labels:
+        bundles = options["placement_group_bundles"]
+        options["placement_group_bundle_label_selector"] = [dict(tier.labels) for _ in bundles]
+    return serve.deployment(EngineServer, **options).bind(
+        config, role=role, settings=settings, tier=tier
+    )
 
 
 def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> LLMConfig:
     """Ray Serve LLM's configuration of one role's engines."""
-    engine = engine_arguments(settings.model, gpu) | settings.engine | own.engine
+    engine = engine_arguments(settings.model, gpu)
+    if gpu:
+        engine["worker_extension_cls"] = EXTENSION
+    engine |= settings.engine | own.engine
     engine["enable_prefix_caching"] = True
     engine["kv_transfer_config"] = {
         "kv_connector": _CONNECTOR,
@@ -104,14 +127,13 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
         "kv_role": _kv_role(role, settings),
         # vLLM's default is to fail the request.
         "kv_load_failure_policy": "recompute",
+        # The server's address is for each engine to add: that of its own node.
         "kv_connector_extra_config": {
-            "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": settings.lmcache.port,
             "lmcache.mp.mq_timeout": settings.lmcache.timeout_s,
             "lmcache.mp.heartbeat_interval": 1,
         },
     }
-    resources = {**own.resources, **({own.tier: 0.001} if own.tier else {})}
+    resources = {**own.resources, **role_tier(settings, own, gpu).resources}
     bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **resources}
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))

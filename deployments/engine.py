@@ -21,11 +21,14 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
 from conserve.settings import Settings
+from deployments.gpu_worker import GPU_METHOD
 from deployments.holdings import Holdings
-from deployments.messages import EngineInfo, Role
+from deployments.lmcache_server import Address
+from deployments.messages import EngineInfo, EngineUse, Role
 from deployments.node import NodeClient
 from deployments.observer import TurnObserver, observe_engine
 from deployments.table import BEAT_S, TableClient, TableUnavailable
+from hetero.tiers import RoleTier
 
 logger = logging.getLogger("ray.serve")
 
@@ -39,7 +42,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it.
-        self, llm_config: LLMConfig, *, role: Role, settings: Settings
+        self, llm_config: LLMConfig, *, role: Role, settings: Settings, tier: RoleTier
     ) -> None:
         context = serve.get_replica_context()
         self._id = context.replica_id.unique_id
@@ -49,13 +52,16 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._holdings = Holdings()
         self._beating: asyncio.Task[None] | None = None
         self._node = NodeClient(context.app_name, settings)
-        await self._node.start()
+        _use_server(llm_config, await self._node.start())
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download: spares a process that loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
         await super().__init__(llm_config)
         client = self.engine._engine_client
         observe_engine(client)
+        gpus = await self._gpus(llm_config)
+        if gpus:
+            self._node.use = EngineUse(self._id, gpus, tier.cap)
         self._server, self._serving, url = await self._listen()
         cache = client.vllm_config.cache_config
         self._info = EngineInfo(
@@ -65,6 +71,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             pid=os.getpid(),
             capacity_tokens=int(cache.num_gpu_blocks) * int(cache.block_size),
             max_model_len=int(client.vllm_config.model_config.max_model_len),
+            tier=tier.name,
+            gpus=gpus,
         )
         await self._warm_up()
         await self._register()
@@ -78,10 +86,25 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if self._beating is not None and self._beating.done():
             raise RuntimeError("the engine's beats to the conversation table have ended")
 
+    async def _gpus(self, config: LLMConfig) -> tuple[str, ...]:
+        """UUIDs of the GPUs that the engine's workers run on; none on a CPU."""
+        if not config.engine_kwargs.get("worker_extension_cls"):
+            return ()
+        try:
+            return tuple(await self.collective_rpc(GPU_METHOD))
+        except Exception as error:
+            # An engine argument of the operator's own may have taken the extension's place.
+            logger.warning(
+                "%s %s: its GPUs are not known (%s), so their power is neither metered nor "
+                "capped", self._role, self._id, error,
+            )  # fmt: skip
+            return ()
+
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
         observer = TurnObserver(app, self._id, self._holdings, self._table)
         host = self._settings.engine_host
+        assert host is not None
         if host == "node":
             host = ray.util.get_node_ip_address()
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -158,7 +181,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
                 continue
             try:
-                ended = await self._table.call("beat", self._id)
+                ended = await self._table.call("beat", self._id, self._node.energy)
                 if ended is None:
                     await self._register()
                     continue
@@ -169,3 +192,14 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             except Exception:
                 # Without beats the engine would be taken for lost, and stay so.
                 logger.exception("%s %s: a beat failed", self._role, self._id)
+
+
+def _use_server(config: LLMConfig, address: Address) -> None:
+    """Point the engine's connector to its own node's LMCache server."""
+    transfer = config.engine_kwargs["kv_transfer_config"]
+    extra = {
+        **transfer["kv_connector_extra_config"],
+        "lmcache.mp.host": f"tcp://{address.host}",
+        "lmcache.mp.port": address.port,
+    }
+    config.update_engine_kwargs(kv_transfer_config={**transfer, "kv_connector_extra_config": extra})

@@ -4,8 +4,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from conserve.conversations import Conversation
+from hetero.power import Cap
 
 Role = Literal["prefiller", "decoder"]
+
+# Ray's name for a resource that the head node alone has.
+HEAD_NODE = "node:__internal_head__"
 
 # In a request's ``kv_transfer_params``, where its conversation had a turn on this decoder before:
 # how long the first one's prompt was. Nothing beyond that is in LMCache.
@@ -23,6 +27,8 @@ class EngineInfo:
         capacity_tokens: KV space, in tokens.
         max_model_len: longest prompt plus output, in tokens.
         holds: a decoder's live conversations, in case the table knows nothing of them.
+        tier: where it runs; see `hetero.tiers`.
+        gpus: UUIDs of its GPUs; none on a CPU, or where that is not known.
     """
 
     id: str
@@ -32,6 +38,34 @@ class EngineInfo:
     capacity_tokens: int
     max_model_len: int
     holds: list[Conversation] = field(default_factory=list)
+    tier: str = ""
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """Which GPUs of its node an engine runs on, and under which power cap they are to be."""
+
+    engine_id: str
+    gpus: tuple[str, ...]
+    cap: Cap | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CachePeer:
+    """A node's LMCache server, as those of other nodes reach it.
+
+    Attributes:
+        id: this run of it; another after every restart.
+        host: its node's address.
+        port: for look-ups.
+        transfer_port: where the memory that holds KV can be read.
+    """
+
+    id: str
+    host: str
+    port: int
+    transfer_port: int
 
 
 @dataclass(frozen=True, slots=True)

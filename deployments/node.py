@@ -1,204 +1,220 @@
-"""The node-local actor: starts, watches and restarts what a node needs once, the LMCache server.
+"""The node-local actor: runs what a node needs once: the LMCache server, and the GPUs' keeper.
 
 One actor a node, made by the first engine there. If it dies, its server dies with it, and Ray
-starts both again on the same port; engines recompute meanwhile. It ends itself when no engine
+starts both again on the same address; engines recompute meanwhile. It ends itself when no engine
 of the application has been heard of for ``ABANDONED_S``.
+
+On several nodes the actors also tell each other of their servers, so that a prefiller's KV
+reaches a decoder on another node; see docs/cluster.md.
 """
 
 import asyncio
-import contextlib
-import ctypes
 import hashlib
 import logging
 import os
-import signal
-import socket
-import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conserve.settings import Settings
+from deployments.gpus import GpuKeeper
+from deployments.lmcache_server import Address, LMCacheServer, choose_address, require_nixl
+from deployments.messages import CachePeer, EngineUse
+from deployments.peers import PeerDirectory, SeenPeers
+from hetero.energy import EngineEnergy
+from hetero.slots import Lease
 
 logger = logging.getLogger("conserve.node")
 
-START_TIMEOUT_S = 120.0
+_T = TypeVar("_T")
+
 ABANDONED_S = 120.0
-_HEALTH_PERIOD_S = 2.0
-_HEALTH_TIMEOUT_S = 5.0
-_UNHEALTHY_AFTER = 5
-_LONGEST_BACKOFF_S = 10.0
 _BEAT_S = 1.0
 _BEAT_TIMEOUT_S = 10.0
+_PEERS_PERIOD_S = 1.0
+_GPUS_PERIOD_S = 1.0
+_PEER_TIMEOUT_S = 2.0
 
 
 class NodeService:
-    """What the actor does; `NodeClient` makes it one."""
+    """What the actor does; `NodeClient` makes it one.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        address: where the LMCache server listens, in every life of this actor.
+        names: which names the application's node actors have; see `NodeNames`.
+    """
+
+    def __init__(self, settings: Settings, address: Address, names: "NodeNames") -> None:
         self._settings = settings
-        self._process: asyncio.subprocess.Process | None = None
-        self._healthy = asyncio.Event()
-        self._restarts = -1
-        self._problem = "it has not been started"
+        self._address = address
+        self._names = names
+        self._server: LMCacheServer | None = None
+        self._peers = SeenPeers()
+        self._starting = asyncio.Lock()
         self._last_beat_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
+        # NVML and the guard of power caps block: one thread of their own.
+        self._gpus: GpuKeeper | None = None
+        self._gpu_thread = ThreadPoolExecutor(1, "gpus")
 
-    async def start(self) -> None:
-        """Have the LMCache server up; returns when it answers.
+    async def start(self) -> Address:
+        """Have the LMCache server up; returns where, when it answers.
 
         Raises:
             RuntimeError: it does not come up; says why.
         """
-        self._ensure_tasks()
-        try:
-            await asyncio.wait_for(self._healthy.wait(), START_TIMEOUT_S)
-        except TimeoutError:
-            raise RuntimeError(
-                f"the LMCache server did not answer within {START_TIMEOUT_S:g} s: {self._problem}. "
-                "See the node actor's log; lmcache.port and lmcache.http_port must be free on "
-                "every node."
-            ) from None
+        server = await self._ensure_started()
+        await server.wait_until_healthy()
+        return self._address
 
-    async def beat(self) -> None:
-        """An engine on this node lives."""
-        self._ensure_tasks()
+    async def beat(self, use: EngineUse | None = None) -> EngineEnergy | None:
+        """An engine on this node lives.
+
+        Args:
+            use: the GPUs that it runs on; None without, and then none is looked at.
+
+        Returns:
+            What they have used for it, if that is known.
+        """
         self._last_beat_s = time.monotonic()
+        await self._ensure_started()
+        if use is None:
+            return None
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.beat(use, time.monotonic()))
+
+    # --- SM slots, for an engine's workers: see `hetero.slots.SlotLedger` ----------------------
+
+    async def lease_slots(self, gpu: str, engine_id: str, asked_sms: int) -> Lease:
+        """Lease at least so many SMs of a GPU to an engine, for as long as it beats."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.lease(gpu, engine_id, asked_sms))
+
+    async def rebind_slots(self, lease_id: int, asked_sms: int) -> Lease:
+        """Change a lease to the smallest slot with at least so many SMs."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.rebind(lease_id, asked_sms))
+
+    async def split_slots(
+        self, decode_id: int, prefill_id: int, asked_sms: int
+    ) -> tuple[Lease, Lease]:
+        """Move the border between decoding's lease and prefill's."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.split(decode_id, prefill_id, asked_sms))
+
+    async def release_slots(self, lease_id: int) -> Lease:
+        """End a lease."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.release(lease_id))
+
+    def _keeper(self) -> GpuKeeper:
+        if self._gpus is None:
+            self._gpus = GpuKeeper()
+            self._tasks.append(asyncio.get_running_loop().create_task(self._keep_gpus(self._gpus)))
+        return self._gpus
+
+    async def _keep_gpus(self, keeper: GpuKeeper) -> None:
+        while True:
+            await asyncio.sleep(_GPUS_PERIOD_S)
+            try:
+                await self._on_gpus(lambda: keeper.tick(time.monotonic()))
+            except Exception:
+                logger.exception("looking after GPUs failed; it is tried again")
+
+    async def _on_gpus(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._gpu_thread, work)
+
+    async def peer(self) -> CachePeer | None:
+        """How other nodes reach this one's LMCache server; None while it is not up."""
+        return self._server.peer if self._server else None
 
     async def status(self) -> dict[str, Any]:
-        """The LMCache server's process, and how often it was restarted."""
+        """The LMCache server's process, restarts and peers; and GPUs that engines use."""
+        server = self._server
         return {
             "agent_pid": os.getpid(),
-            "lmcache_pid": self._process.pid if self._process else None,
-            "lmcache_healthy": self._healthy.is_set(),
-            "lmcache_restarts": max(self._restarts, 0),
+            "lmcache_pid": server.pid if server else None,
+            "lmcache_healthy": server.healthy if server else False,
+            "lmcache_restarts": max(server.restarts, 0) if server else 0,
+            "lmcache_peers": [peer.id for peer in self._peers.current(time.monotonic())],
+            "gpus": await self._on_gpus(self._gpus.state) if self._gpus else None,
         }
 
-    def _ensure_tasks(self) -> None:
-        if not self._tasks:
-            loop = asyncio.get_running_loop()
-            self._tasks = [
-                loop.create_task(self._keep_running()),
-                loop.create_task(self._end_when_abandoned()),
-            ]
+    async def _ensure_started(self) -> LMCacheServer:
+        # Not in the constructor: Ray runs that outside of the actor's event loop.
+        async with self._starting:
+            if self._server is None:
+                directory_url = None
+                jobs = [self._end_when_abandoned()]
+                if self._settings.nodes == "several":
+                    require_nixl()
+                    directory_url = await PeerDirectory(self._peers).start()
+                    jobs.append(self._follow_peers())
+                self._server = LMCacheServer(self._settings.lmcache, self._address, directory_url)
+                jobs.append(self._server.keep_running())
+                loop = asyncio.get_running_loop()
+                self._tasks = [loop.create_task(job) for job in jobs]
+            return self._server
 
-    async def _keep_running(self) -> None:
-        backoff_s = 0.5
+    async def _follow_peers(self) -> None:
+        """Keep up with the LMCache servers of the other nodes."""
+        own = ray.get_runtime_context().get_actor_name()
         while True:
-            taken = _taken_port(self._settings)
-            if taken is not None:
-                self._problem = f"port {taken} on 127.0.0.1 is in use"
-                logger.warning("LMCache server not started: %s", self._problem)
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
-                continue
-            self._restarts += 1
-            started_s = time.monotonic()
-            self._process = await asyncio.create_subprocess_exec(
-                *lmcache_command(self._settings),
-                env=lmcache_environment(),
-                stdin=asyncio.subprocess.DEVNULL,
-                # Its access log, a line for every health check.
-                stdout=asyncio.subprocess.DEVNULL,
-                preexec_fn=_die_with_parent,
-            )
-            logger.info("LMCache server started, pid %d", self._process.pid)
-            watcher = asyncio.get_running_loop().create_task(self._watch(self._process))
-            code = await self._process.wait()
-            watcher.cancel()
-            self._healthy.clear()
-            self._problem = f"it ended with {code}"
-            logger.warning("LMCache server ended with %s; restarting", code)
-            if time.monotonic() - started_s > 60:
-                backoff_s = 0.5
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
+            try:
+                names = await asyncio.to_thread(self._names.listed)
+                others = (name for name in names if name != own)
+                await asyncio.gather(*(self._ask_peer(name) for name in others))
+            except Exception:
+                logger.exception("looking for other nodes failed; it is tried again")
+            await asyncio.sleep(_PEERS_PERIOD_S)
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        failures = 0
-        while True:
-            if await self._answers():
-                failures = 0
-                self._healthy.set()
-            else:
-                failures += 1
-                if self._healthy.is_set() and failures >= _UNHEALTHY_AFTER:
-                    logger.warning("LMCache server does not answer; killing it")
-                    process.kill()
-                    return
-            await asyncio.sleep(_HEALTH_PERIOD_S if self._healthy.is_set() else 0.25)
-
-    async def _answers(self) -> bool:
+    async def _ask_peer(self, name: str) -> None:
         try:
-            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(
-                    "127.0.0.1", self._settings.lmcache.http_port
-                )
-                writer.write(b"GET /healthcheck HTTP/1.0\r\nHost: localhost\r\n\r\n")
-                status = await reader.readline()
-                writer.close()
-                return b" 200" in status
-        except (OSError, TimeoutError) as error:
-            self._problem = f"its health check failed: {error or type(error).__name__}"
-            return False
+            actor = await asyncio.to_thread(ray.get_actor, name, namespace="serve")
+            peer = await asyncio.wait_for(actor.peer.remote(), _PEER_TIMEOUT_S)
+        except (TimeoutError, ValueError, ray.exceptions.RayError):
+            # Silent, dying or gone. If it lasts, the server is forgotten.
+            return
+        self._peers.saw(name, peer, time.monotonic())
 
     async def _end_when_abandoned(self) -> None:
         while (left_s := self._last_beat_s + ABANDONED_S - time.monotonic()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left_s)
         logger.info("no engine for %g s: ending", ABANDONED_S)
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+        if self._server is not None:
+            self._server.terminate()
+        if self._gpus is not None:
+            await self._on_gpus(self._gpus.close)
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-def lmcache_command(settings: Settings) -> list[str]:
-    """The LMCache server's command line: every socket on loopback."""
-    lmcache = settings.lmcache
-    return [
-        sys.executable, "-m", "lmcache.cli.main", "server",
-        "--host", "127.0.0.1",
-        "--port", str(lmcache.port),
-        "--http-host", "127.0.0.1",
-        "--http-port", str(lmcache.http_port),
-        "--l1-size-gb", str(lmcache.size_gb),
-        "--eviction-policy", "LRU",
-        "--supported-transfer-mode", "auto",
-        "--chunk-size", str(lmcache.chunk_tokens),
-        "--max-workers", "4",
-    ]  # fmt: skip
+class NodeNames:
+    """The names of an application's node actors, by which they find each other."""
 
+    def __init__(self, application: str, settings: Settings) -> None:
+        self._prefix = f"conserve:{application}:node:"
+        # Other settings of LMCache need another server: an actor never changes its own.
+        said = settings.lmcache.model_dump_json() + settings.nodes
+        self._suffix = ":" + hashlib.sha256(said.encode()).hexdigest()[:8]
 
-def lmcache_environment() -> dict[str, str]:
-    """The server's environment: the same prefix hashes as the engines', and no reports home."""
-    return {
-        **os.environ,
-        "PYTHONHASHSEED": "0",
-        "LMCACHE_TRACK_USAGE": "false",
-        "LMCACHE_DISABLE_BANNER": "1",
-        "LMCACHE_LOG_LEVEL": "WARNING",
-        "PYTHONWARNINGS": "ignore::FutureWarning",
-    }
+    def of(self, node_id: str) -> str:
+        """The name of the actor on this node."""
+        return f"{self._prefix}{node_id}{self._suffix}"
 
+    def listed(self) -> list[str]:
+        """The names of those that live, or are being restarted. Asks Ray; takes milliseconds."""
+        found = ray.util.list_named_actors(all_namespaces=True)
+        names = (actor["name"] for actor in found if actor["namespace"] == "serve")
+        return [name for name in names if self.includes(name)]
 
-def _taken_port(settings: Settings) -> int | None:
-    """A port that the server needs and another has, whose health would be taken for ours."""
-    for port in (settings.lmcache.port, settings.lmcache.http_port):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                return port
-    return None
-
-
-def _die_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    def includes(self, name: str) -> bool:
+        """Whether that is a node actor of this application, with these settings of LMCache."""
+        return name.startswith(self._prefix) and name.endswith(self._suffix)
 
 
 class NodeClient:
@@ -207,25 +223,33 @@ class NodeClient:
     def __init__(self, application: str, settings: Settings) -> None:
         self._settings = settings
         self._node_id = ray.get_runtime_context().get_node_id()
-        # Other settings of LMCache need another server: an actor never changes its own.
-        digest = hashlib.sha256(settings.lmcache.model_dump_json().encode()).hexdigest()[:8]
-        self._name = f"conserve:{application}:node:{self._node_id}:{digest}"
+        self._names = NodeNames(application, settings)
+        # Kept for the actor's next life; if there is one already, that has its own.
+        self._address = choose_address(settings, ray.util.get_node_ip_address())
         self._actor = self._connect()
+        # Set when the engine knows its GPUs; and what they have used for it, from the last beat.
+        self.use: EngineUse | None = None
+        self.energy: EngineEnergy | None = None
 
-    async def start(self) -> None:
+    async def start(self) -> Address:
         """Wait until the node's LMCache server answers, and see to it that the actor lives on.
 
-        Its beats come from a thread of their own: loading a model blocks the event loop for
-        minutes.
+        Returns:
+            where the server listens for this node's engines.
         """
-        await self._actor.start.remote()
+        self._address = await self._actor.start.remote()
+        self.keep_beating()
+        return self._address
+
+    def keep_beating(self) -> None:
+        """Beat from now on, from a thread: loading a model blocks the event loop for minutes."""
         threading.Thread(target=self._beat, name="node-beat", daemon=True).start()
 
     def _beat(self) -> None:
         while True:
             time.sleep(_BEAT_S)
             try:
-                ray.get(self._actor.beat.remote(), timeout=_BEAT_TIMEOUT_S)
+                self.energy = ray.get(self._actor.beat.remote(self.use), timeout=_BEAT_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError:
                 logger.warning("the node actor does not answer")
             except ray.exceptions.RayActorError:
@@ -238,7 +262,7 @@ class NodeClient:
         return (
             ray.remote(NodeService)
             .options(
-                name=self._name,
+                name=self._names.of(self._node_id),
                 namespace="serve",
                 get_if_exists=True,
                 lifetime="detached",
@@ -247,5 +271,5 @@ class NodeClient:
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(self._node_id, soft=False),
             )
-            .remote(self._settings)
+            .remote(self._settings, self._address, self._names)
         )

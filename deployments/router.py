@@ -18,13 +18,15 @@ from ray.serve.handle import DeploymentHandle
 
 from conserve.settings import Settings
 from deployments.frontdoor import FrontDoor
+from deployments.messages import HEAD_NODE
 from deployments.table import BEAT_S, TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 
 
 @serve.deployment(
-    ray_actor_options={"num_cpus": 0},
+    # On the head node, whose address clients know; Ray gives every head this resource.
+    ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: 0.001}},
     health_check_period_s=2,
     health_check_timeout_s=30,
     graceful_shutdown_timeout_s=5,

@@ -30,6 +30,7 @@ from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.waiting import QueueFull, WaitingLine
 from deployments.messages import (
+    HEAD_NODE,
     EngineInfo,
     Prefilled,
     Refusal,
@@ -37,6 +38,8 @@ from deployments.messages import (
     TurnTiming,
     Unplaced,
 )
+from hetero.energy import EnergyBook, EngineEnergy
+from hetero.metrics import EnergyMetrics
 
 logger = logging.getLogger("conserve.table")
 
@@ -66,6 +69,8 @@ class TableService:
         )
         self._line = WaitingLine(settings.queue_limit, settings.queue_timeout_s)
         self._metrics = Metrics(self._table, self._line)
+        self._energy = EnergyBook()
+        self._metrics.add(EnergyMetrics(self._energy))
         self._engines: dict[str, EngineInfo] = {}
         self._beats: dict[str, float] = {}
         self._routers: dict[str, float] = {}
@@ -104,11 +109,19 @@ class TableService:
         self._admit()
         return forget
 
-    async def beat(self, engine_id: str) -> list[tuple[str, int]] | None:
-        """An engine lives. Returns conversations that ended, or None: register again."""
+    async def beat(
+        self, engine_id: str, energy: EngineEnergy | None = None
+    ) -> list[tuple[str, int]] | None:
+        """An engine lives. Returns conversations that ended, or None: register again.
+
+        Args:
+            energy: what its GPUs have used, where that is known.
+        """
         self._last_beat_s = time.monotonic()
         if engine_id not in self._engines:
             return None
+        if energy is not None:
+            self._charge(self._engines[engine_id], energy)
         self._beats[engine_id] = self._last_beat_s
         ended = self._ended.get(engine_id, [])
         self._ended[engine_id] = []
@@ -122,6 +135,7 @@ class TableService:
         if engine is None:
             return
         self._metrics.engines_lost.labels(engine.role).inc()
+        self._energy.remove_engine(engine_id)
         unbound: list[str] = []
         if engine.role == "prefiller":
             self._table.remove_prefiller(engine_id)
@@ -148,6 +162,8 @@ class TableService:
                     "held_tokens": decoder.held_tokens if decoder else None,
                     "conversations": decoder.conversations if decoder else None,
                     "queued_tokens": prefiller.queued_tokens if prefiller else None,
+                    "tier": engine.tier,
+                    "gpus": list(engine.gpus),
                 }
             )
         return described
@@ -235,10 +251,17 @@ class TableService:
     async def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
         """The remote prefill is over; None: it failed."""
         self._table.prefilled(plan.conversation_id, plan.incarnation)
+        if plan.turn_id in self._turns:
+            self._energy.run(
+                plan.turn_id, plan.conversation_id, plan.incarnation, plan.decoder_id,
+                time.monotonic(),
+            )  # fmt: skip
         if done is None:
             self._metrics.cold_prefill_failures.inc()
             return
         self._metrics.prefiller_loaded_tokens.inc(done.lmcache_tokens)
+        if plan.prefiller_id is not None:
+            self._energy.computed(plan.prefiller_id, done.prompt_tokens - done.lmcache_tokens)
         if plan.later:
             self._metrics.later_prefills.inc()
         else:
@@ -256,13 +279,14 @@ class TableService:
     ) -> bool:
         """A decoder has completed a turn. Returns whether the conversation is still its own."""
         self._turns.pop(turn_id, None)
+        self._energy.end(turn_id, time.monotonic())
         if decoder_id not in self._engines:
             # A new table: the decoder will register, with this turn among its holdings.
             return True
         if self._table.advance(
             conversation_id, incarnation, turn_id, decoder_id, stats, tails, unix_s()
         ):
-            self._count(stats)
+            self._count(stats, decoder_id)
         self._admit()
         return self._table.holds(conversation_id, incarnation, decoder_id)
 
@@ -276,6 +300,7 @@ class TableService:
     ) -> None:
         """A turn ended without completing."""
         self._turns.pop(turn_id, None)
+        self._energy.end(turn_id, time.monotonic())
         if stats is not None:
             self._count_handoff(stats)
         ended = self._table.abandon(
@@ -385,6 +410,13 @@ class TableService:
             router_id, conversation.id, conversation.incarnation
         )
         prefiller = self._engines.get(prefiller_id) if prefiller_id else None
+        self._energy.run(
+            conversation.running[-1],
+            conversation.id,
+            conversation.incarnation,
+            prefiller.id if prefiller else conversation.decoder_id,
+            time.monotonic(),
+        )
         return TurnPlan(
             conversation_id=conversation.id,
             incarnation=conversation.incarnation,
@@ -443,7 +475,14 @@ class TableService:
         if placing is not None and not placing.done():
             placing.set_result(None)
 
-    def _count(self, stats: TurnStats) -> None:
+    def _charge(self, engine: EngineInfo, energy: EngineEnergy) -> None:
+        taken = self._energy.report(engine.id, engine.role, engine.tier, energy, time.monotonic())
+        for (conversation_id, incarnation), joules in taken.items():
+            self._table.used_energy(conversation_id, incarnation, joules)
+
+    def _count(self, stats: TurnStats, decoder_id: str) -> None:
+        found = stats.decoder_cached_tokens + stats.lmcache_tokens
+        self._energy.computed(decoder_id, stats.prompt_tokens - found + stats.output_tokens)
         metrics = self._metrics
         metrics.prompt_tokens.inc(stats.prompt_tokens)
         metrics.cached_tokens.inc(stats.decoder_cached_tokens)
@@ -530,6 +569,7 @@ def _described(conversation: Conversation) -> dict[str, Any]:
         "last_used": int(conversation.last_used_s),
         "idle_s": round(max(0.0, now_s - conversation.last_used_s), 3),
         "last_turn": None if last is None else msgspec.structs.asdict(last),
+        "energy_estimate_j": round(conversation.energy_j, 3) if conversation.energy_j else None,
     }
 
 
@@ -589,6 +629,8 @@ class TableClient:
                     max_restarts=-1,
                     max_concurrency=100_000,
                     num_cpus=0,
+                    # Where the routers are: other nodes may come and go.
+                    resources={HEAD_NODE: 0.001},
                     runtime_env={"env_vars": MEMORY_ENVIRONMENT},
                 )
                 .remote(self._settings)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from conserve.settings import LMCacheSettings, RoleSettings, Settings
+from conserve.settings import LMCacheSettings, RoleSettings, Settings, TierSettings
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN = "<!-- settings: begin -->\n"
@@ -29,6 +29,7 @@ def table() -> str:
         shown = default.replicas if isinstance(default, RoleSettings) else default
         lines.append(f"| `{name}` | {_cell(shown)} | {field.description} |")
     lines += _rows(RoleSettings, "decoders.", skip={"replicas"})
+    lines += _rows(TierSettings, "tiers.NAME.")
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests import harness
 
-_ORDER = ("unit", "integration", "faults", "small", "wide")
+_ORDER = ("unit", "hetero", "integration", "faults", "small", "wide", "cluster")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

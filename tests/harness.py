@@ -82,7 +82,7 @@ class Stage:
             launch.__enter__()
             self._launch = launch
             if name == "main":
-                self._lone = _lone_engine(self._logs / "lone.log")
+                self._lone = lone_engine(self._logs / "lone.log")
             self._name = name
         self.wait_until_whole()
         return URL
@@ -113,19 +113,10 @@ class Stage:
     def wait_for_lone(self) -> None:
         """Return when the lone engine answers."""
         assert self._lone is not None
-        deadline_s = time.monotonic() + START_S
-        while True:
-            try:
-                if httpx.get(f"http://127.0.0.1:{LONE_PORT}/health", timeout=5).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            if not self._lone.running or time.monotonic() > deadline_s:
-                raise LaunchError(f"the lone engine did not start; see {self._logs}/lone.log")
-            time.sleep(0.5)
+        wait_for_lone(self._lone, self._logs)
 
 
-def _lone_engine(log: Path) -> Launch:
+def lone_engine(log: Path) -> Launch:
     """vLLM's own server on the same model, without ConServe: what outputs are compared with."""
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server",
@@ -143,6 +134,20 @@ def _lone_engine(log: Path) -> Launch:
     launch = Launch([], log, environment, command)
     launch.__enter__()
     return launch
+
+
+def wait_for_lone(lone: Launch, logs: Path) -> None:
+    """Return when a lone engine answers."""
+    deadline_s = time.monotonic() + START_S
+    while True:
+        try:
+            if httpx.get(f"http://127.0.0.1:{LONE_PORT}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        if not lone.running or time.monotonic() > deadline_s:
+            raise LaunchError(f"the lone engine did not start; see {logs}/lone.log")
+        time.sleep(0.5)
 
 
 def text(rng: random.Random, words: int) -> str:

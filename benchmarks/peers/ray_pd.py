@@ -15,7 +15,8 @@ from typing import Any
 from benchmarks.peers.options import Options, engine_arguments
 from benchmarks.peers.plan import Part, Plan, free_port, require_two
 from benchmarks.peers.ray_llm import llm_config, serving_part
-from conserve.settings import LMCacheSettings, Settings
+from conserve.settings import LMCacheSettings
+from deployments.lmcache_server import Address, lmcache_command, lmcache_environment
 
 NAME = "ray_pd"
 
@@ -57,13 +58,11 @@ def _connector(role: str, lmcache: LMCacheSettings) -> dict[str, Any]:
 
 
 def _server(lmcache: LMCacheSettings) -> Part:
-    # Imports Ray, which takes seconds; not for those who only list the peers.
-    from deployments.node import lmcache_command, lmcache_environment
-
     environment = lmcache_environment()
+    address = Address("127.0.0.1", lmcache.port, lmcache.http_port)
     return Part(
         "lmcache",
-        tuple(lmcache_command(Settings(lmcache=lmcache))),
+        tuple(lmcache_command(lmcache, address)),
         {key: value for key, value in environment.items() if os.environ.get(key) != value},
         ready_url=f"http://127.0.0.1:{lmcache.http_port}/healthcheck",
     )

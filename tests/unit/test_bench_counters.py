@@ -1,7 +1,5 @@
 """What servers and GPUs count of a run, and what is said where they do not."""
 
-from typing import Any
-
 import pynvml
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,6 +11,9 @@ from conserve.conversations import ConversationTable
 from conserve.metrics import Metrics
 from conserve.placement import ConversationPlacement
 from conserve.waiting import WaitingLine
+from hetero.nvml import GpuLost
+from tests.nvml import standin
+from tests.nvml.standin import Machine
 
 
 def test_counters_are_summed_over_engines() -> None:
@@ -73,61 +74,47 @@ def test_figures() -> None:
     assert server_figures({**vllm, "vllm:prefix_cache_queries_total": 0.0}, 5) == ServerFigures()
 
 
-class _Driver:
-    """NVIDIA's driver on a machine with two GPUs, as far as it is asked."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open = 0
-        for name in ("Init", "Shutdown"):
-            monkeypatch.setattr(pynvml, f"nvml{name}", getattr(self, name.lower()))
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetName", "GPU {}".format)
-        self.energy = monkeypatch
-
-    def init(self) -> None:
-        self.open += 1
-
-    def shutdown(self) -> None:
-        self.open -= 1
-
-    def counts(self, energy_mj: Any) -> None:
-        self.energy.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", energy_mj)
+def test_each_tier_has_its_tokens_per_joule() -> None:
+    """As a page of ours says them: by role, phase and tier."""
+    page = """
+# TYPE conserve_gpu_energy_joules_total counter
+conserve_gpu_energy_joules_total{phase="cold_prefill",role="prefiller",tier="fast"} 100.0
+conserve_gpu_energy_joules_total{phase="tail",role="decoder",tier="slow"} 300.0
+conserve_gpu_energy_joules_total{phase="tail",role="decoder",tier="fast"} 50.0
+# TYPE conserve_computed_tokens_total counter
+conserve_computed_tokens_total{tier="fast"} 600.0
+conserve_computed_tokens_total{tier="slow"} 900.0
+"""
+    before = read(page)
+    assert before is not None
+    after = {name: value * 3 for name, value in before.items()}
+    figures = server_figures(rise(before, after), 5)
+    assert figures.tier_energy_j == {"fast": 300, "slow": 600}
+    assert figures.tier_tokens_per_j == {"fast": 4, "slow": 3}
+    assert server_figures({}, 5).tier_energy_j == {}
 
 
-def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = _Driver(monkeypatch)
-    driver.counts(lambda index: 1500 + index)
-    assert gpus.names() == ["GPU 0", "GPU 1"]
-    assert gpus.energy_j() == pytest.approx(3.001)
-    assert driver.open == 0
+def test_gpus_of_this_machine(machine: Machine) -> None:
+    before_j = gpus.energy_j()
+    assert before_j is not None
+    assert gpus.names() == ["NVIDIA A40", "NVIDIA A40"]
+    machine.advance(100)
+    after_j = gpus.energy_j()
+    assert after_j is not None
+    assert after_j - before_j == pytest.approx(2 * 30 * 100)
 
 
-def test_a_gpu_that_does_not_count_energy(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = _Driver(monkeypatch)
-
-    def refuse(error: int) -> Any:
-        def raise_(index: int) -> int:
-            raise pynvml.NVMLError(error)
-
-        return raise_
-
-    driver.counts(refuse(pynvml.NVML_ERROR_NOT_SUPPORTED))
+def test_a_gpu_that_does_not_count_energy(machine: Machine) -> None:
+    machine.gpus[1].unsupported |= standin.NO_ENERGY
     assert gpus.energy_j() is None
-    # Whatever else is wrong is not taken for that.
-    driver.counts(refuse(pynvml.NVML_ERROR_GPU_IS_LOST))
-    with pytest.raises(pynvml.NVMLError_GpuIsLost):
+    # Whatever else is wrong is not taken for that, nor left out of the sum.
+    machine.gpus[1].unsupported = 0
+    machine.gpus[1].lost = 1
+    with pytest.raises(GpuLost):
         gpus.energy_j()
-    assert driver.open == 0
 
 
-@pytest.mark.parametrize(
-    "error", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED]
-)
-def test_a_machine_without_a_driver(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def init() -> None:
-        raise pynvml.NVMLError(error)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", init)
+def test_a_machine_without_a_driver(machine: Machine) -> None:
+    machine.fail_to_open(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     assert gpus.names() == []
     assert gpus.energy_j() is None

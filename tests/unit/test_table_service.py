@@ -6,10 +6,18 @@ import time
 
 import pytest
 
-from conserve.conversations import Conversation
+from conserve.conversations import Conversation, TurnStats
 from conserve.settings import Settings
-from deployments.messages import EngineInfo, Refusal, TurnPlan, TurnTiming, Unplaced
+from deployments.messages import (
+    EngineInfo,
+    Prefilled,
+    Refusal,
+    TurnPlan,
+    TurnTiming,
+    Unplaced,
+)
 from deployments.table import TableService
+from hetero.energy import EngineEnergy, GpuReading
 
 TOKENS = 600
 
@@ -115,5 +123,75 @@ def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
         assert shown is not None
         assert shown["ttfet_s"] is None
         assert b"conserve_ttfet_seconds_count 0.0" in await service.metrics()
+
+    asyncio.run(scenario())
+
+
+def test_a_conversation_is_told_its_share_of_the_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cold prefill on one GPU, the tail on another; what idles is the tiers' alone."""
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+
+    async def scenario() -> None:
+        nonlocal now_s
+        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+        for role, tier in (("prefiller", "fast"), ("decoder", "frugal")):
+            placed = dataclasses.replace(engine(role), tier=tier, gpus=(f"GPU-{tier}",))
+            await service.register(placed)
+
+        async def beat(prefiller_j: float, decoder_j: float) -> None:
+            for role, joules in (("prefiller", prefiller_j), ("decoder", decoder_j)):
+                gpu = GpuReading(f"GPU-{role}", "A40", 250.0, 300.0, 0.5, 60)
+                energy = EngineEnergy(joules, "epoch", False, (gpu,))
+                await service.beat(f"{role}#1", energy)
+
+        async def told_j() -> float | None:
+            shown = await service.conversation("c")
+            assert shown is not None
+            found: float | None = shown["energy_estimate_j"]
+            return found
+
+        await beat(0, 0)
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        plan = await service.place("r", "c", 500)
+        assert isinstance(plan, TurnPlan)
+        assert await told_j() is None
+        now_s += 1
+        await service.prefilled(plan, Prefilled(500, 0))
+        now_s += 1
+        stats = TurnStats(500, 40, 0, 384)
+        turn = ("c", plan.incarnation, plan.turn_id, "decoder#1")
+        assert await service.advance(*turn, stats, ())
+        now_s += 2
+        await beat(800, 400)
+        # One of four seconds on each.
+        assert await told_j() == 300
+        now_s += 4
+        await beat(1000, 500)
+        assert await told_j() == 300
+        text = (await service.metrics()).decode()
+        for line in (
+            'energy_joules_total{phase="cold_prefill",role="prefiller",tier="fast"} 1000.0',
+            'energy_joules_total{phase="tail",role="decoder",tier="frugal"} 500.0',
+            'conserve_computed_tokens_total{tier="fast"} 500.0',
+            'conserve_computed_tokens_total{tier="frugal"} 156.0',
+            'conserve_tier_tokens_per_joule{tier="fast"} 0.5',
+        ):
+            assert line in text
+        described = {found["id"]: found for found in await service.engines()}
+        assert described["decoder#1"]["gpus"] == ["GPU-frugal"]
+        assert described["decoder#1"]["tier"] == "frugal"
+
+    asyncio.run(scenario())
+
+
+def test_without_gpus_nothing_is_said_of_them() -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        await service.beat("decoder#1")
+        assert b"gpu" not in await service.metrics()
+        shown = await service.conversation("full")
+        assert shown is not None
+        assert shown["energy_estimate_j"] is None
 
     asyncio.run(scenario())

@@ -1,0 +1,109 @@
+"""What is observed of a node, as plain data that can be sent between nodes."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SoftwareFacts:
+    """Python and the packages that have to fit together.
+
+    Attributes:
+        python: ``3.11.15``.
+        packages: versions by distribution name; what is not installed is absent.
+        requires: for each of these distributions, what it says it needs.
+        string_hash: of a fixed string, in a process with the engines' hash seed.
+    """
+
+    python: str
+    packages: dict[str, str]
+    requires: dict[str, tuple[str, ...]]
+    string_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """Memory and disk, in bytes.
+
+    Attributes:
+        disk: free space by what it is for, each with its folder.
+        transparent_huge_pages: ``always``, ``madvise`` or ``never``; empty if Linux has none.
+        reserved_huge_pages_bytes: set aside for huge pages and not used.
+        open_files: how many files a process may open.
+    """
+
+    memory_total_bytes: int
+    memory_available_bytes: int
+    shm_total_bytes: int
+    disk: dict[str, tuple[str, int]]
+    transparent_huge_pages: str
+    reserved_huge_pages_bytes: int
+    open_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class PortFacts:
+    """A TCP port that the application needs.
+
+    Attributes:
+        setting: which names it.
+        purpose: who listens there.
+        free: whether nobody does now.
+        holder: the process that does, if it can be seen.
+        ours: whether it is ConServe's.
+    """
+
+    setting: str
+    purpose: str
+    host: str
+    port: int
+    free: bool
+    holder: str = ""
+    ours: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """What NVML says.
+
+    Attributes:
+        devices: whether the kernel shows NVIDIA devices at all.
+        problem: why NVML cannot be used; empty if it can.
+        driver: its version.
+        cuda: the newest CUDA that the driver runs.
+        names: GPUs that answer.
+        lost: indices of GPUs that do not.
+        may_cap_power: whether this process may change power limits.
+    """
+
+    devices: bool
+    problem: str = ""
+    driver: str = ""
+    cuda: tuple[int, int] = (0, 0)
+    names: tuple[str, ...] = ()
+    lost: tuple[int, ...] = ()
+    may_cap_power: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """All that is observed of one node.
+
+    Attributes:
+        name: its address in the cluster; empty for a machine by itself.
+        resources: as Ray counts them, custom ones included.
+        labels: that Ray knows it by.
+        clock_ahead_s: by how much its clock is ahead of the asking node's.
+        clock_error_s: how far off that may be: half the shortest round trip.
+        unreachable: addresses of nodes that it cannot open a TCP connection to.
+    """
+
+    software: SoftwareFacts
+    machine: MachineFacts
+    gpus: GpuFacts
+    ports: tuple[PortFacts, ...] = ()
+    name: str = ""
+    resources: dict[str, float] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    clock_ahead_s: float = 0.0
+    clock_error_s: float = 0.0
+    unreachable: tuple[str, ...] = ()

@@ -1,0 +1,41 @@
+"""All checks on all that was observed."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from conserve.doctor.cluster import check_nodes
+from conserve.doctor.facts import NodeFacts
+from conserve.doctor.findings import Finding
+from conserve.doctor.gpus import check_gpus
+from conserve.doctor.machine import check_machine
+from conserve.doctor.ports import check_ports
+from conserve.doctor.software import check_software
+from conserve.doctor.tiers import check_tiers, role_tiers
+from conserve.settings import Settings
+
+
+def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
+    """What is wrong, and what is not, for an application with these settings.
+
+    Args:
+        nodes: the head of a cluster first; or one machine by itself, which has no name.
+    """
+    several = len(nodes) > 1 or settings.nodes == "several"
+    engines = settings.prefiller_replicas + settings.decoders.replicas
+    caps = any(tier.cap for tier in role_tiers(settings, on_gpu=True).values())
+    findings: list[Finding] = []
+    for node in nodes:
+        on_cpu = settings.device == "cpu" or not node.gpus.devices
+        # Which of several nodes an engine will be on is not known beforehand.
+        cpu_engines = engines if on_cpu and not several else 0
+        own = [
+            *check_gpus(node.gpus, settings, caps),
+            *check_software(node.software, node.gpus, several),
+            *check_machine(node.machine, settings, cpu_engines),
+            *check_ports(node.ports),
+        ]
+        findings += [dataclasses.replace(finding, node=node.name) for finding in own]
+    findings += check_nodes(nodes)
+    if nodes and nodes[0].name:
+        findings += check_tiers(settings, nodes)
+    return findings

@@ -1,0 +1,22 @@
+"""What an engine's workers are asked about their GPUs; vLLM mixes it into its worker's class.
+
+``worker_extension_cls`` and ``collective_rpc`` are vLLM's public way to reach a worker. Engines on
+a CPU go without.
+"""
+
+from typing import Any
+
+EXTENSION = "deployments.gpu_worker.GpuWorker"
+GPU_METHOD = "conserve_gpu_uuid"
+
+
+class GpuWorker:
+    """Methods added to every worker of an engine on GPUs."""
+
+    device: Any
+
+    def conserve_gpu_uuid(self) -> str:
+        """The GPU that this worker runs on, as NVML names it."""
+        from vllm.platforms import current_platform
+
+        return str(current_platform.get_device_uuid(self.device.index or 0))

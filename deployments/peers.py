@@ -1,0 +1,109 @@
+"""Which LMCache servers there are on other nodes, and how ours is told.
+
+LMCache's peer-to-peer mode takes the servers to read from out of a *coordinator*, a process that
+all servers report to over HTTP. Ray knows already which nodes live, so there is none here: each
+node's actor answers its own server, on loopback, with what the other nodes' actors say of theirs.
+Nothing more has to run, be reached or be restarted, and a lost node is forgotten within seconds.
+
+The part of the coordinator's interface that is answered is that of lmcache 0.5.6
+(``lmcache.v1.mp_coordinator.http_apis.instances_api``); tests/cluster asks it with LMCache's own
+client.
+"""
+
+import time
+from typing import Any
+
+from aiohttp import web
+
+from deployments.messages import CachePeer
+
+# How long a node's actor may be silent before its server counts as gone.
+SILENCE_S = 5.0
+
+
+class SeenPeers:
+    """The other nodes' servers, as their actors last described them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[CachePeer, float]] = {}
+
+    def saw(self, node: str, peer: CachePeer | None, now_s: float) -> None:
+        """A node's actor answered; None: its server is not up."""
+        if peer is None:
+            self._seen.pop(node, None)
+        else:
+            self._seen[node] = (peer, now_s)
+
+    def current(self, now_s: float) -> list[CachePeer]:
+        """Servers whose actors were heard of within `SILENCE_S`."""
+        for node, (_, seen_s) in list(self._seen.items()):
+            if now_s - seen_s > SILENCE_S:
+                del self._seen[node]
+        return [peer for peer, _ in self._seen.values()]
+
+
+class PeerDirectory:
+    """Answers one LMCache server's questions as a coordinator would.
+
+    Whatever that server says of itself, it is taken to be alive: who asks lives.
+    """
+
+    def __init__(self, peers: SeenPeers) -> None:
+        self._peers = peers
+        self._own: dict[str, Any] | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        """Listen on loopback; returns the URL for the server's ``--coordinator-url``."""
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/instances", self._list),
+                web.post("/instances", self._register),
+                web.put("/instances/{id}/heartbeat", self._heartbeat),
+                web.delete("/instances/{id}", self._deregister),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        return f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        """Listen no longer."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _list(self, request: web.Request) -> web.Response:
+        others = [_described(peer) for peer in self._peers.current(time.monotonic())]
+        own = [] if self._own is None else [self._own]
+        return web.json_response({"instances": own + others})
+
+    async def _register(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        again = self._own is not None and self._own["instance_id"] == body["instance_id"]
+        self._own = body
+        return web.json_response({"instance_id": body["instance_id"], "re_registered": again})
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        instance_id = request.match_info["id"]
+        if self._own is None or self._own["instance_id"] != instance_id:
+            # It then registers again.
+            return web.json_response({"error": f"unknown instance {instance_id}"}, status=404)
+        return web.json_response({"instance_id": instance_id})
+
+    async def _deregister(self, request: web.Request) -> web.Response:
+        if self._own is not None and self._own["instance_id"] == request.match_info["id"]:
+            self._own = None
+        return web.Response(status=204)
+
+
+def _described(peer: CachePeer) -> dict[str, Any]:
+    return {
+        "instance_id": peer.id,
+        "ip": peer.host,
+        "mq_port": peer.port,
+        "p2p_advertised_url": f"{peer.host}:{peer.transfer_port}",
+    }

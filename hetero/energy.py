@@ -1,0 +1,260 @@
+"""Energy: how much a GPU uses, whose it is, and how much a conversation took of it.
+
+Pure: readings and times come in as arguments. A GPU's joules go to the engines on it, hence to
+their role and phase: a prefiller's are cold prefills, a decoder's are the tail (the paper, §4.3).
+Idle power counts as well: a GPU that waits for work is kept for its role.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+PHASES = {"prefiller": "cold_prefill", "decoder": "tail"}
+# Who has not been told an engine's energy for so long does not expect more of it.
+_STALE_S = 60.0
+
+
+class EnergyMeter:
+    """One GPU's energy since the first reading, in joules.
+
+    From the GPU's own counter; where it has none, from power samples by the trapezoid rule, which
+    is as good as the samples are close (``integrated`` says so).
+    """
+
+    def __init__(self) -> None:
+        self.total_j = 0.0
+        self.integrated = False
+        self._counter_j: float | None = None
+        self._sample: tuple[float, float] | None = None
+
+    def read(self, now_s: float, counter_j: float | None, draw_w: float | None) -> float:
+        """Take a reading; what was used since the last one, in joules.
+
+        Args:
+            counter_j: the GPU's counter; None if it has none, or does not answer.
+            draw_w: power of now; None if that is not known. Nothing is assumed for the time up to
+                the next sample.
+        """
+        used_j = 0.0
+        if counter_j is not None:
+            if self._counter_j is not None:
+                # A counter that fell was started anew, with the driver.
+                fell = counter_j < self._counter_j
+                used_j = counter_j if fell else counter_j - self._counter_j
+            self._counter_j = counter_j
+        elif draw_w is not None and self._sample is not None and self._counter_j is None:
+            then_s, then_w = self._sample
+            used_j = (now_s - then_s) * (then_w + draw_w) / 2
+            self.integrated = True
+        self._sample = None if draw_w is None else (now_s, draw_w)
+        self.total_j += used_j
+        return used_j
+
+
+class BusyShare(Generic[Key]):
+    """Divides what an engine used among what ran on it: an estimate.
+
+    Of what it used between two charges, the share of that time in which anything ran goes to what
+    ran, by how long each did; the rest was idle. How hard each worked the GPU is not known.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.charged_s = now_s
+        self._running: dict[Key, float] = {}
+        self._spent_s: defaultdict[Key, float] = defaultdict(float)
+        self._busy_s = 0.0
+        self._busy_since_s = now_s
+
+    def start(self, key: Key, now_s: float) -> None:
+        """It runs from now on; a key that runs already goes on."""
+        if not self._running:
+            self._busy_since_s = now_s
+        self._running.setdefault(key, now_s)
+
+    def stop(self, key: Key, now_s: float) -> None:
+        """It has ended, if it was running."""
+        since_s = self._running.pop(key, None)
+        if since_s is None:
+            return
+        self._spent_s[key] += now_s - since_s
+        if not self._running:
+            self._busy_s += now_s - self._busy_since_s
+
+    def charge(self, joules: float, now_s: float) -> dict[Key, float]:
+        """What each took of the joules since the last charge; less than all, if it was idle."""
+        for key, since_s in self._running.items():
+            self._spent_s[key] += now_s - since_s
+            self._running[key] = now_s
+        if self._running:
+            self._busy_s += now_s - self._busy_since_s
+            self._busy_since_s = now_s
+        spent_s, self._spent_s = self._spent_s, defaultdict(float)
+        busy_s, self._busy_s = self._busy_s, 0.0
+        elapsed_s = now_s - self.charged_s
+        self.charged_s = now_s
+        all_s = sum(spent_s.values())
+        if all_s <= 0 or elapsed_s <= 0:
+            return {}
+        each_j = joules * min(1.0, busy_s / elapsed_s) / all_s
+        return {key: each_j * key_s for key, key_s in spent_s.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """What one GPU does now; None where it does not say.
+
+    Attributes:
+        cap_w: the cap that ConServe holds on it; None: none.
+        refusal: why a cap that was wanted does not hold, as one word; empty: it does, or none was.
+    """
+
+    uuid: str
+    name: str
+    draw_w: float | None
+    limit_w: float | None
+    utilisation: float | None
+    temperature_c: int | None
+    cap_w: float | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEnergy:
+    """What an engine's GPUs have used, as its node says.
+
+    Attributes:
+        joules: its share, since ``epoch``.
+        epoch: of the node's actor; another one starts again from nothing.
+        integrated: from power samples, for a GPU without an energy counter.
+    """
+
+    joules: float
+    epoch: str
+    integrated: bool = False
+    gpus: tuple[GpuReading, ...] = ()
+
+
+# A conversation's id and incarnation, and one of its turns.
+_TurnKey = tuple[str, int, int]
+
+
+@dataclass(slots=True)
+class Engine:
+    """An engine whose energy is reported."""
+
+    role: str
+    tier: str
+    latest: EngineEnergy
+    shares: BusyShare[_TurnKey]
+
+
+@dataclass(slots=True)
+class TierUse:
+    """What a tier has used, and computed meanwhile."""
+
+    joules: float = 0.0
+    tokens: int = 0
+
+    @property
+    def tokens_per_j(self) -> float | None:
+        """None before anything was used."""
+        return self.tokens / self.joules if self.joules else None
+
+
+class EnergyBook:
+    """The application's energy: by role and tier, and each conversation's estimated share.
+
+    Engines that report none cost nothing here, and count nowhere.
+
+    Attributes:
+        engines: those that report.
+        joules: by role and tier; of engines that have gone, too.
+        tiers: joules, and tokens computed (prefilled rather than found in a cache, or decoded) by
+            engines that report.
+    """
+
+    def __init__(self) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.joules: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.tiers: defaultdict[str, TierUse] = defaultdict(TierUse)
+        self._turns: dict[int, tuple[str, _TurnKey]] = {}
+
+    @property
+    def overall(self) -> TierUse:
+        """All tiers together."""
+        tiers = self.tiers.values()
+        return TierUse(sum(tier.joules for tier in tiers), sum(tier.tokens for tier in tiers))
+
+    def report(
+        self, engine_id: str, role: str, tier: str, energy: EngineEnergy, now_s: float
+    ) -> dict[tuple[str, int], float]:
+        """An engine says what its GPUs have used.
+
+        Returns:
+            What conversations took of it since its last report, in joules, by id and incarnation.
+        """
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            # What it used before that belongs to no turn that is known here.
+            self.engines[engine_id] = Engine(role, tier, energy, BusyShare(now_s))
+            return {}
+        same = energy.epoch == engine.latest.epoch
+        used_j = energy.joules - (engine.latest.joules if same else 0.0)
+        engine.latest = energy
+        self.joules[engine.role, engine.tier] += used_j
+        self.tiers[engine.tier].joules += used_j
+        taken: defaultdict[tuple[str, int], float] = defaultdict(float)
+        for (conversation_id, incarnation, _), joules in engine.shares.charge(
+            used_j, now_s
+        ).items():
+            taken[conversation_id, incarnation] += joules
+        return dict(taken)
+
+    def computed(self, engine_id: str, tokens: int) -> None:
+        """An engine has prefilled or decoded so many tokens."""
+        engine = self.engines.get(engine_id)
+        if engine is not None:
+            self.tiers[engine.tier].tokens += tokens
+
+    def run(
+        self, turn_id: int, conversation_id: str, incarnation: int, engine_id: str, now_s: float
+    ) -> None:
+        """A turn runs on an engine from now on, and nowhere else."""
+        self.end(turn_id, now_s)
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            return
+        if now_s - engine.shares.charged_s > _STALE_S:
+            # It reports no more: nobody would ever ask for what piles up here.
+            self.remove_engine(engine_id)
+            return
+        key = (conversation_id, incarnation, turn_id)
+        self._turns[turn_id] = (engine_id, key)
+        engine.shares.start(key, now_s)
+
+    def end(self, turn_id: int, now_s: float) -> None:
+        """A turn has ended, if it was running."""
+        engine_id, key = self._turns.pop(turn_id, (None, None))
+        if engine_id is not None and key is not None and engine_id in self.engines:
+            self.engines[engine_id].shares.stop(key, now_s)
+
+    def remove_engine(self, engine_id: str) -> None:
+        """It is lost, or has left; what it used stays."""
+        if self.engines.pop(engine_id, None) is None:
+            return
+        for turn_id in [id for id, (where, _) in self._turns.items() if where == engine_id]:
+            del self._turns[turn_id]
+
+
+def divide(joules: float, engines: Sequence[str]) -> dict[str, float]:
+    """What each of a GPU's engines is charged with: equal parts, whose sum is the whole.
+
+    Most GPUs have one engine. Of several, the driver does not say which used how much.
+    """
+    parts = dict.fromkeys(engines, joules / len(engines)) if engines else {}
+    if parts:
+        parts[engines[-1]] = joules - sum(list(parts.values())[:-1])
+    return parts

@@ -1,0 +1,164 @@
+"""A process that holds power caps for another, and puts them back when that one ends.
+
+Ray ends an actor without asking it, and takes a node's processes down with it: nothing that runs
+inside an actor can be relied on to run last. So the node actor's caps are held by a process of
+their own, outside of Ray's reach, at the other end of a pipe: when the pipe closes, for whatever
+reason, the limits are put back.
+
+The holder reads one line of JSON for each change: all caps wanted, and the GPUs that replicas
+use. It answers each with a line: the limits that hold, and what was refused, and why.
+"""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from hetero.nvml import Nvml, NvmlError
+from hetero.power import Cap, CapRefused, PowerCaps, Restored, recover
+
+logger = logging.getLogger("conserve.power")
+
+
+class GuardLost(RuntimeError):
+    """The holder has ended; what it had changed is on record, for the next one to undo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of the caps that were wanted.
+
+    Attributes:
+        applied_w: the limits that hold, by GPU.
+        refused: why not, by GPU; in a sentence.
+        reasons: the same as one word: ``NoPermission``, ``CapRefused``, ``HasOwner``, ...
+    """
+
+    applied_w: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+class Guard:
+    """The other end: starts a holder, and tells it what is wanted. Calls block for a moment.
+
+    The limits are put back when this is closed, or its process ends.
+    """
+
+    def __init__(self, owner: str, directory: Path) -> None:
+        command = [sys.executable, "-m", "hetero.guard", "--owner", owner]
+        self._process = subprocess.Popen(
+            [*command, "--directory", str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # The package, wherever this process found it.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        # What was started has started the holder, and is gone.
+        self._process.wait()
+        self.pid = int(self._answer()["pid"])
+
+    def want(self, caps: Mapping[str, Cap], used: Collection[str]) -> Outcome:
+        """Have these caps and no others, on GPUs that replicas use.
+
+        Raises:
+            GuardLost: the holder is gone.
+        """
+        assert self._process.stdin is not None
+        wanted = {uuid: asdict(cap) for uuid, cap in caps.items()}
+        try:
+            self._process.stdin.write(json.dumps({"caps": wanted, "used": sorted(used)}) + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise GuardLost(f"the holder of power caps is gone: {error}") from error
+        return Outcome(**self._answer())
+
+    def close(self) -> None:
+        """Have every limit put back; returns when that is done."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.read()
+        self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise GuardLost("the holder of power caps has ended; see the log for why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def hold(caps: PowerCaps, requests: TextIO, answers: TextIO) -> None:
+    """Do as each line asks, until there are no more."""
+    for line in requests:
+        request = json.loads(line)
+        wanted = {uuid: Cap(**cap) for uuid, cap in request["caps"].items()}
+        outcome = _bring_about(caps, wanted, set(request["used"]))
+        print(json.dumps(asdict(outcome)), file=answers, flush=True)
+
+
+def _bring_about(caps: PowerCaps, wanted: Mapping[str, Cap], used: set[str]) -> Outcome:
+    outcome = Outcome()
+    for uuid in caps.held:
+        if uuid not in wanted or uuid not in used:
+            _log(caps.restore(uuid))
+    for uuid, cap in wanted.items():
+        try:
+            outcome.applied_w[uuid] = caps.apply(uuid, cap, used)
+        except (CapRefused, NvmlError, OSError) as error:
+            outcome.refused[uuid] = str(error)
+            outcome.reasons[uuid] = type(error).__name__
+    return outcome
+
+
+def _log(done: Restored) -> None:
+    level = logging.INFO if done.outcome == "restored" else logging.WARNING
+    logger.log(level, "%s: %s: %s", done.uuid, done.outcome, done.detail)
+
+
+def _end(number: int, frame: Any) -> None:
+    # Once: what this starts must not be broken off.
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(0)
+
+
+def main() -> None:
+    """Leave the parent's family, undo what was left behind, and hold until the input ends."""
+    parser = argparse.ArgumentParser(description="Hold power caps until the input ends.")
+    parser.add_argument("--owner", required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    options = parser.parse_args()
+    if os.fork():
+        # Ray kills an actor's own children when it ends the actor.
+        os._exit(0)
+    os.setsid()
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _end)
+    with Nvml() as nvml:
+        for done in recover(nvml, options.directory):
+            _log(done)
+        with PowerCaps(nvml, options.owner, options.directory) as caps:
+            print(json.dumps({"pid": os.getpid()}), flush=True)  # noqa: T201
+            hold(caps, sys.stdin, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""Power caps: a GPU's limit lowered for a while, and put back whatever happens.
+
+Before a limit is changed, the one that was found is written to disk; the record goes when that
+one is set again. A lock on the GPU's file tells a record whose owner lives from one that was
+left behind: the kernel releases it with the process, however it ends. So a cap that outlived its
+owner is found by the next one, or by ``conserve power restore``.
+
+Nothing is changed on a GPU that is not used by replicas of ours, outside of the GPU's
+constraints, in MIG mode (its instances share the limit), or under another owner's cap.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Literal, Self
+
+from hetero.nvml import Nvml, NvmlError, Power
+
+logger = logging.getLogger("conserve.power")
+
+DIRECTORY_VARIABLE = "CONSERVE_POWER_DIR"
+# Drivers round a limit that is set, to a watt at most.
+_SAME_W = 1.0
+
+
+class CapRefused(ValueError):
+    """This cap cannot be set; nothing was changed."""
+
+
+class HasOwner(CapRefused):
+    """Another process holds a cap on this GPU; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """A power cap: in watts, or as a fraction of the GPU's default limit (the paper: 2/3)."""
+
+    watts: float | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.watts is None) == (self.fraction is None):
+            raise ValueError("a power cap is given in watts or as a fraction, one of the two")
+
+    def limit_w(self, power: Power) -> float:
+        """What to set, in watts (to a tenth, below what was asked for).
+
+        Raises:
+            CapRefused: the GPU does not allow it.
+        """
+        wanted = self.watts if self.watts is not None else (self.fraction or 0) * power.default_w
+        if not power.min_w <= wanted <= power.max_w:
+            raise CapRefused(
+                f"a limit of {wanted:g} W is outside of what this GPU allows, "
+                f"{power.min_w:g} to {power.max_w:g} W (default {power.default_w:g} W)"
+            )
+        return max(power.min_w, int(wanted * 10 + 1e-6) / 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is on disk while a cap holds.
+
+    Attributes:
+        previous_w: the limit to put back.
+        caps_w: what its owner has set, or was about to.
+        owner: its name, for people.
+        pid: its process.
+        since_s: seconds since 1970.
+    """
+
+    uuid: str
+    previous_w: float
+    caps_w: list[float]
+    owner: str
+    pid: int
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What became of a record.
+
+    Attributes:
+        outcome: ``restored``; ``changed`` (somebody else has set another limit since, which was
+            left); ``held`` (its owner lives); ``failed`` (the record is kept).
+        detail: for people.
+    """
+
+    uuid: str
+    outcome: Literal["restored", "changed", "held", "failed"]
+    detail: str
+
+
+def default_directory() -> Path:
+    """Where records lie: one place a machine for root, who alone may set limits as a rule.
+
+    ``CONSERVE_POWER_DIR``, else ``/var/lib/conserve/power`` for root, else the user's own
+    state directory.
+    """
+    if given := os.environ.get(DIRECTORY_VARIABLE):
+        return Path(given)
+    if os.geteuid() == 0:
+        return Path("/var/lib/conserve/power")
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "conserve" / "power"
+
+
+class PowerCaps:
+    """The caps that one process holds; a context manager that puts every limit back.
+
+    Args:
+        owner: a name for messages: ``conserve node actor``.
+        directory: for records and locks; made if it is not there.
+    """
+
+    def __init__(self, nvml: Nvml, owner: str, directory: Path | None = None) -> None:
+        self._nvml = nvml
+        self._owner = owner
+        self._directory = directory or default_directory()
+        self._locks: dict[str, IO[str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for done in self.restore_all():
+            level = logging.INFO if done.outcome == "restored" else logging.WARNING
+            logger.log(level, "%s: %s: %s", done.uuid, done.outcome, done.detail)
+
+    @property
+    def held(self) -> list[str]:
+        """UUIDs of the GPUs under a cap of this owner's."""
+        return sorted(self._locks)
+
+    def check(self, uuid: str, cap: Cap, used: Collection[str]) -> float:
+        """The limit that `apply` would set, in watts; changes nothing.
+
+        Args:
+            used: GPUs that replicas of this application run on.
+
+        Raises:
+            CapRefused: it is not ours to cap, or the GPU does not allow it.
+            NvmlError: the GPU cannot be asked.
+        """
+        if uuid not in used:
+            raise CapRefused(f"{uuid}: no replica of ConServe uses this GPU, so it is not capped")
+        whole = next((gpu for gpu in self._nvml.inventory() if gpu.uuid == uuid), None)
+        if whole is not None and whole.mig_enabled:
+            raise CapRefused(
+                f"{uuid}: in MIG mode all instances share the GPU's limit; disable MIG to cap it"
+            )
+        try:
+            return cap.limit_w(self._nvml.power(uuid))
+        except CapRefused as refused:
+            raise CapRefused(f"{uuid}: {refused}") from None
+
+    def apply(self, uuid: str, cap: Cap, used: Collection[str]) -> float:
+        """Cap a GPU, or change a cap of this owner's; returns the limit that holds, in watts.
+
+        Raises:
+            HasOwner: another process holds a cap on it.
+            CapRefused: as with `check`.
+            NvmlError: the limit could not be set (`NoPermission`, as a rule).
+            OSError: the record could not be written, so the limit was not changed.
+        """
+        limit_w = self.check(uuid, cap, used)
+        fresh = uuid not in self._locks
+        if fresh:
+            self._locks[uuid] = _lock(self._directory, uuid, self._owner)
+        try:
+            if fresh and _record_path(self._directory, uuid).exists():
+                left = _put_back(self._nvml, self._directory, uuid)
+                if left.outcome == "failed":
+                    raise CapRefused(f"{uuid}: an earlier cap could not be undone: {left.detail}")
+            now_w = self._nvml.limit_w(uuid)
+            old = _read(self._directory, uuid)
+            if old is not None:
+                if all(abs(now_w - known_w) > _SAME_W for known_w in old.caps_w):
+                    raise HasOwner(f"{uuid}: somebody else has set {now_w:g} W since; left so")
+                if old.caps_w == [limit_w]:
+                    return now_w
+            record = Record(
+                uuid=uuid,
+                previous_w=old.previous_w if old else now_w,
+                # The old one as well: the process may end between here and the change.
+                caps_w=[*(old.caps_w if old else []), limit_w],
+                owner=self._owner,
+                pid=os.getpid(),
+                since_s=old.since_s if old else time.time(),
+            )
+            _write(self._directory, record)
+            self._nvml.set_limit_w(uuid, limit_w)
+            _write(self._directory, replace(record, caps_w=[limit_w]))
+            return self._nvml.limit_w(uuid)
+        except BaseException:
+            if fresh:
+                self.restore(uuid)
+            raise
+
+    def restore(self, uuid: str) -> Restored:
+        """Put the limit of a GPU that this owner has capped back to what it was."""
+        try:
+            return _put_back(self._nvml, self._directory, uuid)
+        finally:
+            self._locks.pop(uuid).close()
+
+    def restore_all(self) -> list[Restored]:
+        """Put back every limit that this owner has changed."""
+        return [self.restore(uuid) for uuid in self.held]
+
+
+def recover(nvml: Nvml, directory: Path | None = None) -> list[Restored]:
+    """Undo the caps whose owners are dead; those of live owners are left, and listed."""
+    directory = directory or default_directory()
+    done = []
+    for uuid in _recorded(directory):
+        try:
+            lock = _lock(directory, uuid, "conserve power restore")
+        except HasOwner as owner:
+            done.append(Restored(uuid, "held", str(owner)))
+            continue
+        with lock:
+            # It may have gone meanwhile.
+            if _record_path(directory, uuid).exists():
+                done.append(_put_back(nvml, directory, uuid))
+    return done
+
+
+def records(directory: Path | None = None) -> list[Record]:
+    """The caps on record, whether their owners live or not.
+
+    Raises:
+        CapRefused: a record cannot be read; says what to do.
+    """
+    directory = directory or default_directory()
+    found = (_read(directory, uuid) for uuid in _recorded(directory))
+    return [record for record in found if record is not None]
+
+
+def has_live_owner(uuid: str, directory: Path | None = None) -> bool:
+    """Whether a process holds the cap on record."""
+    directory = directory or default_directory()
+    path = directory / f"{uuid}.lock"
+    if not path.exists():
+        return False
+    with path.open() as file, contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    return True
+
+
+def _put_back(nvml: Nvml, directory: Path, uuid: str) -> Restored:
+    try:
+        record = _read(directory, uuid)
+    except CapRefused as unreadable:
+        return Restored(uuid, "failed", str(unreadable))
+    if record is None:
+        return Restored(uuid, "restored", "nothing had been changed")
+    previous_w = record.previous_w
+    try:
+        now_w = nvml.limit_w(uuid)
+        ours = any(abs(now_w - cap_w) <= _SAME_W for cap_w in record.caps_w)
+        if ours and now_w != previous_w:
+            nvml.set_limit_w(uuid, previous_w)
+    except NvmlError as error:
+        return Restored(uuid, "failed", f"{error} (to set: {previous_w:g} W)")
+    _record_path(directory, uuid).unlink()
+    if ours or abs(now_w - previous_w) <= _SAME_W:
+        return Restored(uuid, "restored", f"{now_w:g} W before, {previous_w:g} W now")
+    return Restored(
+        uuid, "changed", f"somebody has set {now_w:g} W since: left (it was {previous_w:g} W)"
+    )
+
+
+def _recorded(directory: Path) -> list[str]:
+    return [path.stem for path in sorted(directory.glob("*.json"))]
+
+
+def _record_path(directory: Path, uuid: str) -> Path:
+    return directory / f"{uuid}.json"
+
+
+def _read(directory: Path, uuid: str) -> Record | None:
+    path = _record_path(directory, uuid)
+    try:
+        return Record(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise CapRefused(
+            f"the record {path} cannot be read ({error}): compare the GPU's limit with its "
+            "default in `nvidia-smi -q -d POWER`, set it right, and delete the file"
+        ) from None
+
+
+def _write(directory: Path, record: Record) -> None:
+    """On disk, whole, when this returns."""
+    path = _record_path(directory, record.uuid)
+    fresh = path.with_suffix(".new")
+    with fresh.open("w") as file:
+        json.dump(asdict(record), file)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    folder = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _lock(directory: Path, uuid: str, owner: str) -> IO[str]:
+    directory.mkdir(parents=True, exist_ok=True)
+    file = (directory / f"{uuid}.lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise HasOwner(f"{uuid}: its power cap belongs to {holder}; end that first") from None
+    file.seek(0)
+    file.truncate()
+    file.write(f"{owner} (process {os.getpid()})")
+    file.flush()
+    return file

@@ -1,0 +1,150 @@
+"""GPUs for machines without one: ``libnvidia-ml.c`` compiled, and what its GPUs do.
+
+The real ``nvidia-ml-py`` loads the library, as it would NVIDIA's. Several processes that share
+a `Machine`'s file see the same GPUs.
+"""
+
+import ctypes
+import mmap
+import os
+import subprocess
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("libnvidia-ml.c")
+VARIABLE = "CONSERVE_STANDIN_NVML"
+
+NO_ENERGY, NO_MIG, NO_CORES, NO_POWER, NO_UTILISATION = 1, 2, 4, 8, 16
+
+_INTEGERS = (
+    *("load_mw", "limit_mw", "default_mw", "min_mw", "max_mw", "energy_uj", "settled_us"),
+    *("memory_bytes", "used_bytes", "cores", "major", "minor", "utilisation", "temperature"),
+    *("mig_enabled", "mig_devices", "mig_sms", "lost", "denied", "unsupported", "set_calls"),
+    *("fail_set", "processes"),
+)
+
+
+class StandInGpu(ctypes.Structure):
+    """One GPU, as it lies in the file; writing a field is seen by every process.
+
+    ``load_mw`` is what its work would draw without a limit.
+    """
+
+    _fields_ = (
+        ("name", ctypes.c_char * 96),
+        ("uuid", ctypes.c_char * 96),
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        ("pids", ctypes.c_int64 * 8),
+    )
+
+    @property
+    def id(self) -> str:
+        return str(self.uuid.decode())
+
+    @property
+    def draw_mw(self) -> int:
+        return int(min(self.load_mw, self.limit_mw))
+
+    def run(self, *pids: int) -> None:
+        """Have these processes on it."""
+        for place, pid in enumerate(pids):
+            self.pids[place] = pid
+        self.processes = len(pids)
+
+
+class _State(ctypes.Structure):
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        ("real_time", ctypes.c_int64),
+        ("now_us", ctypes.c_int64),
+        ("init_error", ctypes.c_int64),
+        ("gpus", StandInGpu * 8),
+    )
+
+
+class Machine:
+    """A machine with stand-in GPUs, in a file.
+
+    Args:
+        file: made if it is not there.
+        gpus: how many A40s (300 W, 100 to 300 W; 84 SMs), idle at 30 W.
+        real_time: energy counters follow the clock; else `advance` moves time.
+    """
+
+    def __init__(self, file: Path, gpus: int = 2, real_time: bool = False) -> None:
+        fresh = not file.exists()
+        if fresh:
+            file.write_bytes(bytes(ctypes.sizeof(_State)))
+        self.file = file
+        with file.open("r+b") as opened:
+            self._mapped = mmap.mmap(opened.fileno(), ctypes.sizeof(_State))
+        self._state = _State.from_buffer(self._mapped)
+        if fresh:
+            self._state.count = gpus
+            self._state.real_time = int(real_time)
+            for index in range(gpus):
+                self._make(self._state.gpus[index], index)
+
+    def _make(self, gpu: StandInGpu, index: int) -> None:
+        gpu.name = b"NVIDIA A40"
+        gpu.uuid = f"GPU-00000000-0000-0000-0000-{index:012d}".encode()
+        gpu.load_mw, gpu.limit_mw, gpu.default_mw = 30_000, 300_000, 300_000
+        gpu.min_mw, gpu.max_mw = 100_000, 300_000
+        gpu.memory_bytes = 48 << 30
+        gpu.cores, gpu.major, gpu.minor = 10752, 8, 6
+        gpu.temperature = 40
+        gpu.unsupported = NO_MIG
+        gpu.settled_us = _monotonic_us() if self._state.real_time else 0
+
+    @property
+    def gpus(self) -> list[StandInGpu]:
+        return [self._state.gpus[index] for index in range(self._state.count)]
+
+    def advance(self, seconds: float) -> None:
+        """Move time, with the loads as they are; counters follow."""
+        self._state.now_us += round(seconds * 1e6)
+        self.settle()
+
+    def load(self, gpu: StandInGpu, watts: float) -> None:
+        """Change what a GPU's work asks for, from now on."""
+        self.settle()
+        gpu.load_mw = round(watts * 1e3)
+
+    def settle(self) -> None:
+        now_us = _monotonic_us() if self._state.real_time else self._state.now_us
+        for gpu in self.gpus:
+            gpu.energy_uj += gpu.draw_mw * (now_us - gpu.settled_us) // 1000
+            gpu.settled_us = now_us
+
+    def fail_to_open(self, code: int) -> None:
+        """Have ``nvmlInit`` answer this error (0: none)."""
+        self._state.init_error = code
+
+    def environment(self, library: Path) -> dict[str, str]:
+        """For a process that is to see this machine's GPUs."""
+        search = os.environ.get("LD_LIBRARY_PATH")
+        paths = [str(library.parent), *([search] if search else [])]
+        return {**os.environ, "LD_LIBRARY_PATH": ":".join(paths), VARIABLE: str(self.file)}
+
+
+def compile_library(folder: Path) -> Path:
+    """``libnvidia-ml.so.1`` in that folder."""
+    library = folder / "libnvidia-ml.so.1"
+    subprocess.run(
+        [
+            *("cc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"),
+            *("-Wl,-soname,libnvidia-ml.so.1", "-o", str(library), str(SOURCE)),
+        ],
+        check=True,
+    )
+    return library
+
+
+def load_here(library: Path) -> None:
+    """Have this process's ``nvidia-ml-py`` find the stand-in, by the name it looks for."""
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def _monotonic_us() -> int:
+    import time
+
+    return time.monotonic_ns() // 1000
