@@ -31,13 +31,15 @@ class Quality(_Strict):
     Attributes:
         r_squared: share of the points' variance that the curve explains.
         worst_residual_s: largest distance of a point from the curve.
-        worst_residual_share: the same, as a share of what was measured there.
+        worst_residual_share: largest such distance as a share of what was measured there.
+        typical_residual_share: the median of these shares.
         points: how many there were.
     """
 
     r_squared: float
     worst_residual_s: NotNegative
     worst_residual_share: NotNegative
+    typical_residual_share: NotNegative
     points: int = Field(ge=1)
 
 
