@@ -198,9 +198,7 @@ class Engine:
             self._admit()
         costs, sequences = self.costs, len(decoding)
         first_s = (
-            costs.step_s
-            + costs.per_sequence_s * sequences
-            + costs.per_kv_token_s * self._kv_tokens
+            costs.step_s + costs.per_sequence_s * sequences + costs.per_kv_token_s * self._kv_tokens
         )
         self._began_s = now_s
         if self._prefilling:
