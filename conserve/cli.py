@@ -107,6 +107,20 @@ def bench(context: typer.Context) -> None:
     application(args=context.args, prog_name=context.command_path)
 
 
+@cli.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def simulate(context: typer.Context) -> None:
+    """Simulate a cluster on engines that a profile describes; see its own --help."""
+    from conserve.simulate.command import simulation as application
+
+    application(args=context.args, prog_name=context.command_path)
+
+
 @contextlib.contextmanager
 def _launched(
     settings: Settings, arguments: list[str], log: Path | None

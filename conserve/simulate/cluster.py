@@ -39,6 +39,7 @@ class System:
     """What is simulated.
 
     Attributes:
+        prefillers, decoders: the costs of each.
         placement, wrong_decision_rate, min_remote_prefill_tokens, queue_limit, queue_timeout_s: as
             in `conserve.settings.Settings`.
         prefiller, decoder: of each of them.
@@ -53,10 +54,8 @@ class System:
 
     name: str
     placement: PolicyName
-    prefillers: int
-    decoders: int
-    prefiller: Costs
-    decoder: Costs
+    prefillers: tuple[Costs, ...]
+    decoders: tuple[Costs, ...]
     wrong_decision_rate: float = 0.0
     min_remote_prefill_tokens: int = 0
     history: History = "kept"
@@ -120,19 +119,22 @@ class Cluster:
         self.arrived = 0
         self.turns = 0
         self.decoders = {
-            (name := f"decoder-{i}"): self._engine(name, system.decoder, self._answered)
-            for i in range(system.decoders)
+            (name := f"decoder-{i}"): self._engine(name, costs, self._answered)
+            for i, costs in enumerate(system.decoders)
         }
         self.prefillers = {
             (name := f"prefiller-{i}"): self._engine(
-                name, system.prefiller, self._prefilled, keeps=system.history == "kept"
+                name, costs, self._prefilled, keeps=system.history == "kept"
             )
-            for i in range(system.prefillers)
+            for i, costs in enumerate(system.prefillers)
         }
         for name, engine in self.decoders.items():
             self.table.add_decoder(name, engine.costs.capacity_tokens)
         for name in self.prefillers:
             self.table.add_prefiller(name)
+        self._longest_tokens = min(
+            costs.capacity_tokens for costs in (*system.prefillers, *system.decoders)
+        )
         self._handoffs = self._handoff_tokens = self._loaded_tokens = 0
         self._later_prefills = self._cold_prefill_tokens = 0
 
@@ -231,11 +233,10 @@ class Cluster:
                 "the workload does not say how long its prompts and outputs are; "
                 "simulate recorded or synthetic conversations"
             )
-        longest = self.system.decoder.capacity_tokens
-        if self.prefillers:
-            longest = min(longest, self.system.prefiller.capacity_tokens)
-        if prompt_tokens + output_tokens > longest:
-            self._refuse(one, now_s, f"400: no engine holds more than {longest} tokens")
+        if prompt_tokens + output_tokens > self._longest_tokens:
+            self._refuse(
+                one, now_s, f"400: engines hold no more than {self._longest_tokens} tokens"
+            )
             return
         if one.decoder is None:
             self._place(one, prompt_tokens, now_s)
