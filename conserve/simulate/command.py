@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,7 +15,7 @@ from benchmarks.compare import compare, labels, show_comparisons, write_comparis
 from benchmarks.report import Report, show_run, show_side_by_side, write_report
 from benchmarks.selection import Selection
 from benchmarks.workloads import PRESETS, WorkloadError
-from conserve.capacity.profile import ProfileError, load_profile
+from conserve.capacity.profile import Profile, ProfileError, load_profile
 from conserve.simulate.cluster import SimulationError
 from conserve.simulate.run import Engines, simulate_selection
 
@@ -117,16 +118,19 @@ def simulate(
     _hand_out(reports, out)
 
 
-def _reproduce(profile: Any, conversations: int, seed: int, out: Path | None) -> None:
-    from conserve.simulate.reproduce import draw, reproduce, show, write
+def _reproduce(profile: Profile, conversations: int, seed: int, out: Path | None) -> None:
+    from conserve.simulate.published import draw, show, write
+    from conserve.simulate.reproduce import RUNS, reproduce
 
-    with _progress(None) as progress:
-        rows = reproduce(profile, conversations, seed, progress)
-    show(rows, profile, console)
+    with _progress(RUNS * conversations) as progress:
+        found = reproduce(profile, conversations, seed, progress)
+    show(found, profile, console)
     if out is not None:
         _make(out)
-        write(rows, out / "reproduced.json")
-        draw(rows, out)
+        write(found, out / "reproduced.json")
+        if _can_draw():
+            draw(found, out)
+        console.print(f"Figures are in {escape(str(out))}.", highlight=False)
 
 
 def _hand_out(reports: list[Report], out: Path | None) -> None:
@@ -144,20 +148,23 @@ def _hand_out(reports: list[Report], out: Path | None) -> None:
         write_report(report, out / f"{name.replace(' ', '-').replace('/', '-per-')}.json")
     if comparisons:
         write_comparisons(comparisons, out / "comparison.json")
-    try:
-        # An extra of the distribution, and slow to import.
+    if _can_draw():
         from benchmarks.plots import draw_all
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
-    else:
+
         draw_all(reports, names, out)
     console.print(f"Reports are in {escape(str(out))}.", highlight=False)
 
 
+def _can_draw() -> bool:
+    # An extra of the distribution.
+    if find_spec("matplotlib") is not None:
+        return True
+    console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
+    return False
+
+
 @contextmanager
-def _progress(conversations: int | None) -> Iterator[Any]:
+def _progress(conversations: int) -> Iterator[Any]:
     """A function to be called at each conversation's end, with what runs."""
     bar = Progress(
         TextColumn("{task.description}"),
