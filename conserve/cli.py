@@ -1,4 +1,4 @@
-"""The command line: ``conserve serve``, ``conserve demo`` and ``conserve bench``."""
+"""The command line: ``conserve serve``, ``demo``, ``bench``, ``plan`` and ``simulate``."""
 
 import asyncio
 import contextlib
@@ -103,6 +103,20 @@ def bench(context: typer.Context) -> None:
     """Measure endpoints, and compare reports; see its own --help."""
     # Not for those who only serve.
     from benchmarks.command import bench as application
+
+    application(args=context.args, prog_name=context.command_path)
+
+
+@cli.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def plan(context: typer.Context) -> None:
+    """Plan prefillers and decoders from a profile and a workload; see its own --help."""
+    from conserve.capacity.planning import planning as application
 
     application(args=context.args, prog_name=context.command_path)
 

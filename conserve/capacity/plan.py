@@ -15,6 +15,8 @@ from conserve.capacity.profile import Power, Profile
 # From here on later turns carry as much as first ones, and the plan's picture of one heavy
 # prefill with a light tail does not hold.
 _LATER_SHARE_OF_NOTE = 0.5
+# From here on a conversation's KV lies idle for nearly all of its life.
+_GAP_SHARE_OF_NOTE = 0.9
 _MAX_REPLICAS = 1_000_000
 
 Provision = Literal["saturation", "rate"]
@@ -290,6 +292,14 @@ def _broken(demand: Demand, tiers: Tiers, one: Work, rate_per_s: float, decoders
         found.append(
             f"The longest prompt has {demand.longest_prompt_tokens:,} tokens, and the profile's "
             f"curve ends at {longest:,}: beyond that, times are extrapolated."
+        )
+    gap_share = demand.gap_s / one.lifetime_s
+    if gap_share > _GAP_SHARE_OF_NOTE:
+        busy, _ = _needed(one, rate_per_s)
+        found.append(
+            f"Conversations wait for tools and people during {gap_share:.0%} of their lives and "
+            f"hold their KV meanwhile: memory asks for {decoders} decoders, their work for "
+            f"{_replicas(busy, 'decoders')}."
         )
     if one.slots == 1:
         found.append(

@@ -140,6 +140,15 @@ def test_a_heavy_tail_is_told_and_so_is_what_it_does_to_n() -> None:
     assert make_plan(measure_demand([conversation()]), TIERS, 5).assumptions_broken == ()
 
 
+def test_conversations_that_mostly_wait_are_told_and_so_is_what_that_costs() -> None:
+    patient = measure_demand([conversation(gap_s=300)])
+    plan = make_plan(patient, TIERS, 1)
+    (said,) = plan.assumptions_broken
+    assert "during 99% of their lives" in said
+    work_alone = math.ceil(plan.needed_throughput)
+    assert f"asks for {plan.decoders} decoders, their work for {work_alone}." in said
+
+
 def test_prompts_beyond_the_profiled_lengths_are_told() -> None:
     long = measure_demand([conversation(first=50_000, turns=1)])
     (said,) = make_plan(long, TIERS, 0.1).assumptions_broken
