@@ -93,6 +93,10 @@ class Cluster:
     Args:
         on_conversation: called with the turns of each conversation, when it ends.
         gaps: False: turns follow each other at once.
+
+    Attributes:
+        ended_s: when the last conversation ended.
+        arrived, turns: conversations that came, and turns that are over.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class Cluster:
         self._in_line: dict[str, _Open] = {}
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._number = count()
-        self.now_s = 0.0
+        self.ended_s = 0.0
         self.arrived = 0
         self.turns = 0
         self.decoders = {
@@ -150,17 +154,17 @@ class Cluster:
         self._next_arrival(iter(plan))
         events = self._events
         while events:
-            self.now_s, _, act, what = heappop(events)
-            act(self.now_s, what)
+            now_s, _, act, what = heappop(events)
+            act(now_s, what)
 
     def energy_j(self) -> float | None:
-        """Of all engines, up to now; None where the profile has no power."""
+        """Of all engines, up to the last conversation's end; None if the profile has no power."""
         total_j = 0.0
         for engine in (*self.prefillers.values(), *self.decoders.values()):
             costs = engine.costs
             if costs.idle_w is None or costs.prefill_w is None or costs.decode_w is None:
                 return None
-            idle_s = self.now_s - engine.busy_prefill_s - engine.busy_decode_s
+            idle_s = self.ended_s - engine.busy_prefill_s - engine.busy_decode_s
             total_j += (
                 costs.idle_w * idle_s
                 + costs.prefill_w * engine.busy_prefill_s
@@ -410,7 +414,7 @@ class Cluster:
         )
         self.turns += 1
         if following is None:
-            self._close(one)
+            self._close(one, now_s)
         else:
             one.request = following
             one.found_tokens = 0
@@ -435,12 +439,13 @@ class Cluster:
             )
         )
         self.turns += 1
-        self._close(one)
+        self._close(one, now_s)
         if self._line:
             self._admit(now_s)
 
-    def _close(self, one: _Open) -> None:
+    def _close(self, one: _Open, now_s: float) -> None:
         id = one.script.conversation
+        self.ended_s = now_s
         self.table.release(id)
         if one.decoder is not None:
             one.decoder.forget(id)

@@ -1,10 +1,12 @@
 """The evaluation of the ConServe paper, simulated beside what it published.
 
 One profile and one set of assumptions for every row (sections 5.1 to 5.5 of *Observation, Not
-Prediction*): one prefiller and three decoders, the preset ``conserve`` of
-`benchmarks.workloads.synthetic` for its traces, which are not published. What the text leaves open
-is decided here once:
+Prediction*): one prefiller and three decoders. What the text leaves open is decided here once:
 
+- The traces are not published. Conversations are drawn as for the preset ``conserve`` of
+  `benchmarks.workloads.synthetic`, with as many turns as figure 11 has: up to its 0.7 percentile
+  all turns are later ones (section 5.2), so 0.3 are first ones, and a conversation has 3.3 turns.
+  Its 1,000 output tokens (section 5.1) then make 300 a turn.
 - 1.634 conversations/s "holds the prefiller exactly at its saturation throughput": a conversation
   arrives when the first turn before it has been prefilled.
 - Full disaggregation computes the whole prompt of every turn again (section 5.2 says that it
@@ -18,17 +20,21 @@ is decided here once:
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from benchmarks.report import Report
-from benchmarks.selection import Selection
-from benchmarks.workloads import Workload
+from benchmarks.workloads import PRESETS, Arrivals, Spread, Workload, synthetic
 from benchmarks.workloads.plan import Arriving
 from conserve.capacity.profile import Profile
 from conserve.simulate.costs import Costs
 from conserve.simulate.run import Baseline, Engines, make_system, simulate
 
+SHAPE = replace(
+    PRESETS["conserve"],
+    turns=Spread(2, 1 / 0.3, 10),
+    output_tokens=Spread(60, 300, 1_800),
+)
 RATES = (0.5, 0.75, 1.0, 1.25, 1.5)
 SATURATION = 1.634
 WRONG = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -150,7 +156,7 @@ class _Runs:
         self._conversations = conversations
         self._on_conversation = on_conversation
         system = make_system("conserve", profile, _ENGINES, **_OPTIONS["conserve"])
-        self.baseline = Baseline.of(system, self._selection(1.0).workload())
+        self.baseline = Baseline.of(system, self._workload(1.0))
 
     def one(
         self,
@@ -161,9 +167,8 @@ class _Runs:
     ) -> Report:
         options = _OPTIONS[name] | ({} if wrong is None else {"wrong_decision_rate": wrong})
         system = make_system(name, self._profile, engines, **options)
-        selection = self._selection(rate_per_s)
-        workload = selection.workload()
-        arrivals = selection.describe_arrivals(None)
+        workload = self._workload(rate_per_s)
+        arrivals = {"pattern": "poisson", "rate_per_s": rate_per_s, "concurrency": None}
         if rate_per_s == SATURATION:
             # The prefiller as it is in every run; collocated has none, and gets the same arrivals.
             workload = saturating(workload, Costs.of(self._profile, "prefiller"))
@@ -179,13 +184,20 @@ class _Runs:
             workload,
             self._profile,
             self.baseline,
-            described=selection.describe(),
+            described={"shape": asdict(SHAPE), "seed": self._seed},
             arrivals=arrivals,
             on_conversation=ended,
         )
 
-    def _selection(self, rate_per_s: float) -> Selection:
-        return Selection("synthetic", self._conversations, "poisson", rate_per_s, self._seed)
+    def _workload(self, rate_per_s: float) -> Workload:
+        return synthetic(
+            SHAPE,
+            conversations=self._conversations,
+            arrivals=Arrivals("poisson", rate_per_s, self._seed),
+            # Prompts are never made; any will do.
+            vocabulary=range(1_000, 4_000),
+            seed=self._seed,
+        )
 
 
 def saturating(workload: Workload, prefiller: Costs) -> Workload:

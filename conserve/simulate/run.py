@@ -177,7 +177,7 @@ def simulate(
         objectives=baseline.objectives,
         unloaded=baseline.unloaded,
         unloaded_violations=baseline.violations,
-        driver={"simulated_s": cluster.now_s, "engines": busy},
+        driver={"simulated_s": cluster.ended_s, "engines": busy},
         warnings=list(_warnings(result.turns.get("failed", 0), cluster)),
     )
 
