@@ -9,6 +9,8 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.llm import LLMConfig
 
+from autoscale.serve import serve_options
+from conserve.capacity.served import with_profile
 from conserve.embedded import model_path
 from conserve.settings import EMBEDDED_MODEL, RoleSettings, Settings, SettingsError, load
 from deployments.engine import EngineServer
@@ -21,6 +23,8 @@ _CONNECTOR = "ResilientMPConnector"
 _CONNECTOR_MODULE = "deployments.lmcache_connector"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
+# For a replica to end, once it is empty.
+_LEAVING_S = 30.0
 
 
 def app(arguments: dict[str, Any] | None = None) -> Application:
@@ -43,8 +47,9 @@ def start_ray(settings: Settings) -> None:
     options: dict[str, Any] = {}
     if not os.environ.get("RAY_ADDRESS"):
         # Ray's CPUs are a book-keeping of reservations; a small machine must not refuse to start.
-        reserved = settings.decoders.replicas * settings.decoders.num_cpus
-        reserved += settings.prefiller_replicas * settings.prefillers.num_cpus
+        reserved = most_replicas(settings.decoders) * settings.decoders.num_cpus
+        if settings.prefiller_replicas:
+            reserved += most_replicas(settings.prefillers) * settings.prefillers.num_cpus
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
     ray.init(namespace="serve", log_to_driver=True, **options)
@@ -53,6 +58,7 @@ def start_ray(settings: Settings) -> None:
 
 def build(settings: Settings) -> Application:
     """The application for these settings, on the cluster that Ray is connected to."""
+    settings = with_profile(settings)
     gpu = _on_gpu(settings)
     settings = _with_chunk(settings, gpu)
     engines = [_engines("decoder", settings, settings.decoders, gpu)]
@@ -61,6 +67,11 @@ def build(settings: Settings) -> Application:
     options = {"num_replicas": settings.routers, "max_ongoing_requests": _MAX_ONGOING}
     router = cast(Any, Router).options(**options)
     return router.bind(settings, *engines)
+
+
+def most_replicas(role: RoleSettings) -> int:
+    """Engines of a role at most."""
+    return role.max_replicas or role.replicas
 
 
 def _on_gpu(settings: Settings) -> bool:
@@ -85,12 +96,18 @@ def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Ap
     options = EngineServer.get_deployment_options(config)
     options |= {
         "name": role,
-        "num_replicas": own.replicas,
         "max_ongoing_requests": _MAX_ONGOING,
         "health_check_period_s": 2,
         "health_check_timeout_s": 60,
-        "graceful_shutdown_timeout_s": 10,
+        # Serve kills it then; it goes by itself once it has served its last turn.
+        "graceful_shutdown_timeout_s": settings.autoscaling.drain_timeout_s
+        + settings.turn_timeout_s
+        + _LEAVING_S,
     }
+    if own.max_replicas is None:
+        options["num_replicas"] = own.replicas
+    else:
+        options["autoscaling_config"] = serve_options(own.replicas, own.max_replicas)
     return serve.deployment(EngineServer, **options).bind(config, role=role, settings=settings)
 
 

@@ -20,6 +20,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
+from autoscale.serve import WANTED_REPLICAS
 from conserve.settings import Settings
 from deployments.holdings import Holdings
 from deployments.messages import EngineInfo, Role
@@ -48,6 +49,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._table = TableClient(context.app_name, settings)
         self._holdings = Holdings()
         self._beating: asyncio.Task[None] | None = None
+        self._leaving = False
+        # Until the table has said otherwise.
+        self._wanted_replicas: int | None = None
         self._node = NodeClient(context.app_name, settings)
         await self._node.start()
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
@@ -75,8 +79,35 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await super().check_health()
         if self._serving.done():
             raise RuntimeError("the engine's HTTP server has ended")
-        if self._beating is not None and self._beating.done():
+        if self._beating is not None and self._beating.done() and not self._leaving:
             raise RuntimeError("the engine's beats to the conversation table have ended")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For Serve's autoscaler: what the table wants; see `autoscale.serve.FollowTable`."""
+        wanted = self._wanted_replicas
+        return {} if wanted is None else {WANTED_REPLICAS: float(wanted)}
+
+    async def __del__(self) -> None:
+        """Serve awaits it before it ends the replica: the last turns are served first."""
+        # Without a beat, it had not come to serve anything.
+        if getattr(self, "_beating", None) is not None:
+            await self._drain()
+        await super().__del__()
+
+    async def _drain(self) -> None:
+        self._leaving = True
+        deadline_s = time.monotonic() + self._settings.autoscaling.drain_timeout_s
+        try:
+            while True:
+                overdue = time.monotonic() >= deadline_s
+                if not await self._table.call("leave", self._id, overdue):
+                    break
+                await asyncio.sleep(BEAT_S)
+            if self._beating is not None:
+                self._beating.cancel()
+            await self._table.call("left", self._id)
+        except TableUnavailable as error:
+            logger.warning("%s %s leaves without a word: %s", self._role, self._id, error)
 
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
@@ -144,7 +175,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                     raise RuntimeError(f"the engine failed its first turn ({response.status})")
 
     async def _register(self) -> None:
-        info = dataclasses.replace(self._info, holds=self._holdings.all())
+        info = dataclasses.replace(self._info, holds=self._holdings.all(), leaving=self._leaving)
         for conversation_id, incarnation in await self._table.call("register", info):
             self._holdings.drop(conversation_id, incarnation)
 
@@ -158,11 +189,12 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
                 continue
             try:
-                ended = await self._table.call("beat", self._id)
-                if ended is None:
+                heard = await self._table.call("beat", self._id)
+                if heard is None:
                     await self._register()
                     continue
-                for conversation_id, incarnation in ended:
+                self._wanted_replicas = heard.wanted_replicas
+                for conversation_id, incarnation in heard.ended:
                     self._holdings.drop(conversation_id, incarnation)
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)

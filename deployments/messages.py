@@ -23,6 +23,7 @@ class EngineInfo:
         capacity_tokens: KV space, in tokens.
         max_model_len: longest prompt plus output, in tokens.
         holds: a decoder's live conversations, in case the table knows nothing of them.
+        leaving: it is to go, and takes nothing new.
     """
 
     id: str
@@ -32,6 +33,20 @@ class EngineInfo:
     capacity_tokens: int
     max_model_len: int
     holds: list[Conversation] = field(default_factory=list)
+    leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The table's answer to an engine's beat.
+
+    Attributes:
+        ended: conversations (and incarnations) that the engine is to forget.
+        wanted_replicas: how many engines of its role there are to be.
+    """
+
+    ended: list[tuple[str, int]]
+    wanted_replicas: int
 
 
 @dataclass(frozen=True, slots=True)
