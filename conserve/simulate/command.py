@@ -51,7 +51,10 @@ def simulate(
     preset: Annotated[
         str | None, typer.Option(help=f"Of synthetic conversations: {', '.join(PRESETS)}.")
     ] = None,
-    conversations: Annotated[int, typer.Option(help="How many, at each rate.")] = 500,
+    conversations: Annotated[
+        int | None,
+        typer.Option(help="How many, at each rate (default: 500; with --reproduce 300)."),
+    ] = None,
     rate: Annotated[
         list[float] | None,
         typer.Option(help="Conversations a second (default: 1); may be given several times."),
@@ -86,11 +89,12 @@ def simulate(
     try:
         found = load_profile(profile)
         if reproduce is not None:
-            _reproduce(found, conversations, seed, out)
+            _reproduce(found, 300 if conversations is None else conversations, seed, out)
             return
+        count = 500 if conversations is None else conversations
         selection = Selection(
             kind=workload,  # type: ignore[arg-type] # checked there
-            conversations=conversations,
+            conversations=count,
             pattern=arrivals,  # type: ignore[arg-type] # checked there
             seed=seed,
             data=data,
@@ -102,7 +106,7 @@ def simulate(
             max_turns=max_turns,
         )
         names, rates = system or ["conserve"], rate or [1.0]
-        with _progress(len(names) * len(rates) * conversations) as show:
+        with _progress(len(names) * len(rates) * count) as show:
             reports = simulate_selection(
                 names,
                 rates,
