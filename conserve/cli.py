@@ -1,4 +1,4 @@
-"""The command line: ``conserve serve``, ``demo``, ``bench``, ``plan`` and ``simulate``."""
+"""The command line: ``conserve serve``, ``demo``, ``bench``, ``profile``, ``plan`` and ``simulate``."""
 
 import asyncio
 import contextlib
@@ -103,6 +103,20 @@ def bench(context: typer.Context) -> None:
     """Measure endpoints, and compare reports; see its own --help."""
     # Not for those who only serve.
     from benchmarks.command import bench as application
+
+    application(args=context.args, prog_name=context.command_path)
+
+
+@cli.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def profile(context: typer.Context) -> None:
+    """Measure a running application's engines, and write their profile; see its own --help."""
+    from conserve.capacity.profiling import profiling as application
 
     application(args=context.args, prog_name=context.command_path)
 
