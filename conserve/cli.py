@@ -1,4 +1,4 @@
-"""The command line: ``conserve serve``, ``demo``, ``bench``, ``profile``, ``plan`` and ``simulate``."""
+"""The command line: ``conserve serve``, ``demo``, ``bench``, ``profile``, ``plan``, ``simulate``."""
 
 import asyncio
 import contextlib

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
@@ -242,8 +243,4 @@ def _ttft_s(record: TurnRecord) -> float:
 def _gaps(record: TurnRecord, from_s: float, to_s: float) -> list[tuple[float, float]]:
     """Gaps between tokens that end within a time: when, and how long."""
     times = record.token_times_s
-    return [
-        (after, after - before)
-        for before, after in zip(times, times[1:], strict=False)
-        if from_s < after <= to_s
-    ]
+    return [(after, after - before) for before, after in pairwise(times) if from_s < after <= to_s]

@@ -233,18 +233,13 @@ async def _measure(
         interference=fit_interference(seen.beside, prefill, decode, min_r_squared),
         handoff=fit_handoff(seen.handoff, kv_bytes_per_token, min_r_squared),
         kv_capacity_tokens=capacity,
-        points={name: [asdict(point) for point in points] for name, points in asdict_lists(seen)},
+        points={
+            "prefill": [asdict(point) for point in seen.prefill],
+            "decode": [asdict(point) for point in seen.decode],
+            "interference": [asdict(point) for point in seen.beside],
+            "handoff": [asdict(point) for point in seen.handoff],
+        },
     )
-
-
-def asdict_lists(seen: _Seen) -> list[tuple[str, list[Any]]]:
-    """The curves' names and points, as a profile keeps them."""
-    return [
-        ("prefill", seen.prefill),
-        ("decode", seen.decode),
-        ("interference", seen.beside),
-        ("handoff", seen.handoff),
-    ]
 
 
 def _call(
