@@ -1,4 +1,4 @@
-"""The command line: ``conserve serve``, ``demo``, ``bench``, ``profile``, ``plan``, ``simulate``."""
+"""The command line: ``conserve serve``, ``demo``, ``bench``, ``profile``, ``plan``, ..."""
 
 import asyncio
 import contextlib

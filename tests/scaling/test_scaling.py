@@ -21,11 +21,13 @@ def replicas(kind: str, role: str) -> float:
     return harness.metric(f"conserve_{kind}", role=role)
 
 
-async def keep_talking(agent: Agent, rng: random.Random, stop: asyncio.Event) -> None:
+async def keep_talking(
+    agent: Agent, rng: random.Random, stop: asyncio.Event, pause_s: float
+) -> None:
     """Turn after turn until told to stop; fails with the first turn that fails."""
     while not stop.is_set():
         await agent.say(harness.text(rng, 5), tokens=4)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(pause_s)
 
 
 async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
@@ -38,7 +40,8 @@ async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
 
     async def live(number: int) -> None:
         await agents[number].say(harness.text(rng, FIRST), tokens=4)
-        await keep_talking(agents[number], rng, stops[number])
+        # Engines take minutes to start, and its context is short.
+        await keep_talking(agents[number], rng, stops[number], 8.0)
 
     lives = []
     for number in range(len(agents)):
@@ -53,7 +56,7 @@ async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
     for agent in late:
         await agent.say(harness.text(rng, FIRST), tokens=4)
     late_lives = [
-        asyncio.create_task(keep_talking(agent, rng, stop))
+        asyncio.create_task(keep_talking(agent, rng, stop, 2.0))
         for agent, stop in zip(late, late_stops, strict=True)
     ]
     for stop in stops:
