@@ -77,12 +77,12 @@ def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> 
         raise MeasureError(
             f"prompts of up to {longest_tokens} tokens are too short for a curve; allow 1024"
         )
-    contexts = [powers[0], powers[len(powers) // 2], powers[-2]]
+    contexts = sorted({powers[0], powers[len(powers) // 2 - 1], powers[-2]})
     batches = [2**n for n in range(8) if 2**n <= largest_batch]
     room = capacity_tokens // 2
     return Grid(
         cold=powers,
-        appends=[(n, c) for n in powers[:4] for c in contexts[1:]],
+        appends=[(n, c) for n in powers[:4] for c in contexts[1:] if n + c <= longest_tokens],
         decodes=[
             (batch, context)
             for batch in batches
