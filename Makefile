@@ -16,7 +16,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-placement clean
+	bench-overhead bench-placement bench-simulator clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -57,6 +57,9 @@ bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 
 bench-placement: $(INSTALLED) ## Measure the conversation table: decisions a second, bytes each
 	@$(BIN)/python -m benchmarks.placement $(ARGS)
+
+bench-simulator: $(INSTALLED) ## Measure the simulator: a million turns in how long, and how much memory
+	@$(BIN)/python -m benchmarks.simulator $(ARGS)
 
 clean: ## Remove .venv, caches and build products
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
