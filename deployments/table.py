@@ -153,6 +153,9 @@ class TableService:
         if not self._table.accepting_decoders:
             # The application ends, so nobody could serve the next turns.
             return False
+        if not self._routers and time.monotonic() - self._started_s > SILENCE_S:
+            # They belong to a new deployment, with a table of its own: no turn comes here.
+            return False
         if engine.role == "prefiller":
             return self._table.prefillers[engine_id].queued_tokens > 0 and not overdue
         if overdue:

@@ -215,6 +215,21 @@ def test_when_the_application_ends_nobody_waits() -> None:
     asyncio.run(scenario())
 
 
+def test_where_no_router_is_left_nobody_waits() -> None:
+    """A deployment with other settings has other routers, and another table."""
+
+    async def scenario() -> None:
+        service = await a_service()
+        plan = await a_turn(service, "c")
+        service._started_s -= 60
+        await service.router_beat("r")
+        assert await service.leave(plan.decoder_id, False)
+        await service._router_lost("r")
+        assert not await service.leave(plan.decoder_id, False)
+
+    asyncio.run(scenario())
+
+
 def test_a_new_table_is_told_who_is_leaving() -> None:
     async def scenario() -> None:
         service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
