@@ -144,14 +144,15 @@ def _draw_wrong(found: Reproduction, folder: Path) -> list[Path]:
         (0.05, 0.05), (0.078, 0.063), linestyle="", marker="o", markerfacecolor="none",
         markeredgecolor="#000000", label="published, 5 % wrong",
     )  # fmt: skip
-    energy.plot(wrong, [tokens_per_j(report) for report in reports], **style(0, marker=True))
+    efficiency = [tokens_per_j(report) for report in reports]
+    energy.plot(wrong, efficiency, **style(0, marker=True))
     latency.set_ylabel("times the unloaded latency")
     latency.set_ylim(bottom=0)
     violated.set_ylabel("over 5 times the unloaded latency")
     violated.set_ylim(-0.02, 1)
     violated.yaxis.set_major_formatter(PercentFormatter(1.0))
     energy.set_ylabel("tokens/J")
-    energy.set_ylim(bottom=0)
+    energy.set_ylim(0, 1.1 * max(efficiency))
     for axes in (latency, violated):
         axes.legend(fontsize=8)
     for axes in (latency, violated, energy):
