@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+import msgspec
 import numpy as np
 
 from benchmarks.client import Client, Endpoint
@@ -24,6 +25,9 @@ from benchmarks.workloads.tokens import COMPLETIONS, completion
 from conserve.capacity.fit import DecodePoint, HandoffPoint, MixedPoint, PrefillPoint
 
 _TIMEOUT_S = 600.0
+# Outputs that run while an append comes, and when it comes.
+_BESIDE_TOKENS = 160
+_UNDER_WAY_S = 0.3
 
 
 class MeasureError(RuntimeError):
@@ -94,20 +98,14 @@ class Probe:
         self._vocabulary = vocabulary
         # Other runs' KV must not be found.
         salt = f"profile-{random.SystemRandom().getrandbits(48):x}"
-        self._prefiller, self._decoder = (
-            Client(
-                Endpoint(engine.role, engine.url, application.model, conversation_headers=()),
-                time.perf_counter,
-                _TIMEOUT_S,
-                salt,
-                "",
-            )
-            for engine in (application.prefiller, application.decoder)
-        )
+        self._common = {"model": application.model, "cache_salt": salt}
+        self._prefiller, self._decoder = application.prefiller.url, application.decoder.url
+        endpoint = Endpoint("decoder", self._decoder, application.model, conversation_headers=())
+        self._streams = Client(endpoint, time.perf_counter, _TIMEOUT_S, salt, "")
 
     async def __aenter__(self) -> Self:
-        await self._prefiller.__aenter__()
-        await self._decoder.__aenter__()
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_TIMEOUT_S))
+        await self._streams.__aenter__()
         return self
 
     async def __aexit__(
@@ -116,36 +114,35 @@ class Probe:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._decoder.__aexit__(kind, error, trace)
-        await self._prefiller.__aexit__(kind, error, trace)
+        await self._streams.__aexit__(kind, error, trace)
+        await self._session.close()
 
     async def cold_prefill(self, new_tokens: int) -> PrefillPoint:
         """A prompt that the prefiller has never seen."""
-        record = await _ask(self._prefiller, self._prompt(new_tokens), 1)
-        return PrefillPoint(new_tokens, 0, _ttft_s(record))
+        seen = await self._prefill(self._prefiller, self._prompt(new_tokens))
+        return PrefillPoint(new_tokens, 0, seen.seconds)
 
     async def append(self, new_tokens: int, cached_tokens: int) -> PrefillPoint:
         """A prompt of which the decoder has the beginning in its prefix cache."""
         history = self._prompt(cached_tokens)
-        await _ask(self._decoder, history, 1)
-        record = await _ask(self._decoder, history + self._prompt(new_tokens), 1)
+        await self._prefill(self._decoder, history)
+        seen = await self._prefill(self._decoder, history + self._prompt(new_tokens))
         # Caches keep whole blocks.
-        cached = cached_tokens if record.cached_tokens is None else record.cached_tokens
-        if cached == 0:
+        if not seen.cached_tokens:
             raise MeasureError(
                 f"the decoder found none of {cached_tokens} tokens in its prefix cache; "
                 "it may be full, or in use by others"
             )
-        return PrefillPoint(cached_tokens + new_tokens - cached, cached, _ttft_s(record))
+        new = cached_tokens + new_tokens - seen.cached_tokens
+        return PrefillPoint(new, seen.cached_tokens, seen.seconds)
 
     async def decode(self, sequences: int, context_tokens: int, output_tokens: int) -> DecodePoint:
         """Iterations in which so many sequences decode together, each after such a context."""
-        records = await self._together(
-            await self._contexts(sequences, context_tokens), output_tokens
-        )
+        contexts = await self._contexts(sequences, context_tokens)
+        records = await self._together(contexts, output_tokens)
         starts = max(record.token_times_s[0] for record in records)
         ends = min(record.token_times_s[-1] for record in records)
-        gaps = [gap for record in records for _, gap in _gaps(record, starts, ends)]
+        gaps = [gap for record in records for gap in _gaps(record, starts, ends)]
         if not gaps:
             raise MeasureError(
                 f"{sequences} sequences of {output_tokens} tokens never decoded together; "
@@ -159,29 +156,22 @@ class Probe:
     ) -> MixedPoint:
         """The iteration in which an append is prefilled while others decode."""
         history = self._prompt(cached_tokens)
-        await _ask(self._decoder, history, 1)
+        await self._prefill(self._decoder, history)
         contexts = await self._contexts(sequences, context_tokens)
-        output_tokens = 160
-        running = asyncio.gather(
-            *(_ask(self._decoder, context, output_tokens) for context in contexts)
-        )
+        running = asyncio.create_task(self._together(contexts, _BESIDE_TOKENS))
         # Until all of them decode; their contexts are cached.
-        await asyncio.sleep(0.3)
-        record = await _ask(self._decoder, history + self._prompt(new_tokens), 1)
+        await asyncio.sleep(_UNDER_WAY_S)
+        seen = await self._prefill(self._decoder, history + self._prompt(new_tokens))
         records = await running
-        cached = cached_tokens if record.cached_tokens is None else record.cached_tokens
-        longest = [
-            max((gap for _, gap in _gaps(one, record.sent_s, record.ended_s)), default=0.0)
-            for one in records
-        ]
+        longest = [max(_gaps(one, seen.sent_s, seen.ended_s), default=0.0) for one in records]
         if not any(longest):
             raise MeasureError(
                 f"{sequences} sequences had ended before the append came; the engine is too fast "
                 "for this measurement"
             )
-        held = sequences * (context_tokens + output_tokens // 2)
-        new = cached_tokens + new_tokens - cached
-        return MixedPoint(sequences, held, new, cached, statistics.median(longest))
+        held = sequences * (context_tokens + _BESIDE_TOKENS // 2)
+        new = cached_tokens + new_tokens - seen.cached_tokens
+        return MixedPoint(sequences, held, new, seen.cached_tokens, statistics.median(longest))
 
     async def handoff(
         self, tokens: int, prefill_s: Callable[[float, float], float]
@@ -192,27 +182,57 @@ class Probe:
             prefill_s: time of a prefill of new tokens after cached ones, as fitted.
         """
         prompt = self._prompt(tokens)
-        await _ask(self._prefiller, prompt, 1)
-        record = await _ask(self._decoder, prompt, 1)
-        found = record.cached_tokens or 0
+        await self._prefill(self._prefiller, prompt)
+        seen = await self._prefill(self._decoder, prompt)
+        found = seen.handed_off_tokens
         if not found:
             raise MeasureError(
                 f"the decoder found nothing of {tokens} tokens that the prefiller had computed; "
                 "see whether the LMCache server runs"
             )
-        seconds = _ttft_s(record) - prefill_s(tokens - found, found)
+        seconds = seen.seconds - prefill_s(tokens - found, found)
         return HandoffPoint(found, max(seconds, 1e-6))
 
     async def _contexts(self, sequences: int, tokens: int) -> list[list[int]]:
         """Prompts that the decoder has in its cache."""
         prompts = [self._prompt(tokens) for _ in range(sequences)]
         for prompt in prompts:
-            await _ask(self._decoder, prompt, 1)
+            await self._prefill(self._decoder, prompt)
         return prompts
+
+    async def _prefill(self, url: str, prompt: list[int]) -> "_Prefill":
+        """A prompt, and the one token that comes with its prefill."""
+        body = {
+            **self._common,
+            "prompt": prompt,
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": {"cached_token_stats": True},
+        }
+        data = msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"}
+        sent_s = time.perf_counter()
+        try:
+            async with self._session.post(url + COMPLETIONS, data=data, headers=headers) as answer:
+                text = await answer.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            said = str(error) or type(error).__name__
+            raise MeasureError(f"a prompt of {len(prompt)} tokens failed: {said}") from None
+        ended_s = time.perf_counter()
+        if answer.status != 200:
+            raise MeasureError(f"a prompt of {len(prompt)} tokens was refused: {text[:300]}")
+        reported = msgspec.json.decode(text).get("kv_transfer_params") or {}
+        found = reported.get("cached_token_stats") or {}
+        return _Prefill(
+            sent_s,
+            ended_s,
+            int(found.get("num_vllm_cached_tokens") or 0),
+            int(found.get("num_lmcache_extra_cached_tokens") or 0),
+        )
 
     async def _together(self, prompts: Sequence[list[int]], output_tokens: int) -> list[TurnRecord]:
         return await asyncio.gather(
-            *(_ask(self._decoder, prompt, output_tokens) for prompt in prompts)
+            *(_decode(self._streams, prompt, output_tokens) for prompt in prompts)
         )
 
     def _prompt(self, tokens: int) -> list[int]:
@@ -221,7 +241,26 @@ class Probe:
         return prompt
 
 
-async def _ask(client: Client, prompt: list[int], output_tokens: int) -> TurnRecord:
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """A prompt that was prefilled: when, and what was found of it.
+
+    Attributes:
+        cached_tokens: in the engine's own prefix cache.
+        handed_off_tokens: in LMCache, beyond these.
+    """
+
+    sent_s: float
+    ended_s: float
+    cached_tokens: int
+    handed_off_tokens: int
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.sent_s
+
+
+async def _decode(client: Client, prompt: list[int], output_tokens: int) -> TurnRecord:
     request = TurnRequest(0, COMPLETIONS, partial(_body, prompt, output_tokens))
     record = TurnRecord("profile", "", 1, 0.0, 0.0, 0.0, "unfinished")
     await client.turn(request, client.encode(request), record)
@@ -236,11 +275,7 @@ def _body(prompt: list[int], output_tokens: int) -> dict[str, Any]:
     return completion(np.array(prompt), output_tokens)
 
 
-def _ttft_s(record: TurnRecord) -> float:
-    return record.token_times_s[0] - record.sent_s
-
-
-def _gaps(record: TurnRecord, from_s: float, to_s: float) -> list[tuple[float, float]]:
-    """Gaps between tokens that end within a time: when, and how long."""
+def _gaps(record: TurnRecord, from_s: float, to_s: float) -> list[float]:
+    """Gaps between tokens that end within a time."""
     times = record.token_times_s
-    return [(after, after - before) for before, after in pairwise(times) if from_s < after <= to_s]
+    return [after - before for before, after in pairwise(times) if from_s < after <= to_s]
