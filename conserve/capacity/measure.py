@@ -25,6 +25,8 @@ from benchmarks.workloads.tokens import COMPLETIONS, completion
 from conserve.capacity.fit import DecodePoint, HandoffPoint, MixedPoint, PrefillPoint
 
 _TIMEOUT_S = 600.0
+# `deployments.messages.TURN1_TOKENS`, which this package cannot import.
+_TURN1_TOKENS = "conserve.turn1_tokens"
 # Outputs that run while an append comes, and when it comes.
 _BESIDE_TOKENS = 160
 _UNDER_WAY_S = 0.3
@@ -126,7 +128,8 @@ class Probe:
         """A prompt of which the decoder has the beginning in its prefix cache."""
         history = self._prompt(cached_tokens)
         await self._prefill(self._decoder, history)
-        seen = await self._prefill(self._decoder, history + self._prompt(new_tokens))
+        prompt = history + self._prompt(new_tokens)
+        seen = await self._prefill(self._decoder, prompt, turn1_tokens=cached_tokens)
         # Caches keep whole blocks.
         if not seen.cached_tokens:
             raise MeasureError(
@@ -161,7 +164,8 @@ class Probe:
         running = asyncio.create_task(self._together(contexts, _BESIDE_TOKENS))
         # Until all of them decode; their contexts are cached.
         await asyncio.sleep(_UNDER_WAY_S)
-        seen = await self._prefill(self._decoder, history + self._prompt(new_tokens))
+        prompt = history + self._prompt(new_tokens)
+        seen = await self._prefill(self._decoder, prompt, turn1_tokens=cached_tokens)
         records = await running
         longest = [max(_gaps(one, seen.sent_s, seen.ended_s), default=0.0) for one in records]
         if not any(longest):
@@ -200,14 +204,24 @@ class Probe:
             await self._prefill(self._decoder, prompt)
         return prompts
 
-    async def _prefill(self, url: str, prompt: list[int]) -> "_Prefill":
-        """A prompt, and the one token that comes with its prefill."""
+    async def _prefill(
+        self, url: str, prompt: list[int], turn1_tokens: int | None = None
+    ) -> "_Prefill":
+        """A prompt, and the one token that comes with its prefill.
+
+        Args:
+            turn1_tokens: of a later turn, how long the first one's prompt was: as live turns do,
+                so that LMCache is not asked in vain.
+        """
+        asked: dict[str, Any] = {"cached_token_stats": True}
+        if turn1_tokens is not None:
+            asked[_TURN1_TOKENS] = turn1_tokens
         body = {
             **self._common,
             "prompt": prompt,
             "max_tokens": 1,
             "temperature": 0,
-            "kv_transfer_params": {"cached_token_stats": True},
+            "kv_transfer_params": asked,
         }
         data = msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"}

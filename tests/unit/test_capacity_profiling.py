@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from conserve.capacity import measure
 from conserve.capacity.fit import DecodePoint, PrefillPoint
 from conserve.capacity.measure import MeasureError
 from conserve.capacity.profile import load_profile
 from conserve.capacity.profiling import _median, make_grid, profiling
+from deployments.messages import TURN1_TOKENS
 
 
 @settings(max_examples=50, deadline=None)
@@ -65,6 +67,10 @@ def test_what_cannot_be_measured_is_one_line_and_no_file(
     assert said in done.output
     assert len(done.output.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_appends_are_asked_for_as_live_turns_are() -> None:
+    assert measure._TURN1_TOKENS == TURN1_TOKENS
 
 
 def test_fits_are_drawn(tmp_path: Path) -> None:
