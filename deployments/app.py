@@ -24,7 +24,7 @@ _CONNECTOR_MODULE = "deployments.lmcache_connector"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
 # For a replica to end, once it is empty.
-_LEAVING_S = 30.0
+_LEAVING_S = 10.0
 
 
 def app(arguments: dict[str, Any] | None = None) -> Application:
@@ -99,15 +99,15 @@ def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Ap
         "max_ongoing_requests": _MAX_ONGOING,
         "health_check_period_s": 2,
         "health_check_timeout_s": 60,
-        # Serve kills it then; it goes by itself once it has served its last turn.
-        "graceful_shutdown_timeout_s": settings.autoscaling.drain_timeout_s
-        + settings.turn_timeout_s
-        + _LEAVING_S,
+        "graceful_shutdown_timeout_s": _LEAVING_S,
     }
     if own.max_replicas is None:
         options["num_replicas"] = own.replicas
     else:
         options["autoscaling_config"] = serve_options(own.replicas, own.max_replicas)
+        # It goes by itself once it has served its last turn; then Serve kills it.
+        drain_s = settings.autoscaling.drain_timeout_s + settings.turn_timeout_s
+        options["graceful_shutdown_timeout_s"] = drain_s + _LEAVING_S
     return serve.deployment(EngineServer, **options).bind(config, role=role, settings=settings)
 
 

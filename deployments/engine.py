@@ -50,6 +50,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._holdings = Holdings()
         self._beating: asyncio.Task[None] | None = None
         self._leaving = False
+        own = settings.decoders if role == "decoder" else settings.prefillers
+        self._scales = own.max_replicas is not None
         # Until the table has said otherwise.
         self._wanted_replicas: int | None = None
         self._node = NodeClient(context.app_name, settings)
@@ -89,16 +91,18 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     async def __del__(self) -> None:
         """Serve awaits it before it ends the replica: the last turns are served first."""
-        # Without a beat, it had not come to serve anything.
-        if getattr(self, "_beating", None) is not None:
+        # Without a beat, it had not come to serve anything. Where the role does not scale, Serve
+        # does not wait for long (deployments/app.py).
+        if getattr(self, "_beating", None) is not None and self._scales:
             await self._drain()
         await super().__del__()
 
     async def _drain(self) -> None:
+        """Stay for what the conversation table still has for this engine; not if it is dead."""
         self._leaving = True
         deadline_s = time.monotonic() + self._settings.autoscaling.drain_timeout_s
         try:
-            while True:
+            while await self._lives():
                 overdue = time.monotonic() >= deadline_s
                 if not await self._table.call("leave", self._id, overdue):
                     break
@@ -108,6 +112,14 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             await self._table.call("left", self._id)
         except TableUnavailable as error:
             logger.warning("%s %s leaves without a word: %s", self._role, self._id, error)
+
+    async def _lives(self) -> bool:
+        try:
+            await super().check_health()
+        except Exception as error:
+            logger.warning("%s %s leaves, not healthy: %s", self._role, self._id, error)
+            return False
+        return not self._serving.done()
 
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
