@@ -68,6 +68,12 @@ def simulate(
     max_turns: Annotated[
         int | None, typer.Option(help="Leave recorded sessions with more turns out.")
     ] = None,
+    block_tokens: Annotated[
+        int, typer.Option(help="Of the engines' caches: 16 on a GPU, 128 on a CPU.")
+    ] = 16,
+    handoff_chunk_tokens: Annotated[
+        int, typer.Option(help="Only whole chunks are handed off: 256 on a GPU, 128 on a CPU.")
+    ] = 256,
     slo_multiple: Annotated[
         float, typer.Option(help="SLOs are so many times the unloaded latencies.")
     ] = 5.0,
@@ -84,6 +90,8 @@ def simulate(
         _refuse(f"--wrong-decision-rate is {wrong_decision_rate:g}; give a share, from 0 to 1")
     if not slo_multiple > 0:
         _refuse(f"--slo-multiple is {slo_multiple:g}; give a number above 0")
+    if min(block_tokens, handoff_chunk_tokens) < 1:
+        _refuse("--block-tokens and --handoff-chunk-tokens are numbers from 1")
     if reproduce is not None and reproduce != "conserve":
         _refuse(f"--reproduce {reproduce!r}: the paper that can be reproduced is conserve")
     try:
@@ -113,7 +121,14 @@ def simulate(
                 found,
                 Engines(prefillers, decoders, prefiller_cap, decoder_cap),
                 selection,
-                {"per_turn": {"wrong_decision_rate": wrong_decision_rate}},
+                {
+                    name: {
+                        "block_tokens": block_tokens,
+                        "handoff_chunk_tokens": handoff_chunk_tokens,
+                        "wrong_decision_rate": wrong_decision_rate if name == "per_turn" else 0.0,
+                    }
+                    for name in names
+                },
                 slo_multiple=slo_multiple,
                 on_conversation=show,
             )

@@ -46,6 +46,7 @@ def _simulate(*arguments: str) -> tuple[int, str]:
         (("--max-context-tokens", "100"), "fits into 100 tokens"),
         (("--reproduce", "other"), "conserve"),
         (("--slo-multiple", "0"), "--slo-multiple is 0"),
+        (("--block-tokens", "0"), "--block-tokens"),
     ],
 )
 def test_what_cannot_be_simulated_is_said_in_one_line(
