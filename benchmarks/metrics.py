@@ -31,8 +31,9 @@ What is measured (conserve: Ding et al., sections 1 and 5.1):
 """
 
 import math
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -97,7 +98,9 @@ def summarise(values: Sequence[float]) -> Summary:
 
 
 def token_gaps(turn: TurnRecord) -> list[float]:
-    """Times between a turn's consecutive output tokens; empty with fewer than two."""
+    """Times between a turn's consecutive output tokens; empty with fewer than two, or unknown."""
+    if turn.last_token_s is not None:
+        return []
     gaps = [later - earlier for earlier, later in pairwise(turn.token_times_s)]
     return gaps + [0.0] * (turn.output_tokens - 1 - len(gaps))
 
@@ -133,7 +136,16 @@ def _turn_latencies(turn: TurnRecord) -> dict[str, float]:
         found["tbt"] = math.fsum(gaps) / len(gaps)
         found["tbt_p95"] = float(np.percentile(gaps, 95))
         found["tbt_max"] = max(gaps)
+    elif (decode_s := _known_decode_s(turn)) is not None:
+        found["tbt"] = decode_s / (turn.output_tokens - 1)
     return found
+
+
+def _known_decode_s(turn: TurnRecord) -> float | None:
+    """From first to last token, of a turn whose other tokens' times are not known."""
+    if turn.last_token_s is None or turn.first_token_s is None or turn.output_tokens < 2:
+        return None
+    return turn.last_token_s - turn.first_token_s
 
 
 def _conversation_latencies(turns: Sequence[TurnRecord]) -> dict[str, float]:
@@ -154,14 +166,18 @@ def samples(records: Iterable[TurnRecord]) -> Samples:
     """Every latency of every turn and conversation that has one."""
     found: Samples = {metric: {} for metric in LABELS}
     for conversation, turns in by_conversation(records).items():
-        for turn in turns:
-            if turn.outcome == "completed":
-                for metric, value in _turn_latencies(turn).items():
-                    found[metric].setdefault(conversation, []).append(value)
-        if conversation_outcome(turns) == "completed":
-            for metric, value in _conversation_latencies(turns).items():
-                found[metric][conversation] = [value]
+        for metric, value in _latencies(turns):
+            found[metric].setdefault(conversation, []).append(value)
     return found
+
+
+def _latencies(turns: Sequence[TurnRecord]) -> Iterator[tuple[str, float]]:
+    """Every latency of a conversation's turns, and its own."""
+    for turn in turns:
+        if turn.outcome == "completed":
+            yield from _turn_latencies(turn).items()
+    if conversation_outcome(turns) == "completed":
+        yield from _conversation_latencies(turns).items()
 
 
 # --- The unloaded reference, and what is derived from it -----------------------------------------
@@ -335,106 +351,167 @@ def evaluate(
     Raises:
         ValueError: there are no records.
     """
-    if not records:
-        raise ValueError("the run has no turns; nothing can be said of it")
-    conversations = by_conversation(records)
-    outcomes = Counter(conversation_outcome(turns) for turns in conversations.values())
-    completed = [record for record in records if record.outcome == "completed"]
-    duration_s = max(r.ended_s for r in records) - min(r.sent_s for r in records)
-    per_s = 1 / duration_s if duration_s > 0 else 0.0
-    output_tokens = sum(record.output_tokens for record in completed)
-    prompt_tokens = sum(record.prompt_tokens for record in completed)
-    seen = samples(records)
-    return Result(
-        duration_s=duration_s,
-        turns=dict(Counter(record.outcome for record in records)),
-        conversations=dict(outcomes),
-        without_effective=outcomes["completed"] - len(seen["ttfet"]),
-        failures=dict(Counter(_kind(r) for r in records if r.outcome in ("failed", "timeout"))),
-        latencies={
-            metric: summarise(values) for metric in LABELS if (values := _values(seen[metric]))
-        },
-        output_tokens_per_s=output_tokens * per_s,
-        total_tokens_per_s=(output_tokens + prompt_tokens) * per_s,
-        turns_per_min=60 * len(completed) * per_s,
-        conversations_per_min=60 * outcomes["completed"] * per_s,
-        violations=_violations(conversations, seen, objectives) if objectives else {},
-        attainment=_attainment(conversations, objectives) if objectives else None,
-        goodput={
-            f"{slack:g}": good_conversations(conversations, unloaded, slack) * per_s
-            for slack in SLACK_FACTORS
-            if unloaded is not None
-        },
-        cached_share=_share(completed, lambda record: record.cached_tokens),
-        reusable_share=_share(completed, lambda record: record.reused_tokens),
-        servers=dict(Counter(r.server for r in completed if r.server is not None)),
-        server=server or ServerFigures(),
-        energy_j=energy_j,
-        output_tokens_per_j=output_tokens / energy_j if energy_j else None,
-    )
+    tally = Tally(objectives, unloaded)
+    for turns in by_conversation(records).values():
+        tally.add(turns)
+    return tally.result(energy_j, server)
 
 
-def good_conversations(
-    conversations: Mapping[str, Sequence[TurnRecord]], unloaded: Reference, slack: float
-) -> int:
-    """Conversations that finished in time: the sum in equation 1 of mars.
+class Tally:
+    """The figures of a run, conversation by conversation; records need not be kept.
 
-    The target of each is ``slack`` times its ideal time (equation 2): its gaps, which no system can
-    shorten, and what it waits for an unloaded system.
+    It keeps 8 bytes a latency and, if asked to, the samples.
+
+    Args:
+        objectives, unloaded: what violations and goodput are relative to; None: there are none.
+        keep_samples: for a report, which has every latency by conversation.
     """
-    good = 0
-    for turns in conversations.values():
-        if conversation_outcome(turns) != "completed":
-            continue
-        e2e_s = turns[-1].ended_s - turns[0].sent_s
-        gaps_s = e2e_s - _served(turns)
-        good += e2e_s <= slack * (gaps_s + unloaded.ideal_s(turns))
-    return good
 
+    def __init__(
+        self,
+        objectives: Objectives | None = None,
+        unloaded: Reference | None = None,
+        *,
+        keep_samples: bool = False,
+    ) -> None:
+        self._objectives = objectives
+        self._unloaded = unloaded
+        self.samples: Samples | None = {metric: {} for metric in LABELS} if keep_samples else None
+        self._values = {metric: array("d") for metric in LABELS}
+        self._turns: Counter[str] = Counter()
+        self._conversations: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._servers: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._good = dict.fromkeys(SLACK_FACTORS, 0)
+        self._began_s, self._ended_s = math.inf, -math.inf
+        self._prompt_tokens = self._output_tokens = 0
+        self._cached, self._reused = _Share(), _Share()
+        self._sessions = self._attained = 0
 
-def _violations(
-    conversations: Mapping[str, Sequence[TurnRecord]], seen: Samples, objectives: Objectives
-) -> dict[str, float]:
-    failed: Counter[str] = Counter()
-    for turns in conversations.values():
-        if conversation_outcome(turns) == "failed":
-            failed.update(metric for metric in OBJECTIVES if metric not in TURN_METRICS)
+    def add(self, turns: Sequence[TurnRecord]) -> None:
+        """Count a conversation: all of its turns, in their order."""
         for turn in turns:
-            if turn.outcome in ("failed", "timeout"):
-                failed.update(("ttft_first" if turn.turn == 1 else "ttft_later", "tbt"))
-    rates = {}
-    for metric, bound_s in objectives.bounds_s.items():
-        values = _values(seen[metric])
-        judged = len(values) + failed[metric]
-        if judged:
-            rates[metric] = (sum(value > bound_s for value in values) + failed[metric]) / judged
-    return rates
-
-
-def _attainment(
-    conversations: Mapping[str, Sequence[TurnRecord]], objectives: Objectives
-) -> float | None:
-    ttft_s, tbt_s = objectives.bounds_s.get("ttft_first"), objectives.bounds_s.get("tbt")
-    if ttft_s is None or tbt_s is None:
-        return None
-    sessions = attained = 0
-    for turns in conversations.values():
+            self._turns[turn.outcome] += 1
+            self._began_s = min(self._began_s, turn.sent_s)
+            self._ended_s = max(self._ended_s, turn.ended_s)
+            if turn.outcome == "completed":
+                self._prompt_tokens += turn.prompt_tokens
+                self._output_tokens += turn.output_tokens
+                self._cached.add(turn.cached_tokens, turn.prompt_tokens)
+                self._reused.add(turn.reused_tokens, turn.prompt_tokens)
+                if turn.server is not None:
+                    self._servers[turn.server] += 1
+            elif turn.outcome in ("failed", "timeout"):
+                self._failures[_kind(turn)] += 1
+                self._failed.update(("ttft_first" if turn.turn == 1 else "ttft_later", "tbt"))
         outcome = conversation_outcome(turns)
-        sessions += outcome != "unfinished"
+        self._conversations[outcome] += 1
+        if outcome == "failed":
+            self._failed.update(metric for metric in OBJECTIVES if metric not in TURN_METRICS)
+        for metric, value in _latencies(turns):
+            self._values[metric].append(value)
+            if self.samples is not None:
+                self.samples[metric].setdefault(turns[0].conversation, []).append(value)
+        if self._unloaded is not None and outcome == "completed":
+            for slack in SLACK_FACTORS:
+                self._good[slack] += _in_time(turns, self._unloaded, slack)
+        if self._objectives is not None:
+            self._attain(turns, outcome, self._objectives.bounds_s)
+
+    def result(self, energy_j: float | None = None, server: ServerFigures | None = None) -> Result:
+        """All figures of what was added.
+
+        Raises:
+            ValueError: nothing was.
+        """
+        if not self._turns:
+            raise ValueError("the run has no turns; nothing can be said of it")
+        duration_s = self._ended_s - self._began_s
+        per_s = 1 / duration_s if duration_s > 0 else 0.0
+        completed = self._conversations["completed"]
+        tokens = self._output_tokens + self._prompt_tokens
+        return Result(
+            duration_s=duration_s,
+            turns=dict(self._turns),
+            conversations=dict(self._conversations),
+            without_effective=completed - len(self._values["ttfet"]),
+            failures=dict(self._failures),
+            latencies={
+                metric: summarise(values) for metric, values in self._values.items() if values
+            },
+            output_tokens_per_s=self._output_tokens * per_s,
+            total_tokens_per_s=tokens * per_s,
+            turns_per_min=60 * self._turns["completed"] * per_s,
+            conversations_per_min=60 * completed * per_s,
+            violations=self._violations(),
+            attainment=self._attained / self._sessions if self._sessions else None,
+            goodput={
+                f"{slack:g}": count * per_s
+                for slack, count in self._good.items()
+                if self._unloaded is not None
+            },
+            cached_share=self._cached.share(),
+            reusable_share=self._reused.share(),
+            servers=dict(self._servers),
+            server=server or ServerFigures(),
+            energy_j=energy_j,
+            output_tokens_per_j=self._output_tokens / energy_j if energy_j else None,
+        )
+
+    def _violations(self) -> dict[str, float]:
+        bounds_s = self._objectives.bounds_s if self._objectives is not None else {}
+        rates = {}
+        for metric, bound_s in bounds_s.items():
+            values, failed = self._values[metric], self._failed[metric]
+            if judged := len(values) + failed:
+                rates[metric] = (sum(value > bound_s for value in values) + failed) / judged
+        return rates
+
+    def _attain(
+        self, turns: Sequence[TurnRecord], outcome: str, bounds_s: Mapping[str, float]
+    ) -> None:
+        """Whether a session kept within both: AgentServe's definition."""
+        ttft_s, tbt_s = bounds_s.get("ttft_first"), bounds_s.get("tbt")
+        if ttft_s is None or tbt_s is None:
+            return
+        self._sessions += outcome != "unfinished"
         if outcome == "completed":
             first = turns[0].first_token_s
-            gaps = [gap for turn in turns for gap in token_gaps(turn)]
             in_time = first is None or first - turns[0].sent_s <= ttft_s
-            attained += in_time and math.fsum(gaps) <= tbt_s * len(gaps)
-    return attained / sessions if sessions else None
+            decode_s, gaps = 0.0, 0
+            for turn in turns:
+                known_s = _known_decode_s(turn)
+                decode_s += math.fsum(token_gaps(turn)) if known_s is None else known_s
+                gaps += len(token_gaps(turn)) if known_s is None else turn.output_tokens - 1
+            self._attained += in_time and decode_s <= tbt_s * gaps
 
 
-def _share(
-    records: Iterable[TurnRecord], tokens: Callable[[TurnRecord], int | None]
-) -> float | None:
-    known = [(count, r.prompt_tokens) for r in records if (count := tokens(r)) is not None]
-    total = sum(prompt for _, prompt in known)
-    return sum(count for count, _ in known) / total if total else None
+@dataclass(slots=True)
+class _Share:
+    """Some tokens as a share of prompts', of the turns that say how many these are."""
+
+    tokens: int = 0
+    prompt_tokens: int = 0
+
+    def add(self, tokens: int | None, prompt_tokens: int) -> None:
+        if tokens is not None:
+            self.tokens += tokens
+            self.prompt_tokens += prompt_tokens
+
+    def share(self) -> float | None:
+        return self.tokens / self.prompt_tokens if self.prompt_tokens else None
+
+
+def _in_time(turns: Sequence[TurnRecord], unloaded: Reference, slack: float) -> bool:
+    """Whether a conversation that finished did so in time: a term of the sum in MARS' equation 1.
+
+    The target is ``slack`` times its ideal time (equation 2): its gaps, which no system can
+    shorten, and what it waits for an unloaded system.
+    """
+    e2e_s = turns[-1].ended_s - turns[0].sent_s
+    gaps_s = e2e_s - _served(turns)
+    return e2e_s <= slack * (gaps_s + unloaded.ideal_s(turns))
 
 
 def _kind(record: TurnRecord) -> str:

@@ -58,7 +58,7 @@ def draw_all(reports: Sequence[Report], labels: Sequence[str], folder: Path) -> 
             if curves:
                 failed = {label: failures(report, metric) for label, report in here}
                 figure = distribution(curves, LABELS[metric], title, failed)
-                written += _save(figure, folder, f"cdf-{metric}{ending}")
+                written += save(figure, folder, f"cdf-{metric}{ending}")
     if len(rates) > 1:
         written += _draw_against_rate(reports, folder)
     return written
@@ -73,12 +73,12 @@ def _draw_against_rate(reports: Sequence[Report], folder: Path) -> list[Path]:
         }
         if any(panels.values()):
             figure = against_rate(panels, LABELS[metric], f"{LABELS[metric]} (s)")
-            written += _save(figure, folder, f"rate-{metric}")
+            written += save(figure, folder, f"rate-{metric}")
     violated = {LABELS[metric]: _by_system(reports, _violations(metric)) for metric in _VIOLATED}
     violated = {label: lines for label, lines in violated.items() if lines}
     if violated:
         figure = against_rate(violated, "SLO violations", "over the SLO", share=True)
-        written += _save(figure, folder, "rate-slo-violations")
+        written += save(figure, folder, "rate-slo-violations")
     return written
 
 
@@ -142,7 +142,7 @@ def distribution(
             np.concatenate(([0.0], share)),
             drawstyle="steps-post",
             label=f"{label} (n = {ordered.size:,}{f', {lost:,} failed' if lost else ''})",
-            **_style(index, marker=False),
+            **style(index, marker=False),
         )
     if wide:
         axes.set_xscale("log")
@@ -153,7 +153,7 @@ def distribution(
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_title(f"{name}{title}: cumulative distribution")
     axes.legend(loc="lower right", frameon=True)
-    _quiet(axes)
+    quiet(axes)
     return figure
 
 
@@ -170,8 +170,8 @@ def against_rate(panels: dict[str, Lines], title: str, ylabel: str, share: bool 
         values = [value for points in lines.values() for _, value in points]
         wide = not share and min(values) > 0 and max(values) > 10 * min(values)
         for system, points in lines.items():
-            style = _style(systems.index(system), marker=True)
-            axes.plot(*zip(*points, strict=True), label=system, clip_on=False, **style)
+            look = style(systems.index(system), marker=True)
+            axes.plot(*zip(*points, strict=True), label=system, clip_on=False, **look)
         axes.set_title(name)
         rates = sorted({rate for points in lines.values() for rate, _ in points})
         axes.set_xticks(rates if len(rates) <= _MOST_TICKS else rates[:: len(rates) // 4])
@@ -187,7 +187,7 @@ def against_rate(panels: dict[str, Lines], title: str, ylabel: str, share: bool 
             axes.set_ylim(bottom=0)
         if not share:
             _name_seconds(axes.yaxis)
-        _quiet(axes)
+        quiet(axes)
     figure.suptitle(title)
     # Of all panels: a system need not have something in each.
     handles = {
@@ -199,7 +199,8 @@ def against_rate(panels: dict[str, Lines], title: str, ylabel: str, share: bool 
     return figure
 
 
-def _style(index: int, marker: bool) -> dict[str, Any]:
+def style(index: int, marker: bool) -> dict[str, Any]:
+    """How the line of the system at ``index`` looks, the same in every picture."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": _DASHES[index % len(_DASHES)],
@@ -213,14 +214,16 @@ def _name_seconds(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _quiet(axes: Any) -> None:
+def quiet(axes: Any) -> None:
+    """A light grid, and no box around."""
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write a picture as PNG and SVG; the files."""
     paths = [folder / f"{name.replace('_', '-')}{ending}" for ending in (".png", ".svg")]
     for path in paths:
         # No date in the file: equal figures are equal files.

@@ -73,6 +73,8 @@ class TurnRecord:
             included; None if there was none.
         token_times_s: when each output token's part of the stream came. A server that sends
             several tokens in one part gives them one time.
+        last_token_s: the last token's, of a simulated turn: it ends as a whole, and the times of
+            the tokens between first and last are not known.
         ended_s: last byte, or when it was given up.
         outcome: ``unfinished``: the run ended first.
         error: what the server or the connection said.
@@ -92,6 +94,7 @@ class TurnRecord:
     outcome: Outcome
     first_token_s: float | None = None
     token_times_s: tuple[float, ...] = ()
+    last_token_s: float | None = None
     error: str | None = None
     effective: bool = False
     last: bool = False

@@ -1,4 +1,4 @@
-"""The command line: ``conserve serve``, ``demo``, ``bench``, ``power`` and ``doctor``."""
+"""The command line: ``conserve serve``, ``demo``, ``bench``, ``plan``, ``doctor``, ..."""
 
 import asyncio
 import contextlib
@@ -153,6 +153,48 @@ def _examined(
     except ConnectionError as error:
         console.print(f"[red]No Ray cluster at {escape(address)}: {escape(str(error))}[/red]")
         raise typer.Exit(2) from None
+
+
+@cli.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def profile(context: typer.Context) -> None:
+    """Measure a running application's engines, and write their profile; see its own --help."""
+    from conserve.capacity.profiling import profiling as application
+
+    application(args=context.args, prog_name=context.command_path)
+
+
+@cli.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def plan(context: typer.Context) -> None:
+    """Plan prefillers and decoders from a profile and a workload; see its own --help."""
+    from conserve.capacity.planning import planning as application
+
+    application(args=context.args, prog_name=context.command_path)
+
+
+@cli.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def simulate(context: typer.Context) -> None:
+    """Simulate a cluster on engines that a profile describes; see its own --help."""
+    from conserve.simulate.command import simulation as application
+
+    application(args=context.args, prog_name=context.command_path)
 
 
 @contextlib.contextmanager

@@ -144,6 +144,8 @@ class ConversationTable:
         self._tails = TailIndex()
         self.decoders: dict[str, Decoder] = {}
         self.prefillers: dict[str, Prefiller] = {}
+        self._leaving: set[str] = set()
+        self._evicting: set[str] = set()
         self.reasoning = 0
 
     def __len__(self) -> int:
@@ -191,10 +193,45 @@ class ConversationTable:
                 foreign.append(held.id)
         return foreign
 
+    @property
+    def accepting_decoders(self) -> list[Decoder]:
+        """Those to which conversations may be bound."""
+        return [one for one in self.decoders.values() if one.id not in self._leaving]
+
+    @property
+    def accepting_prefillers(self) -> list[Prefiller]:
+        """Those to which prompts may be sent."""
+        return [one for one in self.prefillers.values() if one.id not in self._leaving]
+
+    def leave(self, engine_id: str) -> None:
+        """An engine is to go: it gets nothing new, and keeps what it has."""
+        self._leaving.add(engine_id)
+
+    def is_leaving(self, engine_id: str) -> bool:
+        """Whether `leave` was called for it."""
+        return engine_id in self._leaving
+
+    def evict(self, decoder_id: str) -> list[str]:
+        """Unbind a decoder's conversations, each as soon as no turn of its runs.
+
+        Returns:
+            Ids of those unbound now: their next turns bind again, as do those of the others.
+        """
+        self._evicting.add(decoder_id)
+        idle = [
+            conversation
+            for conversation in self._conversations.values()
+            if conversation.decoder_id == decoder_id and not conversation.running
+        ]
+        for conversation in idle:
+            self._unbind(conversation)
+        return [conversation.id for conversation in idle]
+
     def remove_prefiller(self, prefiller_id: str) -> None:
         """A prefiller is lost or has left."""
         if self.prefillers.pop(prefiller_id, None) is None:
             return
+        self._leaving.discard(prefiller_id)
         # It may come back under its id, with an empty queue: these must not count against that.
         for conversation in self._conversations.values():
             if conversation.prefiller_id == prefiller_id:
@@ -208,6 +245,8 @@ class ConversationTable:
         """
         if self.decoders.pop(decoder_id, None) is None:
             return []
+        self._leaving.discard(decoder_id)
+        self._evicting.discard(decoder_id)
         unbound = []
         for conversation in self._conversations.values():
             if conversation.decoder_id == decoder_id:
@@ -255,7 +294,7 @@ class ConversationTable:
         if known is not None and known.decoder_id is not None:
             raise ValueError(f"conversation {conversation_id!r} is bound to {known.decoder_id}")
         placement = self._policy.place(
-            turn1_tokens, self.decoders.values(), self.prefillers.values()
+            turn1_tokens, self.accepting_decoders, self.accepting_prefillers
         )
         if placement is None:
             return None
@@ -282,6 +321,9 @@ class ConversationTable:
         conversation = self._conversations.get(conversation_id)
         if conversation is None or conversation.decoder_id is None:
             return None
+        if conversation.decoder_id in self._evicting and not conversation.running:
+            self._unbind(conversation)
+            return None
         self._start_turn(conversation, now_s)
         return conversation
 
@@ -291,7 +333,7 @@ class ConversationTable:
         In the prefiller's queue the turn counts with what the conversation holds: what it adds is
         not known yet.
         """
-        prefiller_id = self._policy.prefill_later_turn(self.prefillers.values())
+        prefiller_id = self._policy.prefill_later_turn(self.accepting_prefillers)
         if prefiller_id is not None:
             self._leave_prefiller(conversation)
             self._join_prefiller(conversation, prefiller_id, conversation.held_tokens)

@@ -1,6 +1,7 @@
 """What `/metrics` says, in Prometheus' text format; names carry their units."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -17,9 +18,16 @@ _WAIT_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 class Metrics:
     """Counters and histograms of one application, and gauges read from its live state."""
 
-    def __init__(self, table: ConversationTable, line: WaitingLine) -> None:
+    def __init__(
+        self,
+        table: ConversationTable,
+        line: WaitingLine,
+        replicas: Callable[[], dict[str, "ReplicaCounts"]] | None = None,
+    ) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_LiveState(table, line))
+        if replicas is not None:
+            self._registry.register(Replicas(replicas))
         self.handoffs = self._counter(
             "conserve_handoffs", "Conversations whose KV a decoder took from LMCache."
         )
@@ -54,7 +62,7 @@ class Metrics:
             "conserve_output_tokens", "Tokens generated in completed turns."
         )
         self.moves = self._counter(
-            "conserve_moves", "Conversations bound again because their decoder was lost."
+            "conserve_moves", "Conversations bound again because their decoder was lost or left."
         )
         self.engines_lost = self._counter("conserve_engines_lost", "Engines found dead.", ["role"])
         self.ended = self._counter(
@@ -100,6 +108,57 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
+
+
+class Replicas(Collector):
+    """How many engines of each role there are, and are to be.
+
+    Args:
+        read: by role: alive, leaving, wanted, and, where a signal is observed, the need that it
+            says (engines that, fully used, would just be enough) and its name.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, "ReplicaCounts"]]) -> None:
+        self._read = read
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        actual = GaugeMetricFamily(
+            "conserve_replicas", "Engines that take new work.", labels=["role"]
+        )
+        leaving = GaugeMetricFamily(
+            "conserve_leaving_replicas",
+            "Engines that only finish what they have.",
+            labels=["role"],
+        )
+        wanted = GaugeMetricFamily(
+            "conserve_wanted_replicas", "Engines that there are to be.", labels=["role"]
+        )
+        needed = GaugeMetricFamily(
+            "conserve_needed_replicas",
+            "Engines that, fully used, would just be enough, by the signal that decides.",
+            labels=["role", "signal"],
+        )
+        for role, counts in self._read().items():
+            actual.add_metric([role], counts.actual)
+            leaving.add_metric([role], counts.leaving)
+            wanted.add_metric([role], counts.wanted)
+            if counts.needed is not None and counts.signal is not None:
+                needed.add_metric([role, counts.signal], counts.needed)
+        yield from (actual, leaving, wanted, needed)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCounts:
+    """One role's, for `Replicas`."""
+
+    actual: int
+    leaving: int
+    wanted: int
+    needed: float | None = None
+    signal: str | None = None
 
 
 class _LiveState(Collector):

@@ -30,7 +30,15 @@ class _Strict(BaseModel):
 class RoleSettings(_Strict):
     """One tier of engines: the prefillers or the decoders. A bare number sets ``replicas``."""
 
-    replicas: int = Field(default=1, ge=1, le=1024, description="Engines of this role.")
+    replicas: int = Field(
+        default=1, ge=1, le=1024, description="Engines of this role; with `max_replicas`, at least."
+    )
+    max_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Scale up to so many, by what is observed; unset: as many as at the start.",
+    )
     num_cpus: float = Field(
         default=0.5, ge=0, description="Ray CPUs reserved for each worker of an engine."
     )
@@ -129,6 +137,35 @@ class LMCacheSettings(_Strict):
         return self
 
 
+class AutoscalingSettings(_Strict):
+    """When a role with `max_replicas` gets more or fewer engines."""
+
+    target: float = Field(
+        default=0.7, gt=0, le=1, description="Utilisation to have after a change."
+    )
+    up_at: float = Field(default=0.85, gt=0, le=1, description="More engines above it.")
+    down_at: float = Field(default=0.5, gt=0, le=1, description="Fewer engines below it.")
+    down_delay_s: float = Field(
+        default=60.0, ge=0, description="Fewer only after so long below, without a break."
+    )
+    cool_down_s: float = Field(
+        default=60.0, ge=0, description="Fewer only so long after the last change."
+    )
+    window_s: float = Field(default=30.0, gt=0, description="Over which rates are taken.")
+    drain_timeout_s: float = Field(
+        default=300.0,
+        ge=0,
+        description="A decoder that leaves keeps its conversations for so long; those that are "
+        "left then are prefilled again elsewhere, each once its turn has ended.",
+    )
+
+    @model_validator(mode="after")
+    def _thresholds_are_apart(self) -> Self:
+        if not self.down_at < self.target < self.up_at:
+            raise ValueError("give down_at below target, and target below up_at")
+        return self
+
+
 class Settings(_Strict):
     """Everything that can be set about a ConServe application."""
 
@@ -165,6 +202,15 @@ class Settings(_Strict):
     )
     lmcache: LMCacheSettings = Field(
         default_factory=LMCacheSettings, description="The KV handoff's server."
+    )
+    profile: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What the engines can do, by `conserve profile`: a file, or a name that "
+        "`conserve plan` knows. Needed to scale prefillers.",
+    )
+    autoscaling: AutoscalingSettings = Field(
+        default_factory=AutoscalingSettings, description="How roles with `max_replicas` scale."
     )
     host: str = Field(default="127.0.0.1", description="Address the router listens on.")
     nodes: Literal["auto", "one", "several"] = Field(
@@ -250,6 +296,26 @@ class Settings(_Strict):
             raise ValueError("wrong_decision_rate: only placement per_turn decides turn by turn")
         if self.placement != "conversation" and self.min_remote_prefill_tokens:
             raise ValueError("min_remote_prefill_tokens: only placement conversation reads it")
+        return self
+
+    @model_validator(mode="after")
+    def _scaling_has_its_settings(self) -> Self:
+        for name, role in (("prefillers", self.prefillers), ("decoders", self.decoders)):
+            if role.max_replicas is not None and role.max_replicas < role.replicas:
+                raise ValueError(
+                    f"{name}.max_replicas: {role.max_replicas} is fewer than "
+                    f"{name}.replicas, {role.replicas}"
+                )
+        if self.prefillers.max_replicas is not None:
+            if self.profile is None:
+                raise ValueError(
+                    "prefillers.max_replicas: prefillers scale by the profiled curve; set profile"
+                )
+            if self.placement != "conversation":
+                raise ValueError(
+                    "prefillers.max_replicas: only with placement conversation, whose prefillers "
+                    "get first turns alone"
+                )
         return self
 
     @property

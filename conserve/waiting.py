@@ -48,6 +48,11 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._line)
 
+    @property
+    def tokens(self) -> int:
+        """Of all who wait."""
+        return sum(ticket.tokens for ticket in self._line.values())
+
     def join(self, key: str, tokens: int, now_s: float) -> Ticket:
         """Take the last place.
 

@@ -9,6 +9,8 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.llm import LLMConfig
 
+from autoscale.serve import serve_options
+from conserve.capacity.served import with_profile
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
 from deployments.engine import EngineServer
@@ -24,6 +26,8 @@ _CONNECTOR = "ResilientMPConnector"
 _CONNECTOR_MODULE = "deployments.lmcache_connector"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
+# For a replica to end, once it is empty.
+_LEAVING_S = 10.0
 
 
 def app(arguments: dict[str, Any] | None = None) -> Application:
@@ -48,8 +52,9 @@ def start_ray(settings: Settings) -> None:
     options: dict[str, Any] = {}
     if not os.environ.get("RAY_ADDRESS"):
         # Ray's CPUs are a book-keeping of reservations; a small machine must not refuse to start.
-        reserved = settings.decoders.replicas * settings.decoders.num_cpus
-        reserved += settings.prefiller_replicas * settings.prefillers.num_cpus
+        reserved = most_replicas(settings.decoders) * settings.decoders.num_cpus
+        if settings.prefiller_replicas:
+            reserved += most_replicas(settings.prefillers) * settings.prefillers.num_cpus
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
     ray.init(namespace="serve", log_to_driver=True, **options)
@@ -65,6 +70,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
     Raises:
         SettingsError: a tier is offered by no node; says what the cluster has.
     """
+    settings = with_profile(settings)
     gpu = _on_gpu(settings)
     wait_for_tiers(settings, gpu, tier_timeout_s)
     settings = _with_chunk(settings, gpu)
@@ -75,6 +81,11 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
     options = {"num_replicas": settings.routers, "max_ongoing_requests": _MAX_ONGOING}
     router = cast(Any, Router).options(**options)
     return router.bind(settings, *engines)
+
+
+def most_replicas(role: RoleSettings) -> int:
+    """Engines of a role at most."""
+    return role.max_replicas or role.replicas
 
 
 def _on_gpu(settings: Settings) -> bool:
@@ -100,12 +111,18 @@ def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Ap
     options = EngineServer.get_deployment_options(config)
     options |= {
         "name": role,
-        "num_replicas": own.replicas,
         "max_ongoing_requests": _MAX_ONGOING,
         "health_check_period_s": 2,
         "health_check_timeout_s": 60,
-        "graceful_shutdown_timeout_s": 10,
+        "graceful_shutdown_timeout_s": _LEAVING_S,
     }
+    if own.max_replicas is None:
+        options["num_replicas"] = own.replicas
+    else:
+        options["autoscaling_config"] = serve_options(own.replicas, own.max_replicas)
+        # It goes by itself once it has served its last turn; then Serve kills it.
+        drain_s = settings.autoscaling.drain_timeout_s + settings.turn_timeout_s
+        options["graceful_shutdown_timeout_s"] = drain_s + _LEAVING_S
     if tier.labels:
         bundles = options["placement_group_bundles"]
         options["placement_group_bundle_label_selector"] = [dict(tier.labels) for _ in bundles]

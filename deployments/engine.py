@@ -20,6 +20,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
+from autoscale.serve import WANTED_REPLICAS
 from conserve.settings import Settings
 from deployments.gpu_worker import GPU_METHOD
 from deployments.holdings import Holdings
@@ -51,6 +52,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._table = TableClient(context.app_name, settings)
         self._holdings = Holdings()
         self._beating: asyncio.Task[None] | None = None
+        self._leaving = False
+        own = settings.decoders if role == "decoder" else settings.prefillers
+        self._scales = own.max_replicas is not None
+        # Until the table has said otherwise.
+        self._wanted_replicas: int | None = None
         self._node = NodeClient(context.app_name, settings)
         _use_server(llm_config, await self._node.start())
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
@@ -83,7 +89,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await super().check_health()
         if self._serving.done():
             raise RuntimeError("the engine's HTTP server has ended")
-        if self._beating is not None and self._beating.done():
+        if self._beating is not None and self._beating.done() and not self._leaving:
             raise RuntimeError("the engine's beats to the conversation table have ended")
 
     async def _gpus(self, config: LLMConfig) -> tuple[str, ...]:
@@ -99,6 +105,43 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 "capped", self._role, self._id, error,
             )  # fmt: skip
             return ()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For Serve's autoscaler: what the table wants; see `autoscale.serve.FollowTable`."""
+        wanted = self._wanted_replicas
+        return {} if wanted is None else {WANTED_REPLICAS: float(wanted)}
+
+    async def __del__(self) -> None:
+        """Serve awaits it before it ends the replica: the last turns are served first."""
+        # Without a beat, it had not come to serve anything. Where the role does not scale, Serve
+        # does not wait for long (deployments/app.py).
+        if getattr(self, "_beating", None) is not None and self._scales:
+            await self._drain()
+        await super().__del__()
+
+    async def _drain(self) -> None:
+        """Stay for what the conversation table still has for this engine; not if it is dead."""
+        self._leaving = True
+        deadline_s = time.monotonic() + self._settings.autoscaling.drain_timeout_s
+        try:
+            while await self._lives():
+                overdue = time.monotonic() >= deadline_s
+                if not await self._table.call("leave", self._id, overdue):
+                    break
+                await asyncio.sleep(BEAT_S)
+            if self._beating is not None:
+                self._beating.cancel()
+            await self._table.call("left", self._id)
+        except TableUnavailable as error:
+            logger.warning("%s %s leaves without a word: %s", self._role, self._id, error)
+
+    async def _lives(self) -> bool:
+        try:
+            await super().check_health()
+        except Exception as error:
+            logger.warning("%s %s leaves, not healthy: %s", self._role, self._id, error)
+            return False
+        return not self._serving.done()
 
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
@@ -167,7 +210,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                     raise RuntimeError(f"the engine failed its first turn ({response.status})")
 
     async def _register(self) -> None:
-        info = dataclasses.replace(self._info, holds=self._holdings.all())
+        info = dataclasses.replace(self._info, holds=self._holdings.all(), leaving=self._leaving)
         for conversation_id, incarnation in await self._table.call("register", info):
             self._holdings.drop(conversation_id, incarnation)
 
@@ -181,11 +224,12 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
                 continue
             try:
-                ended = await self._table.call("beat", self._id, self._node.energy)
-                if ended is None:
+                heard = await self._table.call("beat", self._id, self._node.energy)
+                if heard is None:
                     await self._register()
                     continue
-                for conversation_id, incarnation in ended:
+                self._wanted_replicas = heard.wanted_replicas
+                for conversation_id, incarnation in heard.ended:
                     self._holdings.drop(conversation_id, incarnation)
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)

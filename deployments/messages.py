@@ -29,6 +29,7 @@ class EngineInfo:
         holds: a decoder's live conversations, in case the table knows nothing of them.
         tier: where it runs; see `hetero.tiers`.
         gpus: UUIDs of its GPUs; none on a CPU, or where that is not known.
+        leaving: it is to go, and takes nothing new.
     """
 
     id: str
@@ -40,6 +41,7 @@ class EngineInfo:
     holds: list[Conversation] = field(default_factory=list)
     tier: str = ""
     gpus: tuple[str, ...] = ()
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,19 @@ class CachePeer:
     host: str
     port: int
     transfer_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The table's answer to an engine's beat.
+
+    Attributes:
+        ended: conversations (and incarnations) that the engine is to forget.
+        wanted_replicas: how many engines of its role there are to be.
+    """
+
+    ended: list[tuple[str, int]]
+    wanted_replicas: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,10 @@ from typing import Any
 import msgspec
 import ray
 
+from autoscale.autoscaler import Autoscaler, Tier
+from autoscale.scaling import Limits
 from conserve import identity
+from conserve.capacity.profile import load_profile
 from conserve.clock import unix_s
 from conserve.conversations import (
     MEMORY_ENVIRONMENT,
@@ -24,14 +27,15 @@ from conserve.conversations import (
     ConversationTable,
     TurnStats,
 )
-from conserve.metrics import Metrics
+from conserve.metrics import Metrics, ReplicaCounts
 from conserve.placement import Placement
 from conserve.recognition import Digest
-from conserve.settings import Settings
+from conserve.settings import RoleSettings, Settings
 from conserve.waiting import QueueFull, WaitingLine
 from deployments.messages import (
     HEAD_NODE,
     EngineInfo,
+    Heard,
     Prefilled,
     Refusal,
     TurnPlan,
@@ -68,7 +72,8 @@ class TableService:
             first_id=time.time_ns() // 1_000_000,
         )
         self._line = WaitingLine(settings.queue_limit, settings.queue_timeout_s)
-        self._metrics = Metrics(self._table, self._line)
+        self._metrics = Metrics(self._table, self._line, self._replica_counts)
+        self._autoscaler = make_autoscaler(settings)
         self._energy = EnergyBook()
         self._metrics.add(EnergyMetrics(self._energy))
         self._engines: dict[str, EngineInfo] = {}
@@ -101,6 +106,8 @@ class TableService:
             foreign = self._table.add_decoder(engine.id, engine.capacity_tokens, engine.holds)
             forget = [(conversation_id, sent[conversation_id]) for conversation_id in foreign]
             self._ended.setdefault(engine.id, [])
+        if engine.leaving:
+            self._table.leave(engine.id)
         self._engines[engine.id] = engine
         self._beats[engine.id] = time.monotonic()
         logger.info("%s %s is ready at %s", engine.role, engine.id, engine.url)
@@ -109,42 +116,88 @@ class TableService:
         self._admit()
         return forget
 
-    async def beat(
-        self, engine_id: str, energy: EngineEnergy | None = None
-    ) -> list[tuple[str, int]] | None:
-        """An engine lives. Returns conversations that ended, or None: register again.
+    async def beat(self, engine_id: str, energy: EngineEnergy | None = None) -> Heard | None:
+        """An engine lives. Returns what it has to know, or None: register again.
 
         Args:
             energy: what its GPUs have used, where that is known.
         """
         self._last_beat_s = time.monotonic()
-        if engine_id not in self._engines:
+        engine = self._engines.get(engine_id)
+        if engine is None:
             return None
         if energy is not None:
             self._charge(self._engines[engine_id], energy)
         self._beats[engine_id] = self._last_beat_s
         ended = self._ended.get(engine_id, [])
         self._ended[engine_id] = []
-        return ended
+        return Heard(ended, self._autoscaler.replicas(engine.role))
 
     async def engine_lost(self, engine_id: str, why: str) -> None:
-        """An engine is dead, or leaves."""
-        engine = self._engines.pop(engine_id, None)
-        self._beats.pop(engine_id, None)
-        self._ended.pop(engine_id, None)
+        """An engine is dead."""
+        engine = self._engines.get(engine_id)
         if engine is None:
             return
         self._metrics.engines_lost.labels(engine.role).inc()
         self._energy.remove_engine(engine_id)
-        unbound: list[str] = []
-        if engine.role == "prefiller":
-            self._table.remove_prefiller(engine_id)
-        else:
-            unbound = self._table.remove_decoder(engine_id)
+        unbound = self._remove(engine)
         logger.warning(
             "%s %s is lost (%s); %d conversations will be prefilled again on their next turn",
             engine.role, engine_id, why, len(unbound),
         )  # fmt: skip
+
+    async def leave(self, engine_id: str, overdue: bool) -> bool:
+        """An engine is to go: it gets nothing new.
+
+        Args:
+            overdue: its time to drain is up: conversations are unbound once no turn of theirs runs.
+
+        Returns:
+            Whether it should stay and ask again, because of what it has.
+        """
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            # A new table, with which it has not registered yet; or it was lost.
+            return not overdue
+        if not self._table.is_leaving(engine_id):
+            self._table.leave(engine_id)
+            logger.info("%s %s is leaving", engine.role, engine_id)
+        if not self._table.accepting_decoders:
+            # The application ends, so nobody could serve the next turns.
+            return False
+        if not self._routers and time.monotonic() - self._started_s > SILENCE_S:
+            # They belong to a new deployment, with a table of its own: no turn comes here.
+            return False
+        if engine.role == "prefiller":
+            return self._table.prefillers[engine_id].queued_tokens > 0 and not overdue
+        if overdue:
+            unbound = self._table.evict(engine_id)
+            if unbound:
+                logger.info(
+                    "decoder %s leaves: %d conversations will be prefilled again elsewhere",
+                    engine_id, len(unbound),
+                )  # fmt: skip
+            self._admit()
+        return self._table.decoders[engine_id].conversations > 0
+
+    async def left(self, engine_id: str) -> None:
+        """An engine that was leaving ends now."""
+        engine = self._engines.get(engine_id)
+        if engine is not None:
+            unbound = self._remove(engine)
+            logger.info(
+                "%s %s has left, with %d conversations", engine.role, engine_id, len(unbound)
+            )
+
+    def _remove(self, engine: EngineInfo) -> list[str]:
+        """Forget an engine; ids of the conversations that were bound to it."""
+        del self._engines[engine.id]
+        self._beats.pop(engine.id, None)
+        self._ended.pop(engine.id, None)
+        if engine.role == "prefiller":
+            self._table.remove_prefiller(engine.id)
+            return []
+        return self._table.remove_decoder(engine.id)
 
     async def engines(self) -> list[dict[str, Any]]:
         """Those alive, for `GET /v1/engines`."""
@@ -158,6 +211,7 @@ class TableService:
                     "role": engine.role,
                     "url": engine.url,
                     "pid": engine.pid,
+                    "leaving": self._table.is_leaving(engine.id),
                     "capacity_tokens": engine.capacity_tokens,
                     "held_tokens": decoder.held_tokens if decoder else None,
                     "conversations": decoder.conversations if decoder else None,
@@ -390,8 +444,8 @@ class TableService:
 
     def _tokenizer(self) -> EngineInfo | None:
         """The engine to count a prompt: the prefiller that will likely see it, or a decoder."""
-        prefillers = self._table.prefillers.values()
-        decoders = self._table.decoders.values()
+        prefillers = self._table.accepting_prefillers
+        decoders = self._table.accepting_decoders
         if prefillers:
             return self._engines[min(prefillers, key=lambda p: p.queued_tokens).id]
         if decoders:
@@ -455,6 +509,10 @@ class TableService:
             conversation = self._table.get(conversation_id)
             if conversation is not None and conversation.moves:
                 self._metrics.moves.inc()
+            else:
+                self._autoscaler.conversation_bound(time.monotonic())
+            if placement.prefiller_id is not None:
+                self._autoscaler.prompt_sent(tokens, time.monotonic())
         return placement
 
     def _admit(self) -> None:
@@ -496,6 +554,11 @@ class TableService:
 
     def _has_ended(self, conversation: Conversation, reason: str) -> None:
         self._metrics.ended.labels(reason).inc()
+        last = conversation.last_turn
+        if last is not None:
+            self._autoscaler.conversation_ended(
+                max(0.0, unix_s() - conversation.created_s), last.prompt_tokens + last.output_tokens
+            )
         if conversation.decoder_id in self._ended:
             self._ended[conversation.decoder_id].append((conversation.id, conversation.incarnation))
 
@@ -522,9 +585,34 @@ class TableService:
             if now_s - beat_s > SILENCE_S:
                 await self._router_lost(router_id)
         self._admit()
+        self._scale(now_s)
         if now_s - self._last_beat_s > ABANDONED_S:
             logger.info("no engine or router for %g s: ending", ABANDONED_S)
             ray.kill(ray.get_runtime_context().current_actor)
+
+    def _scale(self, now_s: float) -> None:
+        table = self._table
+        changed = self._autoscaler.decide(
+            table.decoders.values(), table.prefillers.values(), self._line.tokens, now_s
+        )
+        for tier in changed:
+            scaling = self._autoscaler.wanted[tier].scaling
+            logger.info("%ss: %d wanted (%s)", tier, scaling.replicas, scaling.why)
+
+    def _replica_counts(self) -> dict[str, ReplicaCounts]:
+        counts: dict[str, ReplicaCounts] = {}
+        for tier, wanted in self._autoscaler.wanted.items():
+            engines = [engine.id for engine in self._engines.values() if engine.role == tier]
+            leaving = sum(map(self._table.is_leaving, engines))
+            need = wanted.need
+            counts[tier] = ReplicaCounts(
+                len(engines) - leaving,
+                leaving,
+                wanted.scaling.replicas,
+                None if need is None else need.replicas,
+                None if need is None else need.signal,
+            )
+        return counts
 
     async def _router_lost(self, router_id: str) -> None:
         """Give back what it had begun; decoders report the turns that had got to them."""
@@ -536,6 +624,34 @@ class TableService:
             if claim.router_id == router_id:
                 await self.abandon(claim.conversation_id, claim.incarnation, turn_id, None, None)
         logger.warning("router %s is lost (silent for %g s)", router_id, SILENCE_S)
+
+
+def make_autoscaler(settings: Settings) -> Autoscaler:
+    """The autoscaler that these settings describe; a role without `max_replicas` stays as it is.
+
+    Raises:
+        ProfileError: the profile cannot be read.
+    """
+    chosen = settings.autoscaling
+    limits: dict[Tier, Limits] = {}
+    start: dict[Tier, int] = {"decoder": settings.decoders.replicas}
+    roles: list[tuple[Tier, RoleSettings]] = [("decoder", settings.decoders)]
+    if settings.prefiller_replicas:
+        start["prefiller"] = settings.prefillers.replicas
+        roles.append(("prefiller", settings.prefillers))
+    for tier, role in roles:
+        if role.max_replicas is not None:
+            limits[tier] = Limits(
+                role.replicas,
+                role.max_replicas,
+                chosen.target,
+                chosen.up_at,
+                chosen.down_at,
+                chosen.down_delay_s,
+                chosen.cool_down_s,
+            )
+    curve = load_profile(settings.profile).prefill if settings.profile else None
+    return Autoscaler(limits, start, curve, chosen.window_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,13 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from conserve.settings import LMCacheSettings, RoleSettings, Settings, TierSettings
+from conserve.settings import (
+    AutoscalingSettings,
+    LMCacheSettings,
+    RoleSettings,
+    Settings,
+    TierSettings,
+)
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN = "<!-- settings: begin -->\n"
@@ -23,8 +29,8 @@ def table() -> str:
     lines = ["| setting | default | what it does |", "| --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
         default = field.get_default(call_default_factory=True)
-        if isinstance(default, LMCacheSettings):
-            lines += _rows(LMCacheSettings, f"{name}.")
+        if isinstance(default, LMCacheSettings | AutoscalingSettings):
+            lines += _rows(type(default), f"{name}.")
             continue
         shown = default.replicas if isinstance(default, RoleSettings) else default
         lines.append(f"| `{name}` | {_cell(shown)} | {field.description} |")

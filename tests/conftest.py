@@ -9,7 +9,7 @@ import pytest
 
 from tests import harness
 
-_ORDER = ("unit", "hetero", "integration", "faults", "small", "wide", "cluster")
+_ORDER = ("unit", "hetero", "integration", "faults", "small", "wide", "scaling", "cluster")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,6 +63,24 @@ def wide_app(stage: harness.Stage) -> Iterator[str]:
     yield url
     harness.release_all()
     assert harness.metric("conserve_decoder_held_tokens") == 0
+
+
+@pytest.fixture
+def scaling_app(stage: harness.Stage) -> Iterator[str]:
+    """One prefiller; one decoder, with room for 3,072 tokens, which may become three."""
+    url = stage.use("scaling")
+    harness.release_all()
+    yield url
+    harness.release_all()
+
+
+@pytest.fixture
+def bursts_app(stage: harness.Stage) -> Iterator[str]:
+    """One decoder; one prefiller, which may become two."""
+    url = stage.use("bursts")
+    harness.release_all()
+    yield url
+    harness.release_all()
 
 
 @pytest.fixture

@@ -47,6 +47,30 @@ CONFIGURATIONS = {
         "idle_timeout_s=6",
         "max_body_bytes=100000",
     ),
+    # One decoder to begin with, and each is full soon.
+    "scaling": (
+        *_COMMON,
+        "decoders=1",
+        "decoders.max_replicas=3",
+        "prefillers.num_cpus=0.1",
+        "decoders.num_cpus=0.1",
+        "engine.max_model_len=3072",
+        "decoders.engine.num_gpu_blocks_override=24",
+        "queue_timeout_s=900",
+        "autoscaling.window_s=6",
+        "autoscaling.down_delay_s=5",
+        "autoscaling.cool_down_s=5",
+        "autoscaling.drain_timeout_s=600",
+    ),
+    # One prefiller to begin with, and bursts of prompts are soon too much for it.
+    "bursts": (
+        *_COMMON,
+        "profile=cpu-embedded",
+        "prefillers.max_replicas=2",
+        "decoders=1",
+        "prefillers.num_cpus=0.1",
+        "autoscaling.window_s=4",
+    ),
 }
 # Several of what the others have one of, started from a file, as `serve deploy` would.
 _WIDE = """
@@ -61,7 +85,7 @@ applications:
       min_remote_prefill_tokens: 200
       engine: {dtype: float32}
 """
-_ENGINES = {"main": (1, 2), "small": (1, 1), "wide": (2, 1)}
+_ENGINES = {"main": (1, 2), "small": (1, 1), "wide": (2, 1), "scaling": (1, 1), "bursts": (1, 1)}
 
 
 class Stage:

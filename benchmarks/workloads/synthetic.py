@@ -9,6 +9,7 @@ answers is no part of later prompts, and a server's KV of it is of no use to the
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -219,14 +220,22 @@ def synthetic(
     )
     require(seed >= 0, f"the seed is {seed}; give one from 0")
     check_vocabulary(vocabulary)
-    drawn = [
-        _draw(shape, scale_tokens, scale_gaps, np.random.default_rng([seed, index]))
-        for index in range(conversations)
-    ]
-    kept = [tuple(_fitting(turns, max_context_tokens)) for turns in drawn]
-    planned = [(index, turns) for index, turns in enumerate(kept) if turns]
+
+    def turns_of(index: int) -> tuple[list[_Turn], tuple[_Turn, ...]]:
+        # Drawn anew whenever it is needed: a million turns would be hundreds of megabytes.
+        drawn = _draw(shape, scale_tokens, scale_gaps, np.random.default_rng([seed, index]))
+        return drawn, tuple(_fitting(drawn, max_context_tokens))
+
+    counts = Counter[str]()
+    for index in range(conversations):
+        drawn, kept = turns_of(index)
+        counts["conversations"] += bool(kept)
+        counts["turns"] += len(kept)
+        counts["conversations_cut"] += 0 < len(kept) < len(drawn)
+        counts["conversations_left_out"] += not kept
+        counts["turns_left_out"] += len(drawn) - len(kept)
     require(
-        bool(planned),
+        counts["conversations"] > 0,
         f"no conversation's first turn fits into {max_context_tokens} tokens; "
         "scale the tokens down",
     )
@@ -234,24 +243,14 @@ def synthetic(
     stream = _Stream(vocabulary, key(seed, "shared"), shared_tokens)
 
     def arrive() -> Iterator[Arriving]:
-        for (index, turns), at_s in zip(planned, arrivals.times_s(), strict=False):
-            own = key(seed, "conversation", index)
-            yield at_s, SyntheticScript(f"{index:05d}-synthetic", turns, stream, own)
+        times_s = arrivals.times_s()
+        for index in range(conversations):
+            _, turns = turns_of(index)
+            if turns:
+                own = key(seed, "conversation", index)
+                yield next(times_s), SyntheticScript(f"{index:05d}-synthetic", turns, stream, own)
 
-    made = sum(map(len, kept))
-    return Workload(
-        "synthetic",
-        {
-            "conversations": len(planned),
-            "turns": made,
-            "conversations_cut": sum(
-                0 < len(turns) < len(whole) for turns, whole in zip(kept, drawn, strict=True)
-            ),
-            "conversations_left_out": conversations - len(planned),
-            "turns_left_out": sum(map(len, drawn)) - made,
-        },
-        arrive,
-    )
+    return Workload("synthetic", dict(counts), arrive)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from conserve.conversations import ConversationTable, TurnStats
-from conserve.metrics import Metrics
+from conserve.metrics import Metrics, ReplicaCounts
 from conserve.placement import ConversationPlacement
 from conserve.waiting import WaitingLine
 
@@ -13,7 +13,7 @@ from conserve.waiting import WaitingLine
 UNITS = ("_seconds", "_tokens", "_bytes")
 COUNTED = (
     "_handoffs", "_prefills", "_failures", "_moves", "_lost", "_conversations", "_ended",
-    "_turns", "_refusals", "_length",
+    "_turns", "_refusals", "_length", "_replicas",
 )  # fmt: skip
 
 
@@ -21,7 +21,8 @@ class Scene:
     def __init__(self) -> None:
         self.table = ConversationTable(ConversationPlacement(), idle_timeout_s=60)
         self.line = WaitingLine(limit=3, timeout_s=60)
-        self.metrics = Metrics(self.table, self.line)
+        self.replicas = {"decoder": ReplicaCounts(2, 1, 3)}
+        self.metrics = Metrics(self.table, self.line, lambda: self.replicas)
 
     def families(self) -> dict[str, Metric]:
         text = self.metrics.render().decode()
@@ -145,3 +146,12 @@ def test_odd_engine_ids_survive_the_text_format(scene: Scene) -> None:
     odd = 'default#Decoder#a"b\\c'
     scene.table.add_decoder(odd, 10)
     assert scene.value("conserve_decoder_capacity_tokens", decoder=odd) == 10
+
+
+def test_replicas_are_told_with_the_signal_that_decides(scene: Scene) -> None:
+    assert scene.value("conserve_replicas", role="decoder") == 2
+    assert scene.value("conserve_leaving_replicas", role="decoder") == 1
+    assert scene.value("conserve_wanted_replicas", role="decoder") == 3
+    assert "conserve_needed_replicas" in scene.families()
+    scene.replicas = {"decoder": ReplicaCounts(2, 1, 3, 2.4, "occupancy")}
+    assert scene.value("conserve_needed_replicas", role="decoder", signal="occupancy") == 2.4

@@ -1,0 +1,111 @@
+"""Both tiers' numbers of replicas, from what the conversation table observes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from autoscale.scaling import Limits, Scaling, scale
+from autoscale.signals import ConversationFlow, Need, Pool, PrefillLoad
+from conserve.capacity.profile import PrefillCurve
+from conserve.placement import Decoder, Prefiller
+
+Tier = Literal["prefiller", "decoder"]
+
+
+@dataclass(slots=True)
+class Wanted:
+    """One tier, for `/metrics`: what was decided last, and the signal that decided."""
+
+    scaling: Scaling
+    need: Need | None = None
+
+
+class Autoscaler:
+    """Told what happens, it says how many replicas there are to be.
+
+    Args:
+        limits: of the tiers that are scaled.
+        start: replicas at the start, by tier.
+        curve: the prefillers'; needed where they are scaled.
+        window_s: over which rates are taken.
+
+    Raises:
+        ValueError: prefillers are to be scaled without a curve.
+    """
+
+    def __init__(
+        self,
+        limits: dict[Tier, Limits],
+        start: dict[Tier, int],
+        curve: PrefillCurve | None,
+        window_s: float,
+    ) -> None:
+        if "prefiller" in limits and curve is None:
+            raise ValueError("prefillers are scaled by the profiled curve, and there is none")
+        self._limits = limits
+        self._load = PrefillLoad(curve, window_s) if curve is not None else None
+        self._flow = ConversationFlow(window_s)
+        self.wanted = {tier: Wanted(Scaling(replicas)) for tier, replicas in start.items()}
+
+    def prompt_sent(self, input_tokens: int, now_s: float) -> None:
+        """A first turn went to a prefiller."""
+        if self._load is not None:
+            self._load.arrived(input_tokens, now_s)
+
+    def conversation_bound(self, now_s: float) -> None:
+        """A new conversation was bound to a decoder."""
+        self._flow.arrived(now_s)
+
+    def conversation_ended(self, lifetime_s: float, held_tokens: int) -> None:
+        """A conversation ended, which held so much at last."""
+        self._flow.ended(lifetime_s, held_tokens)
+
+    def replicas(self, tier: Tier) -> int:
+        """How many there are to be."""
+        return self.wanted[tier].scaling.replicas
+
+    def decide(
+        self,
+        decoders: Iterable[Decoder],
+        prefillers: Iterable[Prefiller],
+        waiting_tokens: float,
+        now_s: float,
+    ) -> list[Tier]:
+        """Look again.
+
+        Args:
+            decoders, prefillers: those alive, also where they are leaving: what they have counts.
+            waiting_tokens: of conversations for which no decoder had room.
+
+        Returns:
+            The tiers whose number has changed.
+        """
+        needs: dict[Tier, Need | None] = {
+            "decoder": self._decoders_needed(list(decoders), waiting_tokens, now_s),
+            "prefiller": self._prefillers_needed(list(prefillers), now_s),
+        }
+        changed: list[Tier] = []
+        for tier, wanted in self.wanted.items():
+            wanted.need = need = needs[tier]
+            limits = self._limits.get(tier)
+            if limits is None:
+                continue
+            after = scale(limits, wanted.scaling, None if need is None else need.replicas, now_s)
+            if after.replicas != wanted.scaling.replicas:
+                changed.append(tier)
+            wanted.scaling = after
+        return changed
+
+    def _decoders_needed(
+        self, decoders: list[Decoder], waiting_tokens: float, now_s: float
+    ) -> Need | None:
+        if not decoders:
+            return None
+        capacity = sum(one.capacity_tokens for one in decoders) / len(decoders)
+        held = sum(one.held_tokens for one in decoders)
+        return self._flow.need(Pool(capacity, held, waiting_tokens), now_s)
+
+    def _prefillers_needed(self, prefillers: list[Prefiller], now_s: float) -> Need | None:
+        if not prefillers or self._load is None:
+            return None
+        return self._load.need(sum(one.queued_tokens for one in prefillers), now_s)

@@ -1,0 +1,1 @@
+"""Capacity: what an engine can do (`profile`, `fit`) and how many of them are needed (`plan`)."""

@@ -1,0 +1,333 @@
+"""``conserve profile``: measure a running application, fit its curves, write the profile."""
+
+import asyncio
+import json
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.machine import environment
+from conserve.capacity.fit import (
+    DecodePoint,
+    FitError,
+    HandoffPoint,
+    MixedPoint,
+    PrefillPoint,
+    fit_decode,
+    fit_handoff,
+    fit_interference,
+    fit_prefill,
+)
+from conserve.capacity.measure import Application, MeasureError, Probe, find_application
+from conserve.capacity.profile import Profile, ProfileError, Quality, save_profile
+from conserve.capacity.served import engine_versions
+from conserve.embedded import model_path
+
+profiling = typer.Typer(
+    help="Measure a running application's engines, and write their profile.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+Point = TypeVar("Point", PrefillPoint, DecodePoint, MixedPoint, HandoffPoint)
+
+_OUTPUT_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Where to measure, in tokens.
+
+    Attributes:
+        cold: lengths of prompts.
+        appends: new tokens, and those cached before them.
+        decodes: sequences, and the context of each.
+        beside: sequences, the context of each, new tokens, and those cached before them.
+        handoffs: lengths of prompts.
+    """
+
+    cold: list[int]
+    appends: list[tuple[int, int]]
+    decodes: list[tuple[int, int]]
+    beside: list[tuple[int, int, int, int]]
+    handoffs: list[int]
+
+
+def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> Grid:
+    """Powers of two up to the longest prompt, and batches whose KV fits.
+
+    Raises:
+        MeasureError: too short, or too little, for a curve.
+    """
+    powers = [2**n for n in range(7, 20) if 2**n <= longest_tokens]
+    if len(powers) < 4:
+        raise MeasureError(
+            f"prompts of up to {longest_tokens} tokens are too short for a curve; allow 1024"
+        )
+    contexts = sorted({powers[0], powers[len(powers) // 2 - 1], powers[-2]})
+    batches = [2**n for n in range(8) if 2**n <= largest_batch]
+    room = capacity_tokens // 2
+    return Grid(
+        cold=powers,
+        appends=[(n, c) for n in powers[:4] for c in contexts[1:] if n + c <= longest_tokens],
+        decodes=[
+            (batch, context)
+            for batch in batches
+            for context in contexts
+            if batch * (context + _OUTPUT_TOKENS) <= room
+        ],
+        beside=[
+            (batch, contexts[1], new, contexts[1]) for batch in batches[1:4:2] for new in powers[:3]
+        ],
+        handoffs=powers[2:],
+    )
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Points, each the median of what was repeated."""
+
+    prefill: list[PrefillPoint] = field(default_factory=list)
+    decode: list[DecodePoint] = field(default_factory=list)
+    beside: list[MixedPoint] = field(default_factory=list)
+    handoff: list[HandoffPoint] = field(default_factory=list)
+
+
+@profiling.command()
+def profile(
+    url: Annotated[str, typer.Argument(help="Of a running application: http://127.0.0.1:8000")],
+    out: Annotated[Path, typer.Option(help="The profile's file; pictures go beside it.")],
+    name: Annotated[str | None, typer.Option(help="Default: the file's name.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 5,
+    longest_tokens: Annotated[int, typer.Option(help="Longest prompt.")] = 8192,
+    largest_batch: Annotated[int, typer.Option(help="Most sequences at the same time.")] = 8,
+    vocabulary: Annotated[
+        str, typer.Option(metavar="FIRST:LAST", help="Token ids, without special ones.")
+    ] = "1000:4000",
+    kv_bytes_per_token: Annotated[
+        float | None,
+        typer.Option(help="KV of a token, all layers; known for the embedded model."),
+    ] = None,
+    min_r_squared: Annotated[
+        float, typer.Option(help="A curve that explains less of its points is refused.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the prompts, and of the order.")] = 0,
+    plots: Annotated[bool, typer.Option(help="Draw the fits.")] = True,
+) -> None:
+    """Measure a running application; nothing else should use it, or the machine."""
+    low, _, high = vocabulary.partition(":")
+    if not (low.isdecimal() and high.isdecimal() and int(low) + 1 < int(high)):
+        _refuse(f"--vocabulary {vocabulary}: give two token ids, as in 1000:4000")
+    try:
+        made = asyncio.run(
+            _measure(
+                url,
+                name or out.stem,
+                repeats,
+                longest_tokens,
+                largest_batch,
+                range(int(low), int(high)),
+                kv_bytes_per_token,
+                min_r_squared,
+                seed,
+            )
+        )
+        save_profile(made, out)
+    except (MeasureError, FitError, ProfileError) as error:
+        _refuse(str(error))
+    _show(made)
+    if plots:
+        _draw(made, out)
+    console.print(f"The profile is in {escape(str(out))}.", highlight=False)
+
+
+def _refuse(problem: str) -> NoReturn:
+    console.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+# --- Measuring ------------------------------------------------------------------------------------
+
+
+async def _measure(
+    url: str,
+    name: str,
+    repeats: int,
+    longest_tokens: int,
+    largest_batch: int,
+    vocabulary: range,
+    kv_bytes_per_token: float | None,
+    min_r_squared: float,
+    seed: int,
+) -> Profile:
+    application = await find_application(url)
+    if kv_bytes_per_token is None:
+        kv_bytes_per_token = _embedded_kv_bytes_per_token(application)
+    capacity = application.decoder.capacity_tokens
+    grid = make_grid(longest_tokens, capacity, largest_batch)
+    seen = _Seen()
+    count = len(grid.cold) + len(grid.appends) + len(grid.decodes)
+    count += len(grid.beside) + len(grid.handoffs)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
+        TimeElapsedColumn(), console=console, transient=True,
+    )  # fmt: skip
+    order = random.Random(seed)
+    with bar:
+        task = bar.add_task("", total=count * (repeats + 1))
+
+        async def repeat(what: str, calls: Iterable[Callable[[], Awaitable[Point]]]) -> list[Point]:
+            """Each once to warm up, then all of them over and over, in random order."""
+            bar.update(task, description=what)
+            calls = list(calls)
+            found: dict[int, list[Point]] = defaultdict(list)
+            for round_number in range(repeats + 1):
+                for index in order.sample(range(len(calls)), len(calls)):
+                    point = await calls[index]()
+                    if round_number:
+                        found[index].append(point)
+                    bar.advance(task)
+            return [_median(points) for points in found.values()]
+
+        async with Probe(application, vocabulary, seed) as probe:
+            seen.prefill = await repeat(
+                "cold prefills", [_call(probe.cold_prefill, n) for n in grid.cold]
+            )
+            seen.prefill += await repeat(
+                "appends", [_call(probe.append, *one) for one in grid.appends]
+            )
+            seen.decode = await repeat(
+                "decodes", [_call(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
+            )
+            seen.beside = await repeat(
+                "appends beside decodes", [_call(probe.append_beside, *one) for one in grid.beside]
+            )
+            prefill = fit_prefill(seen.prefill, min_r_squared)
+            seen.handoff = await repeat(
+                "handoffs", [_call(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
+            )
+    decode = fit_decode(seen.decode, min_r_squared)
+    about = environment()
+    return Profile(
+        name=name,
+        origin="measured",
+        model=application.model,
+        date=datetime.now(UTC).date().isoformat(),
+        versions=engine_versions(),
+        hardware=about["machine"],
+        prefill=prefill,
+        decode=decode,
+        interference=fit_interference(seen.beside, prefill, decode, min_r_squared),
+        handoff=fit_handoff(seen.handoff, kv_bytes_per_token, min_r_squared),
+        kv_capacity_tokens=capacity,
+        points={
+            "prefill": [asdict(point) for point in seen.prefill],
+            "decode": [asdict(point) for point in seen.decode],
+            "interference": [asdict(point) for point in seen.beside],
+            "handoff": [asdict(point) for point in seen.handoff],
+        },
+    )
+
+
+def _call(
+    method: Callable[..., Awaitable[Point]], *arguments: Any
+) -> Callable[[], Awaitable[Point]]:
+    return lambda: method(*arguments)
+
+
+def _median(points: list[Point]) -> Point:
+    """The point with the median of the times."""
+    return replace(points[0], seconds=statistics.median(point.seconds for point in points))
+
+
+def _embedded_kv_bytes_per_token(application: Application) -> float:
+    if application.model != "conserve-embedded":
+        raise MeasureError(
+            f"how much KV a token of {application.model} takes is not known here; give "
+            "--kv-bytes-per-token (layers x 2 x KV heads x head size x bytes of a number)"
+        )
+    config = json.loads((model_path() / "config.json").read_text())
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    # bfloat16, as it is served unless told otherwise.
+    return float(config["num_hidden_layers"] * 2 * heads * 2)
+
+
+# --- What is shown --------------------------------------------------------------------------------
+
+
+def _show(made: Profile) -> None:
+    table = Table(title=f"profile {made.name} of {made.model}", box=box.SIMPLE_HEAD)
+    for heading in ("curve", "seconds", "R^2", "typically off", "at worst", "points"):
+        table.add_column(heading, justify="left" if heading in ("curve", "seconds") else "right")
+    prefill, decode, handoff = made.prefill, made.decode, made.handoff
+    cold = (
+        f"{prefill.constant_s:.3g} + {prefill.per_token_s:.3g} n "
+        f"+ {prefill.per_token_squared_s:.3g} n²"
+    )
+    rows: list[tuple[str, str, Quality | None]] = [
+        ("prefill, n tokens", cold, prefill.quality),
+        (
+            "append after c cached",
+            f"the same, n² to (c+n)²-c², + {prefill.per_cached_token_s:.3g} c",
+            prefill.cached_quality,
+        ),
+        (
+            "decode step, b sequences, k KV",
+            f"{decode.constant_s:.3g} + {decode.per_sequence_s:.3g} b "
+            f"+ {decode.per_kv_token_s:.3g} k",
+            decode.quality,
+        ),
+        (
+            "append beside decodes",
+            f"decode step + {made.interference.prefill_share:.2f} of the append's own",
+            made.interference.quality,
+        ),
+        (
+            "handoff, n tokens",
+            f"{handoff.constant_s:.3g} + {handoff.per_token_s:.3g} n",
+            handoff.quality,
+        ),
+    ]
+    for curve, formula, quality in rows:
+        if quality is None:
+            table.add_row(curve, formula, "", "", "", "")
+            continue
+        table.add_row(
+            curve,
+            formula,
+            f"{quality.r_squared:.4f}",
+            f"{quality.typical_residual_share:.1%}",
+            f"{quality.worst_residual_share:.0%}",
+            str(quality.points),
+        )
+    console.print(table)
+    console.print(
+        f"KV: {made.kv_capacity_tokens:,} tokens an engine, {handoff.bytes_per_token:,.0f} bytes "
+        "each.",
+        highlight=False,
+    )
+
+
+def _draw(made: Profile, out: Path) -> None:
+    try:
+        # An extra of the distribution, and slow to import.
+        from conserve.capacity.pictures import draw_fits
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
+        return
+    draw_fits(made, out.with_suffix(".png"))
