@@ -23,8 +23,8 @@ long as the session's median call, and no longer than until the next one began.
 what scaling and capping took from the gaps before, and what fewer tokens take from the calls (a
 tenth of the tokens: a tenth of the recorded time). The parent waits for one as long as in the
 recording, less what was taken from the sub-agent's own gaps and calls; those started in the
-background it does not wait for. Arrival and wait follow the recording's clock, not the run's: on a slower system
-a parent may go on before its sub-agent ends.
+background it does not wait for. Arrival and wait follow the recording's clock, not the run's: on a
+slower system a parent may go on before its sub-agent ends.
 
 **Scale.** With ``scale_tokens`` every position in a prompt moves from ``p`` to
 ``floor(p * scale_tokens)``: ends of blocks, of the shared part, of the prompt. So lengths, and
