@@ -38,7 +38,7 @@ def let_progress_thread_sleep(api: ModuleType) -> None:
     bindings = api.nixlBind
     config: type = bindings.nixlAgentConfig
 
-    class SleepingConfig(config):  # type: ignore[misc, valid-type]  # Compiled, without types.
+    class SleepingConfig(config):  # type: ignore[misc]  # Compiled, without types.
         """Takes the delay of zero for the one above."""
 
         @property
