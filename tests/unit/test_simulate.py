@@ -318,6 +318,18 @@ def test_a_conversation_stays_where_it_was_placed() -> None:
     assert len(set.union(*servers.values())) == 3
 
 
+def test_a_prefillers_queue_is_shorter_as_soon_as_a_prefill_is_done() -> None:
+    # When the second comes, the first one's prefill is over, and its decode is not.
+    plan = [
+        (0.0, _Scripted([(1_000, 0, 1_000, 0.0)], "a")),
+        (1.0, _Scripted([(1_000, 0, 10, 0.0)], "b")),
+    ]
+    cluster, (second, first) = _run(_system(prefillers=(COSTS, COSTS)), plan)
+    assert (first.conversation, second.conversation) == ("a", "b")
+    assert cluster.prefillers["prefiller-0"].busy_prefill_s > 0
+    assert cluster.prefillers["prefiller-1"].busy_prefill_s == 0
+
+
 def test_what_history_costs_a_prefiller() -> None:
     """Computed again, it costs more than brought; brought, more than found."""
 
