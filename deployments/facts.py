@@ -4,6 +4,7 @@ import glob
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -149,12 +150,14 @@ def _holder(port: int) -> tuple[str, bool]:
         if connection.pid is None:
             break
         try:
-            command = psutil.Process(connection.pid).cmdline()
+            command = psutil.Process(connection.pid).cmdline() or [""]
         except psutil.Error:
             break
         line = " ".join(command)
-        ours = "lmcache.cli.main" in line or line.startswith("ray::ServeReplica:")
-        return f"{Path(command[0]).name} (pid {connection.pid})", ours
+        ours = re.search(
+            r"-m (lmcache\.cli\.main|deployments\.lmcache_main) |ray::ServeReplica:", line
+        )
+        return f"{Path(command[0]).name} (pid {connection.pid})", ours is not None
     return "", False
 
 

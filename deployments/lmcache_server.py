@@ -21,6 +21,7 @@ import uuid
 from dataclasses import dataclass
 
 from conserve.settings import LMCacheSettings, Settings
+from deployments.lmcache_main import NIXL_MODULES
 from deployments.messages import CachePeer
 
 logger = logging.getLogger("conserve.node")
@@ -41,7 +42,6 @@ _MOST_PAGES = 2**17
 # Above those of Ray's workers (10002 to 19999), below those that Linux gives to outgoing
 # connections (from 32768): a server binds its port many seconds after it was chosen.
 _OPEN_PORTS = range(20_000, 32_768)
-_NIXL_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def require_nixl() -> None:
     Raises:
         RuntimeError: it is not installed here; says what to do.
     """
-    if not any(importlib.util.find_spec(name) for name in _NIXL_MODULES):
+    if not any(importlib.util.find_spec(name) for name in NIXL_MODULES):
         raise RuntimeError(
             "KV cannot move between nodes: NIXL is not installed on this one. On every node: "
             "pip install '.[nodes]' in the repository (it needs no GPU); or set nodes=one."
@@ -121,8 +121,9 @@ def lmcache_command(
         peer: how it presents itself to servers of other nodes; None: it shares with none.
         directory_url: where it learns of those.
     """
+    module = "lmcache.cli.main" if peer is None else "deployments.lmcache_main"
     command = [
-        sys.executable, "-m", "lmcache.cli.main", "server",
+        sys.executable, "-m", module, "server",
         "--host", address.host,
         "--port", str(address.port),
         "--http-host", "127.0.0.1",

@@ -72,7 +72,7 @@ class TwoNodes:
         second = {one.pid for one in self._on_second()}
         return {
             "second" if server.pid in second else "first": server
-            for server in harness.processes(r"lmcache\.cli\.main server")
+            for server in harness.processes(r"deployments\.lmcache_main server")
         }
 
     def is_on_second(self, pid: int) -> bool:

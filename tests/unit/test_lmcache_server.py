@@ -113,7 +113,7 @@ def test_pages_stay_few_as_memory_grows(size_gb: float) -> None:
 
 
 def test_sharing_without_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmcache_server, "_NIXL_MODULES", ("conserve_no_such_module",))
+    monkeypatch.setattr(lmcache_server, "NIXL_MODULES", ("conserve_no_such_module",))
     with pytest.raises(RuntimeError, match=r"pip install '.\[nodes\]'"):
         require_nixl()
 
