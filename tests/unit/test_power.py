@@ -80,6 +80,25 @@ def test_it_is_put_back_at_the_end(machine: Machine, nvml: Nvml, folder: Path, g
     assert not has_live_owner(gpu, folder)
 
 
+def test_the_limit_that_was_found_is_on_disk_before_it_changes(
+    machine: Machine, nvml: Nvml, folder: Path, gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk = []
+    change = nvml.set_limit_w
+
+    def look_first(uuid: str, limit_w: float) -> None:
+        (record,) = records(folder)
+        on_disk.append((record.previous_w, limit_w in record.caps_w))
+        change(uuid, limit_w)
+
+    monkeypatch.setattr(nvml, "set_limit_w", look_first)
+    caps = PowerCaps(nvml, "test", folder)
+    caps.apply(gpu, Cap(watts=200), {gpu})
+    caps.apply(gpu, Cap(watts=150), {gpu})
+    assert on_disk == [(300, True), (300, True)]
+    assert [done.outcome for done in caps.restore_all()] == ["restored"]
+
+
 def test_it_is_put_back_after_an_exception(
     machine: Machine, nvml: Nvml, folder: Path, gpu: str
 ) -> None:
