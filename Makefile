@@ -25,7 +25,7 @@ help: ## Show this list
 install: $(INSTALLED) ## Make .venv with the pinned CPU set-up and the embedded model
 	@echo "conserve: .venv is ready"
 
-demo: $(INSTALLED) ## Serve a few conversations and show where each turn ran (JSON=path: also as JSON)
+demo: $(INSTALLED) ## Have a few agents work and show where each turn ran (JSON=path: also as JSON)
 	@$(BIN)/conserve demo $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 serve: $(INSTALLED) ## Serve until interrupted (ARGS='decoders=3 port=9000': settings)

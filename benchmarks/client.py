@@ -46,6 +46,8 @@ class Endpoint:
         headers: sent with every request (an API key, say).
         release: whether the end of a conversation is told, by
             ``DELETE /v1/conversations/{id}``; an endpoint without this path is not hurt.
+        min_tokens: whether output lengths are forced with ``min_tokens`` too, beside
+            ``max_tokens`` and ``ignore_eos``.
     """
 
     system: str
@@ -55,6 +57,7 @@ class Endpoint:
     server_header: str = "x-conserve-decoder"
     headers: Mapping[str, str] = field(default_factory=dict)
     release: bool = True
+    min_tokens: bool = True
 
     @property
     def is_here(self) -> bool:
@@ -141,7 +144,10 @@ class Client:
 
     def encode(self, request: TurnRequest) -> bytes:
         """The request's body; what it does not say itself is the model and the cache salt."""
-        return msgspec.json.encode({**self._defaults, **request.body()})
+        body = {**self._defaults, **request.body()}
+        if not self._endpoint.min_tokens:
+            body.pop("min_tokens", None)
+        return msgspec.json.encode(body)
 
     async def turn(self, request: TurnRequest, body: bytes, record: TurnRecord) -> Answer | None:
         """Send a turn, read its answer, and write down in ``record`` what was seen.

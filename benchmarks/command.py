@@ -120,6 +120,9 @@ def run(
         bool,
         typer.Option(help="Keep apart, in the server's caches, what other runs left there."),
     ] = True,
+    min_tokens: Annotated[
+        bool, typer.Option(help="Force output lengths with min_tokens too, beside max_tokens.")
+    ] = True,
     turn_timeout: Annotated[float, typer.Option(help="Seconds until a turn is given up.")] = 600,
     duration: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
     rounds: Annotated[int, typer.Option(help="With several endpoints.")] = 5,
@@ -174,7 +177,9 @@ def run(
             declare_tools=declare_tools or None,
         )
         settings = Settings(
-            endpoints=_endpoints(endpoints, model, header, conversation_header, release),
+            endpoints=_endpoints(
+                endpoints, model, header, conversation_header, release, min_tokens
+            ),
             selection=selection,
             options=DriveOptions(
                 turn_timeout_s=turn_timeout,
@@ -251,6 +256,7 @@ def _endpoints(
     headers: list[str] | None,
     conversation_headers: list[str] | None,
     release: bool,
+    min_tokens: bool,
 ) -> list[Endpoint]:
     sent = {}
     for text in headers or ():
@@ -269,7 +275,9 @@ def _endpoints(
             _refuse(f"{name!r} is no name for an endpoint; use letters, digits, and . _ + -")
         ids = tuple(conversation_headers or ("X-Conversation-Id",))
         url = url.rstrip("/").removesuffix("/v1")
-        found.append(Endpoint(name, url, model, ids, headers=sent, release=release))
+        found.append(
+            Endpoint(name, url, model, ids, headers=sent, release=release, min_tokens=min_tokens)
+        )
     names = [endpoint.system for endpoint in found]
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled:

@@ -192,10 +192,13 @@ def _measure_all(
                     yield read_report(path)
                     reference = reference or path
         except (PeerUnavailable, subprocess.CalledProcessError) as error:
+            why = str(error)
+            if isinstance(error, subprocess.CalledProcessError):
+                why = f"conserve bench run ended with status {error.returncode}; see what it said"
             if reference is None:
-                raise PeerUnavailable(f"{name}, which all is relative to: {error}") from None
-            console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
-            yield Unavailable(name, str(error))
+                raise PeerUnavailable(f"{name}, which all is relative to: {why}") from None
+            console.print(f"[red]{escape(why)}[/red]", highlight=False)
+            yield Unavailable(name, why)
 
 
 def _tell(text: str) -> None:
@@ -241,7 +244,7 @@ async def _sustained_rate(peer: Peer, selection: Selection) -> float:
 
 
 def _endpoint(peer: Peer) -> Endpoint:
-    return Endpoint(system=peer.name, url=peer.url, model=peer.model)
+    return Endpoint(peer.name, peer.url, peer.model, min_tokens=peer.min_tokens)
 
 
 def _warm_up(peer: Peer, selection: Selection, out: Path) -> None:
@@ -288,6 +291,8 @@ def _bench(
             command += [f"--{named.get(field, field).replace('_', '-')}", str(value)]
     if peer.session_header:
         command += ["--conversation-header", peer.session_header]
+    if not peer.min_tokens:
+        command += ["--no-min-tokens"]
     _tell(f"conserve {shlex.join(command)}")
     subprocess.run([sys.executable, "-m", "conserve.cli", *command], check=True)
 

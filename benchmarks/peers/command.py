@@ -125,7 +125,8 @@ def _tell(peer: Peer) -> None:
     header = f" --conversation-header {peer.session_header}" if peer.session_header else ""
     # The default of `conserve bench`.
     header = "" if peer.session_header == "X-Conversation-Id" else header
-    console.print(f"  conserve bench run {peer.name}={peer.url}{header}", highlight=False)
+    lengths = "" if peer.min_tokens else " --no-min-tokens"
+    console.print(f"  conserve bench run {peer.name}={peer.url}{header}{lengths}", highlight=False)
     console.print(f"Logs are in {escape(peer.described['logs'])}. Ctrl-C ends it.")
 
 

@@ -39,6 +39,7 @@ class Plan:
         decoders: the other engines.
         session_header: the request header by which it tells conversations apart, if it does.
         releases: whether it wants to be told when a conversation has ended, as ConServe does.
+        min_tokens: whether it takes requests with ``min_tokens``.
     """
 
     parts: tuple[Part, ...]
@@ -47,6 +48,7 @@ class Plan:
     decoders: int
     session_header: str | None = CONVERSATION_HEADER
     releases: bool = False
+    min_tokens: bool = True
 
     @property
     def engines(self) -> int:

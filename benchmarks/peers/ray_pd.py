@@ -7,6 +7,9 @@ the engine and does not support CPUs; this uses LMCache's multi-process connecto
 ConServe uses, through ``kv_connector_module_path``. Ray gives a connector that it does not know
 its default protocol, which is the one that it has for LMCache: prefill, then decode. Every turn
 is prefilled on the prefill replica.
+
+It prefills with ``max_tokens=1`` beside whatever ``min_tokens`` a request has, which vLLM refuses;
+so output lengths are forced with ``max_tokens`` and ``ignore_eos`` alone.
 """
 
 import os
@@ -42,6 +45,7 @@ def plan(options: Options) -> Plan:
         engine_arguments={"prefill": prefill, "decode": decode},
         prefillers=1,
         decoders=options.engines - 1,
+        min_tokens=False,
     )
 
 

@@ -52,6 +52,7 @@ class Peer:
         url: of its server, without ``/v1``.
         model: the name to ask it for.
         session_header: the request header by which it tells conversations apart, if it does.
+        min_tokens: whether it takes requests with ``min_tokens``.
         described: how it was started, for reports: command lines and what they add to the
             environment, engine arguments, engines, cores, logs, versions.
     """
@@ -60,6 +61,7 @@ class Peer:
     url: str
     model: str
     session_header: str | None
+    min_tokens: bool
     described: dict[str, Any]
 
 
@@ -115,7 +117,7 @@ def start(
         engines = [process for process in engine_processes() if process.pid not in older]
         pinned = _pinned(engines, options)
         described = _described(options, plan, pinned, logs)
-        yield Peer(name, url, model, plan.session_header, described)
+        yield Peer(name, url, model, plan.session_header, plan.min_tokens, described)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
             tell(f"starting with {options.wrong_decision_rate:g}")
             if name == "ray_pd":
                 raise PeerUnavailable("it needs a driver")
-            yield Peer(name, stub.url, "stub-model", "X-Session", {"engines": options.engines})
+            takes_min_tokens = name == "conserve"
+            described = {"engines": options.engines}
+            yield Peer(name, stub.url, "stub-model", "X-Session", takes_min_tokens, described)
 
         monkeypatch.setattr(suite, "start", start)
         yield stub
@@ -56,6 +58,8 @@ def test_every_system_gets_the_same_conversations_at_each_rate(tmp_path: Path, s
     assert (tmp_path / "per_turn-50.started.json").exists()
     assert list(tmp_path.glob("cdf-ttft*.png"))
     assert any("X-Session" in seen.headers for seen in stub.turns)
+    # Only per_turn refuses it here.
+    assert {"min_tokens" in seen.body for seen in stub.turns} == {True, False}
 
 
 def test_without_conserve_there_is_nothing_to_be_relative_to(
