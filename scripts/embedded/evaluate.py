@@ -17,9 +17,12 @@ from pathlib import Path
 
 import httpx
 import openai
+from rich.progress import Progress
 
 from conserve.agent import Score, Session, client_complete, make_session, run_agent, score
 from conserve.embedded import model_path
+from conserve.engines import engine_environment
+from conserve.settings import EMBEDDED_MODEL
 
 MODEL = "conserve-embedded"
 _PORT = 8193
@@ -36,13 +39,7 @@ def server(dtype: str, log: Path) -> Iterator[str]:
         *("--dtype", dtype, "--max-model-len", "16384", "--enforce-eager"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     ]
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    environment = engine_environment(EMBEDDED_MODEL, gpu=False)
     url = f"http://127.0.0.1:{_PORT}"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -70,8 +67,13 @@ def _wait_until_serving(process: "subprocess.Popen[bytes]", url: str, log: Path)
 async def evaluate(url: str, sessions: list[Session], at_once: int) -> list[list[Score]]:
     """Run all sessions, so many at a time; a session's tasks follow one another."""
     gate = asyncio.Semaphore(at_once)
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", timeout=600) as client:
+    async with contextlib.AsyncExitStack() as stack:
+        bar = stack.enter_context(Progress())
+        client = await stack.enter_async_context(
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", timeout=600)
+        )
         complete = client_complete(client, MODEL, max_tokens=_MAX_TOKENS)
+        done = bar.add_task("sessions", total=len(sessions))
 
         async def one(session: Session) -> list[Score]:
             messages = [{"role": "system", "content": session.system}]
@@ -82,6 +84,7 @@ async def evaluate(url: str, sessions: list[Session], at_once: int) -> list[list
                     run = await run_agent(complete, messages, session.schemas, session.toolbox.run)
                     messages = run.messages
                     scores.append(score(task, run))
+            bar.advance(done)
             return scores
 
         return await asyncio.gather(*map(one, sessions))

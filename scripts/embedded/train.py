@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from rich.progress import Progress
 from torch import Tensor
 
 from conserve.agent import make_session, plain_conversation, transcript
@@ -170,7 +171,8 @@ def main() -> None:
     losses: list[tuple[float, float]] = []
     spent = 0.0
     since = run.seen
-    with (arguments.directory / "log.jsonl").open("a") as log:
+    with (arguments.directory / "log.jsonl").open("a") as log, Progress() as bar:
+        shown = bar.add_task("training", total=run.tokens, completed=run.seen)
         for index, stage in enumerate(STAGES):
             if run.done >= stage.until:
                 continue
@@ -180,6 +182,7 @@ def main() -> None:
                 began = time.monotonic()
                 losses.append(run.step(inputs, targets))
                 spent += time.monotonic() - began
+                bar.update(shown, completed=run.seen)
                 if number % 20 == 0:
                     loss, right = np.mean(losses, axis=0)
                     line = {

@@ -136,7 +136,7 @@ def test_nothing_is_divided_by_zero() -> None:
     zero: Samples = {"tbt": {"a": [0.0], "b": [0.0]}}
     assert ratios(zero, zero, paired=True, draws=50) == []
     half: Samples = {"tbt": {"a": [0.0], "b": [1.0]}}
-    found = {r.statistic: r.base_s for r in ratios(half, half, paired=True, draws=50)}
+    found = {r.statistic: r.baseline_s for r in ratios(half, half, paired=True, draws=50)}
     assert found == pytest.approx({"gmean": 1.0, "p50": 0.5, "p95": 0.95})
 
 
