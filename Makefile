@@ -16,7 +16,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-placement bench-simulator test-cluster clean
+	bench-overhead bench-placement bench-energy bench-slots bench-simulator test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -66,6 +66,7 @@ bench-energy: $(INSTALLED) ## Compare tiers' tokens per joule, on stand-in GPUs
 
 bench-slots: $(INSTALLED) ## Measure the ledger of SM slots: operations a second
 	@$(BIN)/python -m benchmarks.slots $(ARGS)
+
 bench-simulator: $(INSTALLED) ## Measure the simulator: a million turns in how long, and how much memory
 	@$(BIN)/python -m benchmarks.simulator $(ARGS)
 

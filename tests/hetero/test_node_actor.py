@@ -97,9 +97,11 @@ def said(engine: subprocess.Popen[str], enough: Callable[[dict[str, Any]], bool]
     assert engine.stdout is not None
     deadline_s = time.monotonic() + PATIENCE_S
     for line in engine.stdout:
-        found: dict[str, Any] = json.loads(line)
-        if enough(found):
-            return found
+        # Ray tells of killed workers there too.
+        if line.startswith("{"):
+            found: dict[str, Any] = json.loads(line)
+            if enough(found):
+                return found
         assert time.monotonic() < deadline_s, line
     raise AssertionError("the engine's end has ended")
 
