@@ -80,9 +80,16 @@ def fit_prefill(
     cold = [point for point in points if not point.cached_tokens]
     cached = [point for point in points if point.cached_tokens]
     _require_distinct("prefill", "prompt lengths", {point.new_tokens for point in cold}, 4)
+    # A constant each: cold prompts are the prefiller's, which hands KV over, appends a decoder's.
     columns = _table(
         [
-            (1, p.new_tokens, p.new_tokens * (p.new_tokens + 2 * p.cached_tokens), p.cached_tokens)
+            (
+                not p.cached_tokens,
+                bool(p.cached_tokens),
+                p.new_tokens,
+                p.new_tokens * (p.new_tokens + 2 * p.cached_tokens),
+                p.cached_tokens,
+            )
             for p in points
         ]
     )
@@ -91,9 +98,10 @@ def fit_prefill(
         raise FitError("prefill: the measured times are all zero; measure again")
     curve = PrefillCurve(
         constant_s=terms[0],
-        per_token_s=terms[1],
-        per_token_squared_s=terms[2],
-        per_cached_token_s=terms[3],
+        cached_constant_s=terms[1] if cached else None,
+        per_token_s=terms[2],
+        per_token_squared_s=terms[3],
+        per_cached_token_s=terms[4],
         longest_tokens=max(point.new_tokens + point.cached_tokens for point in points),
     )
     qualities = {}
@@ -178,7 +186,7 @@ def _times(points: Sequence[Any]) -> Any:
 def _not_negative(columns: Any, values: Any, scale: Any | None = None) -> Any:
     """Least squares with no coefficient below zero; errors relative to ``scale``.
 
-    The best over all choices of columns, which is exact, and quick for four.
+    The best over all choices of columns, which is exact, and quick for five.
     """
     scale = values if scale is None else scale
     weighted, wanted = columns / scale[:, None], values / scale

@@ -52,6 +52,8 @@ class PrefillCurve(_Strict):
     for c = 0, and ``per_cached_token_s c`` for finding and reading what was there.
 
     Attributes:
+        cached_constant_s: the constant where something was cached, which is not on the prefiller,
+            whose own has the handing over of KV in it. None: the same.
         longest_tokens: up to which prompt the curve was measured; beyond is extrapolation.
     """
 
@@ -59,6 +61,7 @@ class PrefillCurve(_Strict):
     per_token_s: NotNegative
     per_token_squared_s: NotNegative
     per_cached_token_s: NotNegative = 0.0
+    cached_constant_s: NotNegative | None = None
     longest_tokens: int | None = Field(default=None, ge=1)
     quality: Quality | None = None
     cached_quality: Quality | None = None
@@ -71,7 +74,13 @@ class PrefillCurve(_Strict):
 
     def seconds(self, new_tokens: float, cached_tokens: float = 0) -> float:
         """Time of a prefill that has the engine for itself."""
-        return self.constant_s + self.marginal_s(new_tokens, cached_tokens)
+        constant_s = self.append_constant_s if cached_tokens else self.constant_s
+        return constant_s + self.marginal_s(new_tokens, cached_tokens)
+
+    @property
+    def append_constant_s(self) -> float:
+        """Of a prefill on an engine that hands no KV over."""
+        return self.constant_s if self.cached_constant_s is None else self.cached_constant_s
 
     def marginal_s(self, new_tokens: float, cached_tokens: float = 0) -> float:
         """The same without the constant: what it adds to an iteration that runs anyway."""

@@ -90,7 +90,10 @@ def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> 
             if batch * (context + _OUTPUT_TOKENS) <= room
         ],
         beside=[
-            (batch, contexts[1], new, contexts[1]) for batch in batches[1:4:2] for new in powers[:3]
+            # Far apart: against a decode step of the same order, noise would hide the share.
+            (batch, contexts[1], new, contexts[1])
+            for batch in batches[1:4:2]
+            for new in (powers[0], powers[2], min(powers[3], longest_tokens - contexts[1]))
         ],
         handoffs=powers[2:],
     )
@@ -104,6 +107,16 @@ class _Seen:
     decode: list[DecodePoint] = field(default_factory=list)
     beside: list[MixedPoint] = field(default_factory=list)
     handoff: list[HandoffPoint] = field(default_factory=list)
+
+    def as_data(self) -> dict[str, list[dict[str, Any]]]:
+        """By curve, as a profile has them."""
+        curves = {
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "interference": self.beside,
+            "handoff": self.handoff,
+        }
+        return {name: [asdict(point) for point in points] for name, points in curves.items()}
 
 
 @profiling.command()
@@ -131,9 +144,11 @@ def profile(
     low, _, high = vocabulary.partition(":")
     if not (low.isdecimal() and high.isdecimal() and int(low) + 1 < int(high)):
         _refuse(f"--vocabulary {vocabulary}: give two token ids, as in 1000:4000")
+    seen = _Seen()
     try:
         made = asyncio.run(
             _measure(
+                seen,
                 url,
                 name or out.stem,
                 repeats,
@@ -146,8 +161,12 @@ def profile(
             )
         )
         save_profile(made, out)
-    except (MeasureError, FitError, ProfileError) as error:
+    except (MeasureError, ProfileError) as error:
         _refuse(str(error))
+    except FitError as error:
+        refused = out.with_suffix(".refused.json")
+        refused.write_text(json.dumps(seen.as_data(), indent=1))
+        _refuse(f"{error}. What was measured is in {refused}")
     _show(made)
     if plots:
         _draw(made, out)
@@ -163,6 +182,7 @@ def _refuse(problem: str) -> NoReturn:
 
 
 async def _measure(
+    seen: _Seen,
     url: str,
     name: str,
     repeats: int,
@@ -178,7 +198,6 @@ async def _measure(
         kv_bytes_per_token = _embedded_kv_bytes_per_token(application)
     capacity = application.decoder.capacity_tokens
     grid = make_grid(longest_tokens, capacity, largest_batch)
-    seen = _Seen()
     count = len(grid.cold) + len(grid.appends) + len(grid.decodes)
     count += len(grid.beside) + len(grid.handoffs)
     bar = Progress(
@@ -233,12 +252,7 @@ async def _measure(
         interference=fit_interference(seen.beside, prefill, decode, min_r_squared),
         handoff=fit_handoff(seen.handoff, kv_bytes_per_token, min_r_squared),
         kv_capacity_tokens=capacity,
-        points={
-            "prefill": [asdict(point) for point in seen.prefill],
-            "decode": [asdict(point) for point in seen.decode],
-            "interference": [asdict(point) for point in seen.beside],
-            "handoff": [asdict(point) for point in seen.handoff],
-        },
+        points=seen.as_data(),
     )
 
 
@@ -277,11 +291,12 @@ def _show(made: Profile) -> None:
         f"{prefill.constant_s:.3g} + {prefill.per_token_s:.3g} n "
         f"+ {prefill.per_token_squared_s:.3g} n²"
     )
+    append = f"{prefill.append_constant_s:.3g} + the same, n² to (c+n)²-c²"
     rows: list[tuple[str, str, Quality | None]] = [
         ("prefill, n tokens", cold, prefill.quality),
         (
             "append after c cached",
-            f"the same, n² to (c+n)²-c², + {prefill.per_cached_token_s:.3g} c",
+            f"{append}, + {prefill.per_cached_token_s:.3g} c",
             prefill.cached_quality,
         ),
         (

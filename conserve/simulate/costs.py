@@ -55,13 +55,15 @@ class Costs:
         """
         prefill, decode, handoff = profile.prefill, profile.decode, profile.handoff
         power = profile.power_at(cap_w) if profile.power or cap_w is not None else None
+        # Of the roles, only prefillers hand KV over.
+        constant_s = prefill.constant_s if role == "prefiller" else prefill.append_constant_s
         slow_prefill = power.prefill_slowdown if power else 1.0
         slow_decode = power.decode_slowdown if power else 1.0
         return cls(
             step_s=decode.constant_s * slow_decode,
             per_sequence_s=decode.per_sequence_s * slow_decode,
             per_kv_token_s=decode.per_kv_token_s * slow_decode,
-            prefill_s=prefill.constant_s * slow_prefill,
+            prefill_s=constant_s * slow_prefill,
             per_token_s=prefill.per_token_s * slow_prefill,
             per_pair_s=prefill.per_token_squared_s * slow_prefill,
             per_cached_token_s=prefill.per_cached_token_s * slow_prefill,

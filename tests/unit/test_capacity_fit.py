@@ -70,9 +70,20 @@ def test_without_noise_each_term_is_exact() -> None:
     found = fit_prefill(prefill_points(known, 0, 0))
     for term in ("constant_s", "per_token_s", "per_token_squared_s", "per_cached_token_s"):
         assert getattr(found, term) == pytest.approx(getattr(known, term), rel=1e-6)
+    assert found.cached_constant_s == pytest.approx(0.004, rel=1e-6)
     assert found.longest_tokens == 16384
     assert found.quality is not None
     assert found.quality.worst_residual_share < 1e-9
+
+
+def test_what_only_the_prefiller_pays_is_found_apart() -> None:
+    known = PrefillCurve(
+        constant_s=0.03, cached_constant_s=0.005, per_token_s=1e-4, per_token_squared_s=1e-9
+    )
+    found = fit_prefill(prefill_points(known, 0.02, 1))
+    assert found.constant_s == pytest.approx(0.03, rel=0.1)
+    assert found.append_constant_s == pytest.approx(0.005, rel=0.3)
+    assert found.seconds(0, 1) < found.seconds(0) / 3
 
 
 def test_no_term_is_negative_even_where_points_bend_down() -> None:
