@@ -146,6 +146,8 @@ def _examined(
         from deployments.facts import observe_node
 
         return judge(settings, [observe_node(settings)])
+    # Ray tries twelve times, for eight minutes; it reads this when it is imported.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
     from deployments.doctor import examine_cluster
 
     try:

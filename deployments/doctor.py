@@ -26,6 +26,21 @@ _CLOCK_ROUNDS = 7
 _CONNECT_TIMEOUT_S = 3.0
 
 
+def _require_listener(address: str) -> None:
+    """Fail at once where nothing listens; Ray would take most of a minute.
+
+    Raises:
+        ConnectionError: nothing does, or there is no such host.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return  # "auto", which Ray resolves, and knows at once if it cannot.
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"nothing listens there ({error})") from None
+
+
 def examine_cluster(
     settings: Settings, address: str, on_progress: Callable[[str], None]
 ) -> list[Finding]:
@@ -34,6 +49,7 @@ def examine_cluster(
     Raises:
         ConnectionError: there is none.
     """
+    _require_listener(address)
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
     try:
         nodes = _nodes()
