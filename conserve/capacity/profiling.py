@@ -5,7 +5,7 @@ import json
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.machine import environment
+from conserve.capacity.draw import DrawMeter, NoDraw, measure_power
 from conserve.capacity.fit import (
     DecodePoint,
     FitError,
@@ -31,7 +32,7 @@ from conserve.capacity.fit import (
     fit_prefill,
 )
 from conserve.capacity.measure import Application, MeasureError, Probe, find_application
-from conserve.capacity.profile import Profile, ProfileError, Quality, save_profile
+from conserve.capacity.profile import Power, Profile, ProfileError, Quality, save_profile
 from conserve.capacity.served import engine_versions
 from conserve.embedded import model_path
 
@@ -110,7 +111,7 @@ class _Seen:
 
     def as_data(self) -> dict[str, list[dict[str, Any]]]:
         """By curve, as a profile has them."""
-        curves = {
+        curves: dict[str, Sequence[Any]] = {
             "prefill": self.prefill,
             "decode": self.decode,
             "interference": self.beside,
@@ -238,6 +239,7 @@ async def _measure(
             seen.handoff = await repeat(
                 "handoffs", [_call(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
             )
+            power = await _power(url, probe, grid)
     decode = fit_decode(seen.decode, min_r_squared)
     about = environment()
     return Profile(
@@ -252,8 +254,29 @@ async def _measure(
         interference=fit_interference(seen.beside, prefill, decode, min_r_squared),
         handoff=fit_handoff(seen.handoff, kv_bytes_per_token, min_r_squared),
         kv_capacity_tokens=capacity,
+        power=power,
         points=seen.as_data(),
     )
+
+
+async def _power(url: str, probe: Probe, grid: Grid) -> tuple[Power, ...]:
+    """Under the limit that is set; nothing where it cannot be measured, which is said."""
+
+    # Short contexts and long outputs, so that little of it is prefill.
+    sequences, context_tokens = max(grid.decodes, key=lambda one: (one[0], -one[1]))
+
+    async def prefill() -> None:
+        await probe.cold_prefill(grid.cold[-1])
+
+    async def decode() -> None:
+        await probe.decode(sequences, context_tokens, grid.cold[-1] // 2)
+
+    try:
+        with console.status("power: idle, prefill, decode, a minute in all"):
+            return (await measure_power(DrawMeter(url), prefill, decode),)
+    except NoDraw as reason:
+        console.print(f"Power was not measured: {reason}.", highlight=False)
+        return ()
 
 
 def _call(
@@ -329,6 +352,12 @@ def _show(made: Profile) -> None:
             str(quality.points),
         )
     console.print(table)
+    for power in made.power:
+        console.print(
+            f"Power under {power.cap_w:g} W: idle {power.idle_w:.0f} W, prefill "
+            f"{power.prefill_w:.0f} W, decode {power.decode_w:.0f} W.",
+            highlight=False,
+        )
     console.print(
         f"KV: {made.kv_capacity_tokens:,} tokens an engine, {handoff.bytes_per_token:,.0f} bytes "
         "each.",
