@@ -105,7 +105,10 @@ $(REQUIREMENTS): requirements-cpu.txt | $(BIN)/python
 
 $(INSTALLED): pyproject.toml $(REQUIREMENTS)
 	@echo "conserve: installing the project itself"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+# compat: as a folder on the path. Setuptools' other way is asked after the path, on which a folder
+# called conserve (the home of a checkout, say) would be taken for the package.
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation \
+		--config-settings editable_mode=compat -e .
 	@echo "conserve: making the embedded model"
 	@$(BIN)/python -c "from conserve.embedded import model_path; print('conserve: it is in', model_path())"
 	@touch $@

@@ -53,3 +53,13 @@ def test_unknown_attributes_are_refused_as_usual() -> None:
 
 def test_it_says_its_version() -> None:
     assert conserve.__version__.count(".") == 2
+
+
+def test_a_folder_of_the_same_name_is_not_taken_for_the_package(tmp_path: Path) -> None:
+    """Ray's workers have the home on their path, and in it a checkout, called conserve as well."""
+    (tmp_path / "conserve").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", "import conserve; conserve.app"],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
