@@ -63,7 +63,7 @@ wait_until_ready() {
     until health=$(curl -sS --max-time 10 http://127.0.0.1:8000/health 2>/dev/null) &&
         [[ $health == *'"prefillers":1'*'"decoders":2'* ]]; do
         [ $SECONDS -lt $deadline ] || {
-            "$ray" exec cluster.yaml 'conserve/.venv/bin/serve status' || true
+            "$ray" exec cluster.yaml 'serve status' || true
             fail "not ready after $ready_timeout_s s; last said: ${health:-nothing}"
         }
         sleep 2
@@ -98,7 +98,7 @@ inside() {
 
     run "$ray" up cluster.yaml --yes
     wait_until_ready
-    run "$ray" exec cluster.yaml 'conserve/.venv/bin/conserve doctor --address auto nodes=several'
+    run "$ray" exec cluster.yaml 'conserve doctor --address auto nodes=several'
     echo '$ curl http://127.0.0.1:8000/v1/chat/completions ...'
     answer=$(curl -sS --fail-with-body --max-time 120 http://127.0.0.1:8000/v1/chat/completions \
         -H 'Content-Type: application/json' \
@@ -106,7 +106,7 @@ inside() {
     echo "$answer"
     [[ $answer == *'"content":"'[^\"]* ]] || fail "no answer in that"
     run "$ray" down cluster.yaml --yes
-    if left=$(pgrep -a 'raylet|gcs_server'); then
+    if left=$(pgrep -a 'raylet|gcs_server' 2>/dev/null); then
         fail "ray down left these: $left"
     fi
     echo "test-cluster: passed after $SECONDS s; nothing is left running"
