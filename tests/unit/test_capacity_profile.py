@@ -3,6 +3,16 @@ from pathlib import Path
 
 import pytest
 
+from conserve.capacity.fit import (
+    DecodePoint,
+    HandoffPoint,
+    MixedPoint,
+    PrefillPoint,
+    fit_decode,
+    fit_handoff,
+    fit_interference,
+    fit_prefill,
+)
 from conserve.capacity.profile import (
     DecodeCurve,
     PrefillCurve,
@@ -24,6 +34,24 @@ def test_the_papers_profile_gives_the_figures_that_the_paper_states(a40: Profile
     assert a40.decode.tokens_per_s(sixteen_thousand_each, 300_000) == pytest.approx(1000, rel=1e-3)
     assert a40.kv_capacity_tokens == 300_000
     assert [power.cap_w for power in a40.power] == [300, 200]
+
+
+def test_the_measured_profiles_curves_are_those_of_its_points() -> None:
+    profile = load_profile("cpu-embedded")
+    assert profile.origin == "measured"
+    prefill = fit_prefill([PrefillPoint(**point) for point in profile.points["prefill"]])
+    decode = fit_decode([DecodePoint(**point) for point in profile.points["decode"]])
+    beside = [MixedPoint(**point) for point in profile.points["interference"]]
+    handoffs = [HandoffPoint(**point) for point in profile.points["handoff"]]
+    fitted = (
+        (prefill, profile.prefill),
+        (decode, profile.decode),
+        (fit_interference(beside, prefill, decode), profile.interference),
+        (fit_handoff(handoffs, profile.handoff.bytes_per_token), profile.handoff),
+    )
+    for curve, stored in fitted:
+        for name, value in stored.model_dump(exclude={"quality", "cached_quality"}).items():
+            assert getattr(curve, name) == pytest.approx(value, rel=1e-9), name
 
 
 def test_a_published_profile_without_a_source_for_a_number_is_refused(
