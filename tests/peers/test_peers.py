@@ -12,7 +12,7 @@ import pytest
 from benchmarks.peers import Options, Peer, start
 from benchmarks.peers.pinning import engine_processes
 from benchmarks.peers.plan import free_port
-from tests.harness import START_S, Stage, metric
+from tests.harness import START_S, Stage, metric, require_none_left
 
 FIRST = "open read file class return import value index " * 60
 LATER = "close the file and print what was read"
@@ -22,8 +22,7 @@ LATER = "close the file and print what was read"
 def _nothing_else_runs(stage: Stage) -> Iterator[None]:
     stage.clear()
     yield
-    left = psutil.Process().children(recursive=True)
-    assert not left, f"left behind: {[process.cmdline()[:3] for process in left]}"
+    require_none_left()
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def _started(name: str, logs: Path, **options: object) -> Iterator[Peer]:
         assert peer.model == "conserve-embedded"
         assert peer.described["engines"] == len(engine_processes())
         yield peer
-    assert not psutil.Process().children(recursive=True)
+    require_none_left()
 
 
 def _converse(peer: Peer, name: str, turns: int = 3, later: str = LATER) -> list[int]:
