@@ -1,5 +1,6 @@
 """Both tiers' numbers of replicas, from what the conversation table observes."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -28,6 +29,7 @@ class Autoscaler:
         start: replicas at the start, by tier.
         curve: the prefillers'; needed where they are scaled.
         window_s: over which rates are taken.
+        prefill_slowdown: prefills take so many times as long, under a power cap.
 
     Raises:
         ValueError: prefillers are to be scaled without a curve.
@@ -39,11 +41,12 @@ class Autoscaler:
         start: dict[Tier, int],
         curve: PrefillCurve | None,
         window_s: float,
+        prefill_slowdown: float = 1.0,
     ) -> None:
         if "prefiller" in limits and curve is None:
             raise ValueError("prefillers are scaled by the profiled curve, and there is none")
         self._limits = limits
-        self._load = PrefillLoad(curve, window_s) if curve is not None else None
+        self._load = PrefillLoad(curve, window_s, prefill_slowdown) if curve is not None else None
         self._flow = ConversationFlow(window_s)
         self.wanted = {tier: Wanted(Scaling(replicas)) for tier, replicas in start.items()}
 
@@ -59,6 +62,12 @@ class Autoscaler:
     def conversation_ended(self, lifetime_s: float, held_tokens: int) -> None:
         """A conversation ended, which held so much at last."""
         self._flow.ended(lifetime_s, held_tokens)
+
+    def adopt(self, tier: Tier, replicas: int, now_s: float) -> None:
+        """Go on from what a predecessor wanted, as if that had been decided now."""
+        limits, before = self._limits.get(tier), self.wanted[tier].scaling
+        if limits is not None and before.replicas < replicas <= limits.most:
+            self.wanted[tier].scaling = Scaling(replicas, now_s, None, "as before")
 
     def replicas(self, tier: Tier) -> int:
         """How many there are to be."""
@@ -103,7 +112,15 @@ class Autoscaler:
             return None
         capacity = sum(one.capacity_tokens for one in decoders) / len(decoders)
         held = sum(one.held_tokens for one in decoders)
-        return self._flow.need(Pool(capacity, held, waiting_tokens), now_s)
+        need = self._flow.need(Pool(capacity, held, waiting_tokens), now_s)
+        limits = self._limits.get("decoder")
+        if waiting_tokens and limits is not None:
+            # Free room adds up, but a conversation fits on one decoder or not: whatever the
+            # pool's occupancy, those that there are do not suffice.
+            least = math.nextafter(limits.up_at * len(decoders), math.inf)
+            if need.replicas < least:
+                return Need(least, "no room")
+        return need
 
     def _prefillers_needed(self, prefillers: list[Prefiller], now_s: float) -> Need | None:
         if not prefillers or self._load is None:

@@ -8,8 +8,10 @@ autoscaler nodes, by their own means.
 import time
 from typing import Any
 
-# Under this name engines tell Serve how many of their tier are wanted.
+# Under these names engines tell Serve how many of their tier are wanted, and when the table has
+# decided or confirmed that, in Unix time.
 WANTED_REPLICAS = "conserve_wanted_replicas"
+DECIDED_S = "conserve_wanted_replicas_decided_s"
 # Older than this, a table that is down, or engines that are cut off, would be followed.
 _STALE_S = 15.0
 
@@ -26,12 +28,21 @@ class FollowTable:
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Serve's ``AutoscalingContext`` to a number of replicas, and no state to keep."""
-        said = (context.raw_metrics or {}).get(WANTED_REPLICAS, {})
-        points = [point for series in said.values() for point in series]
-        newest = max(points, key=lambda point: point.timestamp, default=None)
-        if newest is None or time.time() - newest.timestamp > _STALE_S:
+        metrics = context.raw_metrics or {}
+        wanted, decided = metrics.get(WANTED_REPLICAS, {}), metrics.get(DECIDED_S, {})
+        # Engines hear the table at different moments, and one that is cut off goes on saying what
+        # it has heard last: what counts is when the table said it, not when the engine did.
+        words = [
+            (decided[replica][-1].value, series[-1].value)
+            for replica, series in wanted.items()
+            if series and decided.get(replica)
+        ]
+        if not words:
             return context.target_num_replicas, {}
-        return round(newest.value), {}
+        decided_s, replicas = max(words)
+        if time.time() - decided_s > _STALE_S:
+            return context.target_num_replicas, {}
+        return round(replicas), {}
 
 
 def serve_options(least: int, most: int) -> dict[str, Any]:

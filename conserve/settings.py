@@ -345,6 +345,11 @@ class Settings(_Strict):
             raise SettingsError(
                 f"engine_host: other nodes cannot reach {host}; leave it out where nodes=several"
             )
+        if host in ("0.0.0.0", "::"):
+            raise SettingsError(
+                f"engine_host: routers are told this address, and {host} is none to connect to; "
+                "give `node` or an address"
+            )
         return self.model_copy(update={"nodes": nodes, "engine_host": host})
 
     @property

@@ -160,7 +160,11 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
             "model_source": model_source(settings.model),
         },
         engine_kwargs=engine,
-        placement_group_config={"bundles": [dict(bundle) for _ in range(workers)]},
+        # On one node: its LMCache server, and its actor, are the engine's.
+        placement_group_config={
+            "strategy": "STRICT_PACK",
+            "bundles": [dict(bundle) for _ in range(workers)],
+        },
         # The replica shares its first worker's reservation.
         deployment_config={"ray_actor_options": {"num_cpus": 0}},
         runtime_env={"env_vars": {**engine_environment(settings.model, gpu), **own.env}},

@@ -20,12 +20,12 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from autoscale.serve import WANTED_REPLICAS
+from autoscale.serve import DECIDED_S, WANTED_REPLICAS
 from conserve.settings import Settings
 from deployments.gpu_worker import GPU_METHOD
 from deployments.holdings import Holdings
 from deployments.lmcache_server import Address
-from deployments.messages import EngineInfo, EngineUse, Role
+from deployments.messages import EngineInfo, EngineUse, Heard, Role
 from deployments.node import NodeClient
 from deployments.observer import TurnObserver, observe_engine
 from deployments.table import BEAT_S, TableClient, TableUnavailable
@@ -55,8 +55,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._leaving = False
         own = settings.decoders if role == "decoder" else settings.prefillers
         self._scales = own.max_replicas is not None
-        # Until the table has said otherwise.
-        self._wanted_replicas: int | None = None
+        # What the table has said last.
+        self._heard: Heard | None = None
         self._node = NodeClient(context.app_name, settings)
         _use_server(llm_config, await self._node.start())
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
@@ -77,6 +77,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             pid=os.getpid(),
             capacity_tokens=int(cache.num_gpu_blocks) * int(cache.block_size),
             max_model_len=int(client.vllm_config.model_config.max_model_len),
+            max_batched_tokens=int(client.vllm_config.scheduler_config.max_num_batched_tokens),
             tier=tier.name,
             gpus=gpus,
         )
@@ -108,8 +109,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For Serve's autoscaler: what the table wants; see `autoscale.serve.FollowTable`."""
-        wanted = self._wanted_replicas
-        return {} if wanted is None else {WANTED_REPLICAS: float(wanted)}
+        heard = self._heard
+        if heard is None:
+            return {}
+        return {WANTED_REPLICAS: float(heard.wanted_replicas), DECIDED_S: heard.decided_s}
 
     async def __del__(self) -> None:
         """Serve awaits it before it ends the replica: the last turns are served first."""
@@ -210,7 +213,12 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                     raise RuntimeError(f"the engine failed its first turn ({response.status})")
 
     async def _register(self) -> None:
-        info = dataclasses.replace(self._info, holds=self._holdings.all(), leaving=self._leaving)
+        info = dataclasses.replace(
+            self._info,
+            holds=self._holdings.all(),
+            leaving=self._leaving,
+            wanted_replicas=self._heard.wanted_replicas if self._heard else None,
+        )
         for conversation_id, incarnation in await self._table.call("register", info):
             self._holdings.drop(conversation_id, incarnation)
 
@@ -228,7 +236,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 if heard is None:
                     await self._register()
                     continue
-                self._wanted_replicas = heard.wanted_replicas
+                self._heard = heard
                 for conversation_id, incarnation in heard.ended:
                     self._holdings.drop(conversation_id, incarnation)
             except TableUnavailable as error:

@@ -16,7 +16,12 @@ class GpuWorker:
     device: Any
 
     def conserve_gpu_uuid(self) -> str:
-        """The GPU that this worker runs on, as NVML names it."""
-        from vllm.platforms import current_platform
+        """The GPU that this worker runs on, as NVML names it.
 
-        return str(current_platform.get_device_uuid(self.device.index or 0))
+        From CUDA, about the very device that is used: indices mean different GPUs to CUDA, to
+        NVML and behind CUDA_VISIBLE_DEVICES.
+        """
+        import torch
+
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"

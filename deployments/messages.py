@@ -30,6 +30,9 @@ class EngineInfo:
         tier: where it runs; see `hetero.tiers`.
         gpus: UUIDs of its GPUs; none on a CPU, or where that is not known.
         leaving: it is to go, and takes nothing new.
+        max_batched_tokens: of one iteration, prefills' chunks included.
+        wanted_replicas: how many of its role a table has wanted last, as it has heard; a new
+            table goes on from there.
     """
 
     id: str
@@ -42,6 +45,8 @@ class EngineInfo:
     tier: str = ""
     gpus: tuple[str, ...] = ()
     leaving: bool = False
+    wanted_replicas: int | None = None
+    max_batched_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +82,12 @@ class Heard:
     Attributes:
         ended: conversations (and incarnations) that the engine is to forget.
         wanted_replicas: how many engines of its role there are to be.
+        decided_s: when that was decided, or confirmed; Unix time.
     """
 
     ended: list[tuple[str, int]]
     wanted_replicas: int
+    decided_s: float
 
 
 @dataclass(frozen=True, slots=True)

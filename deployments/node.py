@@ -255,8 +255,11 @@ class NodeClient:
             except ray.exceptions.RayActorError:
                 try:
                     self._actor = self._connect()
-                except ray.exceptions.RayError as error:
+                except Exception as error:
                     logger.warning("the node actor is down: %s", error)
+            except Exception:
+                # Without beats caps would be lifted, and the LMCache server would end.
+                logger.exception("a beat to the node actor failed")
 
     def _connect(self) -> Any:
         return (

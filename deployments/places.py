@@ -23,31 +23,34 @@ def wait_for_tiers(settings: Settings, gpu: bool, timeout_s: float) -> None:
     """
     deadline_s = time.monotonic() + timeout_s
     asked = False
-    while True:
-        nodes = tiers.offers(ray.nodes())
-        absent = tiers.missing(settings, gpu, nodes)
-        if not absent:
-            break
-        left_s = deadline_s - time.monotonic()
-        problems = "\n  ".join(absent)
-        there = tiers.inventory(nodes).replace("\n", "\n  ")
-        if left_s <= 0:
-            raise SettingsError(
-                f"no place for ConServe on this cluster\n  {problems}\nIt has:\n  {there}\n"
-                "Start such a node, or name another tier."
-            )
-        if not asked:
-            asked = True
-            logger.warning(
-                "waiting %g s for nodes to join\n  %s\nThe cluster has:\n  %s",
-                timeout_s, problems, there,
-            )  # fmt: skip
-            # An autoscaler starts nodes for what is asked of it, and nothing is, yet.
-            _ask_autoscaler(settings, gpu)
-        time.sleep(min(_LOOK_S, left_s))
-    if asked:
-        # From now on the engines' own reservations speak.
-        request_resources(bundles=[])
+    try:
+        while True:
+            nodes = tiers.offers(ray.nodes())
+            absent = tiers.missing(settings, gpu, nodes)
+            if not absent:
+                break
+            left_s = deadline_s - time.monotonic()
+            problems = "\n  ".join(absent)
+            there = tiers.inventory(nodes).replace("\n", "\n  ")
+            if left_s <= 0:
+                raise SettingsError(
+                    f"no place for ConServe on this cluster\n  {problems}\nIt has:\n  {there}\n"
+                    "Start such a node, or name another tier."
+                )
+            if not asked:
+                asked = True
+                logger.warning(
+                    "waiting %g s for nodes to join\n  %s\nThe cluster has:\n  %s",
+                    timeout_s, problems, there,
+                )  # fmt: skip
+                # An autoscaler starts nodes for what is asked of it, and nothing is, yet.
+                _ask_autoscaler(settings, gpu)
+            time.sleep(min(_LOOK_S, left_s))
+    finally:
+        if asked:
+            # It would stand until it is withdrawn. From now on the engines' own reservations
+            # speak; or nobody wants these nodes any more.
+            request_resources(bundles=[])
 
 
 def _ask_autoscaler(settings: Settings, gpu: bool) -> None:

@@ -19,7 +19,7 @@ import ray
 from autoscale.autoscaler import Autoscaler, Tier
 from autoscale.scaling import Limits
 from conserve import identity
-from conserve.capacity.profile import load_profile
+from conserve.capacity.profile import Profile, load_profile
 from conserve.clock import unix_s
 from conserve.conversations import (
     MEMORY_ENVIRONMENT,
@@ -89,6 +89,7 @@ class TableService:
         self._waiters: dict[str, asyncio.Future[Placement]] = {}
         self._came_s: dict[str, float] = {}
         self._started_s = time.monotonic()
+        self._decided_s = unix_s()
         self._last_beat_s = self._started_s
         self._recovered = asyncio.Event()
         self._housekeeping: asyncio.Task[None] | None = None
@@ -98,6 +99,7 @@ class TableService:
     async def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
         """An engine is ready. Returns conversations (and incarnations) that it is to forget."""
         self._ensure_housekeeping()
+        now_s = time.monotonic()
         forget: list[tuple[str, int]] = []
         if engine.role == "prefiller":
             self._table.add_prefiller(engine.id)
@@ -108,8 +110,11 @@ class TableService:
             self._ended.setdefault(engine.id, [])
         if engine.leaving:
             self._table.leave(engine.id)
+        if engine.wanted_replicas is not None and now_s - self._started_s <= SILENCE_S:
+            # A predecessor has wanted so many, and they are there.
+            self._autoscaler.adopt(engine.role, engine.wanted_replicas, now_s)
         self._engines[engine.id] = engine
-        self._beats[engine.id] = time.monotonic()
+        self._beats[engine.id] = now_s
         logger.info("%s %s is ready at %s", engine.role, engine.id, engine.url)
         if self._complete():
             self._recovered.set()
@@ -131,7 +136,7 @@ class TableService:
         self._beats[engine_id] = self._last_beat_s
         ended = self._ended.get(engine_id, [])
         self._ended[engine_id] = []
-        return Heard(ended, self._autoscaler.replicas(engine.role))
+        return Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s)
 
     async def engine_lost(self, engine_id: str, why: str) -> None:
         """An engine is dead."""
@@ -139,7 +144,6 @@ class TableService:
         if engine is None:
             return
         self._metrics.engines_lost.labels(engine.role).inc()
-        self._energy.remove_engine(engine_id)
         unbound = self._remove(engine)
         logger.warning(
             "%s %s is lost (%s); %d conversations will be prefilled again on their next turn",
@@ -162,15 +166,14 @@ class TableService:
         if not self._table.is_leaving(engine_id):
             self._table.leave(engine_id)
             logger.info("%s %s is leaving", engine.role, engine_id)
-        if not self._table.accepting_decoders:
-            # The application ends, so nobody could serve the next turns.
-            return False
         if not self._routers and time.monotonic() - self._started_s > SILENCE_S:
             # They belong to a new deployment, with a table of its own: no turn comes here.
             return False
         if engine.role == "prefiller":
             return self._table.prefillers[engine_id].queued_tokens > 0 and not overdue
-        if overdue:
+        if overdue or not self._table.accepting_decoders:
+            # With no other decoder the application ends, as a rule. Or the others have died: then
+            # turns that run are not cut, and the rest is prefilled again once there is another.
             unbound = self._table.evict(engine_id)
             if unbound:
                 logger.info(
@@ -192,6 +195,7 @@ class TableService:
     def _remove(self, engine: EngineInfo) -> list[str]:
         """Forget an engine; ids of the conversations that were bound to it."""
         del self._engines[engine.id]
+        self._energy.remove_engine(engine.id)
         self._beats.pop(engine.id, None)
         self._ended.pop(engine.id, None)
         if engine.role == "prefiller":
@@ -201,6 +205,7 @@ class TableService:
 
     async def engines(self) -> list[dict[str, Any]]:
         """Those alive, for `GET /v1/engines`."""
+        await self._not_ready()
         described = []
         for engine in self._engines.values():
             decoder = self._table.decoders.get(engine.id)
@@ -213,6 +218,7 @@ class TableService:
                     "pid": engine.pid,
                     "leaving": self._table.is_leaving(engine.id),
                     "capacity_tokens": engine.capacity_tokens,
+                    "max_batched_tokens": engine.max_batched_tokens,
                     "held_tokens": decoder.held_tokens if decoder else None,
                     "conversations": decoder.conversations if decoder else None,
                     "queued_tokens": prefiller.queued_tokens if prefiller else None,
@@ -437,9 +443,14 @@ class TableService:
         return None if self._table.decoders else _UNAVAILABLE
 
     def _complete(self) -> bool:
-        return (
-            len(self._table.decoders) >= self._settings.decoders.replicas
-            and len(self._table.prefillers) >= self._settings.prefiller_replicas
+        """Whether all engines that a predecessor had are known; of itself, those to start with."""
+        return all(
+            len(known) >= self._autoscaler.replicas(tier)
+            for tier, known in (
+                ("decoder", self._table.decoders),
+                ("prefiller", self._table.prefillers),
+            )
+            if tier in self._autoscaler.wanted
         )
 
     def _tokenizer(self) -> EngineInfo | None:
@@ -595,6 +606,7 @@ class TableService:
         changed = self._autoscaler.decide(
             table.decoders.values(), table.prefillers.values(), self._line.tokens, now_s
         )
+        self._decided_s = unix_s()
         for tier in changed:
             scaling = self._autoscaler.wanted[tier].scaling
             logger.info("%ss: %d wanted (%s)", tier, scaling.replicas, scaling.why)
@@ -650,8 +662,28 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
                 chosen.down_delay_s,
                 chosen.cool_down_s,
             )
-    curve = load_profile(settings.profile).prefill if settings.profile else None
-    return Autoscaler(limits, start, curve, chosen.window_s)
+    if not settings.profile:
+        return Autoscaler(limits, start, None, chosen.window_s)
+    profile = load_profile(settings.profile)
+    return Autoscaler(
+        limits, start, profile.prefill, chosen.window_s, _prefill_slowdown(settings, profile)
+    )
+
+
+def _prefill_slowdown(settings: Settings, profile: Profile) -> float:
+    """How much longer prefills take under the prefillers' power cap than the profile says."""
+    tier = settings.tiers.get(settings.prefillers.tier or "")
+    if tier is None or not profile.power:
+        return 1.0
+    cap_w = tier.power_cap_w
+    if tier.power_cap_fraction is not None:
+        # The profile's highest cap is the hardware's own limit.
+        cap_w = tier.power_cap_fraction * profile.power[0].cap_w
+    if cap_w is None:
+        return 1.0
+    # Between two caps of the profile, the slower.
+    known = [power for power in profile.power if power.cap_w <= cap_w + 1] or profile.power[-1:]
+    return known[0].prefill_slowdown
 
 
 @dataclass(frozen=True, slots=True)

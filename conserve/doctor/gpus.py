@@ -5,13 +5,18 @@ from conserve.doctor.findings import Finding
 from conserve.settings import Settings
 
 
-def check_gpus(facts: GpuFacts, settings: Settings, caps_power: bool) -> list[Finding]:
+def check_gpus(
+    facts: GpuFacts, settings: Settings, caps_power: bool, has_engines: bool = True
+) -> list[Finding]:
     """What NVML says of this node's GPUs.
 
     Args:
         caps_power: whether power caps are asked for here.
+        has_engines: whether engines can be here at all.
     """
     if not facts.devices:
+        if not has_engines:
+            return [Finding("ok", "GPU", "none; no engine runs here")]
         if settings.device == "gpu":
             return [
                 Finding(

@@ -14,14 +14,17 @@ _LEAST_DISK_BYTES = 2 * 2**30
 _LEAST_OPEN_FILES = 4096
 
 
-def check_machine(facts: MachineFacts, settings: Settings, cpu_engines: int) -> list[Finding]:
+def check_machine(
+    facts: MachineFacts, settings: Settings, cpu_engines: int, has_engines: bool = True
+) -> list[Finding]:
     """What ConServe needs of a machine.
 
     Args:
         cpu_engines: how many engines would run here on the CPU.
+        has_engines: whether any can be here, and with them an LMCache server.
     """
     return [
-        _memory(facts, settings, cpu_engines),
+        *([_memory(facts, settings, cpu_engines)] if has_engines else []),
         _shared_memory(facts),
         *_disk(facts),
         *_huge_pages(facts),

@@ -14,9 +14,13 @@ PACKAGES = ("conserve", "ray", *ENGINES, "torch", "lmcache", *NIXL, "nvidia-ml-p
 _PYTHONS = ((3, 11), (3, 12))
 
 
-def check_software(facts: SoftwareFacts, gpus: GpuFacts, several_nodes: bool) -> list[Finding]:
+def check_software(
+    facts: SoftwareFacts, gpus: GpuFacts, several_nodes: bool, has_engines: bool = True
+) -> list[Finding]:
     """One node's versions, each by itself and with the others."""
-    findings = [_python(facts), *_engine(facts, gpus), *_requirements(facts)]
+    findings = [_python(facts), *_requirements(facts)]
+    if has_engines:
+        findings += _engine(facts, gpus)
     if several_nodes:
         findings.append(_nixl(facts))
     if all(finding.level == "ok" for finding in findings):

@@ -11,11 +11,8 @@ from hetero.tiers import NodeOffer, RoleTier, described, inventory, is_offered, 
 def check_tiers(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
     """Whether a node of the cluster offers the tier of each role."""
     offered = [NodeOffer(node.name, node.resources, node.labels) for node in nodes]
-    on_gpu = settings.device == "gpu" or (
-        settings.device == "auto" and any(node.resources.get("GPU") for node in nodes)
-    )
     findings = []
-    for role, tier in role_tiers(settings, on_gpu).items():
+    for role, tier in role_tiers(settings, runs_on_gpus(settings, nodes)).items():
         found = [node.name for node in offered if is_offered(tier, node)]
         what = f"{tier.name} ({described(tier)})"
         if found:
@@ -29,6 +26,27 @@ def check_tiers(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]
                 )
             )  # fmt: skip
     return findings
+
+
+def engine_nodes(settings: Settings, nodes: Sequence[NodeFacts]) -> list[NodeFacts]:
+    """Those on which an engine of these settings can be; all, if none can."""
+    on_gpu = runs_on_gpus(settings, nodes)
+    tiers = role_tiers(settings, on_gpu).values()
+    offered = [(node, NodeOffer(node.name, node.resources, node.labels)) for node in nodes]
+    found = [
+        node
+        for node, offer in offered
+        if any(is_offered(tier, offer) for tier in tiers)
+        and (node.resources.get("GPU") or not on_gpu)
+    ]
+    return found or list(nodes)
+
+
+def runs_on_gpus(settings: Settings, nodes: Sequence[NodeFacts]) -> bool:
+    """Whether a cluster's engines are on GPUs."""
+    return settings.device == "gpu" or (
+        settings.device == "auto" and any(node.resources.get("GPU") for node in nodes)
+    )
 
 
 def role_tiers(settings: Settings, on_gpu: bool) -> dict[str, RoleTier]:

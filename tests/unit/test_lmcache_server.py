@@ -53,6 +53,8 @@ def test_several_nodes_are_noticed(
 def test_engines_that_others_cannot_reach_are_refused() -> None:
     with pytest.raises(SettingsError, match="engine_host: other nodes cannot reach localhost"):
         load({"nodes": "several", "engine_host": "localhost"}).on_nodes(1)
+    with pytest.raises(SettingsError, match=r"0\.0\.0\.0 is none to connect to"):
+        load({"engine_host": "0.0.0.0"}).on_nodes(1)
 
 
 def test_open_ports_may_both_be_open() -> None:

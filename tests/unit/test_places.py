@@ -72,6 +72,8 @@ def test_the_wait_has_a_bound(cluster: Cluster, caplog: pytest.LogCaptureFixture
     (said,) = caplog.messages  # At once, and once.
     assert "no node offers 'frugal'" in said
     assert "accelerator type H100" in said
+    # What was asked for is withdrawn, or nodes would come, and stay, for nobody.
+    assert cluster.asked[-1] == ([], None)
 
 
 def test_nothing_is_asked_where_every_role_has_a_place(cluster: Cluster) -> None:
