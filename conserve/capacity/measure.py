@@ -38,12 +38,17 @@ class MeasureError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine as ``GET /v1/engines`` describes it."""
+    """An engine as ``GET /v1/engines`` describes it.
+
+    Attributes:
+        batched_tokens: most of one step; None where the application does not say.
+    """
 
     id: str
     role: str
     url: str
     capacity_tokens: int
+    batched_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,14 @@ async def find_application(url: str) -> Application:
         raise MeasureError(f"nothing answers at {base}: {said}") from None
     models, engines = found
     by_role = {
-        one["role"]: Engine(one["id"], one["role"], one["url"], one["capacity_tokens"])
+        one["role"]: Engine(
+            one["id"],
+            one["role"],
+            one["url"],
+            one["capacity_tokens"],
+            # Nothing, or 0, where an application does not know.
+            one.get("max_batched_tokens") or None,
+        )
         for one in engines
     }
     for role in ("prefiller", "decoder"):

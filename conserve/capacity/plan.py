@@ -55,6 +55,7 @@ class Work:
     Attributes:
         prefill_s: of a prefiller, for the first turn.
         decoder_s: of a decoder whose batch is full: its share of the decode steps, and appends.
+        appends_s: of these, the appends.
         slots: B: conversations that a decoder holds at their peak.
         lifetime_s: W: gaps, prefills, handoff and decode in a full batch; no queueing.
         tbt_s: of a full batch.
@@ -62,6 +63,7 @@ class Work:
 
     prefill_s: float
     decoder_s: float
+    appends_s: float
     slots: int
     lifetime_s: float
     tbt_s: float
@@ -81,7 +83,10 @@ class Plan:
         headroom: by which both sides of the two inequalities are apart, as a share.
         needed_throughput, needed_memory: decoders by (1) and by (2), before rounding up.
         binding: which of the two decided.
-        prefiller_utilisation, decoder_utilisation, slot_utilisation: expected at R.
+        prefiller_utilisation, decoder_utilisation: shares of time in which one of them computes,
+            expected at R. A decoder does so however small its batch is, so this is no share of what
+            it could do.
+        slot_utilisation: expected at R, with lifetimes in full batches.
         overflow_share: of the time in which more conversations are live than there are slots,
             with Poisson arrivals (then their number is Poisson with mean R W).
         watts: expected draw of all engines at R; None without power in the profiles.
@@ -157,6 +162,7 @@ def work(demand: Demand, tiers: Tiers, *, with_appends: bool = True) -> Work:
     return Work(
         prefill_s=prefill_s,
         decoder_s=decoder_s,
+        appends_s=appends_s,
         slots=slots,
         lifetime_s=lifetime_s,
         tbt_s=tbt_s,
@@ -200,7 +206,7 @@ def make_plan(
     throughput, memory = _needed(one, room * provisioned)
     decoders = _replicas(max(throughput, memory), "decoders")
     prefiller_use = rate_per_s * one.prefill_s / prefillers
-    decoder_use = rate_per_s * one.decoder_s / decoders
+    decoder_use = _decoder_use(demand, tiers, one, rate_per_s / decoders)
     live = rate_per_s * one.lifetime_s
     return Plan(
         rate_per_s=rate_per_s,
@@ -252,6 +258,32 @@ def _power(profile: Profile, cap_w: float | None) -> Power | None:
     return profile.power_at(cap_w)
 
 
+def _decoder_use(demand: Demand, tiers: Tiers, one: Work, rate_per_s: float) -> float:
+    """Share of time in which a decoder computes when so many conversations a second come to it.
+
+    Batches are as large as that rate makes them, not full. The conversations that live on a decoder
+    are taken to work independently of one another; placement keeps their number even.
+    """
+    _, power = tiers.powers()
+    slower = power.decode_slowdown if power else 1.0
+    curve, context_tokens = tiers.decoder.decode, demand.mean_context_tokens
+    # Sequences that decode at the same time: b = rate x output x TBT(b), which is linear in b.
+    tokens_per_s = rate_per_s * demand.output_tokens
+    batch = tokens_per_s * slower * curve.step_s(1, context_tokens)
+    if batch > 1:
+        each_s = curve.per_sequence_s + curve.per_kv_token_s * context_tokens
+        grows = tokens_per_s * slower * each_s
+        endless = grows >= 1
+        batch = math.inf if endless else tokens_per_s * slower * curve.constant_s / (1 - grows)
+    batch = min(max(1.0, batch), one.slots)
+    tbt_s = slower * curve.step_s(batch, batch * context_tokens)
+    working = rate_per_s * (demand.output_tokens * tbt_s + one.appends_s)
+    live = rate_per_s * (one.lifetime_s - demand.output_tokens * (one.tbt_s - tbt_s))
+    # Fewer than one never overlap with anybody.
+    live = max(1.0, live)
+    return float(1 - max(0.0, 1 - working / live) ** live)
+
+
 def _watts(
     tiers: Tiers, prefillers: int, decoders: int, prefiller_use: float, decoder_use: float
 ) -> float | None:
@@ -295,11 +327,11 @@ def _broken(demand: Demand, tiers: Tiers, one: Work, rate_per_s: float, decoders
         )
     gap_share = demand.gap_s / one.lifetime_s
     if gap_share > _GAP_SHARE_OF_NOTE:
-        busy, _ = _needed(one, rate_per_s)
+        busy, memory = _needed(one, rate_per_s)
         found.append(
             f"Conversations wait for tools and people during {gap_share:.0%} of their lives and "
-            f"hold their KV meanwhile: memory asks for {decoders} decoders, their work for "
-            f"{_replicas(busy, 'decoders')}."
+            f"hold their KV meanwhile: memory asks for {_replicas(memory, 'decoders')} decoders, "
+            f"their work for {_replicas(busy, 'decoders')}."
         )
     if one.slots == 1:
         found.append(

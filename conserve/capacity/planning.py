@@ -17,7 +17,7 @@ from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadErr
 from benchmarks.workloads.arrivals import Arrivals
 from conserve.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
 from conserve.capacity.plan import Plan, PlanError, Provision, Tiers, make_plan
-from conserve.capacity.profile import ProfileError, load_profile
+from conserve.capacity.profile import Profile, ProfileError, load_profile
 
 planning = typer.Typer(
     help="Plan prefillers, decoders and slots from a profile and a workload.",
@@ -29,7 +29,15 @@ console = Console()
 # Workloads whose lengths are known before they run.
 _KINDS = ("synthetic", "recorded")
 # What a plan for one rate shows besides: the same traffic so many times over.
-_MULTIPLES = (1.0, 2.0, 5.0, 10.0)
+_MULTIPLES = (2.0, 5.0, 10.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Impossible:
+    """In a plan's place, where no number of replicas would do."""
+
+    rate_per_s: float
+    reason: str
 
 
 @planning.command()
@@ -40,8 +48,8 @@ def plan(
     rate: Annotated[
         list[float] | None,
         typer.Option(
-            help="Conversations a second (default: 1). Several: a row each; one: also 2, 5 and "
-            "10 times as many."
+            help="Conversations a second (default: 1); of recorded ones sessions, whose sub-agents "
+            "come besides. Several: a row each; one: also 2, 5 and 10 times as many."
         ),
     ] = None,
     workload: Annotated[str, typer.Option(help="synthetic or recorded.")] = "synthetic",
@@ -108,7 +116,7 @@ def plan(
     rates = rate or [1.0]
     try:
         own = load_profile(profile)
-        others = [load_profile(name) for name in decoder_profile or ()]
+        others = [_other(own, name) for name in decoder_profile or ()]
         spreads = {
             "turns": _spread("--turns", turns),
             "first_prompt_tokens": _spread("--first-tokens", first_tokens),
@@ -133,12 +141,18 @@ def plan(
         shares: dict[str, Any] = {"headroom": headroom, "prefill_headroom": prefill_headroom}
         shares["provision"] = provision
         tiers = Tiers(own, own)
-        asked = rates if len(rates) > 1 else [rates[0] * multiple for multiple in _MULTIPLES]
-        plans = [make_plan(demand, tiers, one, **shares) for one in asked]
-        choices = [tiers]
-        choices += [Tiers(own, own, None, power.cap_w) for power in own.power[1:]]
+        each = _conversations_each(made)
+        # What is asked for has to be possible; what is shown besides need not be.
+        plans: list[Plan | Impossible] = [
+            make_plan(demand, tiers, one * each, **shares) for one in rates
+        ]
+        first = plans[0]
+        choices = [Tiers(own, own, None, power.cap_w) for power in own.power[1:]]
         choices += [Tiers(own, other) for other in others]
-        alternatives = [(one, make_plan(demand, one, asked[0], **shares)) for one in choices]
+        multiples = _MULTIPLES if len(rates) == 1 else ()
+        plans += [_attempt(demand, tiers, more * rates[0] * each, shares) for more in multiples]
+        alternatives = [(tiers, first)]
+        alternatives += [(one, _attempt(demand, one, rates[0] * each, shares)) for one in choices]
     except (DemandError, PlanError, ProfileError, WorkloadError) as error:
         _refuse(str(error))
     _show(demand, made, plans, alternatives)
@@ -147,6 +161,26 @@ def plan(
 def _refuse(problem: str) -> NoReturn:
     console.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
     raise typer.Exit(2)
+
+
+def _other(own: Profile, source: str) -> Profile:
+    """Another tier's profile, of the same model."""
+    found = load_profile(source)
+    if found.model != own.model:
+        raise ProfileError(
+            f"--decoder-profile {source} is of the model {found.model} and {own.name} of "
+            f"{own.model}: KV of one is nothing to the other; give a profile of {own.model}"
+        )
+    return found
+
+
+def _attempt(
+    demand: Demand, tiers: Tiers, rate_per_s: float, shares: dict[str, Any]
+) -> Plan | Impossible:
+    try:
+        return make_plan(demand, tiers, rate_per_s, **shares)
+    except PlanError as error:
+        return Impossible(rate_per_s, str(error))
 
 
 # --- The workload ---------------------------------------------------------------------------------
@@ -200,6 +234,12 @@ def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
     )
 
 
+def _conversations_each(workload: Workload) -> float:
+    """Conversations that come with an arrival: a recorded session's sub-agents are such, too."""
+    sessions = workload.counts.get("sessions")
+    return workload.counts["conversations"] / sessions if sessions else 1.0
+
+
 def planned_turns(workload: Workload) -> Iterator[list[PlannedTurn]]:
     """Every conversation's turns, as `conserve bench` would send them.
 
@@ -245,14 +285,21 @@ def _watched(workload: Workload) -> Iterator[list[PlannedTurn]]:
 def _show(
     demand: Demand,
     workload: Workload,
-    plans: Sequence[Plan],
-    alternatives: Sequence[tuple[Tiers, Plan]],
+    plans: Sequence[Plan | Impossible],
+    alternatives: Sequence[tuple[Tiers, Plan | Impossible]],
 ) -> None:
     tiers, first = alternatives[0]
+    assert isinstance(first, Plan)
     console.print(_workload_table(demand, workload, first))
     console.print(_engine_table(tiers, first))
     console.print(_rates_table(plans))
+    for plan in plans:
+        if isinstance(plan, Impossible):
+            _say_why(f"{plan.rate_per_s:g} conversations/s", plan)
     console.print(_alternatives_table(alternatives))
+    for other, plan in alternatives:
+        if isinstance(plan, Impossible):
+            _say_why(_decoders(other), plan)
     console.print(
         f"At {first.rate_per_s:g} conversations/s: [bold]{_counted(first)}[/bold], "
         f"{first.work.slots} slots each; {first.binding} decides "
@@ -261,6 +308,17 @@ def _show(
     )
     for said in first.assumptions_broken:
         console.print(f"[yellow]Not as assumed:[/yellow] {escape(said)}", highlight=False)
+
+
+def _say_why(what: str, plan: Impossible) -> None:
+    console.print(
+        f"[yellow]Not possible, {escape(what)}:[/yellow] {escape(plan.reason)}.", highlight=False
+    )
+
+
+def _decoders(tiers: Tiers) -> str:
+    name = tiers.decoder.name
+    return name if tiers.decoder_cap_w is None else f"{name}, capped at {tiers.decoder_cap_w:g} W"
 
 
 def _counted(plan: Plan) -> str:
@@ -279,9 +337,17 @@ def _facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def _workload_table(demand: Demand, workload: Workload, plan: Plan) -> Table:
+    each = _conversations_each(workload)
+    sessions = [
+        ("recorded sessions", f"{workload.counts.get('sessions', 0):,}"),
+        ("conversations a session, sub-agents' included", f"{each:.3g}"),
+        ("sessions that arrive", f"{plan.rate_per_s / each:g} a second"),
+        ("so, conversations that arrive", f"{plan.rate_per_s:g} a second"),
+    ]
     return _facts(
         f"a conversation, workload {workload.name}",
         [
+            *(sessions if "sessions" in workload.counts else ()),
             ("conversations that this is the mean of", f"{demand.conversations:,}"),
             ("turns", f"{demand.turns:,.1f}"),
             ("first turn's input, L_in", f"{demand.first_tokens:,.0f} tokens"),
@@ -312,7 +378,7 @@ def _engine_table(tiers: Tiers, plan: Plan) -> Table:
     )
 
 
-def _rates_table(plans: Sequence[Plan]) -> Table:
+def _rates_table(plans: Sequence[Plan | Impossible]) -> Table:
     table = Table(title="replicas by rate of arrivals", box=box.SIMPLE_HEAD, title_justify="left")
     for heading in (
         "conv./s",
@@ -326,6 +392,9 @@ def _rates_table(plans: Sequence[Plan]) -> Table:
         justify: Any = "left" if heading == "decides" else "right"
         table.add_column(heading, justify=justify, no_wrap=True)
     for plan in plans:
+        if isinstance(plan, Impossible):
+            table.add_row(f"{plan.rate_per_s:g}", *("-",) * 6)
+            continue
         joules = plan.joules_per_conversation
         used = (plan.prefiller_utilisation, plan.decoder_utilisation, plan.slot_utilisation)
         table.add_row(
@@ -340,7 +409,7 @@ def _rates_table(plans: Sequence[Plan]) -> Table:
     return table
 
 
-def _alternatives_table(alternatives: Sequence[tuple[Tiers, Plan]]) -> Table:
+def _alternatives_table(alternatives: Sequence[tuple[Tiers, Plan | Impossible]]) -> Table:
     rate = alternatives[0][1].rate_per_s
     table = Table(
         title=f"alternatives at {rate:g} conversations/s", box=box.SIMPLE_HEAD, title_justify="left"
@@ -348,12 +417,12 @@ def _alternatives_table(alternatives: Sequence[tuple[Tiers, Plan]]) -> Table:
     for heading in ("decoders on", "prefillers", "decoders", "TBT, full batch", "W", "J/conv."):
         table.add_column(heading, justify="left" if heading == "decoders on" else "right")
     for tiers, plan in alternatives:
+        if isinstance(plan, Impossible):
+            table.add_row(_decoders(tiers), *("-",) * 5)
+            continue
         joules = plan.joules_per_conversation
-        name = tiers.decoder.name
-        if tiers.decoder_cap_w is not None:
-            name += f", capped at {tiers.decoder_cap_w:g} W"
         table.add_row(
-            name,
+            _decoders(tiers),
             f"{plan.prefillers:,}",
             f"{plan.decoders:,}",
             f"{plan.work.tbt_s * 1e3:,.1f} ms",

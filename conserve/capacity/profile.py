@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 # Those that come with the repository are found by name.
 FOLDER = Path(__file__).parents[2] / "profiles"
 
+NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
+
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -173,7 +175,7 @@ class Profile(_Strict):
     """
 
     format: Literal[1] = 1
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern=NAME_PATTERN)
     origin: Literal["measured", "published"]
     model: str = Field(min_length=1)
     date: str = Field(pattern=r"^\d{4}-\d{2}-\d{2}")

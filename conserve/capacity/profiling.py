@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import math
+import os
 import random
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
 from rich import box
@@ -21,6 +24,8 @@ from rich.table import Table
 from benchmarks.machine import environment
 from conserve.capacity.draw import DrawMeter, NoDraw, measure_power
 from conserve.capacity.fit import (
+    MIN_R_SQUARED,
+    MIN_R_SQUARED_BESIDE,
     DecodePoint,
     FitError,
     HandoffPoint,
@@ -32,7 +37,14 @@ from conserve.capacity.fit import (
     fit_prefill,
 )
 from conserve.capacity.measure import Application, MeasureError, Probe, find_application
-from conserve.capacity.profile import Power, Profile, ProfileError, Quality, save_profile
+from conserve.capacity.profile import (
+    NAME_PATTERN,
+    Power,
+    Profile,
+    ProfileError,
+    Quality,
+    save_profile,
+)
 from conserve.capacity.served import engine_versions
 from conserve.embedded import model_path
 
@@ -71,7 +83,7 @@ def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> 
     """Powers of two up to the longest prompt, and batches whose KV fits.
 
     Raises:
-        MeasureError: too short, or too little, for a curve.
+        MeasureError: prompts too short, or batches too few, for a curve.
     """
     powers = [2**n for n in range(7, 20) if 2**n <= longest_tokens]
     if len(powers) < 4:
@@ -81,22 +93,32 @@ def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> 
     contexts = sorted({powers[0], powers[len(powers) // 2 - 1], powers[-2]})
     batches = [2**n for n in range(8) if 2**n <= largest_batch]
     room = capacity_tokens // 2
+    decodes = [
+        (batch, context)
+        for batch in batches
+        for context in contexts
+        if batch * (context + _OUTPUT_TOKENS) <= room
+    ]
+    sizes = {batch for batch, _ in decodes}
+    amounts = {batch * context for batch, context in decodes}
+    if min(len(sizes), len(amounts)) < 3:
+        raise MeasureError(
+            f"batches of up to {largest_batch} sequences in half of {capacity_tokens:,} tokens of "
+            f"KV make {len(sizes)} batch sizes and {len(amounts)} amounts of KV, and a curve needs "
+            "3 of each; allow batches of 4 (--largest-batch), or give the decoder more memory"
+        )
     return Grid(
         cold=powers,
         appends=[(n, c) for n in powers[:4] for c in contexts[1:] if n + c <= longest_tokens],
-        decodes=[
-            (batch, context)
-            for batch in batches
-            for context in contexts
-            if batch * (context + _OUTPUT_TOKENS) <= room
-        ],
+        decodes=decodes,
         beside=[
             # Far apart: against a decode step of the same order, noise would hide the share.
             (batch, contexts[1], new, contexts[1])
             for batch in batches[1:4:2]
             for new in (powers[0], powers[2], min(powers[3], longest_tokens - contexts[1]))
         ],
-        handoffs=powers[2:],
+        # Short ones tell little; but a line needs three.
+        handoffs=powers[min(2, len(powers) - 3) :],
     )
 
 
@@ -135,9 +157,21 @@ def profile(
         float | None,
         typer.Option(help="KV of a token, all layers; known for the embedded model."),
     ] = None,
+    batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most tokens of an engine's step (vLLM's max_num_batched_tokens), for the "
+            "simulator; default: what the application says.",
+        ),
+    ] = None,
     min_r_squared: Annotated[
-        float, typer.Option(help="A curve that explains less of its points is refused.")
-    ] = 0.95,
+        float | None,
+        typer.Option(
+            help="A curve that explains less of its points is refused (default: "
+            f"{MIN_R_SQUARED:g}; for appends beside decodes {MIN_R_SQUARED_BESIDE:g})."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts, and of the order.")] = 0,
     plots: Annotated[bool, typer.Option(help="Draw the fits.")] = True,
 ) -> None:
@@ -145,19 +179,32 @@ def profile(
     low, _, high = vocabulary.partition(":")
     if not (low.isdecimal() and high.isdecimal() and int(low) + 1 < int(high)):
         _refuse(f"--vocabulary {vocabulary}: give two token ids, as in 1000:4000")
+    name = name or out.stem
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        _refuse(
+            f"a profile cannot be called {name!r}: give --name, of up to 64 letters, digits, "
+            "dots, dashes and underscores"
+        )
+    if kv_bytes_per_token is not None and not (
+        math.isfinite(kv_bytes_per_token) and kv_bytes_per_token > 0
+    ):
+        _refuse(f"--kv-bytes-per-token is {kv_bytes_per_token:g}; give a number above 0")
     seen = _Seen()
     try:
         made = asyncio.run(
             _measure(
                 seen,
                 url,
-                name or out.stem,
+                out,
+                name,
                 repeats,
                 longest_tokens,
                 largest_batch,
                 range(int(low), int(high)),
                 kv_bytes_per_token,
-                min_r_squared,
+                batched_tokens,
+                # For every curve; without, each has its own.
+                {} if min_r_squared is None else {"min_r_squared": min_r_squared},
                 seed,
             )
         )
@@ -185,13 +232,15 @@ def _refuse(problem: str) -> NoReturn:
 async def _measure(
     seen: _Seen,
     url: str,
+    out: Path,
     name: str,
     repeats: int,
     longest_tokens: int,
     largest_batch: int,
     vocabulary: range,
     kv_bytes_per_token: float | None,
-    min_r_squared: float,
+    batched_tokens: int | None,
+    limits: dict[str, float],
     seed: int,
 ) -> Profile:
     application = await find_application(url)
@@ -199,6 +248,7 @@ async def _measure(
         kv_bytes_per_token = _embedded_kv_bytes_per_token(application)
     capacity = application.decoder.capacity_tokens
     grid = make_grid(longest_tokens, capacity, largest_batch)
+    _prepare(out)
     count = len(grid.cold) + len(grid.appends) + len(grid.decodes)
     count += len(grid.beside) + len(grid.handoffs)
     bar = Progress(
@@ -235,12 +285,12 @@ async def _measure(
             seen.beside = await repeat(
                 "appends beside decodes", [_call(probe.append_beside, *one) for one in grid.beside]
             )
-            prefill = fit_prefill(seen.prefill, min_r_squared)
+            prefill = fit_prefill(seen.prefill, **limits)
             seen.handoff = await repeat(
                 "handoffs", [_call(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
             )
             power = await _power(url, probe, grid)
-    decode = fit_decode(seen.decode, min_r_squared)
+    decode = fit_decode(seen.decode, **limits)
     about = environment()
     return Profile(
         name=name,
@@ -251,12 +301,46 @@ async def _measure(
         hardware=about["machine"],
         prefill=prefill,
         decode=decode,
-        interference=fit_interference(seen.beside, prefill, decode, min_r_squared),
-        handoff=fit_handoff(seen.handoff, kv_bytes_per_token, min_r_squared),
+        interference=fit_interference(seen.beside, prefill, decode, **limits),
+        handoff=fit_handoff(seen.handoff, kv_bytes_per_token, **limits),
         kv_capacity_tokens=capacity,
+        max_batched_tokens=_batched_tokens(application, batched_tokens),
         power=power,
         points=seen.as_data(),
     )
+
+
+def _prepare(out: Path) -> None:
+    """See to it that the profile, or what is left of a refused one, can be written.
+
+    Raises:
+        ProfileError: it cannot.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProfileError(f"profile {out} cannot be written: {error.strerror}") from None
+    if out.is_dir():
+        raise ProfileError(f"profile {out} cannot be written: it is a folder; name a file in it")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise ProfileError(f"profile {out} cannot be written: permission denied")
+
+
+def _batched_tokens(
+    application: Application, given: int | None
+) -> dict[Literal["prefiller", "decoder", "collocated"], int]:
+    """Most tokens of a step, by role, as far as known."""
+    prefiller = application.prefiller.batched_tokens if given is None else given
+    decoder = application.decoder.batched_tokens if given is None else given
+    found: dict[Literal["prefiller", "decoder", "collocated"], int] = {}
+    if prefiller is not None:
+        found["prefiller"] = prefiller
+    if decoder is not None:
+        found["decoder"] = decoder
+    # An engine that does both is started like these two, if they are started alike.
+    if prefiller is not None and prefiller == decoder:
+        found["collocated"] = prefiller
+    return found
 
 
 async def _power(url: str, probe: Probe, grid: Grid) -> tuple[Power, ...]:

@@ -26,9 +26,16 @@ simulation = typer.Typer(
 )
 console = Console()
 
+# Beyond, latencies are kept without the conversations that they are of, 8 bytes each: of every
+# system and rate, the rest would be most of the memory. Ratios are exact enough long before.
+_MOST_SAMPLED = 10_000
+# With --reproduce; all else is the paper's.
+_GO_WITH_REPRODUCE = ("profile", "conversations", "seed", "reproduce", "out")
+
 
 @simulation.command()
 def simulate(
+    context: typer.Context,
     profile: Annotated[
         str, typer.Option(help="A profile's file, or the name of one that comes along.")
     ] = "a40-qwen3-0.6b",
@@ -94,6 +101,8 @@ def simulate(
         _refuse("--block-tokens and --handoff-chunk-tokens are numbers from 1")
     if reproduce is not None and reproduce != "conserve":
         _refuse(f"--reproduce {reproduce!r}: the paper that can be reproduced is conserve")
+    if reproduce is not None:
+        _refuse_what_is_the_papers(context)
     try:
         found = load_profile(profile)
         if reproduce is not None:
@@ -114,6 +123,8 @@ def simulate(
             max_turns=max_turns,
         )
         names, rates = system or ["conserve"], rate or [1.0]
+        wanted = out is not None or len(names) * len(rates) > 1
+        sampled = wanted and count <= _MOST_SAMPLED
         with _progress(len(names) * len(rates) * count) as show:
             reports = simulate_selection(
                 names,
@@ -130,11 +141,32 @@ def simulate(
                     for name in names
                 },
                 slo_multiple=slo_multiple,
+                keep_samples=sampled,
                 on_conversation=show,
             )
     except (ProfileError, SimulationError, WorkloadError) as error:
         _refuse(str(error))
-    _hand_out(reports, out)
+    _hand_out(reports, out, sampled)
+    if wanted and not sampled:
+        console.print(
+            f"Of more than {_MOST_SAMPLED:,} conversations not every latency is kept: there are "
+            "no ratios and no pictures of distributions.",
+            highlight=False,
+        )
+
+
+def _refuse_what_is_the_papers(context: typer.Context) -> None:
+    """An option that --reproduce would not heed."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        # By its name: the enumeration is click's, or typer's own copy of it.
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and name not in _GO_WITH_REPRODUCE:
+            _refuse(
+                f"{parameter.opts[0]} does not go with --reproduce, whose runs are the paper's; "
+                "leave one of them out"
+            )
 
 
 def _reproduce(profile: Profile, conversations: int, seed: int, out: Path | None) -> None:
@@ -152,14 +184,15 @@ def _reproduce(profile: Profile, conversations: int, seed: int, out: Path | None
         console.print(f"Figures are in {escape(str(out))}.", highlight=False)
 
 
-def _hand_out(reports: list[Report], out: Path | None) -> None:
+def _hand_out(reports: list[Report], out: Path | None, sampled: bool) -> None:
     names = labels(reports)
-    comparisons = compare(reports)
+    comparisons = compare(reports) if sampled else []
     if len(reports) == 1:
         show_run(reports[0], console)
     else:
         show_side_by_side(reports, console, names)
-        show_comparisons(comparisons, console)
+        if comparisons:
+            show_comparisons(comparisons, console)
     if out is None:
         return
     _make(out)
@@ -215,5 +248,5 @@ def _make(folder: Path) -> None:
 
 
 def _refuse(problem: str) -> NoReturn:
-    console.print(f"[red]{escape(problem)}[/red]", highlight=False)
+    console.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
     raise typer.Exit(2)

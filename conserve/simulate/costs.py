@@ -16,9 +16,10 @@ class Costs:
     """One engine's coefficients, in seconds, tokens and watts; linear in what a step comprises.
 
     A step with ``b`` decodes that read ``k`` tokens of KV takes ``step_s + per_sequence_s b +
-    per_kv_token_s k``. A step of prefill alone takes ``prefill_s`` and what its chunks add; beside
-    decodes it takes the decodes' time and ``prefill_share`` of what its chunks add (see
-    `conserve.capacity.profile.Interference`).
+    per_kv_token_s k``. A step of prefill alone takes what its chunks add, and ``prefill_s`` for
+    each prompt that begins in it, since that was fitted to whole prompts; one that only goes on
+    with a prompt takes at least ``step_s``. Beside decodes it takes the decodes' time and
+    ``prefill_share`` of what its chunks add (see `conserve.capacity.profile.Interference`).
 
     Attributes:
         per_token_s, per_pair_s, per_cached_token_s: what a prefill adds a new token, a pair of new

@@ -202,11 +202,15 @@ class Engine:
         )
         self._began_s = now_s
         if self._prefilling:
-            added_s, loads_s = self._chunks(costs.batched_tokens - sequences)
+            added_s, loads_s, begun = self._chunks(costs.batched_tokens - sequences)
             if sequences:
                 taken_s = first_s + costs.prefill_share * added_s
+            elif begun:
+                # The constant is that of a whole prompt: once each, however many steps it takes.
+                taken_s = begun * costs.prefill_s + added_s
             else:
-                taken_s = costs.prefill_s + added_s
+                # No step takes less than one of nothing.
+                taken_s = max(costs.step_s, added_s)
             taken_s += loads_s
             self._steps, self._has_prefill = 1, True
         elif sequences:
@@ -244,14 +248,16 @@ class Engine:
         ends_s = self._began_s + steps * (linear_s + half_growth_s * steps)
         self._schedule(max(now_s, ends_s), self, self._version)
 
-    def _chunks(self, room_tokens: int) -> tuple[float, float]:
+    def _chunks(self, room_tokens: int) -> tuple[float, float, int]:
         """Put prefills into the step, as many as fit.
 
         Returns:
-            Seconds that their tokens add, and that loading KV keeps the engine.
+            Seconds that their tokens add, and that loading KV keeps the engine; and how many
+            begin in this step.
         """
         costs, prefilling = self.costs, self._prefilling
         added_s = loads_s = 0.0
+        begun = 0
         # A batch of decodes as large as the step leaves one token, so that prefills go on.
         room_tokens = max(1, room_tokens)
         while prefilling and room_tokens > 0:
@@ -259,6 +265,7 @@ class Engine:
             chunk = min(work.left_tokens, room_tokens)
             if not work.begun:
                 work.begun = True
+                begun += 1
                 added_s += costs.per_cached_token_s * work.past_tokens
                 loads_s += work.load_s
             added_s += chunk * (
@@ -270,7 +277,7 @@ class Engine:
             if work.left_tokens:
                 break
             self._completing.append(prefilling.popleft())
-        return added_s, loads_s
+        return added_s, loads_s, begun
 
     def _prefilled(self, work: Work, now_s: float) -> None:
         """Its prompt is computed, and with it one token of output."""

@@ -124,6 +124,9 @@ def reproduce(
     Raises:
         ProfileError, SimulationError, WorkloadError: it cannot be done with these.
     """
+    # Figure 13 comes last; whether it can be simulated is known now.
+    for cap_w in (None, _CAPPED_W):
+        profile.power_at(cap_w)
     runs = _Runs(profile, conversations, seed, on_conversation)
     by_rate = {
         (name, rate_per_s): runs.one(name, rate_per_s)
@@ -217,10 +220,13 @@ def saturating(workload: Workload, prefiller: Costs) -> Workload:
 
 def cold_prefill_s(tokens: int, costs: Costs) -> float:
     """A prompt alone on a prefiller, in chunks."""
-    chunks = -(-tokens // costs.batched_tokens)
-    return (
-        costs.prefill_s * chunks + costs.per_token_s * tokens + costs.per_pair_s * tokens * tokens
-    )
+    seconds, past = costs.prefill_s, 0
+    while past < tokens:
+        chunk = min(costs.batched_tokens, tokens - past)
+        added_s = chunk * (costs.per_token_s + costs.per_pair_s * (chunk + 2 * past))
+        seconds += max(costs.step_s, added_s) if past else added_s
+        past += chunk
+    return seconds
 
 
 # --- Figures --------------------------------------------------------------------------------------

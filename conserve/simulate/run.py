@@ -206,12 +206,14 @@ def simulate_selection(
     options: dict[str, dict[str, Any]],
     *,
     slo_multiple: float = 5.0,
+    keep_samples: bool = True,
     on_conversation: Callable[[str], None] | None = None,
 ) -> list[Report]:
     """Every system at every rate; bounds are those of the first system, unloaded.
 
     Args:
         options: for each system's name, fields of `System`.
+        keep_samples: see `simulate`; those of every system and rate are kept at the same time.
         on_conversation: told, at each conversation's end, what runs.
 
     Raises:
@@ -239,6 +241,7 @@ def simulate_selection(
                     baseline,
                     described=chosen.describe(),
                     arrivals=chosen.describe_arrivals(None),
+                    keep_samples=keep_samples,
                     on_conversation=ended,
                 )
             )

@@ -108,6 +108,47 @@ def test_appends_that_follow_no_curve_are_refused_though_cold_prefills_do() -> N
         fit_prefill(points)
 
 
+# Not the last: a curve may bend up there.
+@pytest.mark.parametrize("wrong", range(6))
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+def test_one_point_that_is_far_off_is_refused_whatever_the_others_say(
+    wrong: int, factor: float
+) -> None:
+    points = [
+        PrefillPoint(new, 0, (0.02 + 3e-5 * new) * (factor if index == wrong else 1))
+        for index, new in enumerate(LENGTHS[:7])
+    ]
+    with pytest.raises(FitError, match="prefill: no curve fits"):
+        fit_prefill(points)
+    with pytest.raises(FitError, match="a point is more than 50% off; the worst, "):
+        fit_prefill(points, min_r_squared=-1000.0)
+
+
+def test_typically_close_points_do_not_replace_r_squared_where_times_vary() -> None:
+    """One of seven points is a third off: the median residual alone would not tell."""
+    points = [HandoffPoint(n, 0.01 + 1e-5 * n) for n in LENGTHS[:6]]
+    points.append(HandoffPoint(8192, 1.45 * (0.01 + 1e-5 * 8192)))
+    with pytest.raises(FitError, match=r"handoff: .* R\^2 is 0\.9.*typically [0-9]% off"):
+        fit_handoff(points, 1024, min_r_squared=0.99)
+    found = fit_handoff(points, 1024, min_r_squared=0.5)
+    assert found.quality is not None
+    assert found.quality.typical_residual_share < 0.1
+
+
+def test_iterations_beside_an_append_may_scatter_more_unless_said_otherwise() -> None:
+    prefill = PrefillCurve(constant_s=0.005, per_token_s=1e-4, per_token_squared_s=0)
+    decode = DecodeCurve(constant_s=0.01, per_sequence_s=0, per_kv_token_s=0)
+    points = [
+        MixedPoint(1, 100, new, 0, (0.01 + 1e-4 * new) * factor)
+        for new, factor in ((128, 1.2), (256, 0.85), (512, 0.9), (1024, 1.12))
+    ]
+    found = fit_interference(points, prefill, decode)
+    assert found.quality is not None
+    assert 0.9 < found.quality.r_squared < 0.95
+    with pytest.raises(FitError, match=r"at least 0\.95 is needed"):
+        fit_interference(points, prefill, decode, min_r_squared=0.95)
+
+
 def test_times_that_hardly_vary_need_no_r_squared() -> None:
     draws = random.Random(2)
     points = [HandoffPoint(n, noisy(0.02, 0.05, draws)) for n in (128, 512, 1024) for _ in range(9)]

@@ -5,9 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads import PRESETS, Arrivals, synthetic
 from conserve.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
 from conserve.capacity.plan import PlanError, Tiers, make_plan, satisfied, work
+from conserve.capacity.planning import planned_turns
 from conserve.capacity.profile import Profile, ProfileError, load_profile
+from conserve.simulate.run import Engines, make_system, serve
 
 A40 = load_profile("a40-qwen3-0.6b")
 TIERS = Tiers(A40, A40)
@@ -203,6 +206,56 @@ def test_capped_decoders_draw_less_and_appends_take_longer() -> None:
         make_plan(demand, dataclasses.replace(TIERS, decoder_cap_w=100), 1.5)
     no_power = Tiers(_with(power=()), A40)
     assert make_plan(demand, no_power, 1.5).watts is None
+
+
+@pytest.mark.parametrize(("rate_per_s", "headroom"), [(1.5, 0.2), (7.5, 0.2), (3.0, 1.0)])
+def test_utilisation_of_decoders_is_what_the_simulator_sees(
+    rate_per_s: float, headroom: float
+) -> None:
+    """Batches are small at these rates: full ones would make it half of that."""
+    count = 600
+    workload = synthetic(
+        PRESETS["conserve"],
+        conversations=count,
+        arrivals=Arrivals("poisson", rate_per_s),
+        vocabulary=range(2),
+    )
+    demand = measure_demand(planned_turns(workload))
+    plan = make_plan(demand, TIERS, rate_per_s, headroom=headroom)
+    engines = Engines(plan.prefillers, plan.decoders)
+    cluster = serve(make_system("conserve", A40, engines), workload, lambda turns: None)
+    # Over the time in which they came: what is missing at its beginning is there at its end.
+    busy_s = sum(e.busy_prefill_s + e.busy_decode_s for e in cluster.decoders.values())
+    seen = busy_s / plan.decoders / (count / rate_per_s)
+    assert plan.decoder_utilisation == pytest.approx(seen, rel=0.2)
+    assert rate_per_s * plan.work.decoder_s / plan.decoders < 0.65 * seen
+
+
+@settings(max_examples=40, deadline=None)
+@given(demand=demands, rate_per_s=st.floats(0.01, 50), headroom=st.floats(0, 1))
+def test_utilisation_is_a_share_and_no_less_than_in_full_batches(
+    demand: Demand, rate_per_s: float, headroom: float
+) -> None:
+    plan = make_plan(demand, TIERS, rate_per_s, headroom=headroom)
+    assert 0 < plan.decoder_utilisation <= 1
+    few = make_plan(demand, TIERS, rate_per_s / 100, headroom=headroom, provision="rate")
+    # Alone on its decoder a conversation shares no step, and overlaps with nobody.
+    lone_s = A40.decode.step_s(1, demand.mean_context_tokens)
+    share = few.rate_per_s * (demand.output_tokens * lone_s + few.work.appends_s)
+    if share * few.work.lifetime_s < 0.01 * few.decoders:
+        assert few.decoder_utilisation == pytest.approx(share / few.decoders, rel=0.02)
+
+
+def test_memory_is_said_to_ask_for_what_memory_needs() -> None:
+    """Also where throughput asks for more."""
+    patient = measure_demand([conversation(1_000, append=2_000, output=5, gap_s=20)])
+    roomy = Tiers(A40, _with(kv_capacity_tokens=5_000_000))
+    plan = make_plan(patient, roomy, 20)
+    assert plan.binding == "throughput"
+    memory = math.ceil(plan.needed_memory)
+    assert memory < plan.decoders
+    said = next(said for said in plan.assumptions_broken if "wait for tools" in said)
+    assert f"memory asks for {memory} decoders, their work for {plan.decoders}." in said
 
 
 def test_watts_are_the_tiers_busy_and_idle_shares() -> None:

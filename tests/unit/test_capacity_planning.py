@@ -1,10 +1,12 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.workloads import Arrivals, agents, recorded
+from benchmarks.workloads import PRESETS, Arrivals, Workload, agents, recorded, synthetic
+from conserve.capacity import planning as module
 from conserve.capacity.demand import DemandError
 from conserve.capacity.planning import planned_turns, planning
 
@@ -50,6 +52,55 @@ def test_alternatives_are_the_caps_and_the_other_tiers(tmp_path: Path) -> None:
     (bigger,) = [row for row in rows if row[:1] == ["bigger"]]
     (plain,) = [row for row in rows if row[:1] == ["a40-qwen3-0.6b"]]
     assert int(bigger[2]) < int(plain[2])
+
+
+def test_tiers_that_hold_too_little_and_rates_that_are_too_high_end_no_plan(
+    tmp_path: Path,
+) -> None:
+    other = json.loads(Path("profiles/a40-qwen3-0.6b.json").read_text())
+    other |= {"name": "tiny", "kv_capacity_tokens": 9_000}
+    (tmp_path / "tiny.json").write_text(json.dumps(other))
+    done = run(
+        "--conversations", "20", "--rate", "1e5", "--decoder-profile", str(tmp_path / "tiny.json")
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "At 100000 conversations/s: " in words(done)
+    assert re.search(r"Not possible, 1e\+06 conversations/s: [0-9,]+ \w+ would be", words(done))
+    assert "Not possible, tiny: a conversation holds" in words(done)
+    rows = [line.split() for line in done.output.splitlines()]
+    assert ["tiny", *5 * "-"] in rows
+    assert ["1e+06", *6 * "-"] in rows
+    # The rate that was asked for is another matter.
+    assert run("--conversations", "5", "--rate", "1e9").exit_code == 2
+
+
+def test_a_decoder_tier_of_another_model_is_refused() -> None:
+    refused = run("--conversations", "5", "--decoder-profile", "cpu-embedded")
+    assert refused.exit_code == 2
+    assert "of the model conserve-embedded" in words(refused)
+    assert len(refused.output.strip().splitlines()) == 1
+
+
+def test_rates_of_recorded_sessions_are_planned_with_their_sub_agents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `conserve simulate` and `conserve bench` take the rate."""
+    made = synthetic(
+        PRESETS["conserve"], conversations=20, arrivals=Arrivals(), vocabulary=range(2)
+    )
+    plain = run("--conversations", "20", "--rate", "1.25")
+    sessions = Workload("recorded", {**made.counts, "sessions": 8}, lambda: iter(made))
+    monkeypatch.setattr(module, "_workload", lambda *arguments: sessions)
+    done = run("--rate", "0.5")
+    assert done.exit_code == 0, done.output
+    assert "recorded sessions 8" in words(done)
+    assert "conversations a session, sub-agents' included 2.5" in words(done)
+    assert "sessions that arrive 0.5 a second" in words(done)
+    assert "so, conversations that arrive 1.25 a second" in words(done)
+    assert "At 1.25 conversations/s: " in words(done)
+    last = plain.output.splitlines()[-2:]
+    assert done.output.splitlines()[-2:] == last
+    assert "recorded sessions" not in words(plain)
 
 
 @pytest.mark.parametrize(

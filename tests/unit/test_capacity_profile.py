@@ -21,6 +21,7 @@ from conserve.capacity.profile import (
     load_profile,
     save_profile,
 )
+from conserve.engines import engine_arguments
 
 
 @pytest.fixture
@@ -39,6 +40,9 @@ def test_the_papers_profile_gives_the_figures_that_the_paper_states(a40: Profile
 def test_the_measured_profiles_curves_are_those_of_its_points() -> None:
     profile = load_profile("cpu-embedded")
     assert profile.origin == "measured"
+    # What vLLM's server takes on a CPU where nothing else is set, as `conserve.engines` does.
+    assert "max_num_batched_tokens" not in engine_arguments(profile.model, gpu=False)
+    assert set(profile.max_batched_tokens.values()) == {2048}
     prefill = fit_prefill([PrefillPoint(**point) for point in profile.points["prefill"]])
     decode = fit_decode([DecodePoint(**point) for point in profile.points["decode"]])
     beside = [MixedPoint(**point) for point in profile.points["interference"]]

@@ -1,17 +1,24 @@
+import asyncio
 import json
+import random
 import socket
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from conserve.capacity import measure
-from conserve.capacity.fit import DecodePoint, PrefillPoint
-from conserve.capacity.measure import MeasureError
+from conserve.capacity import profiling as module
+from conserve.capacity.fit import DecodePoint, MixedPoint, PrefillPoint
+from conserve.capacity.measure import Application, Engine, MeasureError, find_application
 from conserve.capacity.profile import load_profile
-from conserve.capacity.profiling import _median, make_grid, profiling
+from conserve.capacity.profiling import _batched_tokens, _median, make_grid, profiling
 from deployments.messages import TURN1_TOKENS
 
 
@@ -33,12 +40,119 @@ def test_what_is_measured_fits_the_engine_and_makes_a_curve(
     assert all(new + cached <= longest for *_, new, cached in grid.beside)
     assert len({count * context for count, context in grid.decodes}) >= 3
     assert all(count <= batch for count, *_ in grid.beside)
-    assert len(grid.handoffs) >= 2
+    assert len(grid.handoffs) >= 3
+    assert len({count for count, _ in grid.decodes}) >= 3
 
 
 def test_an_engine_with_short_prompts_has_no_curve() -> None:
     with pytest.raises(MeasureError, match="prompts of up to 900 tokens are too short"):
         make_grid(900, 100_000, 8)
+
+
+@pytest.mark.parametrize(("capacity", "batch"), [(100_000, 2), (1_000, 8)])
+def test_too_few_batches_for_a_curve_are_refused_before_anything_is_measured(
+    capacity: int, batch: int
+) -> None:
+    with pytest.raises(MeasureError, match="a curve needs 3 of each") as refused:
+        make_grid(8192, capacity, batch)
+    assert "\n" not in str(refused.value)
+
+
+def _application(batched: int | None = None, capacity: int = 400_000) -> Application:
+    engines = (
+        Engine("e", role, "http://127.0.0.1:9", capacity, batched)
+        for role in ("prefiller", "decoder")
+    )
+    return Application("m", *engines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--name", "a b"], "a profile cannot be called 'a b'"),
+        (["--out", "my profile.json"], "a profile cannot be called 'my profile'"),
+        (["--kv-bytes-per-token", "0"], "--kv-bytes-per-token is 0; give a number above 0"),
+        (["--kv-bytes-per-token", "-4"], "--kv-bytes-per-token is -4"),
+        (["--kv-bytes-per-token", "nan"], "--kv-bytes-per-token is nan"),
+        (["--largest-batch", "2"], "a curve needs 3 of each"),
+        (["--out", "file/p.json"], "cannot be written"),
+        (["--out", "folder.json"], "it is a folder; name a file in it"),
+    ],
+)
+def test_what_would_fail_after_measuring_is_refused_before(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find(url: str) -> Application:
+        return _application()
+
+    def measured(*arguments: object) -> NoReturn:
+        raise AssertionError("something is measured")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.json").mkdir()
+    monkeypatch.setattr(module, "find_application", find)
+    monkeypatch.setattr(module, "Probe", measured)
+    given = ["http://a", "--kv-bytes-per-token", "1024", "--out", "p.json", *arguments]
+    done = CliRunner(env={"COLUMNS": "100"}).invoke(profiling, given)
+    assert done.exit_code == 2, done.output
+    assert said in done.output
+    assert len(done.output.strip().splitlines()) == 1
+
+
+class _RefusedProbe:
+    """Measures times that follow no curve."""
+
+    def __init__(self, *arguments: object) -> None:
+        self._draws = random.Random(1)
+
+    async def __aenter__(self) -> "_RefusedProbe":
+        return self
+
+    async def __aexit__(self, *about: object) -> None:
+        pass
+
+    async def cold_prefill(self, tokens: int) -> PrefillPoint:
+        return PrefillPoint(tokens, 0, self._draws.uniform(0.01, 1))
+
+    async def append(self, new: int, cached: int) -> PrefillPoint:
+        return PrefillPoint(new, cached, self._draws.uniform(0.01, 1))
+
+    async def decode(self, sequences: int, context: int, output: int) -> DecodePoint:
+        return DecodePoint(sequences, sequences * context, 0.01)
+
+    async def append_beside(
+        self, sequences: int, context: int, new: int, cached: int
+    ) -> MixedPoint:
+        return MixedPoint(sequences, sequences * context, new, cached, 0.01)
+
+
+def test_what_was_measured_is_kept_in_a_folder_that_was_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find(url: str) -> Application:
+        return _application()
+
+    monkeypatch.setattr(module, "find_application", find)
+    monkeypatch.setattr(module, "Probe", _RefusedProbe)
+    out = tmp_path / "new" / "deep" / "p.json"
+    done = CliRunner().invoke(
+        profiling, ["http://a", "--kv-bytes-per-token", "8", "--repeats", "1", "--out", str(out)]
+    )
+    assert done.exit_code == 2, done.output
+    assert "no curve fits" in done.output
+    kept = json.loads((out.parent / "p.refused.json").read_text())
+    assert len(kept["decode"]) >= 3
+    assert not out.exists()
+
+
+def test_the_tokens_of_a_step_are_recorded_as_the_application_says_them() -> None:
+    all_roles = dict.fromkeys(("prefiller", "decoder", "collocated"), 2048)
+    assert _batched_tokens(_application(2048), None) == all_roles
+    assert _batched_tokens(_application(2048), 512) == dict.fromkeys(all_roles, 512)
+    assert _batched_tokens(_application(None), None) == {}
+    unlike = replace(_application(2048), decoder=_application(1024).decoder)
+    assert _batched_tokens(unlike, None) == {"prefiller": 2048, "decoder": 1024}
 
 
 def test_repeated_points_are_one_with_the_median_time() -> None:
@@ -67,6 +181,31 @@ def test_what_cannot_be_measured_is_one_line_and_no_file(
     assert said in done.output
     assert len(done.output.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("batched", [None, 0, 2048])
+def test_an_application_may_say_how_many_tokens_a_step_has(batched: int | None) -> None:
+    about = {} if batched is None else {"max_batched_tokens": batched}
+    roles = ("prefiller", "decoder")
+    said = {
+        "/v1/models": [{"id": "m"}],
+        "/v1/engines": [
+            {"id": role, "role": role, "url": "u", "capacity_tokens": 7} | about for role in roles
+        ],
+    }
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"data": said[request.path]})
+
+    async def ask() -> Application:
+        application = web.Application()
+        application.add_routes([web.get(path, answer) for path in said])
+        async with TestServer(application) as server:
+            return await find_application(str(server.make_url("/")))
+
+    found = asyncio.run(ask())
+    expected = batched or None
+    assert (found.prefiller.batched_tokens, found.decoder.batched_tokens) == (expected, expected)
 
 
 def test_appends_are_asked_for_as_live_turns_are() -> None:

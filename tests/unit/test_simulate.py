@@ -77,11 +77,10 @@ class _Scripted:
 # --- One conversation: the closed form ------------------------------------------------------------
 
 
-def _prefill_s(new: int, cached: int, budget: int, tokens_a_step: int = 0) -> float:
-    """Alone on an engine, in chunks."""
-    steps = -(-new // (budget - tokens_a_step))
+def _prefill_s(new: int, cached: int) -> float:
+    """Alone on an engine, in however many chunks, all long enough to take longer than a step."""
     whole = COSTS.per_token_s * new + COSTS.per_pair_s * ((cached + new) ** 2 - cached**2)
-    return steps * COSTS.prefill_s + whole + COSTS.per_cached_token_s * cached
+    return COSTS.prefill_s + whole + COSTS.per_cached_token_s * cached
 
 
 def _decode_s(context: int, steps: int) -> float:
@@ -98,10 +97,10 @@ def test_one_conversation_takes_what_the_formula_says() -> None:
     # The prefiller's chunks, the handoff of whole chunks, and the decoder's step for the rest.
     moved = 15_000 // 256 * 256
     ttft_s = (
-        _prefill_s(15_000, 0, 2_048)
+        _prefill_s(15_000, 0)
         + COSTS.handoff_s
         + COSTS.handoff_per_token_s * moved
-        + _prefill_s(15_000 - moved, moved, 2_048)
+        + _prefill_s(15_000 - moved, moved)
     )
     assert first.sent_s == 1.0
     assert first.first_token_s == pytest.approx(1.0 + ttft_s, rel=1e-12)
@@ -109,7 +108,7 @@ def test_one_conversation_takes_what_the_formula_says() -> None:
 
     assert second.sent_s == pytest.approx(first.ended_s + 2.0)
     found = 15_000 // 16 * 16
-    append_s = _prefill_s(15_500 - found, found, 2_048)
+    append_s = _prefill_s(15_500 - found, found)
     assert second.first_token_s == pytest.approx(second.sent_s + append_s, rel=1e-12)
     assert second.ended_s == pytest.approx(
         second.sent_s + append_s + _decode_s(15_501, 49), rel=1e-12
@@ -125,8 +124,8 @@ def test_one_conversation_takes_what_the_formula_says() -> None:
 
 def test_energy_is_that_of_every_engine_busy_or_idle() -> None:
     cluster, (turn,) = _run(_system(), [(0.0, _Scripted([(1_000, 0, 100, 0.0)]))])
-    prefill_s = _prefill_s(1_000, 0, 2_048)
-    rest_s = _prefill_s(1_000 - 768, 768, 2_048)
+    prefill_s = _prefill_s(1_000, 0)
+    rest_s = _prefill_s(1_000 - 768, 768)
     decode_s = _decode_s(1_001, 99)
     assert turn.ended_s == pytest.approx(
         prefill_s + rest_s + decode_s + COSTS.handoff_s + 768 * COSTS.handoff_per_token_s
@@ -155,11 +154,13 @@ def _token_by_token(costs: Costs, arrivals: list[tuple[float, int, int]]) -> lis
         kv = sum(arrivals[i][1] + made[i] for i in decoding)
         step_s = costs.step_s + costs.per_sequence_s * len(decoding) + costs.per_kv_token_s * kv
         room, added_s, completed = costs.batched_tokens - len(decoding), 0.0, []
+        begun = 0
         for i in list(prefilling):
             chunk = min(room, left[i])
             if chunk == 0:
                 break
             past = arrivals[i][1] - left[i]
+            begun += past == 0
             added_s += costs.per_token_s * chunk
             added_s += costs.per_pair_s * ((past + chunk) ** 2 - past**2)
             left[i] -= chunk
@@ -169,8 +170,10 @@ def _token_by_token(costs: Costs, arrivals: list[tuple[float, int, int]]) -> lis
                 completed.append(i)
         if added_s and decoding:
             now_s += step_s + costs.prefill_share * added_s
+        elif begun:
+            now_s += begun * costs.prefill_s + added_s
         elif added_s:
-            now_s += costs.prefill_s + added_s
+            now_s += max(costs.step_s, added_s)
         else:
             now_s += step_s
         for i in decoding + completed:
@@ -218,6 +221,21 @@ def test_steps_taken_together_are_steps_taken_one_by_one(seed: int) -> None:
         arrivals.append((now_s, draw.randint(1, 6_000), draw.randint(1, 120)))
     costs = replace(COSTS, per_cached_token_s=0.0, per_kv_token_s=draw.choice([0.0, 4e-8, 2e-6]))
     assert _by_event(costs, arrivals) == pytest.approx(_token_by_token(costs, arrivals), rel=1e-9)
+
+
+def test_a_prompts_constant_is_paid_once_by_each_prompt() -> None:
+    def alone_s(prompt: int) -> float:
+        """What the profile's curve says."""
+        return COSTS.prefill_s + COSTS.per_token_s * prompt + COSTS.per_pair_s * prompt * prompt
+
+    # Three chunks are one prompt; three prompts in one step are three.
+    assert _by_event(COSTS, [(0.0, 6_000, 1)]) == pytest.approx([alone_s(6_000)])
+    # The first has a step to itself, since the others come during it.
+    arrivals = [(0.0, 600, 1), (1e-3, 600, 1), (1e-3, 600, 1)]
+    ends = [alone_s(600), 3 * alone_s(600), 3 * alone_s(600)]
+    assert _by_event(COSTS, arrivals) == pytest.approx(ends)
+    # A chunk of a single token still takes a step.
+    assert _by_event(COSTS, [(0.0, 2_049, 1)]) == pytest.approx([alone_s(2_048) + COSTS.step_s])
 
 
 # --- KV -------------------------------------------------------------------------------------------

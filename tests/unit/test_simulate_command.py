@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -12,7 +13,8 @@ from typer.testing import CliRunner
 from benchmarks.records import TurnRecord
 from benchmarks.report import Report, read_report
 from benchmarks.workloads import Arrivals, synthetic
-from conserve.capacity.profile import load_profile
+from conserve.capacity.profile import ProfileError, load_profile
+from conserve.simulate import command
 from conserve.simulate.command import simulation
 from conserve.simulate.costs import Costs
 from conserve.simulate.published import draw, show, write
@@ -24,7 +26,7 @@ from conserve.simulate.reproduce import (
     reproduce,
     saturating,
 )
-from conserve.simulate.run import Engines, make_system, serve
+from conserve.simulate.run import Engines, make_system, serve, simulate_selection
 
 PROFILE = "a40-qwen3-0.6b"
 
@@ -50,6 +52,11 @@ def _simulate(*arguments: str) -> tuple[int, str]:
         (("--reproduce", "other"), "conserve"),
         (("--slo-multiple", "0"), "--slo-multiple is 0"),
         (("--block-tokens", "0"), "--block-tokens"),
+        (("--reproduce", "conserve", "--rate", "2"), "--rate does not go with --reproduce"),
+        (("--reproduce", "conserve", "--decoders", "3"), "--decoders does not go with"),
+        (("--system", "per_turn", "--reproduce", "conserve"), "--system does not go with"),
+        (("--reproduce", "conserve", "--workload", "synthetic"), "--workload does not go with"),
+        (("--reproduce", "conserve", "--profile", "cpu-embedded"), "has no power"),
     ],
 )
 def test_what_cannot_be_simulated_is_said_in_one_line(
@@ -96,6 +103,59 @@ def test_reports_are_those_of_bench(tmp_path: Path, drawn: list[str]) -> None:
     assert len(report.samples["ttfet"]) == 12
     assert report.objectives is not None
     assert drawn == ["collocated at 0.5/s", "collocated at 1.5/s"]
+
+
+def test_a_refusal_is_one_line_however_narrow_the_screen_is() -> None:
+    done = CliRunner(env={"COLUMNS": "40"}).invoke(simulation, ["--profile", "h200"])
+    assert done.exit_code == 2
+    assert len(done.output.strip().splitlines()) == 1
+
+
+def test_a_profile_without_power_is_refused_before_anything_is_simulated() -> None:
+    def ended(what: str) -> None:
+        raise AssertionError(f"{what} was simulated")
+
+    with pytest.raises(ProfileError, match="has no power"):
+        reproduce(load_profile("cpu-embedded"), 1, on_conversation=ended)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most", "kept"),
+    [
+        ((), 10, False),
+        (("--out", "{folder}"), 10, True),
+        (("--rate", "1", "--rate", "2"), 10, True),
+        (("--out", "{folder}"), 1, False),
+        (("--system", "conserve", "--system", "collocated", "--out", "{folder}"), 1, False),
+    ],
+)
+def test_latencies_are_kept_only_where_they_are_used_and_not_of_very_many(
+    arguments: tuple[str, ...],
+    most: int,
+    kept: bool,
+    tmp_path: Path,
+    drawn: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[Report] = []
+
+    def simulated(*given: Any, **options: Any) -> list[Report]:
+        reports = simulate_selection(*given, **options)
+        found.extend(reports)
+        return reports
+
+    monkeypatch.setattr(command, "simulate_selection", simulated)
+    monkeypatch.setattr(command, "_MOST_SAMPLED", most)
+    filled = [argument.format(folder=tmp_path) for argument in arguments]
+    status, output = _simulate("--conversations", "2", "--preset", "react", *filled)
+    assert status == 0, output
+    assert all(bool(report.samples) == kept for report in found)
+    assert ("not every latency is kept" in output) == (most == 1)
+    if "--out" in arguments:
+        written = [read_report(path) for path in tmp_path.glob("*.json") if "comp" not in path.stem]
+        assert [bool(report.samples) for report in written] == [kept] * len(written)
+        assert drawn
+    assert not (tmp_path / "comparison.json").exists()
 
 
 def test_systems_are_compared_with_the_first(tmp_path: Path, drawn: list[str]) -> None:
