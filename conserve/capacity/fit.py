@@ -22,9 +22,8 @@ from conserve.capacity.profile import (
 # A fit is good if it explains the points' variance; or, where they hardly vary (R^2 then says
 # nothing), if it is typically this close to them.
 MIN_R_SQUARED = 0.95
-# One share has to do for all iterations with an append, and these are single steps of tens of
-# milliseconds, which cannot be averaged over as a batch's many decode steps are.
-MIN_R_SQUARED_BESIDE = 0.90
+# Iterations take milliseconds, so that whatever else a machine does for a moment shows in them.
+MIN_R_SQUARED_STEPS = 0.90
 MAX_TYPICAL_RESIDUAL_SHARE = 0.10
 # The slowest over the quickest, below which points are said to hardly vary.
 HARDLY_VARY_RATIO = 1.5
@@ -119,7 +118,9 @@ def fit_prefill(
     return curve.model_copy(update=qualities)
 
 
-def fit_decode(points: Sequence[DecodePoint], min_r_squared: float = MIN_R_SQUARED) -> DecodeCurve:
+def fit_decode(
+    points: Sequence[DecodePoint], min_r_squared: float = MIN_R_SQUARED_STEPS
+) -> DecodeCurve:
     """The plane of ConServe's figure 4, over batch size and KV.
 
     Raises:
@@ -145,7 +146,7 @@ def fit_interference(
     points: Sequence[MixedPoint],
     prefill: PrefillCurve,
     decode: DecodeCurve,
-    min_r_squared: float = MIN_R_SQUARED_BESIDE,
+    min_r_squared: float = MIN_R_SQUARED_STEPS,
 ) -> Interference:
     """How much of an append's time adds to the iteration that it shares (ConServe, figure 5).
 

@@ -25,7 +25,7 @@ from benchmarks.machine import environment
 from conserve.capacity.draw import DrawMeter, NoDraw, measure_power
 from conserve.capacity.fit import (
     MIN_R_SQUARED,
-    MIN_R_SQUARED_BESIDE,
+    MIN_R_SQUARED_STEPS,
     DecodePoint,
     FitError,
     HandoffPoint,
@@ -169,7 +169,7 @@ def profile(
         float | None,
         typer.Option(
             help="A curve that explains less of its points is refused (default: "
-            f"{MIN_R_SQUARED:g}; for appends beside decodes {MIN_R_SQUARED_BESIDE:g})."
+            f"{MIN_R_SQUARED:g}; for iterations {MIN_R_SQUARED_STEPS:g})."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts, and of the order.")] = 0,
