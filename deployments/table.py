@@ -89,7 +89,8 @@ class TableService:
         self._waiters: dict[str, asyncio.Future[Placement]] = {}
         self._came_s: dict[str, float] = {}
         self._started_s = time.monotonic()
-        self._decided_s = unix_s()
+        # Not yet: a predecessor's engines are still to say how many were wanted.
+        self._decided_s = 0.0
         self._last_beat_s = self._started_s
         self._recovered = asyncio.Event()
         self._housekeeping: asyncio.Task[None] | None = None

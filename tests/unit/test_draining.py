@@ -15,7 +15,7 @@ from conserve.conversations import ConversationTable, TurnStats
 from conserve.placement import ConversationPlacement
 from conserve.settings import Settings, SettingsError
 from deployments.messages import EngineInfo, Heard, Role, TurnPlan, Unplaced
-from deployments.table import TableService
+from deployments.table import TableService, make_autoscaler
 from hetero.energy import EngineEnergy, GpuReading
 
 
@@ -272,6 +272,10 @@ def test_a_new_table_goes_on_from_what_was_wanted_and_waits_for_all_of_them() ->
         await service.register(engine("d2", wanted_replicas=3))
         await service.register(engine("d3", wanted_replicas=3))
         assert service._recovered.is_set()
+        # What it says before its first look is too old for Serve to follow.
+        early = await service.beat("d1")
+        assert early is not None
+        assert early.decided_s == 0
         # Nothing is held, so one would do; but not before the usual delays.
         await service._tidy(service._last_beat_s)
         heard = await service.beat("d1")
@@ -434,3 +438,27 @@ def test_the_profile_has_to_be_of_the_version_that_runs(
 def test_scaling_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         scaled(**changes)
+
+
+@pytest.mark.parametrize(
+    ("tier", "slowdown"),
+    [
+        ({}, 1.0),
+        ({"power_cap_w": 300}, 1.0),
+        ({"power_cap_w": 200}, 1.14),
+        ({"power_cap_fraction": 0.667}, 1.14),
+        # Between two caps that are known, and below all of them: the slower.
+        ({"power_cap_w": 250}, 1.14),
+        ({"power_cap_w": 150}, 1.14),
+    ],
+)
+def test_capped_prefillers_are_taken_for_slower(tier: dict[str, float], slowdown: float) -> None:
+    settings = Settings(
+        model="Qwen/Qwen3-0.6B",
+        profile="a40-qwen3-0.6b",
+        tiers={"fast": {"resource": "fast", **tier}},  # type: ignore[dict-item]
+        prefillers={"max_replicas": 2, "tier": "fast"},  # type: ignore[arg-type]
+    )
+    load = make_autoscaler(settings)._load
+    assert load is not None
+    assert load._slowdown == pytest.approx(slowdown, abs=0.01)
