@@ -159,7 +159,7 @@ async def serving(stub: Stub) -> AsyncIterator[Stub]:
     app.router.add_route("*", "/{path:.*}", stub._handle)
     runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
     await runner.setup()
-        # As servers have it: of a thousand connections at once, none is left to try again later.
+    # As servers have it: of a thousand connections at once, none is left to try again later.
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)
     await site.start()
     assert runner.addresses
