@@ -299,6 +299,12 @@ class Settings(_Strict):
         return self
 
     @model_validator(mode="after")
+    def _router_has_its_port(self) -> Self:
+        if self.port in (self.lmcache.port, self.lmcache.http_port):
+            raise ValueError(f"port: {self.port} is the LMCache server's; they must differ")
+        return self
+
+    @model_validator(mode="after")
     def _scaling_has_its_settings(self) -> Self:
         for name, role in (("prefillers", self.prefillers), ("decoders", self.decoders)):
             if role.max_replicas is not None and role.max_replicas < role.replicas:

@@ -27,6 +27,8 @@ from deployments.messages import CachePeer
 logger = logging.getLogger("conserve.node")
 
 START_TIMEOUT_S = 120.0
+# A predecessor's port is free once its process is gone; another program's stays taken.
+TAKEN_TIMEOUT_S = 10.0
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
 _UNHEALTHY_AFTER = 5
@@ -182,6 +184,8 @@ class LMCacheServer:
         self._peer: CachePeer | None = None
         self._healthy = asyncio.Event()
         self._problem = "it has not been started"
+        # Since when one of its ports has been another program's.
+        self._taken_since_s: float | None = None
 
     @property
     def pid(self) -> int | None:
@@ -204,14 +208,22 @@ class LMCacheServer:
         Raises:
             RuntimeError: it does not come up; says why.
         """
-        try:
-            await asyncio.wait_for(self._healthy.wait(), START_TIMEOUT_S)
-        except TimeoutError:
-            raise RuntimeError(
-                f"the LMCache server did not answer within {START_TIMEOUT_S:g} s: {self._problem}. "
-                "See the node actor's log; lmcache.port and lmcache.http_port must be free on "
-                "every node."
-            ) from None
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not self.healthy:
+            now_s = time.monotonic()
+            if self._taken_since_s is not None and now_s >= self._taken_since_s + TAKEN_TIMEOUT_S:
+                raise RuntimeError(
+                    f"the LMCache server cannot start: {self._problem}. Stop what listens there, "
+                    "or set lmcache.port and lmcache.http_port to other ports, or to 0 for ones "
+                    "that are free."
+                )
+            if now_s >= deadline_s:
+                raise RuntimeError(
+                    f"the LMCache server did not answer within {START_TIMEOUT_S:g} s: "
+                    f"{self._problem}. See the node actor's log."
+                )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._healthy.wait(), 0.5)
 
     async def keep_running(self) -> None:
         """Start it, and again whenever it ends; never returns."""
@@ -220,10 +232,13 @@ class LMCacheServer:
             taken = _taken_port(self.address)
             if taken is not None:
                 self._problem = f"port {taken} is in use"
+                if self._taken_since_s is None:
+                    self._taken_since_s = time.monotonic()
                 logger.warning("LMCache server not started: %s", self._problem)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
                 continue
+            self._taken_since_s = None
             self.restarts += 1
             started_s = time.monotonic()
             self._peer = new_peer(self.address) if self._directory_url else None

@@ -1,13 +1,16 @@
 """What it takes to run one peer, as data; `benchmarks.peers.running` carries it out."""
 
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.lmcache_server import free_port as free_listening_port
+
 # What `conserve bench` sends by itself. A peer that can be told a name is told this one.
 CONVERSATION_HEADER = "X-Conversation-Id"
+
+_given: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,15 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def free_port() -> int:
-    """A port on loopback that nobody has at the moment."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on loopback that nobody has, and that was not given to another part before.
+
+    Not one that the system hands out: a part binds it many seconds later, and by then an outgoing
+    connection could have it, or the next caller.
+    """
+    while (port := free_listening_port("127.0.0.1")) in _given:
+        pass
+    _given.add(port)
+    return port
 
 
 def require_two(engines: int, name: str) -> None:

@@ -11,6 +11,7 @@ from conserve.settings import LMCacheSettings, Settings, SettingsError, load
 from deployments import lmcache_server
 from deployments.lmcache_server import (
     Address,
+    LMCacheServer,
     choose_address,
     lmcache_command,
     new_peer,
@@ -95,6 +96,24 @@ def test_open_ports_are_chosen_where_nobody_listens() -> None:
     for port in (address.port, address.http_port):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", port))
+
+
+@pytest.mark.anyio
+async def test_a_port_that_another_program_keeps_is_named_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lmcache_server, "TAKEN_TIMEOUT_S", 0.3)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        address = Address("127.0.0.1", port, lmcache_server.free_port("127.0.0.1"))
+        server = LMCacheServer(LMCacheSettings(), address)
+        running = asyncio.create_task(server.keep_running())
+        with pytest.raises(RuntimeError, match=rf"port {port} is in use.* or to 0 for ones"):
+            await asyncio.wait_for(server.wait_until_healthy(), 30)
+    assert server.pid is None
+    running.cancel()
 
 
 def test_every_run_of_a_server_is_another_peer() -> None:

@@ -343,6 +343,13 @@ def test_a_taken_port_is_refused_before_anything_starts() -> None:
             pass
 
 
+def test_no_port_is_given_twice_or_could_be_an_outgoing_connections() -> None:
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [free_port() for _ in range(300)]
+    assert len(set(ports)) == len(ports)
+    assert max(ports) < max(first_outgoing, 32_768)
+
+
 def test_a_peer_that_dies_while_it_starts_takes_its_other_processes_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

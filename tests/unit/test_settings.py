@@ -190,6 +190,8 @@ def test_nothing_is_suggested_where_nothing_is_close() -> None:
         ({"lmcache": {"chunk_tokens": 1}}, "lmcache.chunk_tokens"),
         ({"lmcache": {"port": 80}}, "lmcache.port"),
         ({"lmcache": {"port": 7611}}, "lmcache"),
+        ({"port": 7610}, "settings"),
+        ({"port": "9000", "lmcache.http_port": "9000"}, "settings"),
         ({"engine": "max_model_len=5"}, "engine"),
         ({"port": 8000, "port.number": 3}, "port.number"),
     ],
