@@ -32,8 +32,9 @@ _WORDS = (
     *("agent", "tool", "result", "error", "count", "length", "prefix", "batch", "step", "open"),
 )
 
-# float32, so that batches of different sizes do not change which token is the most likely.
-_COMMON = ("engine.dtype=float32",)
+# float32, so that batches of different sizes do not change which token is the most likely. And
+# LMCache makes sure of all its memory when it starts.
+_COMMON = ("engine.dtype=float32", "lmcache.size_gb=0.5")
 CONFIGURATIONS = {
     "main": (*_COMMON, "decoders=2"),
     # One decoder that is full soon, a short queue, and conversations that end by themselves.
@@ -84,6 +85,7 @@ applications:
       decoders: {replicas: 1, num_cpus: 0.1}
       min_remote_prefill_tokens: 200
       engine: {dtype: float32}
+      lmcache: {size_gb: 0.5}
 """
 _ENGINES = {"main": (1, 2), "small": (1, 1), "wide": (2, 1), "scaling": (1, 1), "bursts": (1, 1)}
 

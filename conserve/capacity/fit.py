@@ -15,6 +15,7 @@ from conserve.capacity.profile import (
     DecodeCurve,
     Handoff,
     Interference,
+    Overhead,
     PrefillCurve,
     Quality,
 )
@@ -69,6 +70,21 @@ class HandoffPoint:
     """KV of ``tokens`` moved to a decoder."""
 
     tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPoint:
+    """A turn's time to first token, as a client has it.
+
+    Attributes:
+        handed_off_tokens: of its prompt, computed by a prefiller and taken over; 0: none was asked.
+        cached_tokens: of its prompt, found in the decoder's prefix cache.
+    """
+
+    prompt_tokens: int
+    handed_off_tokens: int
+    cached_tokens: int
     seconds: float
 
 
@@ -178,6 +194,49 @@ def fit_handoff(
     said = [curve.seconds(point.tokens) for point in points]
     quality = _judge("handoff", points, said, min_r_squared)
     return curve.model_copy(update={"quality": quality})
+
+
+def fit_overhead(
+    points: Sequence[TurnPoint],
+    prefill: PrefillCurve,
+    handoff: Handoff,
+    min_r_squared: float = MIN_R_SQUARED_STEPS,
+) -> Overhead:
+    """What turns took beyond what their engines and the handoff should have.
+
+    Raises:
+        FitError: no turn of one kind, or engines take other times in turns than alone.
+    """
+    engines = [_engines_s(point, prefill, handoff) for point in points]
+    constants = []
+    for what, handed_off in (("direct", False), ("handed off", True)):
+        beyond = [
+            point.seconds - engines_s
+            for point, engines_s in zip(points, engines, strict=True)
+            if bool(point.handed_off_tokens) is handed_off
+        ]
+        if not beyond:
+            raise FitError(f"overhead: no turn was {what}; measure one of each kind")
+        # Less than nothing is the curves' error.
+        constants.append(max(0.0, float(np.median(beyond))))
+    said = [
+        engines_s + constants[bool(point.handed_off_tokens)]
+        for point, engines_s in zip(points, engines, strict=True)
+    ]
+    quality = _judge("overhead", points, said, min_r_squared)
+    return Overhead(direct_s=constants[0], handed_off_s=constants[1], quality=quality)
+
+
+def _engines_s(point: TurnPoint, prefill: PrefillCurve, handoff: Handoff) -> float:
+    """What a turn's first token takes on engines that do nothing else."""
+    if not point.handed_off_tokens:
+        return prefill.seconds(point.prompt_tokens - point.cached_tokens, point.cached_tokens)
+    there = point.handed_off_tokens + point.cached_tokens
+    return (
+        prefill.seconds(point.prompt_tokens)
+        + handoff.seconds(point.handed_off_tokens)
+        + prefill.seconds(point.prompt_tokens - there, there)
+    )
 
 
 def _table(rows: Sequence[tuple[float, ...]]) -> Any:

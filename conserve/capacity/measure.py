@@ -1,7 +1,8 @@
-"""What a running application's engines do, measured from outside: one request, or one batch.
+"""What a running application does, measured from outside: one request, or one batch.
 
 Each engine is asked directly, at its own address, so that nothing between client and engine is
-measured along. Prompts are random token ids, and no two share a beginning.
+measured along; whole turns, which have that in them, go to the application's. Prompts are random
+token ids, and no two share a beginning.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ import numpy as np
 from benchmarks.client import Client, Endpoint
 from benchmarks.records import TurnRecord, TurnRequest
 from benchmarks.workloads.tokens import COMPLETIONS, completion
-from conserve.capacity.fit import DecodePoint, HandoffPoint, MixedPoint, PrefillPoint
+from conserve.capacity.fit import DecodePoint, HandoffPoint, MixedPoint, PrefillPoint, TurnPoint
 
 _TIMEOUT_S = 600.0
 # `deployments.messages.TURN1_TOKENS`, which this package cannot import.
@@ -30,6 +31,8 @@ _TURN1_TOKENS = "conserve.turn1_tokens"
 # Outputs that run while an append comes, and when it comes.
 _BESIDE_TOKENS = 160
 _UNDER_WAY_S = 0.3
+# For an engine to have told the conversation table how a turn went.
+_REPORT_TIMEOUT_S = 10.0
 
 
 class MeasureError(RuntimeError):
@@ -53,8 +56,9 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """A running application's model, and one engine of each role."""
+    """A running application's address and model, and one engine of each role."""
 
+    url: str
     model: str
     prefiller: Engine
     decoder: Engine
@@ -96,7 +100,7 @@ async def find_application(url: str) -> Application:
     for role in ("prefiller", "decoder"):
         if role not in by_role:
             raise MeasureError(f"the application at {base} has no {role}; wait until it is ready")
-    return Application(models[0]["id"], by_role["prefiller"], by_role["decoder"])
+    return Application(base, models[0]["id"], by_role["prefiller"], by_role["decoder"])
 
 
 class Probe:
@@ -116,10 +120,16 @@ class Probe:
         self._prefiller, self._decoder = application.prefiller.url, application.decoder.url
         endpoint = Endpoint("decoder", self._decoder, application.model, conversation_headers=())
         self._streams = Client(endpoint, time.perf_counter, _TIMEOUT_S, salt, "")
+        router = Endpoint("application", application.url, application.model)
+        self._turns = Client(router, time.perf_counter, _TIMEOUT_S, salt, f"{salt}-")
+        self._application = application.url
+        self._salt = salt
+        self._conversations = count()
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_TIMEOUT_S))
         await self._streams.__aenter__()
+        await self._turns.__aenter__()
         return self
 
     async def __aexit__(
@@ -128,6 +138,7 @@ class Probe:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self._turns.__aexit__(kind, error, trace)
         await self._streams.__aexit__(kind, error, trace)
         await self._session.close()
 
@@ -209,6 +220,48 @@ class Probe:
         seconds = seen.seconds - prefill_s(tokens - found, found)
         return HandoffPoint(found, max(seconds, 1e-6))
 
+    async def turn(self, first_tokens: int, new_tokens: int) -> TurnPoint:
+        """A conversation's first turn, or its second, as a client has it.
+
+        Args:
+            first_tokens: the first prompt's length.
+            new_tokens: the second turn's, beyond the first prompt; 0: the first is measured.
+        """
+        name = str(next(self._conversations))
+        prompt = self._prompt(first_tokens)
+        try:
+            record = await _decode(self._turns, prompt, 2, name)
+            if new_tokens:
+                prompt += self._prompt(new_tokens)
+                record = await _decode(self._turns, prompt, 2, name)
+            reported = await self._last_turn(name, len(prompt))
+        finally:
+            await self._turns.release(name)
+        assert record.first_token_s is not None
+        seconds = record.first_token_s - record.sent_s
+        handed_off, cached = reported["lmcache_tokens"], reported["decoder_cached_tokens"]
+        if bool(new_tokens) != bool(cached) or bool(new_tokens) == bool(handed_off):
+            raise MeasureError(
+                f"of a {'second' if new_tokens else 'first'} turn's {len(prompt)} tokens "
+                f"{handed_off} were handed off and {cached} found in the decoder's cache; have "
+                "the application use placement=conversation, and nothing else use it"
+            )
+        return TurnPoint(len(prompt), handed_off, cached, seconds)
+
+    async def _last_turn(self, name: str, prompt_tokens: int) -> dict[str, int]:
+        """What the engine reported of a conversation's turn with this prompt, its last."""
+        url = f"{self._application}/v1/conversations/{self._salt}-{name}"
+        deadline_s = time.perf_counter() + _REPORT_TIMEOUT_S
+        while True:
+            async with self._session.get(url) as answer:
+                said = await answer.json()
+            reported: dict[str, int] | None = said.get("last_turn")
+            if reported is not None and reported["prompt_tokens"] == prompt_tokens:
+                return reported
+            if time.perf_counter() >= deadline_s:
+                raise MeasureError(f"{url} says nothing of the turn that has just ended: {said}")
+            await asyncio.sleep(0.02)
+
     async def _contexts(self, sequences: int, tokens: int) -> list[list[int]]:
         """Prompts that the decoder has in its cache."""
         prompts = [self._prompt(tokens) for _ in range(sequences)]
@@ -286,9 +339,11 @@ class _Prefill:
         return self.ended_s - self.sent_s
 
 
-async def _decode(client: Client, prompt: list[int], output_tokens: int) -> TurnRecord:
+async def _decode(
+    client: Client, prompt: list[int], output_tokens: int, conversation: str = ""
+) -> TurnRecord:
     request = TurnRequest(0, COMPLETIONS, partial(_body, prompt, output_tokens))
-    record = TurnRecord("profile", "", 1, 0.0, 0.0, 0.0, "unfinished")
+    record = TurnRecord("profile", conversation, 1, 0.0, 0.0, 0.0, "unfinished")
     await client.turn(request, client.encode(request), record)
     if record.outcome != "completed" or not record.token_times_s:
         raise MeasureError(

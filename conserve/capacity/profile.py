@@ -144,6 +144,22 @@ class Handoff(_Strict):
         return self.constant_s + self.per_token_s * tokens
 
 
+class Overhead(_Strict):
+    """What a turn takes until its first token, beside its engines and its KV's way.
+
+    The router, its look-up in the conversation table, HTTP. Unknown (0) where only engines were
+    measured, or an engine was described in a paper.
+
+    Attributes:
+        direct_s: of a turn that one engine prefills and answers.
+        handed_off_s: of one that a prefiller prefills and a decoder answers.
+    """
+
+    direct_s: NotNegative = 0.0
+    handed_off_s: NotNegative = 0.0
+    quality: Quality | None = None
+
+
 class Power(_Strict):
     """One engine's draw under a cap, and what the cap costs.
 
@@ -185,6 +201,7 @@ class Profile(_Strict):
     decode: DecodeCurve
     interference: Interference = Interference()
     handoff: Handoff
+    overhead: Overhead = Overhead()
     kv_capacity_tokens: int = Field(ge=1)
     max_batched_tokens: dict[Literal["prefiller", "decoder", "collocated"], int] = Field(
         default_factory=dict
@@ -301,6 +318,11 @@ def _numbers(profile: Profile) -> list[str]:
         found += [
             f"{curve}.{name}" for name, value in values.items() if type(value) in (int, float)
         ]
+    # Zero says that it is not known.
+    overhead = profile.overhead
+    found += [
+        f"overhead.{name}" for name in ("direct_s", "handed_off_s") if getattr(overhead, name)
+    ]
     found += [f"max_batched_tokens.{role}" for role in profile.max_batched_tokens]
     for power in profile.power:
         found += [f"power.{power.cap_w:g}.{name}" for name in power.model_dump() if name != "cap_w"]

@@ -31,9 +31,11 @@ from conserve.capacity.fit import (
     HandoffPoint,
     MixedPoint,
     PrefillPoint,
+    TurnPoint,
     fit_decode,
     fit_handoff,
     fit_interference,
+    fit_overhead,
     fit_prefill,
 )
 from conserve.capacity.measure import Application, MeasureError, Probe, find_application
@@ -55,7 +57,7 @@ profiling = typer.Typer(
 )
 console = Console()
 
-Point = TypeVar("Point", PrefillPoint, DecodePoint, MixedPoint, HandoffPoint)
+Point = TypeVar("Point", PrefillPoint, DecodePoint, MixedPoint, HandoffPoint, TurnPoint)
 
 _OUTPUT_TOKENS = 48
 
@@ -70,6 +72,7 @@ class Grid:
         decodes: sequences, and the context of each.
         beside: sequences, the context of each, new tokens, and those cached before them.
         handoffs: lengths of prompts.
+        turns: length of a first prompt, and new tokens of a second turn, if that is measured.
     """
 
     cold: list[int]
@@ -77,6 +80,7 @@ class Grid:
     decodes: list[tuple[int, int]]
     beside: list[tuple[int, int, int, int]]
     handoffs: list[int]
+    turns: list[tuple[int, int]]
 
 
 def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> Grid:
@@ -119,6 +123,8 @@ def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> 
         ],
         # Short ones tell little; but a line needs three.
         handoffs=powers[min(2, len(powers) - 3) :],
+        # First prompts of some chunks, so that there is something to hand off.
+        turns=[(n, 0) for n in powers[2:-1]] + [(c, powers[0]) for c in powers[2:-1]],
     )
 
 
@@ -130,6 +136,7 @@ class _Seen:
     decode: list[DecodePoint] = field(default_factory=list)
     beside: list[MixedPoint] = field(default_factory=list)
     handoff: list[HandoffPoint] = field(default_factory=list)
+    turns: list[TurnPoint] = field(default_factory=list)
 
     def as_data(self) -> dict[str, list[dict[str, Any]]]:
         """By curve, as a profile has them."""
@@ -138,6 +145,7 @@ class _Seen:
             "decode": self.decode,
             "interference": self.beside,
             "handoff": self.handoff,
+            "overhead": self.turns,
         }
         return {name: [asdict(point) for point in points] for name, points in curves.items()}
 
@@ -250,7 +258,7 @@ async def _measure(
     grid = make_grid(longest_tokens, capacity, largest_batch)
     _prepare(out)
     count = len(grid.cold) + len(grid.appends) + len(grid.decodes)
-    count += len(grid.beside) + len(grid.handoffs)
+    count += len(grid.beside) + len(grid.handoffs) + len(grid.turns)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
         TimeElapsedColumn(), console=console, transient=True,
@@ -289,8 +297,10 @@ async def _measure(
             seen.handoff = await repeat(
                 "handoffs", [_call(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
             )
+            seen.turns = await repeat("turns", [_call(probe.turn, *one) for one in grid.turns])
             power = await _power(url, probe, grid)
     decode = fit_decode(seen.decode, **limits)
+    handoff = fit_handoff(seen.handoff, kv_bytes_per_token, **limits)
     about = environment()
     return Profile(
         name=name,
@@ -302,7 +312,8 @@ async def _measure(
         prefill=prefill,
         decode=decode,
         interference=fit_interference(seen.beside, prefill, decode, **limits),
-        handoff=fit_handoff(seen.handoff, kv_bytes_per_token, **limits),
+        handoff=handoff,
+        overhead=fit_overhead(seen.turns, prefill, handoff, **limits),
         kv_capacity_tokens=capacity,
         max_batched_tokens=_batched_tokens(application, batched_tokens),
         power=power,
@@ -421,6 +432,11 @@ def _show(made: Profile) -> None:
             "handoff, n tokens",
             f"{handoff.constant_s:.3g} + {handoff.per_token_s:.3g} n",
             handoff.quality,
+        ),
+        (
+            "a turn's first token",
+            f"+ {made.overhead.direct_s:.3g}, + {made.overhead.handed_off_s:.3g} if handed off",
+            made.overhead.quality,
         ),
     ]
     for curve, formula, quality in rows:

@@ -5,8 +5,7 @@ live system: a policy of `conserve.placement`, `conserve.conversations.Conversat
 account of what decoders hold, and `conserve.waiting.WaitingLine`. What is simulated is the rest:
 engines (`conserve.simulate.engine`), handoffs and clients.
 
-Not simulated: prefixes that different conversations share, engines that fail, and what router and
-network cost.
+Not simulated: prefixes that different conversations share, and engines that fail.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -48,6 +47,8 @@ class System:
             from the decoder each time; ``recomputed``: with the whole prompt.
         transfers_block: the engine that takes KV over waits for it within a step, as with a
             connector that loads synchronously; else its other turns go on meanwhile.
+        direct_s, handed_off_s: what a turn takes beside its engines, as in
+            `conserve.capacity.profile.Overhead`; before it gets to the first of them.
         handoff_chunk_tokens: only whole chunks travel.
         max_sequences, block_tokens: of the engines.
     """
@@ -60,6 +61,8 @@ class System:
     min_remote_prefill_tokens: int = 0
     history: History = "kept"
     transfers_block: bool = False
+    direct_s: float = 0.0
+    handed_off_s: float = 0.0
     handoff_chunk_tokens: int = 256
     max_sequences: int = 256
     block_tokens: int = 16
@@ -250,7 +253,7 @@ class Cluster:
         one.turn_id = conversation.running[-1]
         prefiller_id = self.table.prefill_later_turn(conversation)
         if prefiller_id is None:
-            one.decoder.submit(self._work(one), now_s)
+            self._submit(self._work(one), one.decoder, now_s, self.system.direct_s)
             return
         self._later_prefills += 1
         self._prefill_later(one, self.prefillers[prefiller_id], now_s)
@@ -280,11 +283,12 @@ class Cluster:
         one.turn_id = conversation.running[-1]
         one.decoder = self.decoders[placement.decoder_id]
         if placement.prefiller_id is None:
-            one.decoder.submit(self._work(one), now_s)
+            self._submit(self._work(one), one.decoder, now_s, self.system.direct_s)
         else:
             self._cold_prefill_tokens += turn1_tokens
             prefiller = self.prefillers[placement.prefiller_id]
-            prefiller.submit(Work(id, turn1_tokens, 1, turn=one), now_s)
+            work = Work(id, turn1_tokens, 1, turn=one)
+            self._submit(work, prefiller, now_s, self.system.handed_off_s)
         return True
 
     def _admit(self, now_s: float) -> None:
@@ -333,14 +337,14 @@ class Cluster:
         """A later turn, on a prefiller: its history first, if that is to be had."""
         work = Work(one.script.conversation, one.request.prompt_tokens or 0, 1, turn=one)
         if self.system.history == "recomputed":
-            prefiller.submit(work, now_s)
+            self._submit(work, prefiller, now_s, self.system.handed_off_s)
             return
         work.reusable_tokens = self._reusable(one)
         work.loaded_tokens = self._whole_chunks(work.reusable_tokens)
         here = min(prefiller.holds(work.conversation), work.reusable_tokens)
         moved = max(0, work.loaded_tokens - here)
         self._loaded_tokens += moved
-        self._move(work, prefiller, moved, now_s)
+        self._move(work, prefiller, moved, now_s, self.system.handed_off_s)
 
     def _prefilled(self, work: Work, prefiller: Engine, now_s: float) -> None:
         """A prefiller is done: the KV goes to the conversation's decoder."""
@@ -358,18 +362,24 @@ class Cluster:
             self._handoff_tokens += moved
         self._move(to_decode, one.decoder, moved, now_s)
 
-    def _move(self, work: Work, engine: Engine, tokens: int, now_s: float) -> None:
+    def _move(
+        self, work: Work, engine: Engine, tokens: int, now_s: float, after_s: float = 0.0
+    ) -> None:
         """Bring KV to an engine, for a turn that is to run there."""
         takes_s = engine.costs.handoff(tokens)
         if self.system.transfers_block:
             work.load_s = takes_s
-            engine.submit(work, now_s)
-        elif takes_s:
-            self._later(now_s + takes_s, self._moved, (work, engine))
+            takes_s = 0.0
+        self._submit(work, engine, now_s, after_s + takes_s)
+
+    def _submit(self, work: Work, engine: Engine, now_s: float, after_s: float) -> None:
+        """Have a turn at an engine, after so many seconds."""
+        if after_s:
+            self._later(now_s + after_s, self._come, (work, engine))
         else:
             engine.submit(work, now_s)
 
-    def _moved(self, now_s: float, what: tuple[Work, Engine]) -> None:
+    def _come(self, now_s: float, what: tuple[Work, Engine]) -> None:
         work, engine = what
         engine.submit(work, now_s)
 

@@ -68,6 +68,8 @@ def make_system(name: str, profile: Profile, engines: Engines, **options: Any) -
     else:
         prefillers = engines.prefillers * (Costs.of(profile, "prefiller", engines.prefiller_cap_w),)
         decoders = engines.decoders * (Costs.of(profile, "decoder", engines.decoder_cap_w),)
+    overhead = profile.overhead
+    options = {"direct_s": overhead.direct_s, "handed_off_s": overhead.handed_off_s} | options
     return System(name, placement, prefillers, decoders, **options)
 
 

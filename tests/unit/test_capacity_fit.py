@@ -10,12 +10,14 @@ from conserve.capacity.fit import (
     HandoffPoint,
     MixedPoint,
     PrefillPoint,
+    TurnPoint,
     fit_decode,
     fit_handoff,
     fit_interference,
+    fit_overhead,
     fit_prefill,
 )
-from conserve.capacity.profile import DecodeCurve, PrefillCurve
+from conserve.capacity.profile import DecodeCurve, Handoff, PrefillCurve
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 APPENDS = tuple((new, cached) for new in (64, 256, 1024) for cached in (1024, 4096, 12288))
@@ -224,3 +226,41 @@ def test_an_append_that_hides_behind_the_decodes_has_no_share() -> None:
     decode = DecodeCurve(constant_s=0.05, per_sequence_s=0, per_kv_token_s=0)
     points = [MixedPoint(1, 100, new, 0, 0.0499) for new in (64, 128, 256)]
     assert fit_interference(points, prefill, decode).prefill_share == 0
+
+
+PREFILL = PrefillCurve(
+    constant_s=0.03, cached_constant_s=0.01, per_token_s=3e-5, per_token_squared_s=1e-8
+)
+HANDOFF = Handoff(constant_s=0.01, per_token_s=1e-5, bytes_per_token=1024)
+
+
+def turns(direct_s: float, handed_off_s: float, factor: float = 1.0) -> list[TurnPoint]:
+    found = []
+    for first in (512, 1024, 2048, 4096):
+        moved = (first - 1) // 128 * 128
+        alone_s = (
+            PREFILL.seconds(first) + HANDOFF.seconds(moved) + PREFILL.seconds(first - moved, moved)
+        )
+        found.append(TurnPoint(first, moved, 0, factor * alone_s + handed_off_s))
+        alone_s = PREFILL.seconds(128, first)
+        found.append(TurnPoint(first + 128, 0, first, factor * alone_s + direct_s))
+    return found
+
+
+def test_what_turns_take_beyond_their_engines_is_found_again() -> None:
+    found = fit_overhead(turns(0.004, 0.011), PREFILL, HANDOFF)
+    assert found.direct_s == pytest.approx(0.004)
+    assert found.handed_off_s == pytest.approx(0.011)
+    assert found.quality is not None
+    assert found.quality.r_squared == pytest.approx(1)
+    # Curves that are a little too slow do not make turns quicker than nothing.
+    quick = fit_overhead(turns(0, 0, factor=0.97), PREFILL, HANDOFF)
+    assert (quick.direct_s, quick.handed_off_s) == (0, 0)
+
+
+def test_turns_that_engines_do_not_explain_have_no_overhead() -> None:
+    with pytest.raises(FitError, match="overhead: no curve fits"):
+        fit_overhead(turns(0.004, 0.011, factor=3), PREFILL, HANDOFF)
+    later = [point for point in turns(0.004, 0.011) if point.cached_tokens]
+    with pytest.raises(FitError, match="no turn was handed off"):
+        fit_overhead(later, PREFILL, HANDOFF)

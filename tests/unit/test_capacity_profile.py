@@ -8,9 +8,11 @@ from conserve.capacity.fit import (
     HandoffPoint,
     MixedPoint,
     PrefillPoint,
+    TurnPoint,
     fit_decode,
     fit_handoff,
     fit_interference,
+    fit_overhead,
     fit_prefill,
 )
 from conserve.capacity.profile import (
@@ -47,11 +49,14 @@ def test_the_measured_profiles_curves_are_those_of_its_points() -> None:
     decode = fit_decode([DecodePoint(**point) for point in profile.points["decode"]])
     beside = [MixedPoint(**point) for point in profile.points["interference"]]
     handoffs = [HandoffPoint(**point) for point in profile.points["handoff"]]
+    handoff = fit_handoff(handoffs, profile.handoff.bytes_per_token)
+    turns = [TurnPoint(**point) for point in profile.points["overhead"]]
     fitted = (
         (prefill, profile.prefill),
         (decode, profile.decode),
         (fit_interference(beside, prefill, decode), profile.interference),
-        (fit_handoff(handoffs, profile.handoff.bytes_per_token), profile.handoff),
+        (handoff, profile.handoff),
+        (fit_overhead(turns, prefill, handoff), profile.overhead),
     )
     for curve, stored in fitted:
         for name, value in stored.model_dump(exclude={"quality", "cached_quality"}).items():

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from conserve.capacity import measure
 from conserve.capacity import profiling as module
-from conserve.capacity.fit import DecodePoint, MixedPoint, PrefillPoint
+from conserve.capacity.fit import DecodePoint, MixedPoint, PrefillPoint, TurnPoint
 from conserve.capacity.measure import Application, Engine, MeasureError, find_application
 from conserve.capacity.profile import load_profile
 from conserve.capacity.profiling import _batched_tokens, _median, make_grid, profiling
@@ -41,6 +41,8 @@ def test_what_is_measured_fits_the_engine_and_makes_a_curve(
     assert len({count * context for count, context in grid.decodes}) >= 3
     assert all(count <= batch for count, *_ in grid.beside)
     assert len(grid.handoffs) >= 3
+    assert all(first + new <= longest for first, new in grid.turns)
+    assert {bool(new) for _, new in grid.turns} == {False, True}
     assert len({count for count, _ in grid.decodes}) >= 3
 
 
@@ -63,7 +65,7 @@ def _application(batched: int | None = None, capacity: int = 400_000) -> Applica
         Engine("e", role, "http://127.0.0.1:9", capacity, batched)
         for role in ("prefiller", "decoder")
     )
-    return Application("m", *engines)
+    return Application("http://a", "m", *engines)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +212,85 @@ def test_an_application_may_say_how_many_tokens_a_step_has(batched: int | None) 
 
 def test_appends_are_asked_for_as_live_turns_are() -> None:
     assert measure._TURN1_TOKENS == TURN1_TOKENS
+
+
+class _Router:
+    """Answers turns after a while, and says of each what an engine would have reported.
+
+    Args:
+        keeps: whether a second turn finds its history.
+    """
+
+    def __init__(self, keeps: bool = True) -> None:
+        self._keeps = keeps
+        self._prompts: dict[str, list[int]] = {}
+        self._asked = 0
+
+    def application(self) -> web.Application:
+        application = web.Application()
+        application.add_routes(
+            [
+                web.post("/v1/completions", self._turn),
+                web.get("/v1/conversations/{id}", self._state),
+                web.delete("/v1/conversations/{id}", self._release),
+            ]
+        )
+        return application
+
+    async def _turn(self, request: web.Request) -> web.StreamResponse:
+        prompt = (await request.json())["prompt"]
+        self._prompts.setdefault(request.headers["X-Conversation-Id"], []).append(len(prompt))
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await asyncio.sleep(0.05)
+        for reason in (None, "length"):
+            token = {"choices": [{"index": 0, "text": "a", "finish_reason": reason}]}
+            await response.write(f"data: {json.dumps(token)}\n\n".encode())
+            await asyncio.sleep(0.05)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _state(self, request: web.Request) -> web.Response:
+        prompts = self._prompts[request.match_info["id"]]
+        self._asked += 1
+        if self._asked % 2:
+            # The report takes its time.
+            return web.json_response({"last_turn": None})
+        later = len(prompts) > 1
+        turn = {
+            "prompt_tokens": prompts[-1],
+            "lmcache_tokens": 0 if later else prompts[0] // 128 * 128,
+            "decoder_cached_tokens": prompts[0] if later and self._keeps else 0,
+        }
+        return web.json_response({"last_turn": turn})
+
+    async def _release(self, request: web.Request) -> web.Response:
+        del self._prompts[request.match_info["id"]]
+        return web.json_response({})
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_turns_are_measured_as_clients_have_them(keeps: bool) -> None:
+    router = _Router(keeps)
+
+    async def measured() -> list[TurnPoint]:
+        async with TestServer(router.application()) as server:
+            url = str(server.make_url("/")).rstrip("/")
+            application = replace(_application(), url=url)
+            async with measure.Probe(application, range(1000, 4000), seed=1) as probe:
+                return [await probe.turn(600, 0), await probe.turn(600, 128)]
+
+    if not keeps:
+        with pytest.raises(MeasureError, match="of a second turn's 728 tokens 0 were handed off"):
+            asyncio.run(measured())
+    else:
+        first, second = asyncio.run(measured())
+        assert (first.prompt_tokens, first.handed_off_tokens, first.cached_tokens) == (600, 512, 0)
+        assert (second.prompt_tokens, second.handed_off_tokens) == (728, 0)
+        assert second.cached_tokens == 600
+        # To the first token, neither to the second nor to the end.
+        assert first.seconds >= 0.05
+    assert not router._prompts
 
 
 def test_fits_are_drawn(tmp_path: Path) -> None:

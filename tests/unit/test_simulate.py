@@ -122,6 +122,27 @@ def test_one_conversation_takes_what_the_formula_says() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("placement", ["conversation", "full_disaggregation", "collocated"])
+def test_what_a_turn_takes_beside_its_engines_delays_its_first_token(placement: str) -> None:
+    def first_tokens(**overhead: float) -> list[float]:
+        prefillers = () if placement == "collocated" else (COSTS,)
+        system = _system(placement, prefillers=prefillers, **overhead)
+        script = _Scripted([(15_000, 0, 200, 0.0), (15_500, 15_000, 50, 2.0)])
+        _, records = _run(system, [(1.0, script)])
+        return [one.first_token_s - one.sent_s for one in records if one.first_token_s is not None]
+
+    without = first_tokens()
+    assert first_tokens(direct_s=0.0, handed_off_s=0.0) == without
+    longer = first_tokens(direct_s=0.25, handed_off_s=0.5)
+    handed_off = {
+        "conversation": (True, False),
+        "full_disaggregation": (True, True),
+        "collocated": (False, False),
+    }[placement]
+    for before, after, moved in zip(without, longer, handed_off, strict=True):
+        assert after - before == pytest.approx(0.5 if moved else 0.25)
+
+
 def test_energy_is_that_of_every_engine_busy_or_idle() -> None:
     cluster, (turn,) = _run(_system(), [(0.0, _Scripted([(1_000, 0, 100, 0.0)]))])
     prefill_s = _prefill_s(1_000, 0)
