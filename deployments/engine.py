@@ -58,11 +58,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         # What the table has said last.
         self._heard: Heard | None = None
         self._node = NodeClient(context.app_name, settings)
-        _use_server(llm_config, await self._node.start())
+        _use_server(llm_config, await self._node.launch())
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download: spares a process that loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
-        await super().__init__(llm_config)
+        await self._load_engine(llm_config)
         client = self.engine._engine_client
         observe_engine(client)
         gpus = await self._gpus(llm_config)
@@ -92,6 +92,20 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             raise RuntimeError("the engine's HTTP server has ended")
         if self._beating is not None and self._beating.done() and not self._leaving:
             raise RuntimeError("the engine's beats to the conversation table have ended")
+
+    async def _load_engine(self, config: LLMConfig) -> None:
+        """Load the engine while LMCache's server comes up; the connector waits for it."""
+        cache = asyncio.get_running_loop().create_task(self._node.wait_until_healthy())
+        try:
+            await super().__init__(config)
+        except Exception:
+            # If there is no server, that is why, and said in better words.
+            await asyncio.wait([cache], timeout=1)
+            if cache.done():
+                cache.result()
+            cache.cancel()
+            raise
+        await cache
 
     async def _gpus(self, config: LLMConfig) -> tuple[str, ...]:
         """UUIDs of the GPUs that the engine's workers run on; none on a CPU."""

@@ -12,13 +12,17 @@ It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending
 when that version changes.
 """
 
+import socket
 import sys
+import time
 from typing import Any
+from urllib.parse import urlsplit
 
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
 
+from deployments.lmcache_server import START_TIMEOUT_S
 from deployments.messages import TURN1_TOKENS
 
 logger = init_logger(__name__)
@@ -37,8 +41,10 @@ _STORE_TIMEOUT_S = 30.0
 class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache ships no types.
     """vLLM makes one in its scheduler and one in each worker, by name."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        _wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
+        super().__init__(vllm_config, *args, **kwargs)
         if hasattr(self, "scheduler_adapter"):
             adapter = self.scheduler_adapter
             for url, client in adapter.req_clients.items():
@@ -96,6 +102,26 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
                 future.wait(_STORE_TIMEOUT_S)
         except Exception:
             logger.exception("KV was not stored; it will be computed again where it is needed")
+
+
+def _wait_for_server(host: str | None, port: int, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Return when something listens there: the server starts while the engine loads.
+
+    Raises:
+        RuntimeError: nothing does.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host or "", port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline_s:
+                raise RuntimeError(
+                    f"no LMCache server at {host}:{port} after {timeout_s:g} s ({error}); see the "
+                    "node actor's log"
+                ) from None
+        time.sleep(0.1)
 
 
 def _fail_fast(client: Any, healthy: Any) -> None:

@@ -182,6 +182,7 @@ class LMCacheServer:
         self._directory_url = directory_url
         self._process: asyncio.subprocess.Process | None = None
         self._peer: CachePeer | None = None
+        self._launched = asyncio.Event()
         self._healthy = asyncio.Event()
         self._problem = "it has not been started"
         # Since when one of its ports has been another program's.
@@ -202,14 +203,25 @@ class LMCacheServer:
         """This run of it as other nodes may reach it, once it answers."""
         return self._peer if self.healthy else None
 
+    async def wait_until_launched(self) -> None:
+        """Return when its process has been started.
+
+        Raises:
+            RuntimeError: it is not; says why.
+        """
+        await self._wait(self._launched)
+
     async def wait_until_healthy(self) -> None:
         """Return when it answers.
 
         Raises:
             RuntimeError: it does not come up; says why.
         """
+        await self._wait(self._healthy)
+
+    async def _wait(self, event: asyncio.Event) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not self.healthy:
+        while not event.is_set():
             now_s = time.monotonic()
             if self._taken_since_s is not None and now_s >= self._taken_since_s + TAKEN_TIMEOUT_S:
                 raise RuntimeError(
@@ -223,7 +235,7 @@ class LMCacheServer:
                     f"{self._problem}. See the node actor's log."
                 )
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._healthy.wait(), 0.5)
+                await asyncio.wait_for(event.wait(), 0.5)
 
     async def keep_running(self) -> None:
         """Start it, and again whenever it ends; never returns."""
@@ -250,6 +262,7 @@ class LMCacheServer:
                 stdout=asyncio.subprocess.DEVNULL,
                 preexec_fn=_die_with_parent,
             )
+            self._launched.set()
             logger.info("LMCache server started, pid %d", self._process.pid)
             watcher = asyncio.get_running_loop().create_task(self._watch(self._process))
             code = await self._process.wait()

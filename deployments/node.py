@@ -62,15 +62,24 @@ class NodeService:
         self._gpus: GpuKeeper | None = None
         self._gpu_thread = ThreadPoolExecutor(1, "gpus")
 
-    async def start(self) -> Address:
-        """Have the LMCache server up; returns where, when it answers.
+    async def launch(self) -> Address:
+        """Have the LMCache server started; returns where it will listen.
+
+        Raises:
+            RuntimeError: it cannot be; says why.
+        """
+        server = await self._ensure_started()
+        await server.wait_until_launched()
+        return self._address
+
+    async def wait_until_healthy(self) -> None:
+        """Return when the LMCache server answers.
 
         Raises:
             RuntimeError: it does not come up; says why.
         """
         server = await self._ensure_started()
         await server.wait_until_healthy()
-        return self._address
 
     async def beat(self, use: EngineUse | None = None) -> EngineEnergy | None:
         """An engine on this node lives.
@@ -231,15 +240,23 @@ class NodeClient:
         self.use: EngineUse | None = None
         self.energy: EngineEnergy | None = None
 
-    async def start(self) -> Address:
-        """Wait until the node's LMCache server answers, and see to it that the actor lives on.
+    async def launch(self) -> Address:
+        """Have the node's LMCache server started, and see to it that the actor lives on.
 
         Returns:
-            where the server listens for this node's engines.
+            where the server will listen for this node's engines.
         """
-        self._address = await self._actor.start.remote()
+        self._address = await self._actor.launch.remote()
         self.keep_beating()
         return self._address
+
+    async def wait_until_healthy(self) -> None:
+        """Return when the node's LMCache server answers.
+
+        Raises:
+            RuntimeError: it does not come up; says why.
+        """
+        await self._actor.wait_until_healthy.remote()
 
     def keep_beating(self) -> None:
         """Beat from now on, from a thread: loading a model blocks the event loop for minutes."""

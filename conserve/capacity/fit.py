@@ -80,11 +80,13 @@ class TurnPoint:
     Attributes:
         handed_off_tokens: of its prompt, computed by a prefiller and taken over; 0: none was asked.
         cached_tokens: of its prompt, found in the decoder's prefix cache.
+        engines_s: what its engines took for as long a prompt, asked directly just before.
     """
 
     prompt_tokens: int
     handed_off_tokens: int
     cached_tokens: int
+    engines_s: float
     seconds: float
 
 
@@ -197,46 +199,30 @@ def fit_handoff(
 
 
 def fit_overhead(
-    points: Sequence[TurnPoint],
-    prefill: PrefillCurve,
-    handoff: Handoff,
-    min_r_squared: float = MIN_R_SQUARED_STEPS,
+    points: Sequence[TurnPoint], min_r_squared: float = MIN_R_SQUARED_STEPS
 ) -> Overhead:
-    """What turns took beyond what their engines and the handoff should have.
+    """What turns took beyond their engines: a constant for each kind of turn.
+
+    Against what the same engines took a moment before, not against the curves: on a machine
+    whose speed drifts, the drift would be larger than what is looked for.
 
     Raises:
-        FitError: no turn of one kind, or engines take other times in turns than alone.
+        FitError: no turn of one kind, or no such constants.
     """
-    engines = [_engines_s(point, prefill, handoff) for point in points]
     constants = []
     for what, handed_off in (("direct", False), ("handed off", True)):
         beyond = [
-            point.seconds - engines_s
-            for point, engines_s in zip(points, engines, strict=True)
+            point.seconds - point.engines_s
+            for point in points
             if bool(point.handed_off_tokens) is handed_off
         ]
         if not beyond:
             raise FitError(f"overhead: no turn was {what}; measure one of each kind")
-        # Less than nothing is the curves' error.
+        # Less than nothing is noise.
         constants.append(max(0.0, float(np.median(beyond))))
-    said = [
-        engines_s + constants[bool(point.handed_off_tokens)]
-        for point, engines_s in zip(points, engines, strict=True)
-    ]
+    said = [point.engines_s + constants[bool(point.handed_off_tokens)] for point in points]
     quality = _judge("overhead", points, said, min_r_squared)
     return Overhead(direct_s=constants[0], handed_off_s=constants[1], quality=quality)
-
-
-def _engines_s(point: TurnPoint, prefill: PrefillCurve, handoff: Handoff) -> float:
-    """What a turn's first token takes on engines that do nothing else."""
-    if not point.handed_off_tokens:
-        return prefill.seconds(point.prompt_tokens - point.cached_tokens, point.cached_tokens)
-    there = point.handed_off_tokens + point.cached_tokens
-    return (
-        prefill.seconds(point.prompt_tokens)
-        + handoff.seconds(point.handed_off_tokens)
-        + prefill.seconds(point.prompt_tokens - there, there)
-    )
 
 
 def _table(rows: Sequence[tuple[float, ...]]) -> Any:

@@ -221,12 +221,18 @@ class Probe:
         return HandoffPoint(found, max(seconds, 1e-6))
 
     async def turn(self, first_tokens: int, new_tokens: int) -> TurnPoint:
-        """A conversation's first turn, or its second, as a client has it.
+        """A conversation's first turn, or its second, as a client has it; and its engines alone.
 
         Args:
             first_tokens: the first prompt's length.
             new_tokens: the second turn's, beyond the first prompt; 0: the first is measured.
         """
+        if new_tokens:
+            engines_s = (await self.append(new_tokens, first_tokens)).seconds
+        else:
+            prompt = self._prompt(first_tokens)
+            engines_s = (await self._prefill(self._prefiller, prompt)).seconds
+            engines_s += (await self._prefill(self._decoder, prompt)).seconds
         name = str(next(self._conversations))
         prompt = self._prompt(first_tokens)
         try:
@@ -246,7 +252,7 @@ class Probe:
                 f"{handed_off} were handed off and {cached} found in the decoder's cache; have "
                 "the application use placement=conversation, and nothing else use it"
             )
-        return TurnPoint(len(prompt), handed_off, cached, seconds)
+        return TurnPoint(len(prompt), handed_off, cached, engines_s, seconds)
 
     async def _last_turn(self, name: str, prompt_tokens: int) -> dict[str, int]:
         """What the engine reported of a conversation's turn with this prompt, its last."""

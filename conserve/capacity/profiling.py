@@ -300,7 +300,6 @@ async def _measure(
             seen.turns = await repeat("turns", [_call(probe.turn, *one) for one in grid.turns])
             power = await _power(url, probe, grid)
     decode = fit_decode(seen.decode, **limits)
-    handoff = fit_handoff(seen.handoff, kv_bytes_per_token, **limits)
     about = environment()
     return Profile(
         name=name,
@@ -312,8 +311,8 @@ async def _measure(
         prefill=prefill,
         decode=decode,
         interference=fit_interference(seen.beside, prefill, decode, **limits),
-        handoff=handoff,
-        overhead=fit_overhead(seen.turns, prefill, handoff, **limits),
+        handoff=fit_handoff(seen.handoff, kv_bytes_per_token, **limits),
+        overhead=fit_overhead(seen.turns, **limits),
         kv_capacity_tokens=capacity,
         max_batched_tokens=_batched_tokens(application, batched_tokens),
         power=power,
@@ -381,8 +380,10 @@ def _call(
 
 
 def _median(points: list[Point]) -> Point:
-    """The point with the median of the times."""
-    return replace(points[0], seconds=statistics.median(point.seconds for point in points))
+    """The point with the medians of the times."""
+    names = [name for name in ("seconds", "engines_s") if hasattr(points[0], name)]
+    medians = {name: statistics.median(getattr(one, name) for one in points) for name in names}
+    return replace(points[0], **medians)
 
 
 def _embedded_kv_bytes_per_token(application: Application) -> float:

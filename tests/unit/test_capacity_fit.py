@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from conserve.capacity.fit import (
     fit_overhead,
     fit_prefill,
 )
-from conserve.capacity.profile import DecodeCurve, Handoff, PrefillCurve
+from conserve.capacity.profile import DecodeCurve, PrefillCurve
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 APPENDS = tuple((new, cached) for new in (64, 256, 1024) for cached in (1024, 4096, 12288))
@@ -228,39 +229,40 @@ def test_an_append_that_hides_behind_the_decodes_has_no_share() -> None:
     assert fit_interference(points, prefill, decode).prefill_share == 0
 
 
-PREFILL = PrefillCurve(
-    constant_s=0.03, cached_constant_s=0.01, per_token_s=3e-5, per_token_squared_s=1e-8
-)
-HANDOFF = Handoff(constant_s=0.01, per_token_s=1e-5, bytes_per_token=1024)
-
-
-def turns(direct_s: float, handed_off_s: float, factor: float = 1.0) -> list[TurnPoint]:
+def turns(direct_s: float, handed_off_s: float, drift: float = 0.0) -> list[TurnPoint]:
+    """Of engines whose speed drifts from turn to turn."""
     found = []
-    for first in (512, 1024, 2048, 4096):
-        moved = (first - 1) // 128 * 128
-        alone_s = (
-            PREFILL.seconds(first) + HANDOFF.seconds(moved) + PREFILL.seconds(first - moved, moved)
-        )
-        found.append(TurnPoint(first, moved, 0, factor * alone_s + handed_off_s))
-        alone_s = PREFILL.seconds(128, first)
-        found.append(TurnPoint(first + 128, 0, first, factor * alone_s + direct_s))
+    for number, first in enumerate((512, 1024, 2048, 4096)):
+        slower = 1 + drift * number
+        cold_s, append_s = slower * (0.05 + first * 5e-5), slower * 0.015
+        found.append(TurnPoint(first, first // 128 * 128, 0, cold_s, cold_s + handed_off_s))
+        found.append(TurnPoint(first + 128, 0, first, append_s, append_s + direct_s))
     return found
 
 
-def test_what_turns_take_beyond_their_engines_is_found_again() -> None:
-    found = fit_overhead(turns(0.004, 0.011), PREFILL, HANDOFF)
+@pytest.mark.parametrize("drift", [0.0, 0.5])
+def test_what_turns_take_beyond_their_engines_is_found_again(drift: float) -> None:
+    found = fit_overhead(turns(0.004, 0.011, drift))
     assert found.direct_s == pytest.approx(0.004)
     assert found.handed_off_s == pytest.approx(0.011)
     assert found.quality is not None
     assert found.quality.r_squared == pytest.approx(1)
-    # Curves that are a little too slow do not make turns quicker than nothing.
-    quick = fit_overhead(turns(0, 0, factor=0.97), PREFILL, HANDOFF)
+    assert found.quality.points == 8
+
+
+def test_turns_are_never_quicker_than_their_engines() -> None:
+    quick = fit_overhead(turns(-0.0001, -0.0002))
     assert (quick.direct_s, quick.handed_off_s) == (0, 0)
 
 
-def test_turns_that_engines_do_not_explain_have_no_overhead() -> None:
+def test_turns_that_take_now_this_and_now_that_have_no_overhead() -> None:
+    points = turns(0.004, 0.011)
+    wild = [replace(one, seconds=one.seconds * (1 + 3 * (i % 2))) for i, one in enumerate(points)]
+    wild = [
+        replace(one, seconds=one.seconds * (1 + 3 * (i // 2 % 2))) for i, one in enumerate(wild)
+    ]
     with pytest.raises(FitError, match="overhead: no curve fits"):
-        fit_overhead(turns(0.004, 0.011, factor=3), PREFILL, HANDOFF)
-    later = [point for point in turns(0.004, 0.011) if point.cached_tokens]
+        fit_overhead(wild)
+    later = [point for point in points if point.cached_tokens]
     with pytest.raises(FitError, match="no turn was handed off"):
-        fit_overhead(later, PREFILL, HANDOFF)
+        fit_overhead(later)

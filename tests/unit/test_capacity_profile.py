@@ -49,14 +49,13 @@ def test_the_measured_profiles_curves_are_those_of_its_points() -> None:
     decode = fit_decode([DecodePoint(**point) for point in profile.points["decode"]])
     beside = [MixedPoint(**point) for point in profile.points["interference"]]
     handoffs = [HandoffPoint(**point) for point in profile.points["handoff"]]
-    handoff = fit_handoff(handoffs, profile.handoff.bytes_per_token)
     turns = [TurnPoint(**point) for point in profile.points["overhead"]]
     fitted = (
         (prefill, profile.prefill),
         (decode, profile.decode),
         (fit_interference(beside, prefill, decode), profile.interference),
-        (handoff, profile.handoff),
-        (fit_overhead(turns, prefill, handoff), profile.overhead),
+        (fit_handoff(handoffs, profile.handoff.bytes_per_token), profile.handoff),
+        (fit_overhead(turns), profile.overhead),
     )
     for curve, stored in fitted:
         for name, value in stored.model_dump(exclude={"quality", "cached_quality"}).items():

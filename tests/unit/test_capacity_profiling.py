@@ -160,6 +160,8 @@ def test_the_tokens_of_a_step_are_recorded_as_the_application_says_them() -> Non
 def test_repeated_points_are_one_with_the_median_time() -> None:
     points = [PrefillPoint(128, 0, seconds) for seconds in (0.3, 0.1, 9.0)]
     assert _median(points) == PrefillPoint(128, 0, 0.3)
+    turns = [TurnPoint(9, 0, 8, engines_s, 2 * engines_s) for engines_s in (0.3, 0.1, 9.0)]
+    assert _median(turns) == TurnPoint(9, 0, 8, 0.3, 0.6)
     assert _median([DecodePoint(1, 2, 0.5)]) == DecodePoint(1, 2, 0.5)
 
 
@@ -230,15 +232,21 @@ class _Router:
         application = web.Application()
         application.add_routes(
             [
-                web.post("/v1/completions", self._turn),
+                web.post("/v1/completions", self._answer),
                 web.get("/v1/conversations/{id}", self._state),
                 web.delete("/v1/conversations/{id}", self._release),
             ]
         )
         return application
 
-    async def _turn(self, request: web.Request) -> web.StreamResponse:
-        prompt = (await request.json())["prompt"]
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt = body["prompt"]
+        if not body.get("stream"):
+            # Asked as an engine; the decoder has the beginning of an append.
+            cached = {"num_vllm_cached_tokens": 600 if len(prompt) > 600 else 0}
+            await asyncio.sleep(0.01)
+            return web.json_response({"kv_transfer_params": {"cached_token_stats": cached}})
         self._prompts.setdefault(request.headers["X-Conversation-Id"], []).append(len(prompt))
         response = web.StreamResponse()
         await response.prepare(request)
@@ -276,7 +284,8 @@ def test_turns_are_measured_as_clients_have_them(keeps: bool) -> None:
     async def measured() -> list[TurnPoint]:
         async with TestServer(router.application()) as server:
             url = str(server.make_url("/")).rstrip("/")
-            application = replace(_application(), url=url)
+            engine = replace(_application().decoder, url=url)
+            application = Application(url, "m", engine, engine)
             async with measure.Probe(application, range(1000, 4000), seed=1) as probe:
                 return [await probe.turn(600, 0), await probe.turn(600, 128)]
 
@@ -290,6 +299,9 @@ def test_turns_are_measured_as_clients_have_them(keeps: bool) -> None:
         assert second.cached_tokens == 600
         # To the first token, neither to the second nor to the end.
         assert first.seconds >= 0.05
+        # A prefiller's and a decoder's time; for an append the decoder's alone.
+        assert first.engines_s >= 0.02
+        assert second.engines_s >= 0.01
     assert not router._prompts
 
 

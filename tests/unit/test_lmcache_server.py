@@ -110,8 +110,9 @@ async def test_a_port_that_another_program_keeps_is_named_soon(
         address = Address("127.0.0.1", port, lmcache_server.free_port("127.0.0.1"))
         server = LMCacheServer(LMCacheSettings(), address)
         running = asyncio.create_task(server.keep_running())
-        with pytest.raises(RuntimeError, match=rf"port {port} is in use.* or to 0 for ones"):
-            await asyncio.wait_for(server.wait_until_healthy(), 30)
+        for wait in (server.wait_until_launched, server.wait_until_healthy):
+            with pytest.raises(RuntimeError, match=rf"port {port} is in use.* or to 0 for ones"):
+                await asyncio.wait_for(wait(), 30)
     assert server.pid is None
     running.cancel()
 
