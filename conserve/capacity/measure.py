@@ -259,8 +259,12 @@ class Probe:
         url = f"{self._application}/v1/conversations/{self._salt}-{name}"
         deadline_s = time.perf_counter() + _REPORT_TIMEOUT_S
         while True:
-            async with self._session.get(url) as answer:
-                said = await answer.json()
+            try:
+                async with self._session.get(url) as answer:
+                    said = await answer.json()
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                told = str(error) or type(error).__name__
+                raise MeasureError(f"{url} does not answer: {told}") from None
             reported: dict[str, int] | None = said.get("last_turn")
             if reported is not None and reported["prompt_tokens"] == prompt_tokens:
                 return reported

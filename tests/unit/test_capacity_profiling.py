@@ -228,16 +228,12 @@ class _Router:
         self._prompts: dict[str, list[int]] = {}
         self._asked = 0
 
-    def application(self) -> web.Application:
-        application = web.Application()
-        application.add_routes(
-            [
-                web.post("/v1/completions", self._answer),
-                web.get("/v1/conversations/{id}", self._state),
-                web.delete("/v1/conversations/{id}", self._release),
-            ]
-        )
-        return application
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/completions", self._answer),
+            web.get("/v1/conversations/{id}", self._state),
+            web.delete("/v1/conversations/{id}", self._release),
+        ]
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -277,12 +273,37 @@ class _Router:
         return web.json_response({})
 
 
+def test_an_application_that_says_nothing_of_its_turns_is_one_line() -> None:
+    router = _Router()
+
+    async def gone(request: web.Request) -> web.Response:
+        return web.Response(status=502, text="gone")
+
+    async def measured() -> TurnPoint:
+        application = web.Application()
+        application.add_routes([web.get("/v1/conversations/{id}", gone)])
+        application.add_routes(router.routes())
+        async with TestServer(application) as server:
+            url = str(server.make_url("/")).rstrip("/")
+            engine = replace(_application().decoder, url=url)
+            found = Application(url, "m", engine, engine)
+            async with measure.Probe(found, range(1000, 4000), seed=1) as probe:
+                return await probe.turn(600, 0)
+
+    with pytest.raises(MeasureError, match="does not answer: 502") as refused:
+        asyncio.run(measured())
+    assert "\n" not in str(refused.value)
+    assert not router._prompts
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_turns_are_measured_as_clients_have_them(keeps: bool) -> None:
     router = _Router(keeps)
 
     async def measured() -> list[TurnPoint]:
-        async with TestServer(router.application()) as server:
+        served = web.Application()
+        served.add_routes(router.routes())
+        async with TestServer(served) as server:
             url = str(server.make_url("/")).rstrip("/")
             engine = replace(_application().decoder, url=url)
             application = Application(url, "m", engine, engine)
