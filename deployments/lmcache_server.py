@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from conserve.settings import LMCacheSettings, Settings
@@ -65,18 +66,24 @@ def choose_address(settings: Settings, node_ip: str) -> Address:
     and so its ports, need that.
     """
     host = node_ip if settings.nodes == "several" else "127.0.0.1"
-    port = settings.lmcache.port or free_port(host)
-    return Address(host, port, settings.lmcache.http_port or free_port("127.0.0.1"))
+    wanted = settings.lmcache
+    # None of them listens yet, so that a look would not tell.
+    taken = {settings.port, wanted.port, wanted.http_port}
+    port = wanted.port or free_port(host, taken)
+    return Address(host, port, wanted.http_port or free_port("127.0.0.1", taken | {port}))
 
 
-def free_port(host: str) -> int:
+def free_port(host: str, but: Collection[int] = ()) -> int:
     """A TCP port that nobody has, and that nobody gets by chance until it is used.
+
+    Args:
+        but: ports that are promised to others.
 
     Raises:
         RuntimeError: none is free.
     """
     for port in random.sample(_OPEN_PORTS, k=100):
-        if not _taken(host, port):
+        if port not in but and not _taken(host, port):
             return port
     raise RuntimeError(f"no free port on {host} from {_OPEN_PORTS[0]} to {_OPEN_PORTS[-1]}")
 

@@ -74,8 +74,7 @@ def free_port() -> int:
     Not one that the system hands out: a part binds it many seconds later, and by then an outgoing
     connection could have it, or the next caller.
     """
-    while (port := free_listening_port("127.0.0.1")) in _given:
-        pass
+    port = free_listening_port("127.0.0.1", _given)
     _given.add(port)
     return port
 

@@ -2,6 +2,8 @@ import asyncio
 import json
 import random
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -273,6 +275,19 @@ class _Router:
         return web.json_response({})
 
 
+@asynccontextmanager
+async def _probe(routes: list[web.RouteDef]) -> AsyncIterator[measure.Probe]:
+    """Of an application, and of engines, that answer by these routes; the first that fits."""
+    served = web.Application()
+    served.add_routes(routes)
+    async with TestServer(served) as server:
+        url = str(server.make_url("/")).rstrip("/")
+        engine = replace(_application().decoder, url=url)
+        application = Application(url, "m", engine, engine)
+        async with measure.Probe(application, range(1000, 4000), seed=1) as probe:
+            yield probe
+
+
 def test_an_application_that_says_nothing_of_its_turns_is_one_line() -> None:
     router = _Router()
 
@@ -280,15 +295,9 @@ def test_an_application_that_says_nothing_of_its_turns_is_one_line() -> None:
         return web.Response(status=502, text="gone")
 
     async def measured() -> TurnPoint:
-        application = web.Application()
-        application.add_routes([web.get("/v1/conversations/{id}", gone)])
-        application.add_routes(router.routes())
-        async with TestServer(application) as server:
-            url = str(server.make_url("/")).rstrip("/")
-            engine = replace(_application().decoder, url=url)
-            found = Application(url, "m", engine, engine)
-            async with measure.Probe(found, range(1000, 4000), seed=1) as probe:
-                return await probe.turn(600, 0)
+        first = web.get("/v1/conversations/{id}", gone)
+        async with _probe([first, *router.routes()]) as probe:
+            return await probe.turn(600, 0)
 
     with pytest.raises(MeasureError, match="does not answer: 502") as refused:
         asyncio.run(measured())
@@ -301,14 +310,8 @@ def test_turns_are_measured_as_clients_have_them(keeps: bool) -> None:
     router = _Router(keeps)
 
     async def measured() -> list[TurnPoint]:
-        served = web.Application()
-        served.add_routes(router.routes())
-        async with TestServer(served) as server:
-            url = str(server.make_url("/")).rstrip("/")
-            engine = replace(_application().decoder, url=url)
-            application = Application(url, "m", engine, engine)
-            async with measure.Probe(application, range(1000, 4000), seed=1) as probe:
-                return [await probe.turn(600, 0), await probe.turn(600, 128)]
+        async with _probe(router.routes()) as probe:
+            return [await probe.turn(600, 0), await probe.turn(600, 128)]
 
     if not keeps:
         with pytest.raises(MeasureError, match="of a second turn's 728 tokens 0 were handed off"):

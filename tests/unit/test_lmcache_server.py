@@ -117,6 +117,14 @@ async def test_a_port_that_another_program_keeps_is_named_soon(
     running.cancel()
 
 
+def test_open_ports_are_neither_the_routers_nor_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmcache_server, "_OPEN_PORTS", range(20_000, 20_100))
+    monkeypatch.setattr(lmcache_server, "_taken", lambda host, port: port > 20_002)
+    settings = Settings(port=20_001, lmcache=LMCacheSettings(port=0, http_port=0))
+    address = choose_address(settings, "10.0.0.1")
+    assert {address.port, address.http_port} == {20_000, 20_002}
+
+
 def test_every_run_of_a_server_is_another_peer() -> None:
     address = Address("127.0.0.1", 7610, 7611)
     first, second = new_peer(address), new_peer(address)
