@@ -73,6 +73,18 @@ def test_a_published_profile_without_a_source_for_a_number_is_refused(
         load_profile(path)
 
 
+def test_a_published_overhead_needs_a_source_too(a40: Profile, tmp_path: Path) -> None:
+    data = json.loads(a40.model_dump_json())
+    data["overhead"]["handed_off_s"] = 0.01
+    path = tmp_path / "made-up.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=r"overhead\.handed_off_s is a published number"):
+        load_profile(path)
+    data["sources"]["overhead"] = "a blog"
+    path.write_text(json.dumps(data))
+    assert load_profile(path).overhead.handed_off_s == 0.01
+
+
 def test_what_is_saved_is_what_is_read(a40: Profile, tmp_path: Path) -> None:
     save_profile(a40, tmp_path / "deep" / "copy.json")
     assert load_profile(tmp_path / "deep" / "copy.json") == a40

@@ -2,6 +2,7 @@ import asyncio
 import json
 import random
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -162,7 +163,7 @@ def test_the_tokens_of_a_step_are_recorded_as_the_application_says_them() -> Non
 def test_repeated_points_are_one_with_the_median_time() -> None:
     points = [PrefillPoint(128, 0, seconds) for seconds in (0.3, 0.1, 9.0)]
     assert _median(points) == PrefillPoint(128, 0, 0.3)
-    turns = [TurnPoint(9, 0, 8, engines_s, 2 * engines_s) for engines_s in (0.3, 0.1, 9.0)]
+    turns = [TurnPoint(9, 0, 8, engines_s, 2 * engines_s) for engines_s in (9.0, 0.1, 0.3)]
     assert _median(turns) == TurnPoint(9, 0, 8, 0.3, 0.6)
     assert _median([DecodePoint(1, 2, 0.5)]) == DecodePoint(1, 2, 0.5)
 
@@ -225,6 +226,8 @@ class _Router:
         keeps: whether a second turn finds its history.
     """
 
+    after_token_s = 0.3
+
     def __init__(self, keeps: bool = True) -> None:
         self._keeps = keeps
         self._prompts: dict[str, list[int]] = {}
@@ -252,7 +255,7 @@ class _Router:
         for reason in (None, "length"):
             token = {"choices": [{"index": 0, "text": "a", "finish_reason": reason}]}
             await response.write(f"data: {json.dumps(token)}\n\n".encode())
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(self.after_token_s)
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -308,10 +311,14 @@ def test_an_application_that_says_nothing_of_its_turns_is_one_line() -> None:
 @pytest.mark.parametrize("keeps", [True, False])
 def test_turns_are_measured_as_clients_have_them(keeps: bool) -> None:
     router = _Router(keeps)
+    beside_s: list[float] = []
 
     async def measured() -> list[TurnPoint]:
         async with _probe(router.routes()) as probe:
-            return [await probe.turn(600, 0), await probe.turn(600, 128)]
+            begun_s = time.monotonic()
+            first = await probe.turn(600, 0)
+            beside_s.append(time.monotonic() - begun_s - first.seconds)
+            return [first, await probe.turn(600, 128)]
 
     if not keeps:
         with pytest.raises(MeasureError, match="of a second turn's 728 tokens 0 were handed off"):
@@ -323,6 +330,7 @@ def test_turns_are_measured_as_clients_have_them(keeps: bool) -> None:
         assert second.cached_tokens == 600
         # To the first token, neither to the second nor to the end.
         assert first.seconds >= 0.05
+        assert beside_s[0] >= 2 * router.after_token_s
         # A prefiller's and a decoder's time; for an append the decoder's alone.
         assert first.engines_s >= 0.02
         assert second.engines_s >= 0.01

@@ -14,6 +14,7 @@ from benchmarks.workloads import PRESETS, Arrivals, Workload, synthetic
 from conserve.capacity.profile import load_profile
 from conserve.simulate import Cluster, Costs, SimulationError, System
 from conserve.simulate.engine import Engine, Work
+from conserve.simulate.run import Engines, make_system
 
 COSTS = Costs(
     step_s=0.008,
@@ -141,6 +142,17 @@ def test_what_a_turn_takes_beside_its_engines_delays_its_first_token(placement: 
     }[placement]
     for before, after, moved in zip(without, longer, handed_off, strict=True):
         assert after - before == pytest.approx(0.5 if moved else 0.25)
+
+
+def test_a_system_has_its_profiles_overhead() -> None:
+    profile = load_profile("cpu-embedded")
+    system = make_system("conserve", profile, Engines(prefillers=1, decoders=1))
+    assert (system.direct_s, system.handed_off_s) == (
+        profile.overhead.direct_s,
+        profile.overhead.handed_off_s,
+    )
+    assert system.direct_s > 0
+    assert make_system("conserve", profile, Engines(), direct_s=0.0).direct_s == 0
 
 
 def test_energy_is_that_of_every_engine_busy_or_idle() -> None:
