@@ -48,8 +48,14 @@ class TwoNodes:
 
     def lose_second_node(self) -> None:
         """As if its power were cut: nothing on it gets to say goodbye."""
+        processes = self._on_second()
         self.cluster.remove_node(self.second, allow_graceful=False)
         self.second = None
+        # Ray's own are dead; an engine would answer until it notices that.
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=10)
 
     @contextlib.contextmanager
     def application(self) -> Iterator[Launch]:

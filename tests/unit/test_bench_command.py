@@ -80,6 +80,10 @@ def test_one_endpoint(tmp_path: Path) -> None:
     assert (tmp_path / "records.parquet").stat().st_size > 0
 
 
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no recordings at {DATA}")
+
+
+@needs_data
 def test_recorded_sessions(tmp_path: Path) -> None:
     with served(Stub()) as stub:
         result = _bench(
@@ -104,6 +108,7 @@ def test_recorded_sessions(tmp_path: Path) -> None:
     assert read_report(tmp_path / "stub.json").objectives is None
 
 
+@needs_data
 def test_recorded_dialogues(tmp_path: Path) -> None:
     with served(Stub()) as stub:
         result = _bench(
