@@ -322,14 +322,18 @@ def release_all() -> None:
         httpx.delete(f"{URL}/v1/conversations/{conversation['id']}", timeout=30)
 
 
-def processes(pattern: str) -> list[psutil.Process]:
-    """The application's processes whose command line matches."""
+def processes(pattern: str, below: int | None = None) -> list[psutil.Process]:
+    """The processes below this one, or that one, whose command line matches; none if it is gone."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    try:
+        descendants = psutil.Process(below).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return found
+    for process in descendants:
         try:
             if re.search(pattern, " ".join(process.cmdline())):
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        except psutil.NoSuchProcess:
             continue
     return found
 
@@ -348,9 +352,16 @@ def kill(pid: int) -> None:
     """``kill -9``, and the process is gone."""
     os.kill(pid, signal.SIGKILL)
     deadline_s = time.monotonic() + 10
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline_s
+    while _runs(pid):
+        assert time.monotonic() < deadline_s, f"{pid} outlives its kill"
         time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def eventually(what: str, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

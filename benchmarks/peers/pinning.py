@@ -56,7 +56,8 @@ def share_out(cores: Sequence[int], engines: int) -> list[list[int]]:
 
 
 def _pin_threads(pid: int, cores: list[int]) -> None:
-    # Later threads inherit it from those that start them.
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(task.name), cores)
+    # Later threads inherit it from those that start them. A helper may have ended meanwhile.
+    with contextlib.suppress(FileNotFoundError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task.name), cores)

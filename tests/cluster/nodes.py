@@ -70,7 +70,7 @@ class TwoNodes:
 
     def node_actor(self) -> psutil.Process:
         """The node-local actor of the second node."""
-        (found,) = [one for one in self._on_second() if "NodeService" in " ".join(one.cmdline())]
+        (found,) = self._on_second("NodeService")
         return found
 
     def servers(self) -> dict[str, psutil.Process]:
@@ -85,12 +85,11 @@ class TwoNodes:
         """Whether this process runs on the second node."""
         return pid in {one.pid for one in self._on_second()}
 
-    def _on_second(self) -> list[psutil.Process]:
+    def _on_second(self, pattern: str = "") -> list[psutil.Process]:
         if self.second is None:
             return []
         (raylet,) = self.second.all_processes["raylet"]
-        found: list[psutil.Process] = psutil.Process(raylet.process.pid).children(recursive=True)
-        return found
+        return harness.processes(pattern, below=raylet.process.pid)
 
 
 @contextlib.contextmanager

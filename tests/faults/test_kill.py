@@ -5,7 +5,6 @@ import random
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests import harness
@@ -52,11 +51,7 @@ async def test_a_decoder_in_mid_turn(
     lost = doomed[0].replies[0].decoder
     pid = next(engine["pid"] for engine in harness.engines("decoder") if engine["id"] == lost)
     if victim == "engine core":
-        pid = next(
-            child.pid
-            for child in psutil.Process(pid).children()
-            if "EngineCore" in " ".join(child.cmdline())
-        )
+        pid = harness.processes("EngineCore", below=pid)[0].pid
     moves = harness.metric("conserve_moves_total")
     failed = harness.metric("conserve_turns_total", outcome="failed")
 
@@ -139,8 +134,7 @@ async def test_the_prefiller(
     if victim == "replica":
         harness.kill(prefiller["pid"])
     else:
-        descendants = psutil.Process(prefiller["pid"]).children(recursive=True)
-        (worker,) = [child for child in descendants if "Worker" in " ".join(child.cmdline())]
+        (worker,) = harness.processes("Worker", below=prefiller["pid"])
         worker.terminate()
     await asyncio.gather(*running)
     await agent.say("go on", tokens=OUTPUT_TOKENS)

@@ -1,5 +1,6 @@
 """A real node actor, on a real Ray cluster, with the stand-in's GPUs: caps end with everything."""
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from hetero.power import DIRECTORY_VARIABLE, records
+from tests import harness
 from tests.nvml import standin
 from tests.nvml.standin import Machine
 
@@ -73,12 +75,17 @@ def engine(machine: Machine, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     yield process
-    left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    left = harness.processes("", below=process.pid) if process.poll() is None else []
     process.kill()
     process.communicate()
-    for child in left:
-        if child.is_running():
-            child.kill()
+    _kill(left)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    # Some end by themselves when the one that started them dies.
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def limits(machine: Machine) -> list[int]:
@@ -128,8 +135,7 @@ def test_caps_energy_and_slots_live_and_die_with_the_actor(
     assert again["agent_pid"] != killed
     assert again["gpus"]["sm_leases"] == 0
     # The whole of Ray goes, at once.
-    for process in psutil.Process(engine.pid).children(recursive=True):
-        process.kill()
+    _kill(harness.processes("", below=engine.pid))
     engine.kill()
     eventually("the limit is put back", lambda: limits(machine) == [300, 300])
     eventually("no record is left", lambda: records(folder) == [])
