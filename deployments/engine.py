@@ -28,7 +28,8 @@ from deployments.lmcache_server import Address
 from deployments.messages import EngineInfo, EngineUse, Heard, Role
 from deployments.node import NodeClient
 from deployments.observer import TurnObserver, observe_engine
-from deployments.table import BEAT_S, TableClient, TableUnavailable
+from deployments.table import BEAT_S
+from deployments.table_client import TableClient, TableUnavailable
 from hetero.tiers import RoleTier
 
 logger = logging.getLogger("ray.serve")

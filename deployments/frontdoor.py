@@ -15,7 +15,7 @@ from conserve import identity
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from deployments.responses import TABLE_RESTARTING, error_response
-from deployments.table import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 from deployments.turns import Turns
 from deployments.upstream import Upstream
 

@@ -22,7 +22,7 @@ from conserve.conversations import TurnStats
 from conserve.recognition import Digest
 from deployments.holdings import Holdings
 from deployments.messages import TURN1_TOKENS
-from deployments.table import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 

@@ -19,7 +19,8 @@ from ray.serve.handle import DeploymentHandle
 from conserve.settings import Settings
 from deployments.frontdoor import FrontDoor
 from deployments.messages import HEAD_NODE
-from deployments.table import BEAT_S, TableClient, TableUnavailable
+from deployments.table import BEAT_S
+from deployments.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 

@@ -7,7 +7,6 @@ their next beat, tell it who they are and what they hold; turns wait until all h
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import time
 from dataclasses import dataclass
@@ -16,13 +15,10 @@ from typing import Any
 import msgspec
 import ray
 
-from autoscale.autoscaler import Autoscaler, Tier
-from autoscale.scaling import Limits
+from autoscale.configured import make_autoscaler
 from conserve import identity
-from conserve.capacity.profile import Profile, load_profile
 from conserve.clock import unix_s
 from conserve.conversations import (
-    MEMORY_ENVIRONMENT,
     Conversation,
     ConversationTable,
     TurnStats,
@@ -30,10 +26,9 @@ from conserve.conversations import (
 from conserve.metrics import Metrics, ReplicaCounts
 from conserve.placement import Placement
 from conserve.recognition import Digest
-from conserve.settings import RoleSettings, Settings
+from conserve.settings import Settings
 from conserve.waiting import QueueFull, WaitingLine
 from deployments.messages import (
-    HEAD_NODE,
     EngineInfo,
     Heard,
     Prefilled,
@@ -639,54 +634,6 @@ class TableService:
         logger.warning("router %s is lost (silent for %g s)", router_id, SILENCE_S)
 
 
-def make_autoscaler(settings: Settings) -> Autoscaler:
-    """The autoscaler that these settings describe; a role without `max_replicas` stays as it is.
-
-    Raises:
-        ProfileError: the profile cannot be read.
-    """
-    chosen = settings.autoscaling
-    limits: dict[Tier, Limits] = {}
-    start: dict[Tier, int] = {"decoder": settings.decoders.replicas}
-    roles: list[tuple[Tier, RoleSettings]] = [("decoder", settings.decoders)]
-    if settings.prefiller_replicas:
-        start["prefiller"] = settings.prefillers.replicas
-        roles.append(("prefiller", settings.prefillers))
-    for tier, role in roles:
-        if role.max_replicas is not None:
-            limits[tier] = Limits(
-                role.replicas,
-                role.max_replicas,
-                chosen.target,
-                chosen.up_at,
-                chosen.down_at,
-                chosen.down_delay_s,
-                chosen.cool_down_s,
-            )
-    if not settings.profile:
-        return Autoscaler(limits, start, None, chosen.window_s)
-    profile = load_profile(settings.profile)
-    return Autoscaler(
-        limits, start, profile.prefill, chosen.window_s, _prefill_slowdown(settings, profile)
-    )
-
-
-def _prefill_slowdown(settings: Settings, profile: Profile) -> float:
-    """How much longer prefills take under the prefillers' power cap than the profile says."""
-    tier = settings.tiers.get(settings.prefillers.tier or "")
-    if tier is None or not profile.power:
-        return 1.0
-    cap_w = tier.power_cap_w
-    if tier.power_cap_fraction is not None:
-        # The profile's highest cap is the hardware's own limit.
-        cap_w = tier.power_cap_fraction * profile.power[0].cap_w
-    if cap_w is None:
-        return 1.0
-    # Between two caps of the profile, the slower.
-    known = [power for power in profile.power if power.cap_w <= cap_w + 1] or profile.power[-1:]
-    return known[0].prefill_slowdown
-
-
 @dataclass(frozen=True, slots=True)
 class _Claim:
     """A turn under way, and the router that asked for it."""
@@ -720,68 +667,3 @@ def _described(conversation: Conversation) -> dict[str, Any]:
         "last_turn": None if last is None else msgspec.structs.asdict(last),
         "energy_estimate_j": round(conversation.energy_j, 3) if conversation.energy_j else None,
     }
-
-
-class TableUnavailable(Exception):
-    """The conversation table did not answer in time; Ray is starting it again."""
-
-
-class TableClient:
-    """A caller's end of the table: finds the actor, and waits while Ray starts it again."""
-
-    def __init__(self, application: str, settings: Settings) -> None:
-        # Other settings, another table: an actor that lives on would keep those it has.
-        digest = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:8]
-        self._name = f"conserve:{application}:table:{digest}"
-        self._settings = settings
-        self._actor: Any = None
-
-    async def call(self, method: str, *arguments: Any, patience_s: float = 30.0) -> Any:
-        """Call a method of `TableService`.
-
-        Args:
-            patience_s: how long to wait for a table that is down.
-
-        Raises:
-            TableUnavailable: it stayed down.
-        """
-        deadline_s = time.monotonic() + patience_s
-        while True:
-            try:
-                return await getattr(self._connect(), method).remote(*arguments)
-            except ray.exceptions.RayActorError as error:
-                self._actor = None
-                if time.monotonic() > deadline_s:
-                    raise TableUnavailable(
-                        f"the conversation table is down: {type(error).__name__}"
-                    ) from error
-                await asyncio.sleep(0.1)
-
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method without waiting; what it would have returned or raised is dropped."""
-        try:
-            getattr(self._connect(), method).remote(*arguments)
-        except ray.exceptions.RayActorError:
-            self._actor = None
-
-    def _connect(self) -> Any:
-        if self._actor is None:
-            self._actor = (
-                ray.remote(TableService)
-                .options(
-                    name=self._name,
-                    namespace="serve",
-                    get_if_exists=True,
-                    # It outlives the replica that happened to start it, and ends itself when
-                    # all are gone (ABANDONED_S).
-                    lifetime="detached",
-                    max_restarts=-1,
-                    max_concurrency=100_000,
-                    num_cpus=0,
-                    # Where the routers are: other nodes may come and go.
-                    resources={HEAD_NODE: 0.001},
-                    runtime_env={"env_vars": MEMORY_ENVIRONMENT},
-                )
-                .remote(self._settings)
-            )
-        return self._actor

@@ -22,7 +22,7 @@ from conserve.recognition import Digest
 from conserve.settings import Settings
 from deployments.messages import Prefilled, Refusal, TurnPlan, TurnTiming, Unplaced
 from deployments.responses import TABLE_RESTARTING, error_response
-from deployments.table import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 from deployments.upstream import EngineUnreachable, Upstream, engine_error
 
 logger = logging.getLogger("ray.serve")

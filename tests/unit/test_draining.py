@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from ray.serve._private.common import TimeStampedValue
 
+from autoscale.configured import make_autoscaler
 from autoscale.scaling import Scaling
 from autoscale.serve import DECIDED_S, WANTED_REPLICAS, FollowTable, serve_options
 from conserve.capacity.served import with_profile
@@ -15,7 +16,7 @@ from conserve.conversations import ConversationTable, TurnStats
 from conserve.placement import ConversationPlacement
 from conserve.settings import Settings, SettingsError
 from deployments.messages import EngineInfo, Heard, Role, TurnPlan, Unplaced
-from deployments.table import TableService, make_autoscaler
+from deployments.table import TableService
 from hetero.energy import EngineEnergy, GpuReading
 
 
