@@ -22,6 +22,8 @@ from typing import Any, Self
 
 import psutil
 
+from conserve import shared_memory
+
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
 
@@ -132,6 +134,7 @@ class Launch:
         if self._process is None:
             return
         known = {process.pid: process for process in _descendants()}
+        in_memory = shared_memory.mapped(known)
         if self._process.poll() is None:
             # What Ctrl-C does: Serve shuts the application down, then Ray goes.
             with contextlib.suppress(ProcessLookupError):
@@ -148,6 +151,7 @@ class Launch:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs([*left, *_descendants()], timeout=10)
+        shared_memory.remove(in_memory)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self._process = None

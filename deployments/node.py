@@ -1,4 +1,4 @@
-"""The node-local actor: runs what a node needs once: the LMCache server, and the GPUs' keeper.
+"""The node-local actor: what a node needs once: LMCache's server, the GPUs' keeper, tidying up.
 
 One actor a node, made by the first engine there. If it dies, its server dies with it, and Ray
 starts both again on the same address; engines recompute meanwhile. It ends itself when no engine
@@ -22,6 +22,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conserve.settings import Settings
+from conserve.shared_memory import Leftovers
 from deployments.gpus import GpuKeeper
 from deployments.lmcache_server import Address, LMCacheServer, choose_address, require_nixl
 from deployments.messages import CachePeer, EngineUse
@@ -38,6 +39,7 @@ _BEAT_S = 1.0
 _BEAT_TIMEOUT_S = 10.0
 _PEERS_PERIOD_S = 1.0
 _GPUS_PERIOD_S = 1.0
+_LEFTOVERS_PERIOD_S = 5.0
 _PEER_TIMEOUT_S = 2.0
 
 
@@ -58,6 +60,7 @@ class NodeService:
         self._starting = asyncio.Lock()
         self._last_beat_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
+        self._leftovers = Leftovers()
         # NVML and the guard of power caps block: one thread of their own.
         self._gpus: GpuKeeper | None = None
         self._gpu_thread = ThreadPoolExecutor(1, "gpus")
@@ -81,16 +84,18 @@ class NodeService:
         server = await self._ensure_started()
         await server.wait_until_healthy()
 
-    async def beat(self, use: EngineUse | None = None) -> EngineEnergy | None:
+    async def beat(self, pid: int, use: EngineUse | None = None) -> EngineEnergy | None:
         """An engine on this node lives.
 
         Args:
+            pid: of its replica, below which its other processes are.
             use: the GPUs that it runs on; None without, and then none is looked at.
 
         Returns:
             What they have used for it, if that is known.
         """
         self._last_beat_s = time.monotonic()
+        self._leftovers.watch(pid)
         await self._ensure_started()
         if use is None:
             return None
@@ -159,7 +164,7 @@ class NodeService:
         async with self._starting:
             if self._server is None:
                 directory_url = None
-                jobs = [self._end_when_abandoned()]
+                jobs = [self._end_when_abandoned(), self._tidy_up()]
                 if self._settings.nodes == "several":
                     require_nixl()
                     directory_url = await PeerDirectory(self._peers).start()
@@ -169,6 +174,14 @@ class NodeService:
                 loop = asyncio.get_running_loop()
                 self._tasks = [loop.create_task(job) for job in jobs]
             return self._server
+
+    async def _tidy_up(self) -> None:
+        while True:
+            await asyncio.sleep(_LEFTOVERS_PERIOD_S)
+            try:
+                await asyncio.to_thread(self._leftovers.look)
+            except Exception:
+                logger.exception("looking for what lost engines left failed; it is tried again")
 
     async def _follow_peers(self) -> None:
         """Keep up with the LMCache servers of the other nodes."""
@@ -266,7 +279,8 @@ class NodeClient:
         while True:
             time.sleep(_BEAT_S)
             try:
-                self.energy = ray.get(self._actor.beat.remote(self.use), timeout=_BEAT_TIMEOUT_S)
+                beat = self._actor.beat.remote(os.getpid(), self.use)
+                self.energy = ray.get(beat, timeout=_BEAT_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError:
                 logger.warning("the node actor does not answer")
             except ray.exceptions.RayActorError:
