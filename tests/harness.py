@@ -35,6 +35,7 @@ _WORDS = (
 # float32, so that batches of different sizes do not change which token is the most likely. And
 # LMCache makes sure of all its memory when it starts.
 _COMMON = ("engine.dtype=float32", "lmcache.size_gb=0.5")
+DRAIN_S = 40
 CONFIGURATIONS = {
     "main": (*_COMMON, "decoders=2"),
     # One decoder that is full soon, a short queue, and conversations that end by themselves.
@@ -44,8 +45,8 @@ CONFIGURATIONS = {
         "engine.max_model_len=2048",
         "decoders.engine.num_gpu_blocks_override=24",
         "queue_limit=2",
-        "queue_timeout_s=4",
-        "idle_timeout_s=6",
+        "queue_timeout_s=5",
+        "idle_timeout_s=15",
         "max_body_bytes=100000",
     ),
     # One decoder to begin with, and each is full soon.
@@ -61,7 +62,7 @@ CONFIGURATIONS = {
         "autoscaling.window_s=6",
         "autoscaling.down_delay_s=5",
         "autoscaling.cool_down_s=5",
-        "autoscaling.drain_timeout_s=600",
+        f"autoscaling.drain_timeout_s={DRAIN_S}",
     ),
     # One prefiller to begin with, and bursts of prompts are soon too much for it.
     "bursts": (
@@ -219,7 +220,7 @@ class Agent:
         return reply
 
     async def ask(self, *, tokens: int = 24, stream: bool = False, **options: Any) -> Reply:
-        """Send the messages as they are."""
+        """Send the messages as they are; options as ``chat`` has them."""
         return await chat(
             self.client, self.messages, self.id, tokens=tokens, stream=stream, **options
         )
@@ -234,9 +235,10 @@ async def chat(
     stream: bool = False,
     url: str = URL,
     headers: dict[str, str] | None = None,
+    began: asyncio.Event | None = None,
     **options: Any,
 ) -> Reply:
-    """One greedy chat completion."""
+    """One greedy chat completion; ``began`` is set by the first event of a stream."""
     body = {
         "messages": list(messages),
         "max_tokens": tokens,
@@ -266,6 +268,8 @@ async def chat(
             if line.startswith("data: ") and line != "data: [DONE]":
                 event = json.loads(line[6:])
                 events.append(event)
+                if began is not None:
+                    began.set()
                 parts += [
                     choice["delta"].get("content") or "" for choice in event.get("choices", [])
                 ]

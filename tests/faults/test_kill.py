@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from conserve import shared_memory
 from tests import harness
 from tests.harness import Agent
 
@@ -50,20 +51,24 @@ async def test_a_decoder_in_mid_turn(
     doomed, spared = groups.values()
     lost = doomed[0].replies[0].decoder
     pid = next(engine["pid"] for engine in harness.engines("decoder") if engine["id"] == lost)
+    in_memory = shared_memory.mapped([pid, *(one.pid for one in harness.processes("", below=pid))])
+    assert in_memory
     if victim == "engine core":
         pid = harness.processes("EngineCore", below=pid)[0].pid
     moves = harness.metric("conserve_moves_total")
     failed = harness.metric("conserve_turns_total", outcome="failed")
 
-    async def interrupted(agent: Agent, stream: bool) -> harness.Reply:
+    began = asyncio.Event()
+
+    async def interrupted(agent: Agent) -> harness.Reply:
         agent.messages.append({"role": "user", "content": "take your time"})
-        reply = await agent.ask(tokens=4000, stream=stream)
+        reply = await agent.ask(tokens=4000, stream=True, began=began)
         agent.messages.pop()
         return reply
 
-    streaming = asyncio.ensure_future(interrupted(doomed[0], stream=True))
+    streaming = asyncio.ensure_future(interrupted(doomed[0]))
     undisturbed = asyncio.ensure_future(spared[0].say("meanwhile", tokens=OUTPUT_TOKENS))
-    await asyncio.sleep(1)
+    await asyncio.wait_for(began.wait(), harness.TIMEOUT_S)
     harness.kill(pid)
 
     events: Any = (await streaming).body
@@ -89,6 +94,10 @@ async def test_a_decoder_in_mid_turn(
     for agent in doomed:
         # Prefilled again on the prefiller, handed over again.
         assert agent.stats[-1]["lmcache_tokens"] > 0
+    await harness.eventually(
+        "the shared memory that it had is given back",
+        lambda: not any(file.exists() for file in in_memory),
+    )
     await asyncio.to_thread(stage.wait_until_whole)
 
 
@@ -236,7 +245,8 @@ async def test_the_router(
     (agent,) = await _start(client, rng, ["routed"])
     (router,) = harness.processes("ray::ServeReplica:default:Router")
     cold = Agent(client, "cut-off")
-    cut_off = asyncio.ensure_future(cold.say(harness.text(rng, 4000), tokens=OUTPUT_TOKENS))
+    # Long enough to be under way when its router dies, on any machine.
+    cut_off = asyncio.ensure_future(cold.say(harness.text(rng, 4000), tokens=2000))
     await asyncio.sleep(0.3)
     harness.kill(router.pid)
     with pytest.raises(httpx.HTTPError):

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests import harness
-from tests.harness import Agent
+from tests.harness import DRAIN_S, Agent
 
 pytestmark = pytest.mark.anyio
 
@@ -22,18 +22,28 @@ def replicas(kind: str, role: str) -> float:
 
 
 async def keep_talking(
-    agent: Agent, rng: random.Random, stop: asyncio.Event, pause_s: float
+    agent: Agent,
+    rng: random.Random,
+    stop: asyncio.Event,
+    pause_s: float,
+    answered_s: list[float] | None = None,
 ) -> None:
-    """Turn after turn until told to stop; fails with the first turn that fails."""
+    """Turn after turn until told to stop; fails with the first turn that fails.
+
+    Args:
+        answered_s: when each answer was whole is appended to it.
+    """
     while not stop.is_set():
         await agent.say(harness.text(rng, 5), tokens=4)
+        if answered_s is not None:
+            answered_s.append(time.monotonic())
         await asyncio.sleep(pause_s)
 
 
 async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
     scaling_app: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
-    """1, 3, 1: no failed turn, and no conversation moved, though two decoders leave."""
+    """1, 3, 1: no failed turn, and no conversation moves until its decoder's time is over."""
     assert replicas("replicas", "decoder") == 1
     agents = [Agent(client, f"ramp-{number}") for number in range(8)]
     stops = [asyncio.Event() for _ in agents]
@@ -52,17 +62,19 @@ async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
     )
     # Those that came first are on the first decoder; some more for the new ones.
     late = [Agent(client, f"late-{number}") for number in range(2)]
-    late_stops = [asyncio.Event() for _ in late]
     for agent in late:
         await agent.say(harness.text(rng, FIRST), tokens=4)
+    stop_late = asyncio.Event()
+    answered_s: dict[str, list[float]] = {agent.id or "": [0.0] for agent in late}
     late_lives = [
-        asyncio.create_task(keep_talking(agent, rng, stop, 2.0))
-        for agent, stop in zip(late, late_stops, strict=True)
+        asyncio.create_task(keep_talking(agent, rng, stop_late, 2.0, answered_s[agent.id or ""]))
+        for agent in late
     ]
     for stop in stops:
         stop.set()
     await asyncio.gather(*lives)
     assert not any(task.done() for task in late_lives)
+    all_stay_until_s = time.monotonic()
     for agent in agents:
         await client.delete(f"{scaling_app}/v1/conversations/{agent.id}")
 
@@ -73,27 +85,36 @@ async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
         "two leave, or have left", lambda: replicas("replicas", "decoder") == 1, 60
     )
     leaving = {engine["id"] for engine in harness.engines("decoder") if engine["leaving"]}
-    on_leaving = [agent for agent in late if agent.replies[-1].decoder in leaving]
-    turns_before = {agent.id: len(agent.replies) for agent in late}
-    until_s = time.monotonic() + 15
-    while time.monotonic() < until_s:
-        assert not any(task.done() for task in late_lives)
-        await asyncio.sleep(1)
-    for agent in on_leaving:
-        # It goes on where it was, turn after turn, for as long as it lives.
-        assert agent.replies[-1].decoder in leaving
-        assert len(agent.replies) > turns_before[agent.id] + 3
-    assert on_leaving, "no conversation was on a decoder that leaves: the test tests nothing"
-    for stop in late_stops:
-        stop.set()
-    await asyncio.gather(*late_lives)
-    for agent in late:
-        assert len({reply.decoder for reply in agent.replies}) == 1
-        await client.delete(f"{scaling_app}/v1/conversations/{agent.id}")
+    outlasting = {agent.id or "": agent for agent in late if agent.replies[-1].decoder in leaving}
+    assert outlasting, "no conversation was on a decoder that leaves: the test tests nothing"
+    turns = {name: len(agent.replies) for name, agent in outlasting.items()}
+
+    # It goes on where it was, turn after turn, until its decoder's time is over.
     await harness.eventually(
-        "the others have left", lambda: len(harness.engines("decoder")) == 1, 120
+        "the others have left",
+        lambda: any(task.done() for task in late_lives) or len(harness.engines("decoder")) == 1,
+        DRAIN_S + 120,
     )
-    assert harness.metric("conserve_moves_total") == 0
+    await harness.eventually(
+        "each has gone on elsewhere",
+        lambda: harness.metric("conserve_moves_total") == len(outlasting),
+    )
+    assert not any(task.done() for task in late_lives)
+    stop_late.set()
+    await asyncio.gather(*late_lives)
+    for name, agent in outlasting.items():
+        here = [reply.decoder == agent.replies[0].decoder for reply in agent.replies]
+        moved = here.index(False)
+        assert not any(here[moved:])
+        assert moved > turns[name] + 1
+        assert answered_s[name][moved] > all_stay_until_s + DRAIN_S
+        # Prefilled again, and handed over again; from then on it is at home there.
+        assert agent.stats[moved]["lmcache_tokens"] > 0
+        assert all(stats["lmcache_tokens"] == 0 for stats in agent.stats[moved + 1 :])
+    for agent in late:
+        if agent.id not in outlasting:
+            assert len({reply.decoder for reply in agent.replies}) == 1
+        await client.delete(f"{scaling_app}/v1/conversations/{agent.id}")
     assert harness.metric("conserve_engines_lost_total") == 0
     assert harness.metric("conserve_turns_total", outcome="failed") == 0
     assert harness.metric("conserve_turns_total", outcome="refused") == 0

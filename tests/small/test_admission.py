@@ -87,7 +87,7 @@ async def test_waiting_too_long_and_idle_conversations(
     await harness.eventually(
         "idle conversations have ended",
         lambda: harness.metric("conserve_conversations") == 0,
-        15,
+        60,
     )
     assert harness.metric("conserve_decoder_held_tokens") == 0
     assert (await harness.chat(client, tall, "late", tokens=2)).status == 200
