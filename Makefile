@@ -16,7 +16,8 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-placement bench-energy bench-slots bench-simulator test-cluster clean
+	bench-overhead bench-placement bench-energy bench-slots bench-simulator test-autoscaler \
+	test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -40,8 +41,11 @@ test-unit: $(INSTALLED) ## Run the unit tests alone (seconds)
 test-engines: $(INSTALLED) ## Run only the tests on real engines: all but the unit tests (minutes)
 	@$(BIN)/python -m pytest tests --ignore=tests/unit $(ARGS)
 
+test-autoscaler: $(INSTALLED) ## Have Ray's autoscaler start and end nodes for decoders (ten minutes)
+	@$(BIN)/python -m pytest tests/autoscaler $(ARGS)
+
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
-	@scripts/test_cluster.sh
+	@scripts/test_cluster.sh $(ARGS)
 
 lint: $(INSTALLED) ## Check style, format and types
 	@$(BIN)/ruff check .
