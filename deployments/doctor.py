@@ -52,23 +52,35 @@ def examine_cluster(
     _require_listener(address)
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
     try:
-        nodes = _nodes()
-        on_progress(f"asking {len(nodes)} nodes")
-        asked = [node.probe.observe.remote(settings, node.head) for node in nodes]
-        answered: list[tuple[_Node, NodeFacts]] = []
-        silent: list[Finding] = []
-        for node, answer in zip(nodes, asked, strict=True):
-            try:
-                seen = ray.get(answer, timeout=_NODE_TIMEOUT_S)
-            except ray.exceptions.RayError as error:
-                silent.append(_silent(node, error))
-                continue
-            named = replace(seen, name=node.name, resources=node.resources, labels=node.labels)
-            answered.append((node, named))
-        on_progress("comparing clocks, trying connections")
-        return [*silent, *judge(settings, _between(answered))]
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        on_progress(f"asking {len(alive)} nodes, comparing clocks, trying connections")
+        head = next((node for node in alive if HEAD_NODE in node["Resources"]), alive[0])
+        # From there, not from here: where a token for another Ray lies in this home, but the
+        # cluster has none, Ray ends actors that this process makes.
+        where = NodeAffinitySchedulingStrategy(head["NodeID"], soft=False)
+        task = ray.remote(_examine).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+        try:
+            return list(ray.get(task.remote(settings), timeout=3 * _NODE_TIMEOUT_S))
+        except ray.exceptions.RayError as error:
+            return [_silent(str(head["NodeManagerAddress"]), error)]
     finally:
         ray.shutdown()
+
+
+def _examine(settings: Settings) -> list[Finding]:
+    nodes = _nodes()
+    asked = [node.probe.observe.remote(settings, node.head) for node in nodes]
+    answered: list[tuple[_Node, NodeFacts]] = []
+    silent: list[Finding] = []
+    for node, answer in zip(nodes, asked, strict=True):
+        try:
+            seen = ray.get(answer, timeout=_NODE_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            silent.append(_silent(node.name, error))
+            continue
+        named = replace(seen, name=node.name, resources=node.resources, labels=node.labels)
+        answered.append((node, named))
+    return [*silent, *judge(settings, _between(answered))]
 
 
 class NodeProbe:
@@ -132,11 +144,11 @@ def _nodes() -> list[_Node]:
     return found
 
 
-def _silent(node: _Node, error: Exception) -> Finding:
+def _silent(node: str, error: Exception) -> Finding:
     said = str(error).strip().splitlines()[-1]
     return Finding(
         "wrong", "node", f"cannot be examined: {said}",
-        "install conserve there, in the environment that Ray runs in", node.name,
+        "install conserve there, in the environment that Ray runs in", node,
     )  # fmt: skip
 
 

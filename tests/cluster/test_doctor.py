@@ -11,9 +11,9 @@ from tests.cluster.nodes import two_nodes
 SETTINGS = ("lmcache.port=0", "lmcache.http_port=0", "prefillers.tier=first")
 
 
-def _doctor(address: str, *settings: str) -> subprocess.CompletedProcess[str]:
+def _doctor(address: str, *settings: str, **extra: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "conserve.cli", "doctor", "--address", address, *settings]
-    environment = {**os.environ, "COLUMNS": "400"}
+    environment = {**os.environ, "COLUMNS": "400", **extra}
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=300
     )
@@ -38,6 +38,12 @@ def test_every_node_is_examined_and_compared(stage: harness.Stage, tmp_path: Pat
             assert f"ok      {agreed}" in lines
         (tier,) = [line for line in lines if "decoders: second" in line]
         assert tier.startswith("ok")
+
+        # A shell that has a token for another Ray, and uses it.
+        other = _doctor(
+            nodes.cluster.address, *SETTINGS, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="a" * 64
+        )
+        assert other.returncode == 0, other.stdout + other.stderr
 
         sick = _doctor(nodes.cluster.address, *SETTINGS, "decoders.tier=third")
         assert sick.returncode == 1
