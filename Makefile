@@ -41,7 +41,7 @@ test-unit: $(INSTALLED) ## Run the unit tests alone (seconds)
 test-engines: $(INSTALLED) ## Run only the tests on real engines: all but the unit tests (minutes)
 	@$(BIN)/python -m pytest tests --ignore=tests/unit $(ARGS)
 
-test-autoscaler: $(INSTALLED) ## Have Ray's autoscaler start and end nodes for decoders (ten minutes)
+test-autoscaler: $(INSTALLED) ## Have Ray's autoscaler start and end nodes for decoders (six minutes)
 	@$(BIN)/python -m pytest tests/autoscaler $(ARGS)
 
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)

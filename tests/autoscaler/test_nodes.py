@@ -1,7 +1,7 @@
 """Decoders come and go with the load, and nodes for them with the decoders, by Ray's autoscaler.
 
 Ray's provider for one machine starts a node for real: a raylet, with workers and an LMCache server
-of its own. `make test-autoscaler` runs this, not `make test`: it takes ten minutes.
+of its own. `make test-autoscaler` runs this, not `make test`: it takes six minutes.
 """
 
 import json
