@@ -14,6 +14,7 @@ import socket
 import time
 
 import aiohttp
+import psutil
 import ray
 import uvicorn
 from ray import serve
@@ -22,6 +23,7 @@ from ray.serve.llm.deployment import LLMServer
 
 from autoscale.serve import DECIDED_S, WANTED_REPLICAS
 from conserve.settings import Settings
+from conserve.shared_memory import mapped, remove
 from deployments.gpu_worker import GPU_METHOD
 from deployments.holdings import Holdings
 from deployments.lmcache_server import Address
@@ -35,6 +37,8 @@ from hetero.tiers import RoleTier
 logger = logging.getLogger("ray.serve")
 
 WARM_UP_TIMEOUT_S = 300.0
+# How long vLLM's processes may take to tidy up once they have been told to end.
+_ENDING_S = 2.0
 
 
 class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for it.
@@ -135,7 +139,14 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         # does not wait for long (deployments/app.py).
         if getattr(self, "_beating", None) is not None and self._scales:
             await self._drain()
+        # Ray ends what the replica started before that has tidied up after itself.
+        engine = [
+            child for child in psutil.Process().children(recursive=True) if mapped([child.pid])
+        ]
+        in_memory = mapped(child.pid for child in engine)
         await super().__del__()
+        await asyncio.to_thread(psutil.wait_procs, engine, timeout=_ENDING_S)
+        remove(in_memory)
 
     async def _drain(self) -> None:
         """Stay for what the conversation table still has for this engine; not if it is dead."""
