@@ -51,13 +51,24 @@ def test_what_it_deploys_is_accepted_and_meant_for_several_nodes(
     name: str, application: str
 ) -> None:
     deploys = [line for line in read(name)["head_start_ray_commands"] if "serve deploy" in line]
-    assert deploys == [f"cd ~/conserve && .venv/bin/serve deploy {application}"]
+    deploy = f"cd ~/conserve && RAY_AUTH_MODE=disabled .venv/bin/serve deploy {application}"
+    assert deploys == [deploy]
     (found,) = read(application)["applications"]
     assert read(application)["proxy_location"] == "Disabled"
     # Even though a head starts alone.
     settings = load(found["args"]).on_nodes(1)
     assert (settings.nodes, settings.engine_host) == ("several", "node")
     assert settings.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_whether_ray_asks_for_a_token_is_said_wherever_it_starts(name: str) -> None:
+    """Left to Ray, it depends on what lies in the head's home."""
+    file = read(name)
+    commands = [*file["head_start_ray_commands"], *file["worker_start_ray_commands"]]
+    starting = [line for line in commands if "ray start" in line or "serve deploy" in line]
+    assert len(starting) == 3
+    assert all("RAY_AUTH_MODE=disabled" in line for line in starting)
 
 
 def test_every_tier_of_the_cloud_application_is_a_type_of_node() -> None:

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import psutil
@@ -47,15 +46,19 @@ class Engine:
         psutil.wait_procs(list(processes or self.all), timeout=10)
         self.process.poll()
 
+    def end(self) -> None:
+        """Nothing is left of it."""
+        self.kill()
+        remove(self.files)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     engine = Engine()
     yield engine
-    engine.kill()
-    remove(engine.files)
-    assert engine.process.stdout is not None
-    engine.process.stdout.close()
+    engine.end()
 
 
 def test_what_a_process_uses_is_seen(engine: Engine) -> None:
@@ -96,14 +99,13 @@ def test_the_memory_of_others_stays(engine: Engine) -> None:
     leftovers = Leftovers()
     leftovers.watch(engine.pid)
     leftovers.look()
-    other = SharedMemory(create=True, size=1000)
+    other = Engine()
     try:
         engine.kill()
         leftovers.look()
-        assert (Path("/dev/shm") / other.name).exists()
+        assert other.memory.exists()
     finally:
-        other.close()
-        other.unlink()
+        other.end()
 
 
 def test_an_engine_that_was_never_seen_alive_is_nothing() -> None:
