@@ -64,7 +64,8 @@ class Leftovers:
 
     def __init__(self) -> None:
         self._files: dict[int, set[Path]] = {}
-        self._processes: dict[int, set[psutil.Process]] = {}
+        # The first of each is the replica: one with its number, later, is somebody else.
+        self._processes: dict[int, list[psutil.Process]] = {}
 
     def watch(self, pid: int) -> None:
         """An engine lives; its processes are this one and all below it."""
@@ -73,11 +74,13 @@ class Leftovers:
     def look(self) -> None:
         """See what engines use, and remove what those that are gone used."""
         for pid in list(self._files):
-            processes = self._processes.setdefault(pid, set())
+            processes = self._processes.setdefault(pid, [])
             with contextlib.suppress(psutil.NoSuchProcess):
-                engine = psutil.Process(pid)
-                processes |= {engine, *engine.children(recursive=True)}
-            living = {process for process in processes if _lives(process)}
+                if not processes:
+                    processes.append(psutil.Process(pid))
+                below = processes[0].children(recursive=True)
+                processes += [process for process in below if process not in processes]
+            living = [process for process in processes if _lives(process)]
             self._files[pid] |= mapped(process.pid for process in living)
             if not living:
                 removed = remove(self._files.pop(pid))

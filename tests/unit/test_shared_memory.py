@@ -5,10 +5,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from conserve import shared_memory
 from conserve.shared_memory import Leftovers, mapped, remove
 
 # An engine: a process, and below it one that made the memory, like vLLM's core.
@@ -105,6 +107,28 @@ def test_the_memory_of_others_stays(engine: Engine) -> None:
         leftovers.look()
         assert other.memory.exists()
     finally:
+        other.end()
+
+
+def test_a_process_that_gets_the_number_later_is_not_taken_for_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leftovers = Leftovers()
+    leftovers.watch(engine.pid)
+    leftovers.look()
+    engine.kill()
+    other = Engine()
+    try:
+        # What psutil says of that number from now on.
+        reused = SimpleNamespace(**vars(psutil))
+        reused.Process = lambda pid: psutil.Process(other.pid if pid == engine.pid else pid)
+        monkeypatch.setattr(shared_memory, "psutil", reused)
+        leftovers.look()
+        assert not any(file.exists() for file in engine.files)
+        assert other.memory.exists()
+        assert leftovers._files == {}
+    finally:
+        monkeypatch.undo()
         other.end()
 
 
