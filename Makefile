@@ -47,32 +47,33 @@ test-autoscaler: $(INSTALLED) ## Have Ray's autoscaler start and end nodes for d
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
 	@scripts/test_cluster.sh $(ARGS)
 
-lint: $(INSTALLED) ## Check style, format and types
+lint: $(INSTALLED) ## Check style, format, types, and that no import goes up a floor
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 format: $(INSTALLED) ## Format the code and mend what can be mended by itself
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
 bench: $(INSTALLED) ## Compare with the peers, on two cores (DATA=folder of recorded sessions)
-	@$(BIN)/python -m benchmarks.suite --cores 0,1 $(if $(DATA),--data '$(DATA)') $(ARGS)
+	@$(BIN)/python -m benchmarks.experiments.suite --cores 0,1 $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
-	@$(BIN)/python -m benchmarks.overhead $(ARGS)
+	@$(BIN)/python -m benchmarks.experiments.overhead $(ARGS)
 
 bench-placement: $(INSTALLED) ## Measure the conversation table: decisions a second, bytes each
-	@$(BIN)/python -m benchmarks.placement $(ARGS)
+	@$(BIN)/python -m benchmarks.experiments.table $(ARGS)
 
 bench-energy: $(INSTALLED) ## Compare tiers' tokens per joule, on stand-in GPUs
-	@$(BIN)/python -m benchmarks.energy $(ARGS)
+	@$(BIN)/python -m benchmarks.experiments.energy $(ARGS)
 
 bench-slots: $(INSTALLED) ## Measure the ledger of SM slots: operations a second
-	@$(BIN)/python -m benchmarks.slots $(ARGS)
+	@$(BIN)/python -m benchmarks.experiments.sm_slots $(ARGS)
 
 bench-simulator: $(INSTALLED) ## Measure the simulator: a million turns in how long, and how much memory
-	@$(BIN)/python -m benchmarks.simulator $(ARGS)
+	@$(BIN)/python -m benchmarks.experiments.simulator $(ARGS)
 
 clean: ## Remove .venv, caches and build products
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

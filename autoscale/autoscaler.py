@@ -1,21 +1,19 @@
-"""Both tiers' numbers of replicas, from what the conversation table observes."""
+"""Both roles' numbers of replicas, from what the conversation table observes."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
+from autoscale.capacity.profile import PrefillCurve
 from autoscale.scaling import Limits, Scaling, scale
 from autoscale.signals import ConversationFlow, Need, Pool, PrefillLoad
-from conserve.capacity.profile import PrefillCurve
 from conserve.placement import Decoder, Prefiller
-
-Tier = Literal["prefiller", "decoder"]
+from conserve.wire import Role
 
 
 @dataclass(slots=True)
 class Wanted:
-    """One tier, for `/metrics`: what was decided last, and the signal that decided."""
+    """One role, for `/metrics`: what was decided last, and the signal that decided."""
 
     scaling: Scaling
     need: Need | None = None
@@ -25,8 +23,8 @@ class Autoscaler:
     """Told what happens, it says how many replicas there are to be.
 
     Args:
-        limits: of the tiers that are scaled.
-        start: replicas at the start, by tier.
+        limits: of the roles that are scaled.
+        start: replicas at the start, by role.
         curve: the prefillers'; needed where they are scaled.
         window_s: over which rates are taken.
         prefill_slowdown: prefills take so many times as long, under a power cap.
@@ -37,8 +35,8 @@ class Autoscaler:
 
     def __init__(
         self,
-        limits: dict[Tier, Limits],
-        start: dict[Tier, int],
+        limits: dict[Role, Limits],
+        start: dict[Role, int],
         curve: PrefillCurve | None,
         window_s: float,
         prefill_slowdown: float = 1.0,
@@ -48,7 +46,7 @@ class Autoscaler:
         self._limits = limits
         self._load = PrefillLoad(curve, window_s, prefill_slowdown) if curve is not None else None
         self._flow = ConversationFlow(window_s)
-        self.wanted = {tier: Wanted(Scaling(replicas)) for tier, replicas in start.items()}
+        self.wanted = {role: Wanted(Scaling(replicas)) for role, replicas in start.items()}
 
     def prompt_sent(self, input_tokens: int, now_s: float) -> None:
         """A first turn went to a prefiller."""
@@ -63,15 +61,15 @@ class Autoscaler:
         """A conversation ended, which held so much at last."""
         self._flow.ended(lifetime_s, held_tokens)
 
-    def adopt(self, tier: Tier, replicas: int, now_s: float) -> None:
+    def adopt(self, role: Role, replicas: int, now_s: float) -> None:
         """Go on from what a predecessor wanted, as if that had been decided now."""
-        limits, before = self._limits.get(tier), self.wanted[tier].scaling
+        limits, before = self._limits.get(role), self.wanted[role].scaling
         if limits is not None and before.replicas < replicas <= limits.most:
-            self.wanted[tier].scaling = Scaling(replicas, now_s, None, "as before")
+            self.wanted[role].scaling = Scaling(replicas, now_s, None, "as before")
 
-    def replicas(self, tier: Tier) -> int:
+    def replicas(self, role: Role) -> int:
         """How many there are to be."""
-        return self.wanted[tier].scaling.replicas
+        return self.wanted[role].scaling.replicas
 
     def decide(
         self,
@@ -79,7 +77,7 @@ class Autoscaler:
         prefillers: Iterable[Prefiller],
         waiting_tokens: float,
         now_s: float,
-    ) -> list[Tier]:
+    ) -> list[Role]:
         """Look again.
 
         Args:
@@ -87,21 +85,21 @@ class Autoscaler:
             waiting_tokens: of conversations for which no decoder had room.
 
         Returns:
-            The tiers whose number has changed.
+            The roles whose number has changed.
         """
-        needs: dict[Tier, Need | None] = {
+        needs: dict[Role, Need | None] = {
             "decoder": self._decoders_needed(list(decoders), waiting_tokens, now_s),
             "prefiller": self._prefillers_needed(list(prefillers), now_s),
         }
-        changed: list[Tier] = []
-        for tier, wanted in self.wanted.items():
-            wanted.need = need = needs[tier]
-            limits = self._limits.get(tier)
+        changed: list[Role] = []
+        for role, wanted in self.wanted.items():
+            wanted.need = need = needs[role]
+            limits = self._limits.get(role)
             if limits is None:
                 continue
             after = scale(limits, wanted.scaling, None if need is None else need.replicas, now_s)
             if after.replicas != wanted.scaling.replicas:
-                changed.append(tier)
+                changed.append(role)
             wanted.scaling = after
         return changed
 

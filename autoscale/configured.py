@@ -1,9 +1,10 @@
 """The autoscaler that an application's settings describe."""
 
-from autoscale.autoscaler import Autoscaler, Tier
+from autoscale.autoscaler import Autoscaler
+from autoscale.capacity.profile import Profile, load_profile
 from autoscale.scaling import Limits
-from conserve.capacity.profile import Profile, load_profile
 from conserve.settings import RoleSettings, Settings
+from conserve.wire import Role
 
 
 def make_autoscaler(settings: Settings) -> Autoscaler:
@@ -13,17 +14,17 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
         ProfileError: the profile cannot be read.
     """
     chosen = settings.autoscaling
-    limits: dict[Tier, Limits] = {}
-    start: dict[Tier, int] = {"decoder": settings.decoders.replicas}
-    roles: list[tuple[Tier, RoleSettings]] = [("decoder", settings.decoders)]
+    limits: dict[Role, Limits] = {}
+    start: dict[Role, int] = {"decoder": settings.decoders.replicas}
+    roles: list[tuple[Role, RoleSettings]] = [("decoder", settings.decoders)]
     if settings.prefiller_replicas:
         start["prefiller"] = settings.prefillers.replicas
         roles.append(("prefiller", settings.prefillers))
-    for tier, role in roles:
-        if role.max_replicas is not None:
-            limits[tier] = Limits(
-                role.replicas,
-                role.max_replicas,
+    for role, own in roles:
+        if own.max_replicas is not None:
+            limits[role] = Limits(
+                own.replicas,
+                own.max_replicas,
                 chosen.target,
                 chosen.up_at,
                 chosen.down_at,

@@ -1,6 +1,6 @@
 """From how many replicas are needed to how many there are to be: bounds, hysteresis, cool-down.
 
-Scaling up is immediate, since a saturated tier is what it is for, and what is needed does not
+Scaling up is immediate, since a saturated role is what it is for, and what is needed does not
 depend on how many are starting. Scaling down waits: for the need to stay low, and for the last
 change to be some time past.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings of one tier.
+    """Settings of one role.
 
     Attributes:
         least, most: replicas, never fewer or more.

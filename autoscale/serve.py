@@ -8,7 +8,7 @@ autoscaler nodes, by their own means.
 import time
 from typing import Any
 
-# Under these names engines tell Serve how many of their tier are wanted, and when the table has
+# Under these names engines tell Serve how many of their role are wanted, and when the table has
 # decided or confirmed that, in Unix time.
 WANTED_REPLICAS = "conserve_wanted_replicas"
 DECIDED_S = "conserve_wanted_replicas_decided_s"

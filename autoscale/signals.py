@@ -6,7 +6,7 @@ Times are seconds of one clock and come in as arguments.
 from collections import deque
 from dataclasses import dataclass
 
-from conserve.capacity.profile import PrefillCurve
+from autoscale.capacity.profile import PrefillCurve
 
 # Ended conversations by which lifetimes and footprints are known.
 _REMEMBERED = 200

@@ -9,21 +9,21 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.llm import LLMConfig
 
+from autoscale.capacity.served import with_profile
 from autoscale.serve import serve_options
-from conserve.capacity.served import with_profile
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
-from deployments.engine import EngineServer
-from deployments.gpu_worker import EXTENSION
-from deployments.messages import Role
-from deployments.places import wait_for_tiers
-from deployments.router import Router
+from conserve.wire import Role
+from deployments.engine.engine import EngineServer
+from deployments.engine.gpu_worker import EXTENSION
+from deployments.router.router import Router
+from deployments.tier_nodes import wait_for_tiers
 from hetero.tiers import role_tier
 
 logger = logging.getLogger("ray.serve")
 
 _CONNECTOR = "ResilientMPConnector"
-_CONNECTOR_MODULE = "deployments.lmcache_connector"
+_CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
 # For a replica to end, once it is empty.

@@ -4,16 +4,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from conserve.conversations import Conversation
-from hetero.power import Cap
-
-Role = Literal["prefiller", "decoder"]
+from conserve.wire import Role
 
 # Ray's name for a resource that the head node alone has.
 HEAD_NODE = "node:__internal_head__"
-
-# In a request's ``kv_transfer_params``, where its conversation had a turn on this decoder before:
-# how long the first one's prompt was. Nothing beyond that is in LMCache.
-TURN1_TOKENS = "conserve.turn1_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +41,6 @@ class EngineInfo:
     leaving: bool = False
     wanted_replicas: int | None = None
     max_batched_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineUse:
-    """Which GPUs of its node an engine runs on, and under which power cap they are to be."""
-
-    engine_id: str
-    gpus: tuple[str, ...]
-    cap: Cap | None = None
 
 
 @dataclass(frozen=True, slots=True)

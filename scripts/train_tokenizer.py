@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from conserve.agent import make_session, plain_conversation, transcript
+from benchmarks.agent import make_session, plain_conversation, transcript
 from scripts.embedded.data import EMBEDDED, Renderer
 
 VOCAB_SIZE = 4096

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.lmcache_server import free_port as free_listening_port
+from deployments.node.lmcache_server import free_port as free_listening_port
 
 # What `conserve bench` sends by itself. A peer that can be told a name is told this one.
 CONVERSATION_HEADER = "X-Conversation-Id"

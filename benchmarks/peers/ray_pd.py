@@ -19,7 +19,7 @@ from benchmarks.peers.options import Options, engine_arguments
 from benchmarks.peers.plan import Part, Plan, free_port, require_two
 from benchmarks.peers.ray_llm import llm_config, serving_part
 from conserve.settings import LMCacheSettings
-from deployments.lmcache_server import Address, lmcache_command, lmcache_environment
+from deployments.node.lmcache_server import Address, lmcache_command, lmcache_environment
 
 NAME = "ray_pd"
 

@@ -1,6 +1,6 @@
 """Agents at work: the model decides what happens next, and real tools do what it asks for.
 
-Each conversation is a session of `conserve.agent`: tool schemas, and tasks that take two to six
+Each conversation is a session of `benchmarks.agent`: tool schemas, and tasks that take two to six
 calls. What the model answers is sent back as it is, with what the tools made of it, until it
 answers a task without a call; then the next task comes. So the number of turns, and the lengths
 of all but the first prompt, are the model's doing. The embedded model is trained for these tasks;
@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.agent import Message, Session, is_right, make_session
+from benchmarks.agent.loop import MAX_TURNS, carried_out
 from benchmarks.records import Answer, TurnRequest
 from benchmarks.workloads.arrivals import Arrivals
 from benchmarks.workloads.dialogues import CHAT
 from benchmarks.workloads.errors import require
 from benchmarks.workloads.plan import Arriving, Workload
-from conserve.agent import Message, Session, is_right, make_session
-from conserve.agent.loop import MAX_TURNS, carried_out
 
 
 def agents(

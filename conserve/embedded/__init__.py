@@ -1,7 +1,7 @@
 """The embedded model: a small Qwen3-architecture checkpoint that needs no download.
 
 It exists so that the whole system can be run, tested and measured anywhere. It is a tool-using
-agent, if a small one: trained (``scripts/embedded``) on the tasks of ``conserve.agent``, it reads
+agent, if a small one: trained (``scripts/embedded``) on the tasks of ``benchmarks.agent``, it reads
 tools' schemas, calls one a turn in the Hermes format, and answers with the results. To what has
 no tools it answers with parts of what was said to it.
 

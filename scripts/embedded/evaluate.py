@@ -19,7 +19,7 @@ import httpx
 import openai
 from rich.progress import Progress
 
-from conserve.agent import Score, Session, client_complete, make_session, run_agent, score
+from benchmarks.agent import Score, Session, client_complete, make_session, run_agent, score
 from conserve.embedded import model_path
 from conserve.engines import engine_environment
 from conserve.settings import EMBEDDED_MODEL

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from conserve.settings import load
+from tests.checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 CLUSTERS = {
     "cluster.yaml": "deployments/cluster-app.yaml",
     "deployments/cluster-aws.yaml": "deployments/cluster-aws-app.yaml",

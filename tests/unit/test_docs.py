@@ -4,13 +4,12 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import yaml
 
 from conserve.settings import load
+from tests.checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 

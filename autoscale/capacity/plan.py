@@ -1,0 +1,341 @@
+"""How many prefillers and decoders a workload needs: ConServe, section 4.1, equations (1) and (2).
+
+A prefiller saturates at ``R* = T_p / L_in``. Decoders are provisioned so that it does so before
+they do: ``N T_d >= R L_d`` (1), in tokens a second, and ``N B >= R W`` (2), in conversations that
+are live at the same time.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from autoscale.capacity.demand import Demand
+from autoscale.capacity.profile import Power, Profile
+
+# From here on later turns carry as much as first ones, and the plan's picture of one heavy
+# prefill with a light tail does not hold.
+_LATER_SHARE_OF_NOTE = 0.5
+# From here on a conversation's KV lies idle for nearly all of its life.
+_GAP_SHARE_OF_NOTE = 0.9
+_MAX_REPLICAS = 1_000_000
+
+Provision = Literal["saturation", "rate"]
+Constraint = Literal["throughput", "memory"]
+
+
+class PlanError(ValueError):
+    """No number of replicas serves the workload; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What runs the two tiers. ``*_cap_w`` None: the highest cap, if the profile has power."""
+
+    prefiller: Profile
+    decoder: Profile
+    prefiller_cap_w: float | None = None
+    decoder_cap_w: float | None = None
+
+    def powers(self) -> tuple[Power | None, Power | None]:
+        """Of a prefiller and of a decoder; None where the profile has none.
+
+        Raises:
+            ProfileError: a cap is given that the profile does not have.
+        """
+        return (
+            _power(self.prefiller, self.prefiller_cap_w),
+            _power(self.decoder, self.decoder_cap_w),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one conversation costs on these tiers, and what one engine can do.
+
+    Attributes:
+        prefill_s: of a prefiller, for the first turn.
+        decoder_s: of a decoder whose batch is full: its share of the decode steps, and appends.
+        appends_s: of these, the appends.
+        slots: B: conversations that a decoder holds at their peak.
+        lifetime_s: W: gaps, prefills, handoff and decode in a full batch; no queueing.
+        tbt_s: of a full batch.
+    """
+
+    prefill_s: float
+    decoder_s: float
+    appends_s: float
+    slots: int
+    lifetime_s: float
+    tbt_s: float
+    saturation_per_s: float
+    prefill_tokens_per_s: float
+    decoder_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A provisioning, and what to expect of it.
+
+    Attributes:
+        rate_per_s: R: conversations that arrive.
+        provisioned_per_s: the rate for which decoders were counted: the prefillers' saturation,
+            or R.
+        headroom: by which both sides of the two inequalities are apart, as a share.
+        needed_throughput, needed_memory: decoders by (1) and by (2), before rounding up.
+        binding: which of the two decided.
+        prefiller_utilisation, decoder_utilisation: shares of time in which one of them computes,
+            expected at R. A decoder does so however small its batch is, so this is no share of what
+            it could do.
+        slot_utilisation: expected at R, with lifetimes in full batches.
+        overflow_share: of the time in which more conversations are live than there are slots,
+            with Poisson arrivals (then their number is Poisson with mean R W).
+        watts: expected draw of all engines at R; None without power in the profiles.
+        assumptions_broken: what of the workload contradicts the plan, and what that does to N.
+    """
+
+    rate_per_s: float
+    provisioned_per_s: float
+    headroom: float
+    prefillers: int
+    decoders: int
+    work: Work
+    needed_throughput: float
+    needed_memory: float
+    binding: Constraint
+    prefiller_utilisation: float
+    decoder_utilisation: float
+    slot_utilisation: float
+    overflow_share: float
+    watts: float | None
+    assumptions_broken: tuple[str, ...] = ()
+
+    @property
+    def joules_per_conversation(self) -> float | None:
+        """Expected energy of a conversation."""
+        return None if self.watts is None else self.watts / self.rate_per_s
+
+
+def work(demand: Demand, tiers: Tiers, *, with_appends: bool = True) -> Work:
+    """What a conversation costs.
+
+    Args:
+        with_appends: without: as if later turns brought no input, the plan's ideal tail.
+
+    Raises:
+        PlanError: a decoder cannot hold one of the conversations.
+    """
+    prefill, decoder = tiers.prefiller.prefill, tiers.decoder
+    capacity = decoder.kv_capacity_tokens
+    if demand.longest_peak_tokens > capacity:
+        raise PlanError(
+            f"a conversation holds {demand.longest_peak_tokens:,} tokens of KV and a decoder "
+            f"({decoder.name}) has room for {capacity:,}: no number of decoders serves it; "
+            "limit the context, or take decoders with more memory"
+        )
+    prefill_power, decode_power = tiers.powers()
+    slower_prefill = prefill_power.prefill_slowdown if prefill_power else 1.0
+    slower_append = decode_power.prefill_slowdown if decode_power else 1.0
+    slower_decode = decode_power.decode_slowdown if decode_power else 1.0
+    prefill_s = slower_prefill * (
+        prefill.constant_s
+        + prefill.per_token_s * demand.first_tokens
+        + prefill.per_token_squared_s * demand.first_squared
+    )
+    slots = int(capacity // demand.peak_tokens)
+    tbt_s = slower_decode * decoder.decode.step_s(slots, slots * demand.mean_context_tokens)
+    appends_s = 0.0
+    if with_appends:
+        curve = decoder.prefill
+        appends_s = (
+            slower_append
+            * decoder.interference.prefill_share
+            * (
+                curve.per_token_s * demand.append_tokens
+                + curve.per_token_squared_s * demand.append_pairs
+                + curve.per_cached_token_s * demand.append_cached
+            )
+        )
+    decoder_s = demand.output_tokens * tbt_s / slots + appends_s
+    tokens = demand.decoder_tokens if with_appends else demand.output_tokens
+    handoff_s = decoder.handoff.seconds(demand.first_tokens)
+    lifetime_s = demand.gap_s + prefill_s + handoff_s + appends_s + demand.output_tokens * tbt_s
+    return Work(
+        prefill_s=prefill_s,
+        decoder_s=decoder_s,
+        appends_s=appends_s,
+        slots=slots,
+        lifetime_s=lifetime_s,
+        tbt_s=tbt_s,
+        saturation_per_s=1 / prefill_s,
+        prefill_tokens_per_s=demand.first_tokens / prefill_s,
+        decoder_tokens_per_s=tokens / decoder_s,
+    )
+
+
+def make_plan(
+    demand: Demand,
+    tiers: Tiers,
+    rate_per_s: float,
+    *,
+    headroom: float = 0.2,
+    prefill_headroom: float = 0.2,
+    provision: Provision = "saturation",
+) -> Plan:
+    """The smallest provisioning that satisfies the inequalities.
+
+    Args:
+        headroom: decoders beyond those needed, as a share.
+        prefill_headroom: prefillers beyond those needed, as a share. With none, as in the paper's
+            evaluation, a prefiller may have no idle moment, and its queue no bound.
+        provision: decoders for the rate at which the prefillers saturate, as in the paper, so
+            that the prefillers are always the first to; or for the rate asked for.
+
+    Raises:
+        PlanError: the rate or the headroom is none, or no number of replicas is enough.
+        ProfileError: a cap is asked for that a profile does not have.
+    """
+    if not (math.isfinite(rate_per_s) and rate_per_s > 0):
+        raise PlanError(f"the rate is {rate_per_s:g} conversations/s; give one above 0")
+    for name, share in (("headroom", headroom), ("prefill headroom", prefill_headroom)):
+        if not (math.isfinite(share) and share >= 0):
+            raise PlanError(f"the {name} is {share:g}; give a share from 0, as in 0.2")
+    one = work(demand, tiers)
+    room = 1 + headroom
+    prefillers = _replicas((1 + prefill_headroom) * rate_per_s * one.prefill_s, "prefillers")
+    provisioned = prefillers * one.saturation_per_s if provision == "saturation" else rate_per_s
+    throughput, memory = _needed(one, room * provisioned)
+    decoders = _replicas(max(throughput, memory), "decoders")
+    prefiller_use = rate_per_s * one.prefill_s / prefillers
+    decoder_use = _decoder_use(demand, tiers, one, rate_per_s / decoders)
+    live = rate_per_s * one.lifetime_s
+    return Plan(
+        rate_per_s=rate_per_s,
+        provisioned_per_s=provisioned,
+        headroom=headroom,
+        prefillers=prefillers,
+        decoders=decoders,
+        work=one,
+        needed_throughput=throughput,
+        needed_memory=memory,
+        binding="throughput" if throughput >= memory else "memory",
+        prefiller_utilisation=prefiller_use,
+        decoder_utilisation=decoder_use,
+        slot_utilisation=live / (decoders * one.slots),
+        overflow_share=_poisson_above(decoders * one.slots, live),
+        watts=_watts(tiers, prefillers, decoders, prefiller_use, decoder_use),
+        assumptions_broken=tuple(_broken(demand, tiers, one, room * provisioned, decoders)),
+    )
+
+
+def satisfied(plan: Plan, demand: Demand, decoders: int) -> tuple[bool, bool]:
+    """Whether so many decoders satisfy (1) and (2), at the plan's rate and with its headroom."""
+    rate_per_s = (1 + plan.headroom) * plan.provisioned_per_s
+    one = plan.work
+    return (
+        decoders * one.decoder_tokens_per_s >= rate_per_s * demand.decoder_tokens * (1 - _ROUNDING),
+        decoders * one.slots >= rate_per_s * one.lifetime_s * (1 - _ROUNDING),
+    )
+
+
+# A whole number of replicas may be needed exactly, and come out a few bits above it.
+_ROUNDING = 1e-9
+
+
+def _replicas(needed: float, what: str) -> int:
+    if needed > _MAX_REPLICAS:
+        raise PlanError(f"{needed:,.0f} {what} would be needed; ask for a lower rate")
+    return max(1, math.ceil(needed * (1 - _ROUNDING)))
+
+
+def _needed(one: Work, rate_per_s: float) -> tuple[float, float]:
+    """Decoders by (1) and by (2)."""
+    return rate_per_s * one.decoder_s, rate_per_s * one.lifetime_s / one.slots
+
+
+def _power(profile: Profile, cap_w: float | None) -> Power | None:
+    if cap_w is None and not profile.power:
+        return None
+    return profile.power_at(cap_w)
+
+
+def _decoder_use(demand: Demand, tiers: Tiers, one: Work, rate_per_s: float) -> float:
+    """Share of time in which a decoder computes when so many conversations a second come to it.
+
+    Batches are as large as that rate makes them, not full. The conversations that live on a decoder
+    are taken to work independently of one another; placement keeps their number even.
+    """
+    _, power = tiers.powers()
+    slower = power.decode_slowdown if power else 1.0
+    curve, context_tokens = tiers.decoder.decode, demand.mean_context_tokens
+    # Sequences that decode at the same time: b = rate x output x TBT(b), which is linear in b.
+    tokens_per_s = rate_per_s * demand.output_tokens
+    batch = tokens_per_s * slower * curve.step_s(1, context_tokens)
+    if batch > 1:
+        each_s = curve.per_sequence_s + curve.per_kv_token_s * context_tokens
+        grows = tokens_per_s * slower * each_s
+        endless = grows >= 1
+        batch = math.inf if endless else tokens_per_s * slower * curve.constant_s / (1 - grows)
+    batch = min(max(1.0, batch), one.slots)
+    tbt_s = slower * curve.step_s(batch, batch * context_tokens)
+    working = rate_per_s * (demand.output_tokens * tbt_s + one.appends_s)
+    live = rate_per_s * (one.lifetime_s - demand.output_tokens * (one.tbt_s - tbt_s))
+    # Fewer than one never overlap with anybody.
+    live = max(1.0, live)
+    return float(1 - max(0.0, 1 - working / live) ** live)
+
+
+def _watts(
+    tiers: Tiers, prefillers: int, decoders: int, prefiller_use: float, decoder_use: float
+) -> float | None:
+    prefill, decode = tiers.powers()
+    if prefill is None or decode is None:
+        return None
+    busy, some = min(1.0, prefiller_use), min(1.0, decoder_use)
+    return prefillers * (busy * prefill.prefill_w + (1 - busy) * prefill.idle_w) + decoders * (
+        some * decode.decode_w + (1 - some) * decode.idle_w
+    )
+
+
+def _poisson_above(slots: int, mean: float) -> float:
+    """P(X > slots) for X Poisson with this mean."""
+    # Beyond twelve standard deviations there is nothing that a float could tell from 0 or 1.
+    far = 12 * math.sqrt(mean) + 12
+    if slots > mean + far:
+        return 0.0
+    terms = (
+        math.exp(count * math.log(mean) - mean - math.lgamma(count + 1))
+        for count in range(max(0, int(mean - far)), slots + 1)
+    )
+    return max(0.0, 1 - math.fsum(terms))
+
+
+def _broken(demand: Demand, tiers: Tiers, one: Work, rate_per_s: float, decoders: int) -> list[str]:
+    found = []
+    if demand.later_share > _LATER_SHARE_OF_NOTE:
+        light = work(demand, tiers, with_appends=False)
+        without = _replicas(max(_needed(light, rate_per_s)), "decoders")
+        found.append(
+            f"Later turns carry {demand.later_share:.0%} of the new input tokens, so the tail is "
+            f"not light: decoders prefill them, and N is {decoders} instead of the {without} that "
+            "the same outputs without appends would need."
+        )
+    longest = tiers.prefiller.prefill.longest_tokens
+    if longest is not None and demand.longest_prompt_tokens > longest:
+        found.append(
+            f"The longest prompt has {demand.longest_prompt_tokens:,} tokens, and the profile's "
+            f"curve ends at {longest:,}: beyond that, times are extrapolated."
+        )
+    gap_share = demand.gap_s / one.lifetime_s
+    if gap_share > _GAP_SHARE_OF_NOTE:
+        busy, memory = _needed(one, rate_per_s)
+        found.append(
+            f"Conversations wait for tools and people during {gap_share:.0%} of their lives and "
+            f"hold their KV meanwhile: memory asks for {_replicas(memory, 'decoders')} decoders, "
+            f"their work for {_replicas(busy, 'decoders')}."
+        )
+    if one.slots == 1:
+        found.append(
+            "A decoder holds a single conversation at its peak: nothing is batched, and decoders "
+            "stand idle while tools run."
+        )
+    return found

@@ -1,0 +1,54 @@
+"""A small family of agents' tasks, and an agent's loop to do them in.
+
+What the embedded model is trained on and tested with. Nothing here needs an engine.
+"""
+
+from benchmarks.agent.loop import (
+    Complete,
+    Reply,
+    RunTool,
+    Score,
+    Transcript,
+    Turn,
+    client_complete,
+    run_agent,
+    score,
+)
+from benchmarks.agent.tasks import (
+    Message,
+    Session,
+    Task,
+    is_right,
+    make_session,
+    plain_conversation,
+    stated,
+    transcript,
+)
+from benchmarks.agent.tools import Call, Schema, Toolbox, ToolError, Value
+from benchmarks.agent.words import Split
+
+__all__ = [
+    "Call",
+    "Complete",
+    "Message",
+    "Reply",
+    "RunTool",
+    "Schema",
+    "Score",
+    "Session",
+    "Split",
+    "Task",
+    "ToolError",
+    "Toolbox",
+    "Transcript",
+    "Turn",
+    "Value",
+    "client_complete",
+    "is_right",
+    "make_session",
+    "plain_conversation",
+    "run_agent",
+    "score",
+    "stated",
+    "transcript",
+]

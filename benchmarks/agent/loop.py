@@ -1,0 +1,220 @@
+"""The agent's loop: ask the model, run the tools that it calls, until it answers.
+
+With the official client, against any server of OpenAI's API that parses tool calls::
+
+    client = openai.AsyncOpenAI(base_url="http://127.0.0.1:8000/v1", api_key="unused")
+    complete = client_complete(client, "conserve-embedded", extra_headers={...})
+    transcript = await run_agent(complete, messages, schemas, toolbox.run, on_turn=print)
+
+Where ``messages`` begin with the system prompt and the user's question. What the server said
+beside the message (usage, ids, headers) is in each turn's ``info``.
+"""
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.agent.tasks import Message, Task, is_right
+from benchmarks.agent.tools import Call, Schema, ToolError, Value
+
+MAX_TURNS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a model said.
+
+    Attributes:
+        message: the assistant's message, as it goes into the next request.
+        info: what else the server told, by name.
+    """
+
+    message: Message
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Given the messages and the tools, the model's reply.
+Complete = Callable[[Sequence[Message], Sequence[Schema]], Awaitable[Reply]]
+# Carries out a call; raises ToolError for one that it refuses.
+RunTool = Callable[[Call], Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request to the model, and the tools that it called.
+
+    Attributes:
+        number: counted from 1.
+        reply: what the model said.
+        calls: what it called; None where the arguments were no JSON object.
+        results: what each tool said, as the model is told it.
+        duration_s: how long the model took.
+    """
+
+    number: int
+    reply: Reply
+    calls: tuple[Call | None, ...]
+    results: tuple[str, ...]
+    duration_s: float
+
+
+@dataclass(slots=True)
+class Transcript:
+    """How an agent's run went.
+
+    Attributes:
+        messages: all of them, those it began with included.
+        turns: one for each request.
+        answer: the final sentence; None if the agent was stopped before it gave one.
+    """
+
+    messages: list[Message]
+    turns: list[Turn] = field(default_factory=list)
+    answer: str | None = None
+
+    @property
+    def calls(self) -> list[Call | None]:
+        """What was called, in order."""
+        return [call for turn in self.turns for call in turn.calls]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a run did a task.
+
+    Attributes:
+        calls: how many calls the task takes.
+        right_calls: how many of them were made, in their place and with the right arguments.
+        right_answer: whether the answer is right, whatever was called.
+    """
+
+    calls: int
+    right_calls: int
+    right_answer: bool
+
+
+async def run_agent(
+    complete: Complete,
+    messages: Sequence[Message],
+    schemas: Sequence[Schema],
+    run_tool: RunTool,
+    *,
+    on_turn: Callable[[Turn], None] | None = None,
+    max_turns: int = MAX_TURNS,
+) -> Transcript:
+    """Have a model work on the last message until it answers without a call.
+
+    Args:
+        run_tool: the tools; what raises ToolError is told to the model, which may go on.
+        on_turn: is told of each turn when its tools have run.
+        max_turns: after so many turns the agent is stopped.
+
+    Raises:
+        Exception: whatever ``complete`` raises.
+    """
+    transcript = Transcript(list(messages))
+    for number in range(1, max_turns + 1):
+        started_s = time.perf_counter()
+        reply = await complete(transcript.messages, schemas)
+        duration_s = time.perf_counter() - started_s
+        transcript.messages.append(reply.message)
+        calls: list[Call | None] = []
+        results: list[str] = []
+        for asked in reply.message.get("tool_calls") or []:
+            call, result = carried_out(run_tool, asked["function"])
+            calls.append(call)
+            results.append(result)
+            transcript.messages.append(
+                {"role": "tool", "tool_call_id": asked["id"], "content": result}
+            )
+        turn = Turn(number, reply, tuple(calls), tuple(results), duration_s)
+        transcript.turns.append(turn)
+        if on_turn is not None:
+            on_turn(turn)
+        if not calls:
+            transcript.answer = str(reply.message.get("content") or "")
+            break
+    return transcript
+
+
+def score(task: Task, transcript: Transcript) -> Score:
+    """Compare a run with what its task takes."""
+    pairs = zip(task.calls, transcript.calls, strict=False)
+    return Score(
+        calls=len(task.calls),
+        right_calls=sum(expected == made for expected, made in pairs),
+        right_answer=transcript.answer is not None and is_right(task, transcript.answer),
+    )
+
+
+def client_complete(client: Any, model: str, **options: Any) -> Complete:
+    """Ask through ``openai.AsyncOpenAI``, in streams, greedily unless the options say otherwise.
+
+    Args:
+        options: for ``chat.completions.create``, such as ``extra_headers`` or ``max_tokens``.
+
+    Returns:
+        A function whose replies' ``info`` has ``headers``, ``usage`` (of vLLM, a dictionary),
+        ``finish_reason``, and ``ttft_s``, the time to the first piece of the answer.
+    """
+    sent = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, **options}
+
+    async def complete(messages: Sequence[Message], schemas: Sequence[Schema]) -> Reply:
+        tools = {"tools": list(schemas)} if schemas else {}
+        started_s = time.perf_counter()
+        raw = await client.chat.completions.with_raw_response.create(
+            model=model, messages=list(messages), **tools, **sent
+        )
+        info: dict[str, Any] = {"headers": dict(raw.headers), "usage": {}}
+        content = ""
+        calls: dict[int, Message] = {}
+        async for chunk in raw.parse():
+            if chunk.usage:
+                info["usage"] = chunk.usage.model_dump(exclude_none=True)
+            for choice in chunk.choices:
+                if choice.finish_reason:
+                    info["finish_reason"] = choice.finish_reason
+                if choice.delta.content or choice.delta.tool_calls:
+                    info.setdefault("ttft_s", time.perf_counter() - started_s)
+                content += choice.delta.content or ""
+                for part in choice.delta.tool_calls or []:
+                    _append(calls, part)
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = [call for _, call in sorted(calls.items())]
+        return Reply(message, info)
+
+    return complete
+
+
+def _append(calls: dict[int, Message], part: Any) -> None:
+    """Add a piece of a streamed call: the first has its id and name, later ones arguments."""
+    empty = {"id": part.id, "type": "function", "function": {"name": "", "arguments": ""}}
+    function = calls.setdefault(part.index, empty)["function"]
+    if part.function is not None:
+        function["name"] += part.function.name or ""
+        function["arguments"] += part.function.arguments or ""
+
+
+def carried_out(run_tool: RunTool, function: Message) -> tuple[Call | None, str]:
+    """Carry out a call that a message asks for.
+
+    Args:
+        function: its ``name`` and its ``arguments``, as the model wrote them.
+
+    Returns:
+        The call, None where the arguments are no JSON object; and what the model is to be told.
+    """
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError as error:
+        return None, json.dumps({"error": f"the arguments are no JSON: {error}"})
+    if not isinstance(arguments, dict):
+        return None, json.dumps({"error": "the arguments are no JSON object"})
+    call = Call(str(function["name"]), arguments)
+    try:
+        return call, json.dumps({"result": run_tool(call)})
+    except ToolError as error:
+        return call, json.dumps({"error": str(error)})

@@ -1,0 +1,462 @@
+"""A simulated cluster: the live system's policies and ledger, over simulated engines.
+
+Where a conversation goes, and where a turn is prefilled, is decided by the same classes as in the
+live system: a policy of `conserve.placement`, `conserve.conversations.ConversationTable` with its
+account of what decoders hold, and `conserve.admission.Admission` with its waiting line. What is
+simulated is the rest: engines (`benchmarks.simulate.engine`), handoffs and clients.
+
+Not simulated: prefixes that different conversations share, and engines that fail.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, Literal
+
+from benchmarks.counters import ServerFigures
+from benchmarks.records import Answer, Script, TurnRecord, TurnRequest
+from benchmarks.simulate.costs import Costs
+from benchmarks.simulate.engine import Engine, Work
+from conserve.admission.waiting import QueueFull, WaitingLine
+from conserve.conversations import ConversationTable, TurnStats
+from conserve.placement import PolicyName, make_policy
+
+History = Literal["kept", "moved", "recomputed"]
+
+# None of the clients is idle for longer than its gaps, and no turn is lost.
+_NEVER_S = 1e12
+_NOTHING_SAID = Answer("")
+
+
+class SimulationError(ValueError):
+    """This cannot be simulated; the message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What is simulated.
+
+    Attributes:
+        prefillers, decoders: the costs of each.
+        placement, wrong_decision_rate, min_remote_prefill_tokens, queue_limit, queue_timeout_s: as
+            in `conserve.settings.Settings`.
+        prefiller, decoder: of each of them.
+        history: of a later turn that is prefilled on a prefiller. ``kept``: found in its own cache,
+            and for the rest brought from the decoder, as in the live system; ``moved``: brought
+            from the decoder each time; ``recomputed``: with the whole prompt.
+        transfers_block: the engine that takes KV over waits for it within a step, as with a
+            connector that loads synchronously; else its other turns go on meanwhile.
+        direct_s, handed_off_s: what a turn takes beside its engines, as in
+            `autoscale.capacity.profile.Overhead`; before it gets to the first of them.
+        handoff_chunk_tokens: only whole chunks travel.
+        max_sequences, block_tokens: of the engines.
+    """
+
+    name: str
+    placement: PolicyName
+    prefillers: tuple[Costs, ...]
+    decoders: tuple[Costs, ...]
+    wrong_decision_rate: float = 0.0
+    min_remote_prefill_tokens: int = 0
+    history: History = "kept"
+    transfers_block: bool = False
+    direct_s: float = 0.0
+    handed_off_s: float = 0.0
+    handoff_chunk_tokens: int = 256
+    max_sequences: int = 256
+    block_tokens: int = 16
+    queue_limit: int = 1024
+    queue_timeout_s: float = 60.0
+
+
+class _Open:
+    """A conversation under way."""
+
+    __slots__ = (
+        "decoder", "found_tokens", "incarnation", "records", "request", "script", "sent_s",
+        "turn_id",
+    )  # fmt: skip
+
+    def __init__(self, script: Script, request: TurnRequest) -> None:
+        self.script = script
+        self.request = request
+        self.records: list[TurnRecord] = []
+        self.sent_s = 0.0
+        self.decoder: Engine | None = None
+        self.incarnation = 0
+        self.turn_id = 0
+        # Of the turn's prompt, in whatever cache.
+        self.found_tokens = 0
+
+
+class Cluster:
+    """One run of one system.
+
+    Args:
+        on_conversation: called with the turns of each conversation, when it ends.
+        gaps: False: turns follow each other at once.
+
+    Attributes:
+        ended_s: when the last conversation ended.
+        arrived, turns: conversations that came, and turns that are over.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        on_conversation: Callable[[list[TurnRecord]], None],
+        *,
+        gaps: bool = True,
+    ) -> None:
+        self.system = system
+        self._on_conversation = on_conversation
+        self._gaps = gaps
+        policy = make_policy(
+            system.placement,
+            min_remote_prefill_tokens=system.min_remote_prefill_tokens,
+            wrong_decision_rate=system.wrong_decision_rate,
+        )
+        self.table = ConversationTable(policy, _NEVER_S)
+        self._line = WaitingLine(system.queue_limit, system.queue_timeout_s)
+        self._in_line: dict[str, _Open] = {}
+        self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
+        self._number = count()
+        self.ended_s = 0.0
+        self.arrived = 0
+        self.turns = 0
+        self.decoders = {
+            (name := f"decoder-{i}"): self._engine(name, costs, self._answered)
+            for i, costs in enumerate(system.decoders)
+        }
+        self.prefillers = {
+            (name := f"prefiller-{i}"): self._engine(
+                name, costs, self._prefilled, keeps=system.history == "kept"
+            )
+            for i, costs in enumerate(system.prefillers)
+        }
+        for name, engine in self.decoders.items():
+            self.table.add_decoder(name, engine.costs.capacity_tokens)
+        for name in self.prefillers:
+            self.table.add_prefiller(name)
+        self._longest_tokens = min(
+            costs.capacity_tokens for costs in (*system.prefillers, *system.decoders)
+        )
+        self._handoffs = self._handoff_tokens = self._loaded_tokens = 0
+        self._later_prefills = self._cold_prefill_tokens = 0
+
+    def run(self, plan: Iterable[tuple[float, Script]]) -> None:
+        """Serve all conversations to their ends.
+
+        Args:
+            plan: arrivals in seconds, ascending, and what arrives.
+
+        Raises:
+            SimulationError: a turn of it does not say how long it is.
+        """
+        self._next_arrival(iter(plan))
+        events = self._events
+        while events:
+            now_s, _, act, what = heappop(events)
+            act(now_s, what)
+
+    def energy_j(self) -> float | None:
+        """Of all engines, up to the last conversation's end; None if the profile has no power."""
+        total_j = 0.0
+        for engine in (*self.prefillers.values(), *self.decoders.values()):
+            costs = engine.costs
+            if costs.idle_w is None or costs.prefill_w is None or costs.decode_w is None:
+                return None
+            idle_s = self.ended_s - engine.busy_prefill_s - engine.busy_decode_s
+            total_j += (
+                costs.idle_w * idle_s
+                + costs.prefill_w * engine.busy_prefill_s
+                + costs.decode_w * engine.busy_decode_s
+            )
+        return total_j
+
+    def figures(self, kv_bytes_per_token: float) -> ServerFigures:
+        """What a live system would have counted."""
+        tokens = self._handoff_tokens + self._loaded_tokens
+        return ServerFigures(
+            handoffs=self._handoffs,
+            handoff_tokens=tokens,
+            handoff_tokens_per_conversation=tokens / self.arrived if self.arrived else None,
+            handoff_bytes=tokens * kv_bytes_per_token,
+            later_prefills=self._later_prefills,
+            moves=0,
+            cold_prefill_tokens=self._cold_prefill_tokens,
+        )
+
+    def _engine(
+        self,
+        name: str,
+        costs: Costs,
+        finished: Callable[[Work, Engine, float], None],
+        keeps: bool = True,
+    ) -> Engine:
+        return Engine(
+            name,
+            costs,
+            self._schedule,
+            finished,
+            keeps=keeps,
+            max_sequences=self.system.max_sequences,
+            block_tokens=self.system.block_tokens,
+        )
+
+    def _schedule(self, at_s: float, engine: Engine, version: int) -> None:
+        heappush(self._events, (at_s, next(self._number), engine.wake, version))
+
+    def _later(self, at_s: float, act: Callable[[float, Any], None], what: object) -> None:
+        heappush(self._events, (at_s, next(self._number), act, what))
+
+    # --- Clients ------------------------------------------------------------------------------
+
+    def _next_arrival(self, plan: Iterator[tuple[float, Script]]) -> None:
+        arriving = next(plan, None)
+        if arriving is not None:
+            at_s, script = arriving
+            self._later(at_s, self._arrive, (script, plan))
+
+    def _arrive(self, now_s: float, what: tuple[Script, Iterator[tuple[float, Script]]]) -> None:
+        script, plan = what
+        self._next_arrival(plan)
+        request = script.next(None)
+        if request is not None:
+            self.arrived += 1
+            self._later(now_s + self._gap_s(request), self._send, _Open(script, request))
+
+    def _gap_s(self, request: TurnRequest) -> float:
+        return request.gap_s if self._gaps else 0.0
+
+    def _send(self, now_s: float, one: _Open) -> None:
+        """A turn comes."""
+        one.sent_s = now_s
+        request = one.request
+        prompt_tokens, output_tokens = request.prompt_tokens, request.output_tokens
+        if prompt_tokens is None or output_tokens is None:
+            raise SimulationError(
+                "the workload does not say how long its prompts and outputs are; "
+                "simulate recorded or synthetic conversations"
+            )
+        if prompt_tokens + output_tokens > self._longest_tokens:
+            self._refuse(
+                one, now_s, f"400: engines hold no more than {self._longest_tokens} tokens"
+            )
+            return
+        if one.decoder is None:
+            self._place(one, prompt_tokens, now_s)
+            return
+        conversation = self.table.begin(one.script.conversation, now_s)
+        assert conversation is not None
+        one.turn_id = conversation.running[-1]
+        prefiller_id = self.table.prefill_later_turn(conversation)
+        if prefiller_id is None:
+            self._submit(self._work(one), one.decoder, now_s, self.system.direct_s)
+            return
+        self._later_prefills += 1
+        self._prefill_later(one, self.prefillers[prefiller_id], now_s)
+
+    # --- Placement ----------------------------------------------------------------------------
+
+    def _place(self, one: _Open, turn1_tokens: int, now_s: float) -> None:
+        conversation = one.script.conversation
+        if not self._line and self._bind(one, turn1_tokens, now_s):
+            return
+        try:
+            ticket = self._line.join(conversation, turn1_tokens, now_s)
+        except QueueFull as full:
+            self._refuse(one, now_s, f"429: {full}")
+            return
+        self._in_line[conversation] = one
+        self._later(ticket.deadline_s, self._give_up, one)
+
+    def _bind(self, one: _Open, turn1_tokens: int, now_s: float) -> bool:
+        id = one.script.conversation
+        placement = self.table.bind(id, turn1_tokens, now_s)
+        if placement is None:
+            return False
+        conversation = self.table.get(id)
+        assert conversation is not None
+        one.incarnation = conversation.incarnation
+        one.turn_id = conversation.running[-1]
+        one.decoder = self.decoders[placement.decoder_id]
+        if placement.prefiller_id is None:
+            self._submit(self._work(one), one.decoder, now_s, self.system.direct_s)
+        else:
+            self._cold_prefill_tokens += turn1_tokens
+            prefiller = self.prefillers[placement.prefiller_id]
+            work = Work(id, turn1_tokens, 1, turn=one)
+            self._submit(work, prefiller, now_s, self.system.handed_off_s)
+        return True
+
+    def _admit(self, now_s: float) -> None:
+        """Somebody left: the head of the line may fit."""
+        while (head := self._line.head()) is not None:
+            if not self._bind(self._in_line[head.key], head.tokens, now_s):
+                return
+            self._line.leave(head.key)
+            del self._in_line[head.key]
+
+    def _give_up(self, now_s: float, one: _Open) -> None:
+        if one.decoder is None and self._in_line.pop(one.script.conversation, None) is not None:
+            ticket = self._line.leave(one.script.conversation)
+            assert ticket is not None
+            timeout_s = self.system.queue_timeout_s
+            self._refuse(
+                one,
+                now_s,
+                f"429: no decoder had room for {ticket.tokens} tokens in {timeout_s:g} s",
+            )
+            self._admit(now_s)
+
+    # --- Prefills and handoffs ----------------------------------------------------------------
+
+    def _work(self, one: _Open) -> Work:
+        request = one.request
+        return Work(
+            one.script.conversation,
+            request.prompt_tokens or 0,
+            request.output_tokens or 0,
+            self._reusable(one),
+            turn=one,
+        )
+
+    def _reusable(self, one: _Open) -> int:
+        """What the prompt shares with the one before; all of that, where it is not said."""
+        if one.request.reused_tokens is not None:
+            return one.request.reused_tokens
+        return one.records[-1].prompt_tokens if one.records else 0
+
+    def _whole_chunks(self, tokens: int) -> int:
+        chunk = self.system.handoff_chunk_tokens
+        return tokens // chunk * chunk
+
+    def _prefill_later(self, one: _Open, prefiller: Engine, now_s: float) -> None:
+        """A later turn, on a prefiller: its history first, if that is to be had."""
+        work = Work(one.script.conversation, one.request.prompt_tokens or 0, 1, turn=one)
+        if self.system.history == "recomputed":
+            self._submit(work, prefiller, now_s, self.system.handed_off_s)
+            return
+        work.reusable_tokens = self._reusable(one)
+        work.loaded_tokens = self._whole_chunks(work.reusable_tokens)
+        here = min(prefiller.holds(work.conversation), work.reusable_tokens)
+        moved = max(0, work.loaded_tokens - here)
+        self._loaded_tokens += moved
+        self._move(work, prefiller, moved, now_s, self.system.handed_off_s)
+
+    def _prefilled(self, work: Work, prefiller: Engine, now_s: float) -> None:
+        """A prefiller is done: the KV goes to the conversation's decoder."""
+        one = work.turn
+        assert isinstance(one, _Open)
+        assert one.decoder is not None
+        self.table.prefilled(work.conversation, one.incarnation)
+        one.found_tokens = work.cached_tokens
+        to_decode = self._work(one)
+        to_decode.loaded_tokens = self._whole_chunks(work.prompt_tokens)
+        here = min(one.decoder.holds(work.conversation), to_decode.reusable_tokens)
+        moved = max(0, to_decode.loaded_tokens - here)
+        if moved:
+            self._handoffs += 1
+            self._handoff_tokens += moved
+        self._move(to_decode, one.decoder, moved, now_s)
+
+    def _move(
+        self, work: Work, engine: Engine, tokens: int, now_s: float, after_s: float = 0.0
+    ) -> None:
+        """Bring KV to an engine, for a turn that is to run there."""
+        takes_s = engine.costs.handoff(tokens)
+        if self.system.transfers_block:
+            work.load_s = takes_s
+            takes_s = 0.0
+        self._submit(work, engine, now_s, after_s + takes_s)
+
+    def _submit(self, work: Work, engine: Engine, now_s: float, after_s: float) -> None:
+        """Have a turn at an engine, after so many seconds."""
+        if after_s:
+            self._later(now_s + after_s, self._come, (work, engine))
+        else:
+            engine.submit(work, now_s)
+
+    def _come(self, now_s: float, what: tuple[Work, Engine]) -> None:
+        work, engine = what
+        engine.submit(work, now_s)
+
+    # --- Ends ---------------------------------------------------------------------------------
+
+    def _answered(self, work: Work, decoder: Engine, now_s: float) -> None:
+        """A decoder is done with a turn."""
+        one = work.turn
+        assert isinstance(one, _Open)
+        id, request = work.conversation, one.request
+        self.table.advance(
+            id,
+            one.incarnation,
+            one.turn_id,
+            decoder.id,
+            TurnStats(
+                work.prompt_tokens, work.output_tokens, work.cached_tokens, work.loaded_tokens
+            ),
+            (),
+            now_s,
+        )
+        following = one.script.next(_NOTHING_SAID)
+        one.records.append(
+            TurnRecord(
+                system=self.system.name,
+                conversation=id,
+                turn=len(one.records) + 1,
+                planned_s=one.sent_s,
+                sent_s=one.sent_s,
+                ended_s=now_s,
+                outcome="completed",
+                first_token_s=work.first_token_s,
+                last_token_s=now_s,
+                effective=bool(request.effective),
+                last=following is None,
+                prompt_tokens=work.prompt_tokens,
+                output_tokens=work.output_tokens,
+                cached_tokens=max(work.cached_tokens, one.found_tokens),
+                server=decoder.id,
+                reused_tokens=request.reused_tokens,
+            )
+        )
+        self.turns += 1
+        if following is None:
+            self._close(one, now_s)
+        else:
+            one.request = following
+            one.found_tokens = 0
+            self._later(now_s + self._gap_s(following), self._send, one)
+        if self._line:
+            self._admit(now_s)
+
+    def _refuse(self, one: _Open, now_s: float, error: str) -> None:
+        """A turn fails, and its conversation with it."""
+        one.records.append(
+            TurnRecord(
+                system=self.system.name,
+                conversation=one.script.conversation,
+                turn=len(one.records) + 1,
+                planned_s=one.sent_s,
+                sent_s=one.sent_s,
+                ended_s=now_s,
+                outcome="failed",
+                error=error,
+                prompt_tokens=one.request.prompt_tokens or 0,
+                reused_tokens=one.request.reused_tokens,
+            )
+        )
+        self.turns += 1
+        self._close(one, now_s)
+        if self._line:
+            self._admit(now_s)
+
+    def _close(self, one: _Open, now_s: float) -> None:
+        id = one.script.conversation
+        self.ended_s = now_s
+        self.table.release(id)
+        if one.decoder is not None:
+            one.decoder.forget(id)
+        self._on_conversation(one.records)

@@ -1,0 +1,369 @@
+"""One simulated engine: continuous batching with chunked prefill, whose state changes by event.
+
+What is modelled is vLLM's scheduler (first come, first served; decodes before prefills; prefills in
+chunks; preemption of the latest when KV runs out) on an engine whose step takes what a profile
+says. Steps without a prefill are taken together up to the next one at which anything changes: with
+``b`` decodes the KV that is read grows by ``b`` tokens a step, so ``m`` steps take
+
+    m (step_s + per_sequence_s b + per_kv_token_s k) + per_kv_token_s b m (m - 1) / 2
+
+seconds, and the step under way at a given time is found by solving that for ``m``. So a turn costs
+a few events, however many tokens it has.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from benchmarks.simulate.costs import Costs
+
+# Float noise, in steps: a turn that comes at a step's end is not to wait for another one.
+_EPSILON_STEPS = 1e-9
+
+
+class Work:
+    """A turn on one engine.
+
+    Attributes:
+        conversation: its id.
+        prompt_tokens, output_tokens: whole lengths; a prefiller's output is one token.
+        reusable_tokens: of the prompt, the prefix that an earlier turn had as well.
+        loaded_tokens: of the prompt, what was brought here by a handoff.
+        load_s: how long the engine itself is kept by that; 0 where it goes on meanwhile.
+        turn: whatever the caller wants to find the turn by.
+        cached_tokens: of the prompt, what was here already, a handoff not counted.
+        first_token_s: when its first token came; negative before.
+    """
+
+    __slots__ = (
+        "begun", "cached_tokens", "conversation", "finish_step", "first_token_s", "left_tokens",
+        "load_s", "loaded_tokens", "made_tokens", "number", "output_tokens", "past_tokens",
+        "prompt_tokens", "reusable_tokens", "turn",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        conversation: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        reusable_tokens: int = 0,
+        loaded_tokens: int = 0,
+        load_s: float = 0.0,
+        turn: object = None,
+    ) -> None:
+        self.conversation = conversation
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.reusable_tokens = reusable_tokens
+        self.loaded_tokens = loaded_tokens
+        self.load_s = load_s
+        self.turn = turn
+        self.cached_tokens = 0
+        self.first_token_s = -1.0
+        self.made_tokens = 0
+        # Of the tokens to prefill (the prompt; after a preemption what was put out, too).
+        self.past_tokens = 0
+        self.left_tokens = 0
+        self.begun = False
+        # While it decodes: the step at whose end it is done, and which admission this was.
+        self.finish_step = -1
+        self.number = -1
+
+
+class Engine:
+    """One engine.
+
+    Args:
+        costs: of its role.
+        schedule: called with a time and a version; the caller then calls `wake` with both.
+        finished: called with a turn that has ended, and when.
+        keeps: whether a conversation's KV stays for its next turn.
+        max_sequences: in one step.
+        block_tokens: only whole blocks of KV are found again.
+
+    Attributes:
+        busy_prefill_s, busy_decode_s: how long it ran steps with and without a prefill.
+        active_tokens: KV of turns that run or are prefilled.
+        idle_tokens: KV of conversations between turns.
+        evicted_tokens, preemptions: idle KV dropped, and turns sent back to be computed again,
+            because KV ran out.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        costs: Costs,
+        schedule: Callable[[float, "Engine", int], None],
+        finished: Callable[[Work, "Engine", float], None],
+        *,
+        keeps: bool = True,
+        max_sequences: int = 256,
+        block_tokens: int = 16,
+    ) -> None:
+        self.id = id
+        self.costs = costs
+        self._schedule = schedule
+        self._finished = finished
+        self._keeps = keeps
+        self._max_sequences = max_sequences
+        self._block_tokens = block_tokens
+        self._waiting: deque[Work] = deque()
+        self._prefilling: deque[Work] = deque()
+        self._decoding: dict[Work, None] = {}
+        # (finish_step, number, turn); one whose turn has another number by now was preempted.
+        self._finishes: list[tuple[int, int, Work]] = []
+        self._idle: dict[str, int] = {}
+        self._kv_tokens = 0  # That the next step's decodes read.
+        self._step = 0
+        self._admitted = 0
+        # The steps under way: when they began, how many, and whose prefill ends with them.
+        self._version = 0
+        self._began_s = 0.0
+        self._steps = 0
+        self._first_step_s = 0.0
+        self._completing: list[Work] = []
+        self._under_way = False
+        self._has_prefill = False
+        self._changing = False
+        self.busy_prefill_s = 0.0
+        self.busy_decode_s = 0.0
+        self.active_tokens = 0
+        self.idle_tokens = 0
+        self.evicted_tokens = 0
+        self.preemptions = 0
+
+    def submit(self, work: Work, now_s: float) -> None:
+        """A turn comes in; it waits for the step under way to end."""
+        self._waiting.append(work)
+        if self._changing:
+            return
+        if not self._under_way:
+            self._start(now_s)
+        elif not self._has_prefill:
+            self._cut(now_s)
+
+    def holds(self, conversation: str) -> int:
+        """Tokens of KV kept for a conversation between its turns."""
+        return self._idle.get(conversation, 0)
+
+    def forget(self, conversation: str) -> None:
+        """The conversation has ended; its KV is dropped."""
+        self.idle_tokens -= self._idle.pop(conversation, 0)
+
+    def wake(self, now_s: float, version: int) -> None:
+        """The steps under way are over, if they are still those that were scheduled."""
+        if version != self._version:
+            return
+        self._under_way = False
+        self._changing = True
+        taken_s, steps = now_s - self._began_s, self._steps
+        if self._has_prefill:
+            self.busy_prefill_s += taken_s
+        else:
+            self.busy_decode_s += taken_s
+        if self._decoding:
+            grown = len(self._decoding) * steps
+            self._step += steps
+            self._kv_tokens += grown
+            self.active_tokens += grown
+            finishes, step = self._finishes, self._step
+            while finishes and finishes[0][0] <= step:
+                _, number, work = heappop(finishes)
+                if work.number == number:
+                    del self._decoding[work]
+                    work.made_tokens = work.output_tokens
+                    self._kv_tokens -= work.prompt_tokens + work.output_tokens
+                    self._end(work, now_s)
+        if self._completing:
+            for work in self._completing:
+                self._prefilled(work, now_s)
+            self._completing = []
+        self._changing = False
+        self._start(now_s)
+
+    # --- Steps --------------------------------------------------------------------------------
+
+    def _start(self, now_s: float) -> None:
+        """Begin the next step, or the next steps, if there is anything to do."""
+        decoding = self._decoding
+        preempted = False
+        while decoding and not (
+            # A block each, if idle KV is dropped anyway; else a token.
+            self._make_room(len(decoding) * self._block_tokens) or self._make_room(len(decoding))
+        ):
+            self._preempt()
+            preempted = True
+        if self._waiting and not preempted:
+            self._admit()
+        costs, sequences = self.costs, len(decoding)
+        first_s = (
+            costs.step_s + costs.per_sequence_s * sequences + costs.per_kv_token_s * self._kv_tokens
+        )
+        self._began_s = now_s
+        if self._prefilling:
+            added_s, loads_s, begun = self._chunks(costs.batched_tokens - sequences)
+            if sequences:
+                taken_s = first_s + costs.prefill_share * added_s
+            elif begun:
+                # The constant is that of a whole prompt: once each, however many steps it takes.
+                taken_s = begun * costs.prefill_s + added_s
+            else:
+                # No step takes less than one of nothing.
+                taken_s = max(costs.step_s, added_s)
+            taken_s += loads_s
+            self._steps, self._has_prefill = 1, True
+        elif sequences:
+            finishes = self._finishes
+            while finishes[0][2].number != finishes[0][1]:
+                heappop(finishes)
+            # At least one fits: there was room for it.
+            fitting = (costs.capacity_tokens - self.active_tokens - self.idle_tokens) // sequences
+            steps = min(finishes[0][0] - self._step, fitting)
+            self._steps, self._has_prefill = steps, False
+            self._first_step_s = first_s
+            taken_s = steps * (first_s + costs.per_kv_token_s * sequences * (steps - 1) / 2)
+        else:
+            return
+        self._under_way = True
+        self._version += 1
+        self._schedule(now_s + taken_s, self, self._version)
+
+    def _cut(self, now_s: float) -> None:
+        """End the steps under way with the one that runs now."""
+        elapsed_s = now_s - self._began_s
+        half_growth_s = self.costs.per_kv_token_s * len(self._decoding) / 2
+        linear_s = self._first_step_s - half_growth_s
+        if half_growth_s > 0:
+            root = math.sqrt(linear_s * linear_s + 4 * half_growth_s * elapsed_s)
+            # Citardauq's form: stable where the growth is small.
+            passed = 2 * elapsed_s / (linear_s + root)
+        else:
+            passed = elapsed_s / linear_s
+        steps = math.ceil(passed - _EPSILON_STEPS)
+        if steps >= self._steps:
+            return
+        self._steps = steps
+        self._version += 1
+        ends_s = self._began_s + steps * (linear_s + half_growth_s * steps)
+        self._schedule(max(now_s, ends_s), self, self._version)
+
+    def _chunks(self, room_tokens: int) -> tuple[float, float, int]:
+        """Put prefills into the step, as many as fit.
+
+        Returns:
+            Seconds that their tokens add, and that loading KV keeps the engine; and how many
+            begin in this step.
+        """
+        costs, prefilling = self.costs, self._prefilling
+        added_s = loads_s = 0.0
+        begun = 0
+        # A batch of decodes as large as the step leaves one token, so that prefills go on.
+        room_tokens = max(1, room_tokens)
+        while prefilling and room_tokens > 0:
+            work = prefilling[0]
+            chunk = min(work.left_tokens, room_tokens)
+            if not work.begun:
+                work.begun = True
+                begun += 1
+                added_s += costs.per_cached_token_s * work.past_tokens
+                loads_s += work.load_s
+            added_s += chunk * (
+                costs.per_token_s + costs.per_pair_s * (chunk + 2 * work.past_tokens)
+            )
+            work.past_tokens += chunk
+            work.left_tokens -= chunk
+            room_tokens -= chunk
+            if work.left_tokens:
+                break
+            self._completing.append(prefilling.popleft())
+        return added_s, loads_s, begun
+
+    def _prefilled(self, work: Work, now_s: float) -> None:
+        """Its prompt is computed, and with it one token of output."""
+        if work.first_token_s < 0:
+            work.first_token_s = now_s
+        work.made_tokens += 1
+        if work.made_tokens >= work.output_tokens:
+            self._end(work, now_s)
+            return
+        work.finish_step = self._step + work.output_tokens - work.made_tokens
+        self._admitted += 1
+        work.number = self._admitted
+        heappush(self._finishes, (work.finish_step, work.number, work))
+        self._decoding[work] = None
+        self._kv_tokens += work.prompt_tokens + work.made_tokens
+
+    def _end(self, work: Work, now_s: float) -> None:
+        tokens = work.prompt_tokens + work.made_tokens
+        self.active_tokens -= tokens
+        if self._keeps:
+            self.idle_tokens += tokens - self._idle.pop(work.conversation, 0)
+            self._idle[work.conversation] = tokens
+        self._finished(work, self, now_s)
+
+    # --- KV -----------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Take waiting turns in, in their order, as far as KV and the batch have room."""
+        waiting, block = self._waiting, self._block_tokens
+        room = self._max_sequences - len(self._decoding) - len(self._prefilling)
+        while waiting and room > 0:
+            work = waiting[0]
+            tokens = work.prompt_tokens + work.made_tokens
+            kept = self._idle.pop(work.conversation, 0)
+            self.idle_tokens -= kept
+            # With the token that comes of it, and what those that decode add meanwhile.
+            if not self._make_room(tokens + 1 + len(self._decoding)):
+                if kept:
+                    self._idle[work.conversation] = kept
+                    self.idle_tokens += kept
+                return
+            waiting.popleft()
+            self.active_tokens += tokens + 1
+            found = min(kept, work.reusable_tokens) // block * block
+            if work.made_tokens == 0:
+                work.cached_tokens = found
+            # The last token is computed in any case: the first token of output comes of it.
+            work.past_tokens = min(max(found, work.loaded_tokens), tokens - 1)
+            work.left_tokens = tokens - work.past_tokens
+            work.begun = False
+            self._prefilling.append(work)
+            room -= 1
+
+    def _make_room(self, tokens: int) -> bool:
+        """Drop idle KV, the longest unused first, until so many tokens fit."""
+        room = self.costs.capacity_tokens - self.active_tokens
+        if room < tokens:
+            return False
+        excess = tokens - room + self.idle_tokens
+        while excess > 0:
+            conversation = next(iter(self._idle))
+            held = self._idle[conversation]
+            # The ends of histories go first, as vLLM frees blocks.
+            dropped = min(held, excess)
+            if dropped == held:
+                del self._idle[conversation]
+            else:
+                self._idle[conversation] = held - dropped
+            self.idle_tokens -= dropped
+            self.evicted_tokens += dropped
+            excess -= dropped
+        return True
+
+    def _preempt(self) -> None:
+        """Send the turn that was admitted last back to the line; it is computed again."""
+        self.preemptions += 1
+        if self._prefilling:
+            work = self._prefilling.pop()
+            tokens = work.prompt_tokens + work.made_tokens + 1
+        else:
+            work, _ = self._decoding.popitem()
+            work.made_tokens = work.output_tokens - (work.finish_step - self._step)
+            work.number = -1
+            tokens = work.prompt_tokens + work.made_tokens
+            self._kv_tokens -= tokens
+        self.active_tokens -= tokens
+        work.loaded_tokens = 0
+        work.load_s = 0.0
+        self._waiting.appendleft(work)

@@ -1,0 +1,250 @@
+"""From a profile, a number of engines and a workload to the report that `conserve bench` makes."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any, Literal, get_args
+
+from autoscale.capacity.profile import Profile
+from benchmarks.machine import environment
+from benchmarks.metrics import Objectives, Reference, Tally, evaluate, reference
+from benchmarks.records import Script, TurnRecord
+from benchmarks.report import Report
+from benchmarks.selection import Selection
+from benchmarks.simulate.cluster import Cluster, SimulationError, System
+from benchmarks.simulate.costs import Costs
+from benchmarks.workloads import Workload
+from conserve.placement import PolicyName
+
+Name = Literal["conserve", "collocated", "full_disaggregation", "per_turn"]
+"""Systems, as they are called in `benchmarks.peers`."""
+
+# More are quick, but they tell no more.
+UNLOADED = 100
+
+OnConversation = Callable[[list[TurnRecord]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """How many, and under which power caps (W; None: the profile's highest).
+
+    A collocated system has as many engines as the others have in all, under the same caps.
+    """
+
+    prefillers: int = 1
+    decoders: int = 3
+    prefiller_cap_w: float | None = None
+    decoder_cap_w: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefillers < 0 or self.decoders < 1:
+            raise SimulationError(
+                f"{self.prefillers} prefillers and {self.decoders} decoders are asked for; "
+                "give at least one decoder"
+            )
+
+
+def make_system(name: str, profile: Profile, engines: Engines, **options: Any) -> System:
+    """A system on engines of one profile.
+
+    Args:
+        options: fields of `System` that are to be other than its defaults.
+
+    Raises:
+        SimulationError: there is no such system.
+        ProfileError: the profile has no such power cap.
+    """
+    if name not in get_args(Name):
+        raise SimulationError(f"the system is {name!r}; choose one of {', '.join(get_args(Name))}")
+    placement: PolicyName = "conversation" if name == "conserve" else name  # type: ignore[assignment]
+    if name == "collocated":
+        prefillers: tuple[Costs, ...] = ()
+        decoders = engines.prefillers * (
+            Costs.of(profile, "collocated", engines.prefiller_cap_w),
+        ) + engines.decoders * (Costs.of(profile, "collocated", engines.decoder_cap_w),)
+    elif engines.prefillers < 1:
+        raise SimulationError(f"{name} needs at least one prefiller; only collocated has none")
+    else:
+        prefillers = engines.prefillers * (Costs.of(profile, "prefiller", engines.prefiller_cap_w),)
+        decoders = engines.decoders * (Costs.of(profile, "decoder", engines.decoder_cap_w),)
+    overhead = profile.overhead
+    options = {"direct_s": overhead.direct_s, "handed_off_s": overhead.handed_off_s} | options
+    return System(name, placement, prefillers, decoders, **options)
+
+
+def serve(
+    system: System,
+    plan: Iterable[tuple[float, Script]],
+    on_conversation: OnConversation,
+    *,
+    gaps: bool = True,
+) -> Cluster:
+    """Run all conversations of a plan to their ends; the cluster, as it is then."""
+    cluster = Cluster(system, on_conversation, gaps=gaps)
+    cluster.run(plan)
+    return cluster
+
+
+def unloaded_records(system: System, workload: Workload, conversations: int) -> list[TurnRecord]:
+    """A few conversations, each alone and without gaps: what bounds are relative to."""
+    records: list[TurnRecord] = []
+    for _, script in islice(workload, conversations):
+        serve(system, [(0.0, script)], records.extend, gaps=False)
+    return records
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The unloaded reference, its bounds, and how often it exceeds them itself."""
+
+    unloaded: Reference
+    objectives: Objectives
+    violations: dict[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        system: System,
+        workload: Workload,
+        conversations: int = UNLOADED,
+        slo_multiple: float = 5.0,
+    ) -> "Baseline":
+        """From a few of the workload's conversations.
+
+        Raises:
+            SimulationError: none of them can be served even alone.
+        """
+        records = unloaded_records(system, workload, conversations)
+        try:
+            unloaded = reference(records)
+        except ValueError:
+            said = next((record.error for record in records if record.error), "there is none")
+            raise SimulationError(
+                f"no conversation can be served by {system.name} even alone: {said}"
+            ) from None
+        objectives = Objectives.from_reference(unloaded, slo_multiple)
+        return cls(unloaded, objectives, evaluate(records, objectives).violations)
+
+
+def simulate(
+    system: System,
+    workload: Workload,
+    profile: Profile,
+    baseline: Baseline,
+    *,
+    described: dict[str, Any],
+    arrivals: dict[str, Any],
+    keep_samples: bool = True,
+    on_conversation: OnConversation | None = None,
+) -> Report:
+    """One system under one workload.
+
+    Args:
+        described, arrivals: of the workload, as `Selection` says it, for the report.
+        keep_samples: every latency by conversation in the report; without, only distributions.
+        on_conversation: also gets the turns of each conversation, when it ends.
+
+    Raises:
+        SimulationError: the workload cannot be simulated, or has nothing in it.
+    """
+    tally = Tally(baseline.objectives, baseline.unloaded, keep_samples=keep_samples)
+
+    def ended(turns: list[TurnRecord]) -> None:
+        tally.add(turns)
+        if on_conversation is not None:
+            on_conversation(turns)
+
+    cluster = serve(system, workload, ended)
+    if not cluster.turns:
+        raise SimulationError("the workload has no turns; give conversations")
+    result = tally.result(cluster.energy_j(), cluster.figures(profile.handoff.bytes_per_token))
+    busy = {
+        engine.id: {
+            "prefill_s": engine.busy_prefill_s,
+            "decode_s": engine.busy_decode_s,
+            "evicted_tokens": engine.evicted_tokens,
+            "preemptions": engine.preemptions,
+        }
+        for engine in (*cluster.prefillers.values(), *cluster.decoders.values())
+    }
+    return Report(
+        system=system.name,
+        workload=described | {"counts": dict(workload.counts)},
+        arrivals=arrivals,
+        options={"simulated": asdict(system), "profile": profile.name},
+        environment=environment(),
+        result=result,
+        samples=tally.samples or {},
+        objectives=baseline.objectives,
+        unloaded=baseline.unloaded,
+        unloaded_violations=baseline.violations,
+        driver={"simulated_s": cluster.ended_s, "engines": busy},
+        warnings=list(_warnings(result.turns.get("failed", 0), cluster)),
+    )
+
+
+def _warnings(failed: int, cluster: Cluster) -> Iterable[str]:
+    if failed:
+        yield (
+            f"{failed} of {cluster.turns} turns failed. Latencies are of those that completed; "
+            "over SLO, goodput and the pictures count the failed ones."
+        )
+    evicted = sum(engine.evicted_tokens for engine in cluster.decoders.values())
+    preempted = sum(engine.preemptions for engine in cluster.decoders.values())
+    if evicted or preempted:
+        yield (
+            f"Decoders ran out of KV: {evicted:,} tokens of idle conversations were dropped and "
+            f"{preempted:,} running turns sent back, to be computed again. Give more decoders."
+        )
+
+
+def simulate_selection(
+    names: Iterable[str],
+    rates: Iterable[float],
+    profile: Profile,
+    engines: Engines,
+    selection: Selection,
+    options: dict[str, dict[str, Any]],
+    *,
+    slo_multiple: float = 5.0,
+    keep_samples: bool = True,
+    on_conversation: Callable[[str], None] | None = None,
+) -> list[Report]:
+    """Every system at every rate; bounds are those of the first system, unloaded.
+
+    Args:
+        options: for each system's name, fields of `System`.
+        keep_samples: see `simulate`; those of every system and rate are kept at the same time.
+        on_conversation: told, at each conversation's end, what runs.
+
+    Raises:
+        SimulationError, ProfileError, WorkloadError: see there.
+    """
+    systems = [make_system(name, profile, engines, **options.get(name, {})) for name in names]
+    baseline = Baseline.of(systems[0], selection.workload(), slo_multiple=slo_multiple)
+    reports = []
+    for rate_per_s in rates:
+        chosen = replace(selection, rate_per_s=rate_per_s)
+        workload = chosen.workload()
+        for system in systems:
+
+            def ended(
+                turns: list[TurnRecord], what: str = f"{system.name} at {rate_per_s:g}/s"
+            ) -> None:
+                if on_conversation is not None:
+                    on_conversation(what)
+
+            reports.append(
+                simulate(
+                    system,
+                    workload,
+                    profile,
+                    baseline,
+                    described=chosen.describe(),
+                    arrivals=chosen.describe_arrivals(None),
+                    keep_samples=keep_samples,
+                    on_conversation=ended,
+                )
+            )
+    return reports

@@ -1,5 +1,0 @@
-"""``conserve doctor``: what is wrong with a machine or a cluster, and what to do about it.
-
-Each module looks at one group of things. Its checks are plain functions: they take what was
-observed (`conserve.doctor.facts`) and return findings. `deployments.doctor` observes.
-"""

@@ -1,6 +1,0 @@
-"""What a cluster would do: a discrete-event simulation with the live system's own policies."""
-
-from conserve.simulate.cluster import Cluster, SimulationError, System
-from conserve.simulate.costs import Costs
-
-__all__ = ["Cluster", "Costs", "SimulationError", "System"]

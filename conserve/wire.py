@@ -1,0 +1,71 @@
+"""What ConServe's processes agree on: roles, beats, headers, and what engines are asked and tell.
+
+Routers, engines, the conversation table, LMCache's connector and ``conserve profile`` all speak
+this; nothing of it is for clients. It stands here once, so that no two of them can differ.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Role = Literal["prefiller", "decoder"]
+"""What an engine is for; where it runs is its tier (`hetero.tiers`)."""
+
+# --- Beats ----------------------------------------------------------------------------------------
+
+# Engines and routers tell the table that they live, and engines their node's actor.
+BEAT_S = 1.0
+# Whose beats stop for so long is lost. Long, because a busy machine starves processes; a dead
+# engine is usually found at once, by a router whose connection broke.
+SILENCE_S = 15.0
+
+# --- Headers of a turn, from a router to a decoder ------------------------------------------------
+
+CONVERSATION_HEADER = "x-conserve-conversation"
+INCARNATION_HEADER = "x-conserve-incarnation"
+TURN_HEADER = "x-conserve-turn"
+# Set where the next turn may come without an id: the decoder then works out the digests.
+RECOGNISE_HEADER = "x-conserve-recognise"
+# Set where a prefiller has computed this later turn's prompt: LMCache holds more than turn 1's KV.
+PREFILLED_HEADER = "x-conserve-prefilled"
+
+# --- kv_transfer_params, from whoever asks an engine to LMCache's connector and back --------------
+
+# How long the prompt of the conversation's first turn on this decoder was, in tokens. Nothing
+# beyond that is in LMCache, unless a prefiller has computed more.
+TURN1_TOKENS = "conserve.turn1_tokens"
+# LMCacheMPConnector answers a request that carries it with an object of the same name.
+_STATS = "cached_token_stats"
+_OWN = "num_vllm_cached_tokens"
+# Beyond what the engine had itself; num_lmcache_cached_tokens counts that part too.
+_LOADED = "num_lmcache_extra_cached_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Where a prompt's KV was found, in tokens; None where the engine does not say.
+
+    Attributes:
+        own_tokens: in the engine's own prefix cache.
+        lmcache_tokens: beyond that, loaded from LMCache.
+    """
+
+    own_tokens: int | None
+    lmcache_tokens: int | None
+
+
+def transfer_params(turn1_tokens: int | None = None) -> dict[str, Any]:
+    """``kv_transfer_params`` of a request whose `CachedTokens` are wanted.
+
+    Args:
+        turn1_tokens: set where the conversation had a turn on this engine before; see
+            `TURN1_TOKENS`.
+    """
+    return {_STATS: True, TURN1_TOKENS: turn1_tokens}
+
+
+def cached_tokens(params: Mapping[str, Any] | None) -> CachedTokens:
+    """What the ``kv_transfer_params`` of an engine's answer say."""
+    stats = (params or {}).get(_STATS) or {}
+    own, loaded = stats.get(_OWN), stats.get(_LOADED)
+    return CachedTokens(None if own is None else int(own), None if loaded is None else int(loaded))

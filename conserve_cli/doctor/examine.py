@@ -1,0 +1,194 @@
+"""``conserve doctor`` on a Ray cluster: has every node observed, and the ways between them.
+
+What is observed of a node is in `observe`, what counts as wrong in `verdict` and the files that it
+names.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from conserve.settings import Settings
+from conserve_cli.doctor.facts import NodeFacts
+from conserve_cli.doctor.findings import Finding
+from conserve_cli.doctor.observe import observe_node
+from conserve_cli.doctor.verdict import judge
+from deployments.messages import HEAD_NODE
+
+# A first worker on a node imports for a while.
+_NODE_TIMEOUT_S = 120.0
+_CLOCK_ROUNDS = 7
+_CONNECT_TIMEOUT_S = 3.0
+
+
+def _require_listener(address: str) -> None:
+    """Fail at once where nothing listens; Ray would take most of a minute.
+
+    Raises:
+        ConnectionError: nothing does, or there is no such host.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return  # "auto", which Ray resolves, and knows at once if it cannot.
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"nothing listens there ({error})") from None
+
+
+def examine_cluster(
+    settings: Settings, address: str, on_progress: Callable[[str], None]
+) -> list[Finding]:
+    """Every node of the Ray cluster at this address.
+
+    Raises:
+        ConnectionError: there is none.
+    """
+    _require_listener(address)
+    ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
+    try:
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        on_progress(f"asking {len(alive)} nodes, comparing clocks, trying connections")
+        head = next((node for node in alive if HEAD_NODE in node["Resources"]), alive[0])
+        # From there, not from here: where a token for another Ray lies in this home, but the
+        # cluster has none, Ray ends actors that this process makes.
+        where = NodeAffinitySchedulingStrategy(head["NodeID"], soft=False)
+        task = ray.remote(_examine).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+        try:
+            return list(ray.get(task.remote(settings), timeout=3 * _NODE_TIMEOUT_S))
+        except ray.exceptions.RayError as error:
+            return [_silent(str(head["NodeManagerAddress"]), error)]
+    finally:
+        ray.shutdown()
+
+
+def _examine(settings: Settings) -> list[Finding]:
+    nodes = _nodes()
+    asked = [node.probe.observe.remote(settings, node.head) for node in nodes]
+    answered: list[tuple[_Node, NodeFacts]] = []
+    silent: list[Finding] = []
+    for node, answer in zip(nodes, asked, strict=True):
+        try:
+            seen = ray.get(answer, timeout=_NODE_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            silent.append(_silent(node.name, error))
+            continue
+        named = replace(seen, name=node.name, resources=node.resources, labels=node.labels)
+        answered.append((node, named))
+    return [*silent, *judge(settings, _between(answered))]
+
+
+class NodeProbe:
+    """An actor that looks at the node it is on."""
+
+    def __init__(self) -> None:
+        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._listener.bind((ray.util.get_node_ip_address(), 0))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def observe(self, settings: Settings, router_here: bool) -> NodeFacts:
+        """Everything about this node."""
+        return observe_node(settings, router_here)
+
+    def clock(self) -> float:
+        """Seconds since 1970, by this node's clock."""
+        return time.time()
+
+    def listens(self) -> tuple[str, int]:
+        """Where other nodes can try to reach it."""
+        host, port = self._listener.getsockname()[:2]
+        return str(host), int(port)
+
+    def reaches(self, host: str, port: int) -> bool:
+        """Whether a connection can be opened to there."""
+        try:
+            socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
+        except OSError:
+            return False
+        return True
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    name: str
+    head: bool
+    resources: dict[str, float]
+    labels: dict[str, str]
+    probe: Any
+
+
+def _nodes() -> list[_Node]:
+    """Those alive, the head first: the others are compared with it."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive.sort(key=lambda node: HEAD_NODE not in node["Resources"])
+    addresses = [node["NodeManagerAddress"] for node in alive]
+    found = []
+    for node, address in zip(alive, addresses, strict=True):
+        where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        probe = ray.remote(NodeProbe).options(num_cpus=0, scheduling_strategy=where).remote()
+        # Several nodes may be on one machine.
+        name = address if addresses.count(address) == 1 else f"{address}/{node['NodeID'][:6]}"
+        resources, labels = dict(node["Resources"]), dict(node.get("Labels", {}))
+        found.append(_Node(name, HEAD_NODE in resources, resources, labels, probe))
+    return found
+
+
+def _silent(node: str, error: Exception) -> Finding:
+    said = str(error).strip().splitlines()[-1]
+    return Finding(
+        "wrong", "node", f"cannot be examined: {said}",
+        "install conserve there, in the environment that Ray runs in", node,
+    )  # fmt: skip
+
+
+def _between(answered: Sequence[tuple[_Node, NodeFacts]]) -> list[NodeFacts]:
+    """Each node's clock against the first one's, and which others it cannot reach."""
+    clocks = [_clock(node.probe) for node, _ in answered]
+    places = [ray.get(node.probe.listens.remote()) for node, _ in answered]
+    facts = []
+    for index, (node, seen) in enumerate(answered):
+        others = [place for place in range(len(places)) if place != index]
+        tries = [node.probe.reaches.remote(*places[other]) for other in others]
+        reached = ray.get(tries, timeout=_NODE_TIMEOUT_S + _CONNECT_TIMEOUT_S * len(tries))
+        ahead_s, error_s = clocks[index]
+        facts.append(
+            replace(
+                seen,
+                clock_ahead_s=ahead_s - clocks[0][0],
+                clock_error_s=error_s + clocks[0][1],
+                unreachable=tuple(
+                    answered[other][0].name
+                    for other, there in zip(others, reached, strict=True)
+                    if not there
+                ),
+            )
+        )
+    return facts
+
+
+def _clock(probe: Any) -> tuple[float, float]:
+    """How far the node's clock is ahead of this one, and how far off that may be, in seconds.
+
+    As NTP does (RFC 5905): the answer was given at some time between asking and hearing it, and
+    the quickest of a few rounds bounds that best.
+    """
+    rounds = []
+    for _ in range(_CLOCK_ROUNDS):
+        asked_s = time.time()
+        theirs_s = ray.get(probe.clock.remote(), timeout=_NODE_TIMEOUT_S)
+        heard_s = time.time()
+        rounds.append(((heard_s - asked_s) / 2, theirs_s - (asked_s + heard_s) / 2))
+    error_s, ahead_s = min(rounds)
+    return ahead_s, error_s

@@ -1,0 +1,187 @@
+"""Observes this node for ``conserve doctor``; what is seen is judged in `conserve_cli.doctor`."""
+
+import glob
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from conserve.settings import Settings
+from conserve_cli.doctor.facts import GpuFacts, MachineFacts, NodeFacts, PortFacts, SoftwareFacts
+from conserve_cli.doctor.software import ENGINES, PACKAGES
+from hetero.nvml import NoDriver, Nvml, NvmlError
+
+_CAP_SYS_ADMIN = 21
+# Distributions whose own requirements are held against what is installed.
+_OWNERS = ("conserve", *ENGINES, "lmcache")
+
+
+def observe_node(settings: Settings, router_here: bool = True) -> NodeFacts:
+    """Everything about this node; takes a second or two.
+
+    Args:
+        router_here: whether the application's router listens on this node.
+    """
+    return NodeFacts(
+        software=observe_software(),
+        machine=observe_machine(),
+        gpus=observe_gpus(),
+        ports=tuple(observe_ports(settings, router_here)),
+    )
+
+
+def observe_software() -> SoftwareFacts:
+    """Versions, and what each says it needs."""
+    installed: dict[str, importlib.metadata.Distribution] = {}
+    for name in PACKAGES:
+        try:
+            installed[name] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return SoftwareFacts(
+        python=platform.python_version(),
+        packages={name: found.version for name, found in installed.items()},
+        requires={
+            name: tuple(installed[name].requires or ()) for name in _OWNERS if name in installed
+        },
+        string_hash=_string_hash(),
+    )
+
+
+def _string_hash() -> int:
+    """As an engine's process hashes it: the seed takes effect only when Python starts."""
+    command = [sys.executable, "-S", "-c", "print(hash('conserve'))"]
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
+    return int(done.stdout)
+
+
+def observe_machine() -> MachineFacts:
+    """Memory, disks and limits."""
+    memory = psutil.virtual_memory()
+    folders = {
+        "models": Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser(),
+        "Ray": Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())),
+    }
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MachineFacts(
+        memory_total_bytes=memory.total,
+        memory_available_bytes=memory.available,
+        shm_total_bytes=shutil.disk_usage("/dev/shm").total,
+        disk={
+            purpose: (str(folder), shutil.disk_usage(_existing(folder)).free)
+            for purpose, folder in folders.items()
+        },
+        transparent_huge_pages=_transparent_huge_pages(),
+        reserved_huge_pages_bytes=_free_huge_pages_bytes(),
+        open_files=soft,
+    )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _transparent_huge_pages() -> str:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not path.exists():
+        return ""
+    # "always [madvise] never"
+    _, _, chosen = path.read_text().partition("[")
+    return chosen.partition("]")[0]
+
+
+def _free_huge_pages_bytes() -> int:
+    numbers = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        numbers[name] = int(value.split()[0])
+    return numbers.get("HugePages_Free", 0) * numbers.get("Hugepagesize", 0) * 1024
+
+
+def observe_ports(settings: Settings, router_here: bool = True) -> list[PortFacts]:
+    """The ports that the settings name, and who has them. One left open (0) is always free."""
+    lmcache = settings.lmcache
+    # On several nodes it listens on its node's address, whichever that is.
+    host = "0.0.0.0" if settings.nodes == "several" else "127.0.0.1"
+    wanted = [
+        ("lmcache.port", "LMCache", host, lmcache.port),
+        ("lmcache.http_port", "LMCache's admin interface", "127.0.0.1", lmcache.http_port),
+    ]
+    if router_here:
+        wanted.insert(0, ("port", "router", settings.host, settings.port))
+    return [_port(*one) for one in wanted if one[3]]
+
+
+def _port(setting: str, purpose: str, host: str, port: int) -> PortFacts:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            return PortFacts(setting, purpose, host, port, free=True)
+        except OSError:
+            holder, ours = _holder(port)
+            return PortFacts(setting, purpose, host, port, False, holder, ours)
+
+
+def _holder(port: int) -> tuple[str, bool]:
+    """Who listens there, and whether that is ConServe; others' processes may not be visible."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return "", False
+    for connection in connections:
+        if connection.status != psutil.CONN_LISTEN or connection.laddr.port != port:
+            continue
+        if connection.pid is None:
+            break
+        try:
+            command = psutil.Process(connection.pid).cmdline() or [""]
+        except psutil.Error:
+            break
+        line = " ".join(command)
+        ours = re.search(
+            r"-m (lmcache\.cli\.main|deployments\.lmcache_main) |ray::ServeReplica:", line
+        )
+        return f"{Path(command[0]).name} (pid {connection.pid})", ours is not None
+    return "", False
+
+
+def observe_gpus() -> GpuFacts:
+    """What the NVIDIA driver says, if there is one."""
+    devices = bool(glob.glob("/dev/nvidia[0-9]*"))
+    try:
+        with Nvml() as nvml:
+            return GpuFacts(
+                devices=True,
+                driver=nvml.driver_version(),
+                cuda=nvml.cuda_version(),
+                names=tuple(gpu.name for gpu in nvml.inventory()),
+                lost=tuple(nvml.lost()),
+                may_cap_power=_has_capability(_CAP_SYS_ADMIN),
+            )
+    except NoDriver as error:
+        return GpuFacts(devices, problem=str(error) if devices else "")
+    except NvmlError as error:
+        return GpuFacts(devices=True, problem=str(error))
+
+
+def _has_capability(number: int) -> bool:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> number & 1)
+    return False

@@ -1,0 +1,44 @@
+"""All checks on all that was observed."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from conserve.settings import Settings
+from conserve_cli.doctor.cluster import check_nodes
+from conserve_cli.doctor.facts import NodeFacts
+from conserve_cli.doctor.findings import Finding
+from conserve_cli.doctor.gpus import check_gpus
+from conserve_cli.doctor.machine import check_machine
+from conserve_cli.doctor.ports import check_ports
+from conserve_cli.doctor.software import check_software
+from conserve_cli.doctor.tiers import check_tiers, engine_nodes, role_tiers
+
+
+def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
+    """What is wrong, and what is not, for an application with these settings.
+
+    Args:
+        nodes: the head of a cluster first; or one machine by itself, which has no name.
+    """
+    several = len(nodes) > 1 or settings.nodes == "several"
+    engines = settings.prefiller_replicas + settings.decoders.replicas
+    caps = any(tier.cap for tier in role_tiers(settings, on_gpu=True).values())
+    findings: list[Finding] = []
+    # A cluster's head may have no engine, and then needs neither GPU nor their memory.
+    hosts = engine_nodes(settings, nodes) if nodes and nodes[0].name else nodes
+    for node in nodes:
+        has_engines = any(node is host for host in hosts)
+        on_cpu = settings.device == "cpu" or not node.gpus.devices
+        # Which of several nodes an engine will be on is not known beforehand.
+        cpu_engines = engines if on_cpu and not several else 0
+        own = [
+            *check_gpus(node.gpus, settings, caps, has_engines),
+            *check_software(node.software, node.gpus, several, has_engines),
+            *check_machine(node.machine, settings, cpu_engines, has_engines),
+            *check_ports(node.ports),
+        ]
+        findings += [dataclasses.replace(finding, node=node.name) for finding in own]
+    findings += check_nodes(nodes)
+    if nodes and nodes[0].name:
+        findings += check_tiers(settings, nodes)
+    return findings

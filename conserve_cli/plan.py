@@ -1,0 +1,432 @@
+"""``conserve plan``: from a profile and a workload to prefillers, decoders and slots."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, get_args
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from autoscale.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
+from autoscale.capacity.plan import Plan, PlanError, Provision, Tiers, make_plan
+from autoscale.capacity.profile import Profile, ProfileError, load_profile
+from benchmarks.selection import Selection
+from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
+from benchmarks.workloads.arrivals import Arrivals
+
+planning = typer.Typer(
+    help="Plan prefillers, decoders and slots from a profile and a workload.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+# Workloads whose lengths are known before they run.
+_KINDS = ("synthetic", "recorded")
+# What a plan for one rate shows besides: the same traffic so many times over.
+_MULTIPLES = (2.0, 5.0, 10.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Impossible:
+    """In a plan's place, where no number of replicas would do."""
+
+    rate_per_s: float
+    reason: str
+
+
+@planning.command()
+def plan(
+    profile: Annotated[
+        str, typer.Option(help="A profile's file, or the name of one that comes along.")
+    ],
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Conversations a second (default: 1); of recorded ones sessions, whose sub-agents "
+            "come besides. Several: a row each; one: also 2, 5 and 10 times as many."
+        ),
+    ] = None,
+    workload: Annotated[str, typer.Option(help="synthetic or recorded.")] = "synthetic",
+    data: Annotated[Path | None, typer.Option(help="Folder of recorded sessions.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"Of synthetic conversations: {', '.join(PRESETS)}.")
+    ] = None,
+    turns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOW:MEAN:HIGH",
+            help="Instead of the preset's: turns of a conversation. One number: always so many.",
+        ),
+    ] = None,
+    first_tokens: Annotated[
+        str | None, typer.Option(metavar="LOW:MEAN:HIGH", help="The same of first prompts.")
+    ] = None,
+    append_tokens: Annotated[
+        str | None, typer.Option(metavar="LOW:MEAN:HIGH", help="The same of later turns' input.")
+    ] = None,
+    output_tokens: Annotated[
+        str | None, typer.Option(metavar="LOW:MEAN:HIGH", help="The same of outputs.")
+    ] = None,
+    tool_latency: Annotated[
+        str | None, typer.Option(metavar="P50:P95", help="The same of tools, seconds.")
+    ] = None,
+    conversations: Annotated[
+        int, typer.Option(help="How many are looked at; of recorded ones, sessions.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    scale_tokens: Annotated[float | None, typer.Option(help="Factor for lengths.")] = None,
+    scale_gaps: Annotated[float | None, typer.Option(help="Factor for gaps.")] = None,
+    max_gap: Annotated[float | None, typer.Option(help="Longest gap, seconds.")] = None,
+    max_context_tokens: Annotated[int | None, typer.Option(help="The model's context.")] = None,
+    max_turns: Annotated[
+        int | None, typer.Option(help="Leave recorded sessions with more turns out.")
+    ] = None,
+    headroom: Annotated[
+        float, typer.Option(help="Decoders beyond those needed, as a share.")
+    ] = 0.2,
+    prefill_headroom: Annotated[
+        float, typer.Option(help="The same of prefillers; 0 is an endless queue.")
+    ] = 0.2,
+    provision: Annotated[
+        str,
+        typer.Option(
+            help="Decoders for the rate at which the prefillers saturate, as in the paper "
+            "(saturation), or for the rate asked for (rate)."
+        ),
+    ] = "saturation",
+    decoder_profile: Annotated[
+        list[str] | None,
+        typer.Option(help="Another tier to compare decoders on; may be given several times."),
+    ] = None,
+) -> None:
+    """From a profile and a workload to a number of replicas."""
+    if workload not in _KINDS:
+        _refuse(
+            f"--workload {workload}: its lengths are not known before it runs; "
+            f"give {' or '.join(_KINDS)}"
+        )
+    if provision not in get_args(Provision):
+        _refuse(f"--provision {provision}: give {' or '.join(get_args(Provision))}")
+    rates = rate or [1.0]
+    try:
+        own = load_profile(profile)
+        others = [_other(own, name) for name in decoder_profile or ()]
+        spreads = {
+            "turns": _spread("--turns", turns),
+            "first_prompt_tokens": _spread("--first-tokens", first_tokens),
+            "append_tokens": _spread("--append-tokens", append_tokens),
+            "output_tokens": _spread("--output-tokens", output_tokens),
+            "tool_latency": _latency("--tool-latency", tool_latency),
+        }
+        selection = Selection(
+            kind=workload,  # type: ignore[arg-type] # checked above
+            conversations=conversations,
+            seed=seed,
+            data=data,
+            preset=preset,
+            scale_tokens=scale_tokens,
+            scale_gaps=scale_gaps,
+            max_gap_s=max_gap,
+            max_context_tokens=max_context_tokens,
+            max_turns=max_turns,
+        )
+        made = _workload(selection, {name: one for name, one in spreads.items() if one})
+        demand = measure_demand(_watched(made))
+        shares: dict[str, Any] = {"headroom": headroom, "prefill_headroom": prefill_headroom}
+        shares["provision"] = provision
+        tiers = Tiers(own, own)
+        each = _conversations_each(made)
+        # What is asked for has to be possible; what is shown besides need not be.
+        plans: list[Plan | Impossible] = [
+            make_plan(demand, tiers, one * each, **shares) for one in rates
+        ]
+        first = plans[0]
+        choices = [Tiers(own, own, None, power.cap_w) for power in own.power[1:]]
+        choices += [Tiers(own, other) for other in others]
+        multiples = _MULTIPLES if len(rates) == 1 else ()
+        plans += [_attempt(demand, tiers, more * rates[0] * each, shares) for more in multiples]
+        alternatives = [(tiers, first)]
+        alternatives += [(one, _attempt(demand, one, rates[0] * each, shares)) for one in choices]
+    except (DemandError, PlanError, ProfileError, WorkloadError) as error:
+        _refuse(str(error))
+    _show(demand, made, plans, alternatives)
+
+
+def _refuse(problem: str) -> NoReturn:
+    console.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def _other(own: Profile, source: str) -> Profile:
+    """Another tier's profile, of the same model."""
+    found = load_profile(source)
+    if found.model != own.model:
+        raise ProfileError(
+            f"--decoder-profile {source} is of the model {found.model} and {own.name} of "
+            f"{own.model}: KV of one is nothing to the other; give a profile of {own.model}"
+        )
+    return found
+
+
+def _attempt(
+    demand: Demand, tiers: Tiers, rate_per_s: float, shares: dict[str, Any]
+) -> Plan | Impossible:
+    try:
+        return make_plan(demand, tiers, rate_per_s, **shares)
+    except PlanError as error:
+        return Impossible(rate_per_s, str(error))
+
+
+# --- The workload ---------------------------------------------------------------------------------
+
+
+def _spread(option: str, text: str | None) -> Spread | None:
+    if text is None:
+        return None
+    parts = text.split(":")
+    try:
+        if len(parts) == 1:
+            return Spread(int(text), int(text), int(text))
+        low, mean, high = parts
+        return Spread(int(low), float(mean), int(high))
+    except WorkloadError as error:
+        raise WorkloadError(f"{option} {text}: {error}") from None
+    except ValueError:
+        raise WorkloadError(f"{option} {text}: write LOW:MEAN:HIGH, or one number") from None
+
+
+def _latency(option: str, text: str | None) -> Latency | None:
+    if text is None:
+        return None
+    p50_s, _, p95_s = text.partition(":")
+    try:
+        return Latency(float(p50_s), float(p95_s or p50_s))
+    except WorkloadError as error:
+        raise WorkloadError(f"{option} {text}: {error}") from None
+    except ValueError:
+        raise WorkloadError(f"{option} {text}: write P50:P95, in seconds") from None
+
+
+def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
+    if not changed:
+        return selection.workload()
+    if selection.kind != "synthetic":
+        raise WorkloadError(
+            "--turns, --first-tokens, --append-tokens, --output-tokens and --tool-latency are "
+            "for the workload synthetic; leave them out"
+        )
+    return synthetic(
+        dataclasses.replace(PRESETS[selection.preset or "conserve"], **changed),
+        conversations=selection.conversations,
+        arrivals=Arrivals(),
+        # Tokens are not looked at.
+        vocabulary=range(2),
+        seed=selection.seed,
+        scale_tokens=selection.scale_tokens or 1.0,
+        scale_gaps=1.0 if selection.scale_gaps is None else selection.scale_gaps,
+        max_context_tokens=selection.max_context_tokens,
+    )
+
+
+def _conversations_each(workload: Workload) -> float:
+    """Conversations that come with an arrival: a recorded session's sub-agents are such, too."""
+    sessions = workload.counts.get("sessions")
+    return workload.counts["conversations"] / sessions if sessions else 1.0
+
+
+def planned_turns(workload: Workload) -> Iterator[list[PlannedTurn]]:
+    """Every conversation's turns, as `conserve bench` would send them.
+
+    What the model answers is no part of later prompts there: they have stand-in tokens in its
+    place, which count as new.
+
+    Raises:
+        DemandError: a length is not known in advance.
+    """
+    for _, script in workload:
+        turns = []
+        while (request := script.next(None)) is not None:
+            prompt, output = request.prompt_tokens, request.output_tokens
+            if prompt is None or output is None:
+                raise DemandError(
+                    f"the workload {workload.name} does not say how long its turns are; "
+                    f"give {' or '.join(_KINDS)}"
+                )
+            reused = request.reused_tokens or 0
+            turns.append(PlannedTurn(prompt - reused, reused, output, request.gap_s))
+        yield turns
+
+
+def _watched(workload: Workload) -> Iterator[list[PlannedTurn]]:
+    bar = Progress(
+        TextColumn("reading conversations"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=workload.counts.get("conversations"))
+        for turns in planned_turns(workload):
+            yield turns
+            bar.advance(task)
+
+
+# --- What is shown --------------------------------------------------------------------------------
+
+
+def _show(
+    demand: Demand,
+    workload: Workload,
+    plans: Sequence[Plan | Impossible],
+    alternatives: Sequence[tuple[Tiers, Plan | Impossible]],
+) -> None:
+    tiers, first = alternatives[0]
+    assert isinstance(first, Plan)
+    console.print(_workload_table(demand, workload, first))
+    console.print(_engine_table(tiers, first))
+    console.print(_rates_table(plans))
+    for plan in plans:
+        if isinstance(plan, Impossible):
+            _say_why(f"{plan.rate_per_s:g} conversations/s", plan)
+    console.print(_alternatives_table(alternatives))
+    for other, plan in alternatives:
+        if isinstance(plan, Impossible):
+            _say_why(_decoders(other), plan)
+    console.print(
+        f"At {first.rate_per_s:g} conversations/s: [bold]{_counted(first)}[/bold], "
+        f"{first.work.slots} slots each; {first.binding} decides "
+        f"(throughput needs {first.needed_throughput:.2f}, memory {first.needed_memory:.2f}).",
+        highlight=False,
+    )
+    for said in first.assumptions_broken:
+        console.print(f"[yellow]Not as assumed:[/yellow] {escape(said)}", highlight=False)
+
+
+def _say_why(what: str, plan: Impossible) -> None:
+    console.print(
+        f"[yellow]Not possible, {escape(what)}:[/yellow] {escape(plan.reason)}.", highlight=False
+    )
+
+
+def _decoders(tiers: Tiers) -> str:
+    name = tiers.decoder.name
+    return name if tiers.decoder_cap_w is None else f"{name}, capped at {tiers.decoder_cap_w:g} W"
+
+
+def _counted(plan: Plan) -> str:
+    prefillers = "1 prefiller" if plan.prefillers == 1 else f"{plan.prefillers:,} prefillers"
+    decoders = "1 decoder" if plan.decoders == 1 else f"{plan.decoders:,} decoders"
+    return f"{prefillers}, {decoders}"
+
+
+def _facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+    table.add_column("")
+    table.add_column("", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _workload_table(demand: Demand, workload: Workload, plan: Plan) -> Table:
+    each = _conversations_each(workload)
+    sessions = [
+        ("recorded sessions", f"{workload.counts.get('sessions', 0):,}"),
+        ("conversations a session, sub-agents' included", f"{each:.3g}"),
+        ("sessions that arrive", f"{plan.rate_per_s / each:g} a second"),
+        ("so, conversations that arrive", f"{plan.rate_per_s:g} a second"),
+    ]
+    return _facts(
+        f"a conversation, workload {workload.name}",
+        [
+            *(sessions if "sessions" in workload.counts else ()),
+            ("conversations that this is the mean of", f"{demand.conversations:,}"),
+            ("turns", f"{demand.turns:,.1f}"),
+            ("first turn's input, L_in", f"{demand.first_tokens:,.0f} tokens"),
+            ("later turns' new input", f"{demand.append_tokens:,.0f} tokens"),
+            ("their share of all new input", f"{demand.later_share:.0%}"),
+            ("output", f"{demand.output_tokens:,.0f} tokens"),
+            ("work of decoders, L_d", f"{demand.decoder_tokens:,.0f} tokens"),
+            ("KV at its peak", f"{demand.peak_tokens:,.0f} tokens"),
+            ("KV at its peak, the largest", f"{demand.longest_peak_tokens:,} tokens"),
+            ("tools and other gaps", f"{demand.gap_s:,.1f} s"),
+            ("lifetime in full batches, W", f"{plan.work.lifetime_s:,.1f} s"),
+        ],
+    )
+
+
+def _engine_table(tiers: Tiers, plan: Plan) -> Table:
+    one = plan.work
+    return _facts(
+        f"an engine ({tiers.prefiller.name})",
+        [
+            ("prefiller, T_p", f"{one.prefill_tokens_per_s:,.0f} input tokens/s"),
+            ("it saturates at R* = T_p / L_in", f"{one.saturation_per_s:,.3f} conversations/s"),
+            ("decoder, T_d for this mix", f"{one.decoder_tokens_per_s:,.0f} tokens/s"),
+            ("KV of a decoder", f"{tiers.decoder.kv_capacity_tokens:,} tokens"),
+            ("slots, B", f"{one.slots:,}"),
+            ("TBT of a full batch", f"{one.tbt_s * 1e3:,.1f} ms"),
+        ],
+    )
+
+
+def _rates_table(plans: Sequence[Plan | Impossible]) -> Table:
+    table = Table(title="replicas by rate of arrivals", box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in (
+        "conv./s",
+        "pre-\nfillers",
+        "de-\ncoders",
+        "decides",
+        "used\n(P, D, B)",
+        "no slot\nfree",
+        "J/conv.",
+    ):
+        justify: Any = "left" if heading == "decides" else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
+    for plan in plans:
+        if isinstance(plan, Impossible):
+            table.add_row(f"{plan.rate_per_s:g}", *("-",) * 6)
+            continue
+        joules = plan.joules_per_conversation
+        used = (plan.prefiller_utilisation, plan.decoder_utilisation, plan.slot_utilisation)
+        table.add_row(
+            f"{plan.rate_per_s:g}",
+            f"{plan.prefillers:,}",
+            f"{plan.decoders:,}",
+            plan.binding,
+            ", ".join(f"{share:.0%}" for share in used),
+            f"{plan.overflow_share:.1%}",
+            "" if joules is None else f"{joules:,.0f}",
+        )
+    return table
+
+
+def _alternatives_table(alternatives: Sequence[tuple[Tiers, Plan | Impossible]]) -> Table:
+    rate = alternatives[0][1].rate_per_s
+    table = Table(
+        title=f"alternatives at {rate:g} conversations/s", box=box.SIMPLE_HEAD, title_justify="left"
+    )
+    for heading in ("decoders on", "prefillers", "decoders", "TBT, full batch", "W", "J/conv."):
+        table.add_column(heading, justify="left" if heading == "decoders on" else "right")
+    for tiers, plan in alternatives:
+        if isinstance(plan, Impossible):
+            table.add_row(_decoders(tiers), *("-",) * 5)
+            continue
+        joules = plan.joules_per_conversation
+        table.add_row(
+            _decoders(tiers),
+            f"{plan.prefillers:,}",
+            f"{plan.decoders:,}",
+            f"{plan.work.tbt_s * 1e3:,.1f} ms",
+            "" if plan.watts is None else f"{plan.watts:,.0f}",
+            "" if joules is None else f"{joules:,.0f}",
+        )
+    return table

@@ -1,0 +1,478 @@
+"""``conserve profile``: measure a running application, fit its curves, write the profile."""
+
+import asyncio
+import json
+import math
+import os
+import random
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from autoscale.capacity.fit import (
+    MIN_R_SQUARED,
+    MIN_R_SQUARED_STEPS,
+    DecodePoint,
+    FitError,
+    HandoffPoint,
+    MixedPoint,
+    PrefillPoint,
+    TurnPoint,
+    fit_decode,
+    fit_handoff,
+    fit_interference,
+    fit_overhead,
+    fit_prefill,
+)
+from autoscale.capacity.profile import (
+    NAME_PATTERN,
+    Power,
+    Profile,
+    ProfileError,
+    Quality,
+    save_profile,
+)
+from autoscale.capacity.served import engine_versions
+from benchmarks.machine import environment
+from conserve.embedded import model_path
+from conserve_cli.profile.draw import DrawMeter, NoDraw, measure_power
+from conserve_cli.profile.measure import Application, MeasureError, Probe, find_application
+
+profiling = typer.Typer(
+    help="Measure a running application's engines, and write their profile.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+Point = TypeVar("Point", PrefillPoint, DecodePoint, MixedPoint, HandoffPoint, TurnPoint)
+
+_OUTPUT_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Where to measure, in tokens.
+
+    Attributes:
+        cold: lengths of prompts.
+        appends: new tokens, and those cached before them.
+        decodes: sequences, and the context of each.
+        beside: sequences, the context of each, new tokens, and those cached before them.
+        handoffs: lengths of prompts.
+        turns: length of a first prompt, and new tokens of a second turn, if that is measured.
+    """
+
+    cold: list[int]
+    appends: list[tuple[int, int]]
+    decodes: list[tuple[int, int]]
+    beside: list[tuple[int, int, int, int]]
+    handoffs: list[int]
+    turns: list[tuple[int, int]]
+
+
+def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> Grid:
+    """Powers of two up to the longest prompt, and batches whose KV fits.
+
+    Raises:
+        MeasureError: prompts too short, or batches too few, for a curve.
+    """
+    powers = [2**n for n in range(7, 20) if 2**n <= longest_tokens]
+    if len(powers) < 4:
+        raise MeasureError(
+            f"prompts of up to {longest_tokens} tokens are too short for a curve; allow 1024"
+        )
+    contexts = sorted({powers[0], powers[len(powers) // 2 - 1], powers[-2]})
+    batches = [2**n for n in range(8) if 2**n <= largest_batch]
+    room = capacity_tokens // 2
+    decodes = [
+        (batch, context)
+        for batch in batches
+        for context in contexts
+        if batch * (context + _OUTPUT_TOKENS) <= room
+    ]
+    sizes = {batch for batch, _ in decodes}
+    amounts = {batch * context for batch, context in decodes}
+    if min(len(sizes), len(amounts)) < 3:
+        raise MeasureError(
+            f"batches of up to {largest_batch} sequences in half of {capacity_tokens:,} tokens of "
+            f"KV make {len(sizes)} batch sizes and {len(amounts)} amounts of KV, and a curve needs "
+            "3 of each; allow batches of 4 (--largest-batch), or give the decoder more memory"
+        )
+    return Grid(
+        cold=powers,
+        appends=[(n, c) for n in powers[:4] for c in contexts[1:] if n + c <= longest_tokens],
+        decodes=decodes,
+        beside=[
+            # Far apart: against a decode step of the same order, noise would hide the share.
+            (batch, contexts[1], new, contexts[1])
+            for batch in batches[1:4:2]
+            for new in (powers[0], powers[2], min(powers[3], longest_tokens - contexts[1]))
+        ],
+        # Short ones tell little; but a line needs three.
+        handoffs=powers[min(2, len(powers) - 3) :],
+        # First prompts of some chunks, so that there is something to hand off.
+        turns=[(n, 0) for n in powers[2:-1]] + [(c, powers[0]) for c in powers[2:-1]],
+    )
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Points, each the median of what was repeated."""
+
+    prefill: list[PrefillPoint] = field(default_factory=list)
+    decode: list[DecodePoint] = field(default_factory=list)
+    beside: list[MixedPoint] = field(default_factory=list)
+    handoff: list[HandoffPoint] = field(default_factory=list)
+    turns: list[TurnPoint] = field(default_factory=list)
+
+    def as_data(self) -> dict[str, list[dict[str, Any]]]:
+        """By curve, as a profile has them."""
+        curves: dict[str, Sequence[Any]] = {
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "interference": self.beside,
+            "handoff": self.handoff,
+            "overhead": self.turns,
+        }
+        return {name: [asdict(point) for point in points] for name, points in curves.items()}
+
+
+@profiling.command()
+def profile(
+    url: Annotated[str, typer.Argument(help="Of a running application: http://127.0.0.1:8000")],
+    out: Annotated[Path, typer.Option(help="The profile's file; pictures go beside it.")],
+    name: Annotated[str | None, typer.Option(help="Default: the file's name.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 5,
+    longest_tokens: Annotated[int, typer.Option(help="Longest prompt.")] = 8192,
+    largest_batch: Annotated[int, typer.Option(help="Most sequences at the same time.")] = 8,
+    vocabulary: Annotated[
+        str, typer.Option(metavar="FIRST:LAST", help="Token ids, without special ones.")
+    ] = "1000:4000",
+    kv_bytes_per_token: Annotated[
+        float | None,
+        typer.Option(help="KV of a token, all layers; known for the embedded model."),
+    ] = None,
+    batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most tokens of an engine's step (vLLM's max_num_batched_tokens), for the "
+            "simulator; default: what the application says.",
+        ),
+    ] = None,
+    min_r_squared: Annotated[
+        float | None,
+        typer.Option(
+            help="A curve that explains less of its points is refused (default: "
+            f"{MIN_R_SQUARED:g}; for iterations {MIN_R_SQUARED_STEPS:g})."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts, and of the order.")] = 0,
+    plots: Annotated[bool, typer.Option(help="Draw the fits.")] = True,
+) -> None:
+    """Measure a running application; nothing else should use it, or the machine."""
+    low, _, high = vocabulary.partition(":")
+    if not (low.isdecimal() and high.isdecimal() and int(low) + 1 < int(high)):
+        _refuse(f"--vocabulary {vocabulary}: give two token ids, as in 1000:4000")
+    name = name or out.stem
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        _refuse(
+            f"a profile cannot be called {name!r}: give --name, of up to 64 letters, digits, "
+            "dots, dashes and underscores"
+        )
+    if kv_bytes_per_token is not None and not (
+        math.isfinite(kv_bytes_per_token) and kv_bytes_per_token > 0
+    ):
+        _refuse(f"--kv-bytes-per-token is {kv_bytes_per_token:g}; give a number above 0")
+    seen = _Seen()
+    try:
+        made = asyncio.run(
+            _measure(
+                seen,
+                url,
+                out,
+                name,
+                repeats,
+                longest_tokens,
+                largest_batch,
+                range(int(low), int(high)),
+                kv_bytes_per_token,
+                batched_tokens,
+                # For every curve; without, each has its own.
+                {} if min_r_squared is None else {"min_r_squared": min_r_squared},
+                seed,
+            )
+        )
+        save_profile(made, out)
+    except (MeasureError, ProfileError) as error:
+        _refuse(str(error))
+    except FitError as error:
+        refused = out.with_suffix(".refused.json")
+        refused.write_text(json.dumps(seen.as_data(), indent=1))
+        _refuse(f"{error}. What was measured is in {refused}")
+    _show(made)
+    if plots:
+        _draw(made, out)
+    console.print(f"The profile is in {escape(str(out))}.", highlight=False)
+
+
+def _refuse(problem: str) -> NoReturn:
+    console.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+# --- Measuring ------------------------------------------------------------------------------------
+
+
+async def _measure(
+    seen: _Seen,
+    url: str,
+    out: Path,
+    name: str,
+    repeats: int,
+    longest_tokens: int,
+    largest_batch: int,
+    vocabulary: range,
+    kv_bytes_per_token: float | None,
+    batched_tokens: int | None,
+    limits: dict[str, float],
+    seed: int,
+) -> Profile:
+    application = await find_application(url)
+    if kv_bytes_per_token is None:
+        kv_bytes_per_token = _embedded_kv_bytes_per_token(application)
+    capacity = application.decoder.capacity_tokens
+    grid = make_grid(longest_tokens, capacity, largest_batch)
+    _prepare(out)
+    count = len(grid.cold) + len(grid.appends) + len(grid.decodes)
+    count += len(grid.beside) + len(grid.handoffs) + len(grid.turns)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
+        TimeElapsedColumn(), console=console, transient=True,
+    )  # fmt: skip
+    order = random.Random(seed)
+    with bar:
+        task = bar.add_task("", total=count * (repeats + 1))
+
+        async def repeat(what: str, calls: Iterable[Callable[[], Awaitable[Point]]]) -> list[Point]:
+            """Each once to warm up, then all of them over and over, in random order."""
+            bar.update(task, description=what)
+            calls = list(calls)
+            found: dict[int, list[Point]] = defaultdict(list)
+            for round_number in range(repeats + 1):
+                for index in order.sample(range(len(calls)), len(calls)):
+                    point = await calls[index]()
+                    if round_number:
+                        found[index].append(point)
+                    bar.advance(task)
+            return [_median(points) for points in found.values()]
+
+        async with Probe(application, vocabulary, seed) as probe:
+            seen.prefill = await repeat(
+                "cold prefills", [_call(probe.cold_prefill, n) for n in grid.cold]
+            )
+            seen.prefill += await repeat(
+                "appends", [_call(probe.append, *one) for one in grid.appends]
+            )
+            seen.decode = await repeat(
+                "decodes", [_call(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
+            )
+            seen.beside = await repeat(
+                "appends beside decodes", [_call(probe.append_beside, *one) for one in grid.beside]
+            )
+            prefill = fit_prefill(seen.prefill, **limits)
+            seen.handoff = await repeat(
+                "handoffs", [_call(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
+            )
+            seen.turns = await repeat("turns", [_call(probe.turn, *one) for one in grid.turns])
+            power = await _power(url, probe, grid)
+    decode = fit_decode(seen.decode, **limits)
+    about = environment()
+    return Profile(
+        name=name,
+        origin="measured",
+        model=application.model,
+        date=datetime.now(UTC).date().isoformat(),
+        versions=engine_versions(),
+        hardware=about["machine"],
+        prefill=prefill,
+        decode=decode,
+        interference=fit_interference(seen.beside, prefill, decode, **limits),
+        handoff=fit_handoff(seen.handoff, kv_bytes_per_token, **limits),
+        overhead=fit_overhead(seen.turns, **limits),
+        kv_capacity_tokens=capacity,
+        max_batched_tokens=_batched_tokens(application, batched_tokens),
+        power=power,
+        points=seen.as_data(),
+    )
+
+
+def _prepare(out: Path) -> None:
+    """See to it that the profile, or what is left of a refused one, can be written.
+
+    Raises:
+        ProfileError: it cannot.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProfileError(f"profile {out} cannot be written: {error.strerror}") from None
+    if out.is_dir():
+        raise ProfileError(f"profile {out} cannot be written: it is a folder; name a file in it")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise ProfileError(f"profile {out} cannot be written: permission denied")
+
+
+def _batched_tokens(
+    application: Application, given: int | None
+) -> dict[Literal["prefiller", "decoder", "collocated"], int]:
+    """Most tokens of a step, by role, as far as known."""
+    prefiller = application.prefiller.batched_tokens if given is None else given
+    decoder = application.decoder.batched_tokens if given is None else given
+    found: dict[Literal["prefiller", "decoder", "collocated"], int] = {}
+    if prefiller is not None:
+        found["prefiller"] = prefiller
+    if decoder is not None:
+        found["decoder"] = decoder
+    # An engine that does both is started like these two, if they are started alike.
+    if prefiller is not None and prefiller == decoder:
+        found["collocated"] = prefiller
+    return found
+
+
+async def _power(url: str, probe: Probe, grid: Grid) -> tuple[Power, ...]:
+    """Under the limit that is set; nothing where it cannot be measured, which is said."""
+
+    # Short contexts and long outputs, so that little of it is prefill.
+    sequences, context_tokens = max(grid.decodes, key=lambda one: (one[0], -one[1]))
+
+    async def prefill() -> None:
+        await probe.cold_prefill(grid.cold[-1])
+
+    async def decode() -> None:
+        await probe.decode(sequences, context_tokens, grid.cold[-1] // 2)
+
+    try:
+        with console.status("power: idle, prefill, decode, a minute in all"):
+            return (await measure_power(DrawMeter(url), prefill, decode),)
+    except NoDraw as reason:
+        console.print(f"Power was not measured: {reason}.", highlight=False)
+        return ()
+
+
+def _call(
+    method: Callable[..., Awaitable[Point]], *arguments: Any
+) -> Callable[[], Awaitable[Point]]:
+    return lambda: method(*arguments)
+
+
+def _median(points: list[Point]) -> Point:
+    """The point with the medians of the times."""
+    names = [name for name in ("seconds", "engines_s") if hasattr(points[0], name)]
+    medians = {name: statistics.median(getattr(one, name) for one in points) for name in names}
+    return replace(points[0], **medians)
+
+
+def _embedded_kv_bytes_per_token(application: Application) -> float:
+    if application.model != "conserve-embedded":
+        raise MeasureError(
+            f"how much KV a token of {application.model} takes is not known here; give "
+            "--kv-bytes-per-token (layers x 2 x KV heads x head size x bytes of a number)"
+        )
+    config = json.loads((model_path() / "config.json").read_text())
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    # bfloat16, as it is served unless told otherwise.
+    return float(config["num_hidden_layers"] * 2 * heads * 2)
+
+
+# --- What is shown --------------------------------------------------------------------------------
+
+
+def _show(made: Profile) -> None:
+    table = Table(title=f"profile {made.name} of {made.model}", box=box.SIMPLE_HEAD)
+    for heading in ("curve", "seconds", "R^2", "typically off", "at worst", "points"):
+        table.add_column(heading, justify="left" if heading in ("curve", "seconds") else "right")
+    prefill, decode, handoff = made.prefill, made.decode, made.handoff
+    cold = (
+        f"{prefill.constant_s:.3g} + {prefill.per_token_s:.3g} n "
+        f"+ {prefill.per_token_squared_s:.3g} n²"
+    )
+    append = f"{prefill.append_constant_s:.3g} + the same, n² to (c+n)²-c²"
+    rows: list[tuple[str, str, Quality | None]] = [
+        ("prefill, n tokens", cold, prefill.quality),
+        (
+            "append after c cached",
+            f"{append}, + {prefill.per_cached_token_s:.3g} c",
+            prefill.cached_quality,
+        ),
+        (
+            "decode step, b sequences, k KV",
+            f"{decode.constant_s:.3g} + {decode.per_sequence_s:.3g} b "
+            f"+ {decode.per_kv_token_s:.3g} k",
+            decode.quality,
+        ),
+        (
+            "append beside decodes",
+            f"decode step + {made.interference.prefill_share:.2f} of the append's own",
+            made.interference.quality,
+        ),
+        (
+            "handoff, n tokens",
+            f"{handoff.constant_s:.3g} + {handoff.per_token_s:.3g} n",
+            handoff.quality,
+        ),
+        (
+            "a turn's first token",
+            f"+ {made.overhead.direct_s:.3g}, + {made.overhead.handed_off_s:.3g} if handed off",
+            made.overhead.quality,
+        ),
+    ]
+    for curve, formula, quality in rows:
+        if quality is None:
+            table.add_row(curve, formula, "", "", "", "")
+            continue
+        table.add_row(
+            curve,
+            formula,
+            f"{quality.r_squared:.4f}",
+            f"{quality.typical_residual_share:.1%}",
+            f"{quality.worst_residual_share:.0%}",
+            str(quality.points),
+        )
+    console.print(table)
+    for power in made.power:
+        console.print(
+            f"Power under {power.cap_w:g} W: idle {power.idle_w:.0f} W, prefill "
+            f"{power.prefill_w:.0f} W, decode {power.decode_w:.0f} W.",
+            highlight=False,
+        )
+    console.print(
+        f"KV: {made.kv_capacity_tokens:,} tokens an engine, {handoff.bytes_per_token:,.0f} bytes "
+        "each.",
+        highlight=False,
+    )
+
+
+def _draw(made: Profile, out: Path) -> None:
+    try:
+        # An extra of the distribution, and slow to import.
+        from conserve_cli.profile.pictures import draw_fits
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
+        return
+    draw_fits(made, out.with_suffix(".png"))

@@ -1,0 +1,362 @@
+"""What a running application does, measured from outside: one request, or one batch.
+
+Each engine is asked directly, at its own address, so that nothing between client and engine is
+measured along; whole turns, which have that in them, go to the application's. Prompts are random
+token ids, and no two share a beginning.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, pairwise
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from autoscale.capacity.fit import DecodePoint, HandoffPoint, MixedPoint, PrefillPoint, TurnPoint
+from benchmarks.client import Client, Endpoint
+from benchmarks.records import TurnRecord, TurnRequest
+from benchmarks.workloads.tokens import COMPLETIONS, completion
+from conserve import wire
+
+_TIMEOUT_S = 600.0
+# Outputs that run while an append comes, and when it comes.
+_BESIDE_TOKENS = 160
+_UNDER_WAY_S = 0.3
+# For an engine to have told the conversation table how a turn went.
+_REPORT_TIMEOUT_S = 10.0
+
+
+class MeasureError(RuntimeError):
+    """The application cannot be measured; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine as ``GET /v1/engines`` describes it.
+
+    Attributes:
+        batched_tokens: most of one step; None where the application does not say.
+    """
+
+    id: str
+    role: str
+    url: str
+    capacity_tokens: int
+    batched_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """A running application's address and model, and one engine of each role."""
+
+    url: str
+    model: str
+    prefiller: Engine
+    decoder: Engine
+
+
+async def find_application(url: str) -> Application:
+    """Ask an application for its model and its engines.
+
+    Raises:
+        MeasureError: nothing answers there, or it is no ConServe application with both roles.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session:
+            found = []
+            for path in ("/v1/models", "/v1/engines"):
+                async with session.get(base + path) as response:
+                    if response.status != 200:
+                        raise MeasureError(
+                            f"{base}{path} answered {response.status}; give the address of a "
+                            "ConServe application: conserve serve"
+                        )
+                    found.append((await response.json())["data"])
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        said = str(error) or type(error).__name__
+        raise MeasureError(f"nothing answers at {base}: {said}") from None
+    models, engines = found
+    by_role = {
+        one["role"]: Engine(
+            one["id"],
+            one["role"],
+            one["url"],
+            one["capacity_tokens"],
+            # Nothing, or 0, where an application does not know.
+            one.get("max_batched_tokens") or None,
+        )
+        for one in engines
+    }
+    for role in ("prefiller", "decoder"):
+        if role not in by_role:
+            raise MeasureError(f"the application at {base} has no {role}; wait until it is ready")
+    return Application(base, models[0]["id"], by_role["prefiller"], by_role["decoder"])
+
+
+class Probe:
+    """Makes one measurement after the other, as an asynchronous context manager.
+
+    Args:
+        vocabulary: token ids that prompts are made of, without the model's special ones.
+        seed: of the prompts.
+    """
+
+    def __init__(self, application: Application, vocabulary: range, seed: int) -> None:
+        self._draws = np.random.default_rng(seed)
+        self._vocabulary = vocabulary
+        # Other runs' KV must not be found.
+        salt = f"profile-{random.SystemRandom().getrandbits(48):x}"
+        self._common = {"model": application.model, "cache_salt": salt}
+        self._prefiller, self._decoder = application.prefiller.url, application.decoder.url
+        endpoint = Endpoint("decoder", self._decoder, application.model, conversation_headers=())
+        self._streams = Client(endpoint, time.perf_counter, _TIMEOUT_S, salt, "")
+        router = Endpoint("application", application.url, application.model)
+        self._turns = Client(router, time.perf_counter, _TIMEOUT_S, salt, f"{salt}-")
+        self._application = application.url
+        self._salt = salt
+        self._conversations = count()
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_TIMEOUT_S))
+        await self._streams.__aenter__()
+        await self._turns.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._turns.__aexit__(kind, error, trace)
+        await self._streams.__aexit__(kind, error, trace)
+        await self._session.close()
+
+    async def cold_prefill(self, new_tokens: int) -> PrefillPoint:
+        """A prompt that the prefiller has never seen."""
+        seen = await self._prefill(self._prefiller, self._prompt(new_tokens))
+        return PrefillPoint(new_tokens, 0, seen.seconds)
+
+    async def append(self, new_tokens: int, cached_tokens: int) -> PrefillPoint:
+        """A prompt of which the decoder has the beginning in its prefix cache."""
+        history = self._prompt(cached_tokens)
+        await self._prefill(self._decoder, history)
+        prompt = history + self._prompt(new_tokens)
+        seen = await self._prefill(self._decoder, prompt, turn1_tokens=cached_tokens)
+        # Caches keep whole blocks.
+        if not seen.cached_tokens:
+            raise MeasureError(
+                f"the decoder found none of {cached_tokens} tokens in its prefix cache; "
+                "it may be full, or in use by others"
+            )
+        new = cached_tokens + new_tokens - seen.cached_tokens
+        return PrefillPoint(new, seen.cached_tokens, seen.seconds)
+
+    async def decode(self, sequences: int, context_tokens: int, output_tokens: int) -> DecodePoint:
+        """Iterations in which so many sequences decode together, each after such a context."""
+        contexts = await self._contexts(sequences, context_tokens)
+        records = await self._together(contexts, output_tokens)
+        starts = max(record.token_times_s[0] for record in records)
+        ends = min(record.token_times_s[-1] for record in records)
+        gaps = [gap for record in records for gap in _gaps(record, starts, ends)]
+        if not gaps:
+            raise MeasureError(
+                f"{sequences} sequences of {output_tokens} tokens never decoded together; "
+                "have them put out more tokens"
+            )
+        held = sequences * (context_tokens + output_tokens // 2)
+        return DecodePoint(sequences, held, statistics.median(gaps))
+
+    async def append_beside(
+        self, sequences: int, context_tokens: int, new_tokens: int, cached_tokens: int
+    ) -> MixedPoint:
+        """The iteration in which an append is prefilled while others decode."""
+        history = self._prompt(cached_tokens)
+        await self._prefill(self._decoder, history)
+        contexts = await self._contexts(sequences, context_tokens)
+        running = asyncio.create_task(self._together(contexts, _BESIDE_TOKENS))
+        # Until all of them decode; their contexts are cached.
+        await asyncio.sleep(_UNDER_WAY_S)
+        prompt = history + self._prompt(new_tokens)
+        seen = await self._prefill(self._decoder, prompt, turn1_tokens=cached_tokens)
+        records = await running
+        longest = [max(_gaps(one, seen.sent_s, seen.ended_s), default=0.0) for one in records]
+        if not any(longest):
+            raise MeasureError(
+                f"{sequences} sequences had ended before the append came; the engine is too fast "
+                "for this measurement"
+            )
+        held = sequences * (context_tokens + _BESIDE_TOKENS // 2)
+        new = cached_tokens + new_tokens - seen.cached_tokens
+        return MixedPoint(sequences, held, new, seen.cached_tokens, statistics.median(longest))
+
+    async def handoff(
+        self, tokens: int, prefill_s: Callable[[float, float], float]
+    ) -> HandoffPoint:
+        """KV of a prompt from the prefiller to the decoder, less what the decoder recomputes.
+
+        Args:
+            prefill_s: time of a prefill of new tokens after cached ones, as fitted.
+        """
+        prompt = self._prompt(tokens)
+        await self._prefill(self._prefiller, prompt)
+        seen = await self._prefill(self._decoder, prompt)
+        found = seen.handed_off_tokens
+        if not found:
+            raise MeasureError(
+                f"the decoder found nothing of {tokens} tokens that the prefiller had computed; "
+                "see whether the LMCache server runs"
+            )
+        seconds = seen.seconds - prefill_s(tokens - found, found)
+        return HandoffPoint(found, max(seconds, 1e-6))
+
+    async def turn(self, first_tokens: int, new_tokens: int) -> TurnPoint:
+        """A conversation's first turn, or its second, as a client has it; and its engines alone.
+
+        Args:
+            first_tokens: the first prompt's length.
+            new_tokens: the second turn's, beyond the first prompt; 0: the first is measured.
+        """
+        if new_tokens:
+            engines_s = (await self.append(new_tokens, first_tokens)).seconds
+        else:
+            prompt = self._prompt(first_tokens)
+            engines_s = (await self._prefill(self._prefiller, prompt)).seconds
+            engines_s += (await self._prefill(self._decoder, prompt)).seconds
+        name = str(next(self._conversations))
+        prompt = self._prompt(first_tokens)
+        try:
+            record = await _decode(self._turns, prompt, 2, name)
+            if new_tokens:
+                prompt += self._prompt(new_tokens)
+                record = await _decode(self._turns, prompt, 2, name)
+            reported = await self._last_turn(name, len(prompt))
+        finally:
+            await self._turns.release(name)
+        assert record.first_token_s is not None
+        seconds = record.first_token_s - record.sent_s
+        handed_off, cached = reported["lmcache_tokens"], reported["decoder_cached_tokens"]
+        if bool(new_tokens) != bool(cached) or bool(new_tokens) == bool(handed_off):
+            raise MeasureError(
+                f"of a {'second' if new_tokens else 'first'} turn's {len(prompt)} tokens "
+                f"{handed_off} were handed off and {cached} found in the decoder's cache; have "
+                "the application use placement=conversation, and nothing else use it"
+            )
+        return TurnPoint(len(prompt), handed_off, cached, engines_s, seconds)
+
+    async def _last_turn(self, name: str, prompt_tokens: int) -> dict[str, int]:
+        """What the engine reported of a conversation's turn with this prompt, its last."""
+        url = f"{self._application}/v1/conversations/{self._salt}-{name}"
+        deadline_s = time.perf_counter() + _REPORT_TIMEOUT_S
+        while True:
+            try:
+                async with self._session.get(url) as answer:
+                    said = await answer.json()
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                told = str(error) or type(error).__name__
+                raise MeasureError(f"{url} does not answer: {told}") from None
+            reported: dict[str, int] | None = said.get("last_turn")
+            if reported is not None and reported["prompt_tokens"] == prompt_tokens:
+                return reported
+            if time.perf_counter() >= deadline_s:
+                raise MeasureError(f"{url} says nothing of the turn that has just ended: {said}")
+            await asyncio.sleep(0.02)
+
+    async def _contexts(self, sequences: int, tokens: int) -> list[list[int]]:
+        """Prompts that the decoder has in its cache."""
+        prompts = [self._prompt(tokens) for _ in range(sequences)]
+        for prompt in prompts:
+            await self._prefill(self._decoder, prompt)
+        return prompts
+
+    async def _prefill(
+        self, url: str, prompt: list[int], turn1_tokens: int | None = None
+    ) -> "_Prefill":
+        """A prompt, and the one token that comes with its prefill.
+
+        Args:
+            turn1_tokens: of a later turn, how long the first one's prompt was: as live turns do,
+                so that LMCache is not asked in vain.
+        """
+        body = {
+            **self._common,
+            "prompt": prompt,
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": wire.transfer_params(turn1_tokens),
+        }
+        data = msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"}
+        sent_s = time.perf_counter()
+        try:
+            async with self._session.post(url + COMPLETIONS, data=data, headers=headers) as answer:
+                text = await answer.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            said = str(error) or type(error).__name__
+            raise MeasureError(f"a prompt of {len(prompt)} tokens failed: {said}") from None
+        ended_s = time.perf_counter()
+        if answer.status != 200:
+            raise MeasureError(f"a prompt of {len(prompt)} tokens was refused: {text[:300]}")
+        found = wire.cached_tokens(msgspec.json.decode(text).get("kv_transfer_params"))
+        return _Prefill(sent_s, ended_s, found.own_tokens or 0, found.lmcache_tokens or 0)
+
+    async def _together(self, prompts: Sequence[list[int]], output_tokens: int) -> list[TurnRecord]:
+        return await asyncio.gather(
+            *(_decode(self._streams, prompt, output_tokens) for prompt in prompts)
+        )
+
+    def _prompt(self, tokens: int) -> list[int]:
+        low, high = self._vocabulary.start, self._vocabulary.stop
+        prompt: list[int] = self._draws.integers(low, high, tokens).tolist()
+        return prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """A prompt that was prefilled: when, and what was found of it.
+
+    Attributes:
+        cached_tokens: in the engine's own prefix cache.
+        handed_off_tokens: in LMCache, beyond these.
+    """
+
+    sent_s: float
+    ended_s: float
+    cached_tokens: int
+    handed_off_tokens: int
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.sent_s
+
+
+async def _decode(
+    client: Client, prompt: list[int], output_tokens: int, conversation: str = ""
+) -> TurnRecord:
+    request = TurnRequest(0, COMPLETIONS, partial(_body, prompt, output_tokens))
+    record = TurnRecord("profile", conversation, 1, 0.0, 0.0, 0.0, "unfinished")
+    await client.turn(request, client.encode(request), record)
+    if record.outcome != "completed" or not record.token_times_s:
+        raise MeasureError(
+            f"a prompt of {len(prompt)} tokens failed: {record.error or 'no token came'}"
+        )
+    return record
+
+
+def _body(prompt: list[int], output_tokens: int) -> dict[str, Any]:
+    return completion(np.array(prompt), output_tokens)
+
+
+def _gaps(record: TurnRecord, from_s: float, to_s: float) -> list[float]:
+    """Gaps between tokens that end within a time."""
+    times = record.token_times_s
+    return [after - before for before, after in pairwise(times) if from_s < after <= to_s]

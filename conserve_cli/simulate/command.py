@@ -1,0 +1,252 @@
+"""``conserve simulate``: what a cluster would do, without having it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autoscale.capacity.profile import Profile, ProfileError, load_profile
+from benchmarks.compare import compare, labels, show_comparisons, write_comparisons
+from benchmarks.report import Report, show_run, show_side_by_side, write_report
+from benchmarks.selection import Selection
+from benchmarks.simulate.cluster import SimulationError
+from benchmarks.simulate.run import Engines, simulate_selection
+from benchmarks.workloads import PRESETS, WorkloadError
+
+simulation = typer.Typer(
+    help="Simulate a cluster: the live system's policies, on engines that a profile describes.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+# Beyond, latencies are kept without the conversations that they are of, 8 bytes each: of every
+# system and rate, the rest would be most of the memory. Ratios are exact enough long before.
+_MOST_SAMPLED = 10_000
+# With --reproduce; all else is the paper's.
+_GO_WITH_REPRODUCE = ("profile", "conversations", "seed", "reproduce", "out")
+
+
+@simulation.command()
+def simulate(
+    context: typer.Context,
+    profile: Annotated[
+        str, typer.Option(help="A profile's file, or the name of one that comes along.")
+    ] = "a40-qwen3-0.6b",
+    system: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="conserve (the default), collocated, full_disaggregation or per_turn; may be "
+            "given several times, the first is the baseline."
+        ),
+    ] = None,
+    prefillers: Annotated[int, typer.Option(help="Collocated: as many engines more.")] = 1,
+    decoders: Annotated[int, typer.Option()] = 3,
+    prefiller_cap: Annotated[
+        float | None, typer.Option(help="Power cap of prefillers, W; of those in the profile.")
+    ] = None,
+    decoder_cap: Annotated[float | None, typer.Option(help="The same of decoders.")] = None,
+    wrong_decision_rate: Annotated[float, typer.Option(help="Of per_turn.")] = 0.1,
+    workload: Annotated[str, typer.Option(help="synthetic or recorded.")] = "synthetic",
+    data: Annotated[Path | None, typer.Option(help="Folder of recorded sessions.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"Of synthetic conversations: {', '.join(PRESETS)}.")
+    ] = None,
+    conversations: Annotated[
+        int | None,
+        typer.Option(help="How many, at each rate (default: 500; with --reproduce 300)."),
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Conversations a second (default: 1); may be given several times."),
+    ] = None,
+    arrivals: Annotated[str, typer.Option(help="poisson, even, or together.")] = "poisson",
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    scale_tokens: Annotated[float | None, typer.Option(help="Factor for lengths.")] = None,
+    scale_gaps: Annotated[float | None, typer.Option(help="Factor for gaps.")] = None,
+    max_gap: Annotated[float | None, typer.Option(help="Longest gap, seconds.")] = None,
+    max_context_tokens: Annotated[int | None, typer.Option(help="The model's context.")] = None,
+    max_turns: Annotated[
+        int | None, typer.Option(help="Leave recorded sessions with more turns out.")
+    ] = None,
+    block_tokens: Annotated[
+        int, typer.Option(help="Of the engines' caches: 16 on a GPU, 128 on a CPU.")
+    ] = 16,
+    handoff_chunk_tokens: Annotated[
+        int, typer.Option(help="Only whole chunks are handed off: 256 on a GPU, 128 on a CPU.")
+    ] = 256,
+    slo_multiple: Annotated[
+        float, typer.Option(help="SLOs are so many times the unloaded latencies.")
+    ] = 5.0,
+    reproduce: Annotated[
+        str | None,
+        typer.Option(help="conserve: the paper's figures 10, 12 and 13 beside their simulation."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for reports and pictures; without: neither.")
+    ] = None,
+) -> None:
+    """Simulate one system, or several side by side."""
+    if not 0 <= wrong_decision_rate <= 1:
+        _refuse(f"--wrong-decision-rate is {wrong_decision_rate:g}; give a share, from 0 to 1")
+    if not slo_multiple > 0:
+        _refuse(f"--slo-multiple is {slo_multiple:g}; give a number above 0")
+    if min(block_tokens, handoff_chunk_tokens) < 1:
+        _refuse("--block-tokens and --handoff-chunk-tokens are numbers from 1")
+    if reproduce is not None and reproduce != "conserve":
+        _refuse(f"--reproduce {reproduce!r}: the paper that can be reproduced is conserve")
+    if reproduce is not None:
+        _refuse_what_is_the_papers(context)
+    try:
+        found = load_profile(profile)
+        if reproduce is not None:
+            _reproduce(found, 300 if conversations is None else conversations, seed, out)
+            return
+        count = 500 if conversations is None else conversations
+        selection = Selection(
+            kind=workload,  # type: ignore[arg-type] # checked there
+            conversations=count,
+            pattern=arrivals,  # type: ignore[arg-type] # checked there
+            seed=seed,
+            data=data,
+            preset=preset,
+            scale_tokens=scale_tokens,
+            scale_gaps=scale_gaps,
+            max_gap_s=max_gap,
+            max_context_tokens=max_context_tokens,
+            max_turns=max_turns,
+        )
+        names, rates = system or ["conserve"], rate or [1.0]
+        wanted = out is not None or len(names) * len(rates) > 1
+        sampled = wanted and count <= _MOST_SAMPLED
+        with _progress(len(names) * len(rates) * count) as show:
+            reports = simulate_selection(
+                names,
+                rates,
+                found,
+                Engines(prefillers, decoders, prefiller_cap, decoder_cap),
+                selection,
+                {
+                    name: {
+                        "block_tokens": block_tokens,
+                        "handoff_chunk_tokens": handoff_chunk_tokens,
+                        "wrong_decision_rate": wrong_decision_rate if name == "per_turn" else 0.0,
+                    }
+                    for name in names
+                },
+                slo_multiple=slo_multiple,
+                keep_samples=sampled,
+                on_conversation=show,
+            )
+    except (ProfileError, SimulationError, WorkloadError) as error:
+        _refuse(str(error))
+    _hand_out(reports, out, sampled)
+    if wanted and not sampled:
+        console.print(
+            f"Of more than {_MOST_SAMPLED:,} conversations not every latency is kept: there are "
+            "no ratios and no pictures of distributions.",
+            highlight=False,
+        )
+
+
+def _refuse_what_is_the_papers(context: typer.Context) -> None:
+    """An option that --reproduce would not heed."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        # By its name: the enumeration is click's, or typer's own copy of it.
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and name not in _GO_WITH_REPRODUCE:
+            _refuse(
+                f"{parameter.opts[0]} does not go with --reproduce, whose runs are the paper's; "
+                "leave one of them out"
+            )
+
+
+def _reproduce(profile: Profile, conversations: int, seed: int, out: Path | None) -> None:
+    from conserve_cli.simulate.published import draw, show, write
+    from conserve_cli.simulate.reproduce import RUNS, reproduce
+
+    with _progress(RUNS * conversations) as progress:
+        found = reproduce(profile, conversations, seed, progress)
+    show(found, profile, console)
+    if out is not None:
+        _make(out)
+        write(found, out / "reproduced.json")
+        if _can_draw():
+            draw(found, out)
+        console.print(f"Figures are in {escape(str(out))}.", highlight=False)
+
+
+def _hand_out(reports: list[Report], out: Path | None, sampled: bool) -> None:
+    names = labels(reports)
+    comparisons = compare(reports) if sampled else []
+    if len(reports) == 1:
+        show_run(reports[0], console)
+    else:
+        show_side_by_side(reports, console, names)
+        if comparisons:
+            show_comparisons(comparisons, console)
+    if out is None:
+        return
+    _make(out)
+    for name, report in zip(names, reports, strict=True):
+        write_report(report, out / f"{name.replace(' ', '-').replace('/', '-per-')}.json")
+    if comparisons:
+        write_comparisons(comparisons, out / "comparison.json")
+    if _can_draw():
+        from benchmarks.plots import draw_all
+
+        draw_all(reports, names, out)
+    console.print(f"Reports are in {escape(str(out))}.", highlight=False)
+
+
+def _can_draw() -> bool:
+    # An extra of the distribution.
+    if find_spec("matplotlib") is not None:
+        return True
+    console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
+    return False
+
+
+@contextmanager
+def _progress(conversations: int) -> Iterator[Any]:
+    """A function to be called at each conversation's end, with what runs."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("unloaded", total=conversations)
+        done = 0
+
+        def show(what: str) -> None:
+            nonlocal done
+            done += 1
+            # Drawing costs more than a conversation.
+            if done % 100 == 0:
+                bar.update(task, description=what, completed=done)
+
+        yield show
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _refuse(f"--out {folder} cannot be made: {error.strerror}")
+
+
+def _refuse(problem: str) -> NoReturn:
+    console.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)

@@ -1,0 +1,414 @@
+"""The evaluation of the ConServe paper, simulated beside what it published.
+
+One profile and one set of assumptions for every row (sections 5.1 to 5.5 of *Observation, Not
+Prediction*): one prefiller and three decoders. What the text leaves open is decided here once:
+
+- The traces are not published. Conversations are drawn as for the preset ``conserve`` of
+  `benchmarks.workloads.synthetic`, with as many turns as figure 11 has: up to its 0.7 percentile
+  all turns are later ones (section 5.2), so 0.3 are first ones, and a conversation has 3.3 turns.
+  Its 1,000 output tokens (section 5.1) then make 300 a turn.
+- 1.634 conversations/s "holds the prefiller exactly at its saturation throughput": a conversation
+  arrives when the first turn before it has been prefilled.
+- Full disaggregation computes the whole prompt of every turn again (section 5.2 says that it
+  forfeits reuse across turns). The per-turn baseline brings the history to the prefiller.
+- Nobody is refused: what does not fit waits, however long.
+- KV is loaded within an engine's step, as LMCache's in-process connector for vLLM does.
+- Latencies are without the gaps between turns; the baseline is the geometric mean over
+  conversations that run alone. Tokens per joule count every turn's whole prompt and its output.
+- All runs have the same number of conversations, which the text does not give. Where a queue grows
+  from the first conversation to the last, as it does beyond saturation, figures depend on it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from autoscale.capacity.profile import Profile
+from benchmarks.report import Report
+from benchmarks.simulate.costs import Costs
+from benchmarks.simulate.run import Baseline, Engines, make_system, simulate
+from benchmarks.workloads import PRESETS, Arrivals, Spread, Workload, synthetic
+from benchmarks.workloads.plan import Arriving
+
+SHAPE = replace(
+    PRESETS["conserve"],
+    turns=Spread(2, 1 / 0.3, 10),
+    output_tokens=Spread(60, 300, 1_800),
+)
+RATES = (0.5, 0.75, 1.0, 1.25, 1.5)
+SATURATION = 1.634
+WRONG = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
+_AMPD_WRONG = 0.1
+_CAPPED_W = 200.0
+
+_ENGINES = Engines(prefillers=1, decoders=3)
+_CAPPED = Engines(prefillers=1, decoders=3, decoder_cap_w=_CAPPED_W)
+# Nobody is refused: what cannot be served yet waits, however long.
+_ALL: dict[str, Any] = {"transfers_block": True, "queue_limit": 10**9, "queue_timeout_s": 1e9}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "conserve": _ALL,
+    "collocated": _ALL,
+    "full_disaggregation": _ALL | {"history": "recomputed"},
+    "per_turn": _ALL | {"history": "moved", "wrong_decision_rate": _AMPD_WRONG},
+}
+
+RUNS = len(_OPTIONS) * (len(RATES) + 1) + len(WRONG) + 2
+
+Unit = Literal["times", "change", "share", "tokens/J"]
+TTFET, LAST_TBT, E2E = "ttfet_less_gaps", "last_tbt", "e2e_less_gaps"
+JUDGED = (TTFET, LAST_TBT, E2E)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A published figure and its simulation.
+
+    Attributes:
+        relation: ``=``: the text gives the value; ``<=``, ``>=``, ``>``: it gives a bound.
+        unit: ``times`` another value, a ``change`` or ``share`` of 1, or ``tokens/J``.
+    """
+
+    figure: str
+    what: str
+    published: float
+    simulated: float
+    unit: Unit = "times"
+    relation: Literal["=", "<=", ">=", ">"] = "="
+
+    @property
+    def difference(self) -> float:
+        """Simulated less published, in the unit."""
+        return self.simulated - self.published
+
+    @property
+    def within(self) -> bool | None:
+        """Whether a bound is kept; None where the text gives a value."""
+        if self.relation == "=":
+            return None
+        return {
+            "<=": self.simulated <= self.published,
+            ">=": self.simulated >= self.published,
+            ">": self.simulated > self.published,
+        }[self.relation]
+
+
+@dataclass(frozen=True, slots=True)
+class Reproduction:
+    """All that was simulated.
+
+    Attributes:
+        by_rate: reports of figure 10, by system and rate.
+        by_wrong: of figure 12, by rate of wrong decisions; 0 is ConServe's own operating point.
+        capped: of figure 13, by system, with decoders under their cap.
+    """
+
+    rows: list[Row]
+    baseline: Baseline
+    by_rate: Mapping[tuple[str, float], Report]
+    by_wrong: Mapping[float, Report]
+    capped: Mapping[str, Report]
+
+
+def reproduce(
+    profile: Profile,
+    conversations: int,
+    seed: int = 0,
+    on_conversation: Callable[[str], None] | None = None,
+) -> Reproduction:
+    """Simulate figures 10, 12 and 13.
+
+    Args:
+        profile: with power under the caps of 300 W and 200 W.
+        on_conversation: told, at each conversation's end, what runs.
+
+    Raises:
+        ProfileError, SimulationError, WorkloadError: it cannot be done with these.
+    """
+    # Figure 13 comes last; whether it can be simulated is known now.
+    for cap_w in (None, _CAPPED_W):
+        profile.power_at(cap_w)
+    runs = _Runs(profile, conversations, seed, on_conversation)
+    by_rate = {
+        (name, rate_per_s): runs.one(name, rate_per_s)
+        for rate_per_s in (*RATES, SATURATION)
+        for name in _OPTIONS
+    }
+    by_wrong = {wrong: runs.one("per_turn", SATURATION, wrong) for wrong in WRONG}
+    capped = {
+        name: runs.one(name, SATURATION, engines=_CAPPED) for name in ("conserve", "collocated")
+    }
+    baseline = runs.baseline
+    rows = [
+        *_figure_10(by_rate, baseline),
+        *_figure_12(by_wrong, by_rate["conserve", SATURATION]),
+        *_figure_13(by_rate, capped),
+    ]
+    return Reproduction(rows, baseline, by_rate, by_wrong, capped)
+
+
+class _Runs:
+    def __init__(
+        self,
+        profile: Profile,
+        conversations: int,
+        seed: int,
+        on_conversation: Callable[[str], None] | None,
+    ) -> None:
+        self._profile = profile
+        self._seed = seed
+        self._conversations = conversations
+        self._on_conversation = on_conversation
+        system = make_system("conserve", profile, _ENGINES, **_OPTIONS["conserve"])
+        self.baseline = Baseline.of(system, self._workload(1.0))
+
+    def one(
+        self,
+        name: str,
+        rate_per_s: float,
+        wrong: float | None = None,
+        engines: Engines = _ENGINES,
+    ) -> Report:
+        options = _OPTIONS[name] | ({} if wrong is None else {"wrong_decision_rate": wrong})
+        system = make_system(name, self._profile, engines, **options)
+        workload = self._workload(rate_per_s)
+        arrivals = {"pattern": "poisson", "rate_per_s": rate_per_s, "concurrency": None}
+        if rate_per_s == SATURATION:
+            # The prefiller as it is in every run; collocated has none, and gets the same arrivals.
+            workload = saturating(workload, Costs.of(self._profile, "prefiller"))
+            arrivals["pattern"] = "saturating"
+        what = f"{name} at {rate_per_s:g}/s" + ("" if wrong is None else f", {wrong:.0%} wrong")
+
+        def ended(turns: object) -> None:
+            if self._on_conversation is not None:
+                self._on_conversation(what)
+
+        return simulate(
+            system,
+            workload,
+            self._profile,
+            self.baseline,
+            described={"shape": asdict(SHAPE), "seed": self._seed},
+            arrivals=arrivals,
+            on_conversation=ended,
+        )
+
+    def _workload(self, rate_per_s: float) -> Workload:
+        return synthetic(
+            SHAPE,
+            conversations=self._conversations,
+            arrivals=Arrivals("poisson", rate_per_s, self._seed),
+            # Prompts are never made; any will do.
+            vocabulary=range(1_000, 4_000),
+            seed=self._seed,
+        )
+
+
+def saturating(workload: Workload, prefiller: Costs) -> Workload:
+    """The same conversations; each arrives when the first turn before it has been prefilled."""
+
+    def arrive() -> Iterator[Arriving]:
+        at_s = 0.0
+        for (_, script), (_, sizes) in zip(workload, workload, strict=True):
+            yield at_s, script
+            # Of a second copy, since asking the first for its turns would use them up.
+            first = sizes.next(None)
+            if first is not None and first.prompt_tokens is not None:
+                at_s += cold_prefill_s(first.prompt_tokens, prefiller)
+
+    return Workload(workload.name, workload.counts, arrive)
+
+
+def cold_prefill_s(tokens: int, costs: Costs) -> float:
+    """A prompt alone on a prefiller, in chunks."""
+    seconds, past = costs.prefill_s, 0
+    while past < tokens:
+        chunk = min(costs.batched_tokens, tokens - past)
+        added_s = chunk * (costs.per_token_s + costs.per_pair_s * (chunk + 2 * past))
+        seconds += max(costs.step_s, added_s) if past else added_s
+        past += chunk
+    return seconds
+
+
+# --- Figures --------------------------------------------------------------------------------------
+
+
+def _value(report: Report, metric: str, statistic: str) -> float:
+    return float(getattr(report.result.latencies[metric], statistic))
+
+
+def _change(ours: float, theirs: float) -> float:
+    return ours / theirs - 1
+
+
+def tokens_per_j(report: Report) -> float:
+    """Whole prompts and outputs of all turns over the energy of all engines."""
+    result = report.result
+    assert result.energy_j is not None
+    return result.total_tokens_per_s * result.duration_s / result.energy_j
+
+
+def _violations(report: Report) -> list[float]:
+    return [report.result.violations[metric] for metric in JUDGED]
+
+
+def _figure_10(reports: Mapping[tuple[str, float], Report], baseline: Baseline) -> Iterator[Row]:
+    alone_s = baseline.unloaded.baseline_s
+    all_rates = (*RATES, SATURATION)
+
+    def times(name: str, metric: str, statistic: str = "gmean", rate: float = SATURATION) -> float:
+        return _value(reports[name, rate], metric, statistic) / alone_s[metric]
+
+    def reduction(statistic: str) -> float:
+        return min(
+            _change(
+                _value(reports["conserve", rate], TTFET, statistic),
+                _value(reports["per_turn", rate], TTFET, statistic),
+            )
+            for rate in all_rates
+        )
+
+    figure = "10"
+    yield Row(
+        figure,
+        "TTFET p95, ConServe against per turn, best rate",
+        -0.5108,
+        reduction("p95"),
+        "change",
+    )
+    yield Row(figure, "TTFET gmean, the same", -0.1917, reduction("gmean"), "change")
+    yield Row(figure, "TTFET gmean, ConServe, at 1.634/s", 2.53, times("conserve", TTFET))
+    yield Row(
+        figure, "TTFET gmean, full disaggregation", 18.78, times("full_disaggregation", TTFET)
+    )
+    yield Row(figure, "last-turn TBT gmean, ConServe", 2.49, times("conserve", LAST_TBT))
+    yield Row(
+        figure,
+        "last-turn TBT gmean, full disaggregation",
+        1.35,
+        times("full_disaggregation", LAST_TBT),
+    )
+    yield Row(figure, "last-turn TBT p95, collocated", 7.52, times("collocated", LAST_TBT, "p95"))
+    yield Row(
+        figure, "the same over ConServe's", 1.72,
+        times("collocated", LAST_TBT, "p95") / times("conserve", LAST_TBT, "p95"),
+    )  # fmt: skip
+    yield Row(
+        figure, "end to end gmean, full disaggregation over ConServe", 4.7,
+        times("full_disaggregation", E2E) / times("conserve", E2E),
+    )  # fmt: skip
+    calm = [rate for rate in RATES if rate <= 1.25]
+    yield Row(
+        figure, "gmeans up to 1.25/s, all but full disaggregation: largest", 2.0,
+        max(
+            times(name, metric, rate=rate)
+            for name in ("conserve", "per_turn", "collocated")
+            for metric in JUDGED
+            for rate in calm
+        ),
+        relation="<=",
+    )  # fmt: skip
+    yield Row(
+        figure, "TTFET, E2E gmean, full disaggregation, any rate: least", 10.0,
+        min(times("full_disaggregation", m, rate=rate) for m in (TTFET, E2E) for rate in all_rates),
+        relation=">",
+    )  # fmt: skip
+    yield Row(
+        figure, "violations, ConServe, any metric and rate: largest", 0.0,
+        max(max(_violations(reports["conserve", rate])) for rate in all_rates), "share",
+    )  # fmt: skip
+    saturated = {name: reports[name, SATURATION].result.violations for name in _OPTIONS}
+    yield Row(
+        figure,
+        "violations of TTFET, collocated, at 1.634/s",
+        0.0,
+        saturated["collocated"][TTFET],
+        "share",
+        ">",
+    )
+    yield Row(
+        figure,
+        "violations of last-turn TBT, collocated",
+        0.0,
+        saturated["collocated"][LAST_TBT],
+        "share",
+        ">",
+    )
+    yield Row(
+        figure, "violations of TTFET, per turn", 0.0, saturated["per_turn"][TTFET], "share", ">"
+    )
+    yield Row(
+        figure,
+        "violations of last-turn TBT, per turn",
+        0.0,
+        saturated["per_turn"][LAST_TBT],
+        "share",
+    )
+    yield Row(
+        figure, "violations, full disaggregation, TTFET and E2E, any rate: least", 1.0,
+        min(
+            reports["full_disaggregation", rate].result.violations[metric]
+            for metric in (TTFET, E2E)
+            for rate in all_rates
+        ),
+        "share",
+    )  # fmt: skip
+    yield Row(
+        figure,
+        "violations of last-turn TBT, full disaggregation",
+        0.0,
+        saturated["full_disaggregation"][LAST_TBT],
+        "share",
+    )
+
+
+def _figure_12(by_wrong: Mapping[float, Report], conserve: Report) -> Iterator[Row]:
+    figure = "12"
+    never, few, some, half = (by_wrong[wrong] for wrong in (0.0, 0.05, _AMPD_WRONG, 0.5))
+    yield Row(
+        figure, "TTFET gmean, no wrong decision over ConServe", 1.0,
+        _value(never, TTFET, "gmean") / _value(conserve, TTFET, "gmean"),
+    )  # fmt: skip
+    yield Row(
+        figure, "violations of TTFET, 5 % wrong", 0.078, few.result.violations[TTFET], "share"
+    )
+    yield Row(figure, "violations of E2E, 5 % wrong", 0.063, few.result.violations[E2E], "share")
+    yield Row(
+        figure, "violations of TTFET, 50 % wrong", 0.5, half.result.violations[TTFET], "share", ">"
+    )
+    yield Row(
+        figure, "last-turn TBT gmean, 50 % wrong over none", 1.0,
+        _value(half, LAST_TBT, "gmean") / _value(never, LAST_TBT, "gmean"),
+    )  # fmt: skip
+    yield Row(
+        figure, "time to drain, 10 % wrong against ConServe", 0.15,
+        _change(some.result.duration_s, conserve.result.duration_s), "change",
+    )  # fmt: skip
+    yield Row(
+        figure, "tokens/J, ConServe against 10 % wrong", 0.0751,
+        _change(tokens_per_j(conserve), tokens_per_j(some)), "change",
+    )  # fmt: skip
+    yield Row(figure, "tokens/J, 50 % wrong", 58.0, tokens_per_j(half), "tokens/J")
+
+
+def _figure_13(
+    reports: Mapping[tuple[str, float], Report], capped: Mapping[str, Report]
+) -> Iterator[Row]:
+    figure = "13"
+    free, low = reports["conserve", SATURATION], capped["conserve"]
+    yield Row(
+        figure, "tokens/J, ConServe, decoders at 200 W against 300 W", 0.2275,
+        _change(tokens_per_j(low), tokens_per_j(free)), "change",
+    )  # fmt: skip
+    for metric, label in ((TTFET, "TTFET"), (LAST_TBT, "last-turn TBT"), (E2E, "end to end")):
+        yield Row(
+            figure, f"{label} p95, the same", 0.0,
+            _change(_value(low, metric, "p95"), _value(free, metric, "p95")), "change",
+        )  # fmt: skip
+    yield Row(
+        figure, "TTFET p95, collocated, three at 200 W", 0.1115,
+        _change(
+            _value(capped["collocated"], TTFET, "p95"),
+            _value(reports["collocated", SATURATION], TTFET, "p95"),
+        ),
+        "change",
+    )  # fmt: skip

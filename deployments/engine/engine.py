@@ -1,0 +1,284 @@
+"""An engine replica: Ray Serve LLM's server around vLLM, with an HTTP server of its own.
+
+Routers send turns straight to that server, so a token passes one process between the engine and
+the client. What is not public in Ray Serve LLM or vLLM is used here and in observer.py alone:
+``LLMServer.engine``, its ``build_asgi_app`` and its engine client.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import time
+
+import aiohttp
+import psutil
+import ray
+import uvicorn
+from ray import serve
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
+
+from autoscale.serve import DECIDED_S, WANTED_REPLICAS
+from conserve.holdings import Holdings
+from conserve.settings import Settings
+from conserve.shared_memory import mapped, remove
+from conserve.wire import BEAT_S, Role
+from deployments.engine.gpu_worker import GPU_METHOD
+from deployments.engine.observer import TurnObserver, observe_engine
+from deployments.messages import EngineInfo, Heard
+from deployments.node.lmcache_server import Address
+from deployments.node.node import NodeClient
+from deployments.table.table_client import TableClient, TableUnavailable
+from hetero.gpus import EngineUse
+from hetero.tiers import RoleTier
+
+logger = logging.getLogger("ray.serve")
+
+WARM_UP_TIMEOUT_S = 300.0
+# How long vLLM's processes may take to tidy up once they have been told to end.
+_ENDING_S = 2.0
+
+
+class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for it.
+    """A prefiller or a decoder.
+
+    Ready means warmed up, listening and known to the conversation table.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it.
+        self, llm_config: LLMConfig, *, role: Role, settings: Settings, tier: RoleTier
+    ) -> None:
+        context = serve.get_replica_context()
+        self._id = context.replica_id.unique_id
+        self._role: Role = role
+        self._settings = settings
+        self._table = TableClient(context.app_name, settings)
+        self._holdings = Holdings()
+        self._beating: asyncio.Task[None] | None = None
+        self._leaving = False
+        own = settings.decoders if role == "decoder" else settings.prefillers
+        self._scales = own.max_replicas is not None
+        # What the table has said last.
+        self._heard: Heard | None = None
+        self._node = NodeClient(context.app_name, settings)
+        _use_server(llm_config, await self._node.launch())
+        if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
+            # Nothing to download: spares a process that loads vLLM to find that out.
+            llm_config.get_or_create_callback().ctx.run_init_node = False
+        await self._load_engine(llm_config)
+        client = self.engine._engine_client
+        observe_engine(client)
+        gpus = await self._gpus(llm_config)
+        if gpus:
+            self._node.use = EngineUse(self._id, gpus, tier.cap)
+        self._server, self._serving, url = await self._listen()
+        cache = client.vllm_config.cache_config
+        self._info = EngineInfo(
+            id=self._id,
+            role=role,
+            url=url,
+            pid=os.getpid(),
+            capacity_tokens=int(cache.num_gpu_blocks) * int(cache.block_size),
+            max_model_len=int(client.vllm_config.model_config.max_model_len),
+            max_batched_tokens=int(client.vllm_config.scheduler_config.max_num_batched_tokens),
+            tier=tier.name,
+            gpus=gpus,
+        )
+        await self._warm_up()
+        await self._register()
+        self._beating = asyncio.get_running_loop().create_task(self._beat())
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        await super().check_health()
+        if self._serving.done():
+            raise RuntimeError("the engine's HTTP server has ended")
+        if self._beating is not None and self._beating.done() and not self._leaving:
+            raise RuntimeError("the engine's beats to the conversation table have ended")
+
+    async def _load_engine(self, config: LLMConfig) -> None:
+        """Load the engine while LMCache's server comes up; the connector waits for it."""
+        cache = asyncio.get_running_loop().create_task(self._node.wait_until_healthy())
+        try:
+            await super().__init__(config)
+        except Exception:
+            # If there is no server, that is why, and said in better words.
+            await asyncio.wait([cache], timeout=1)
+            if cache.done():
+                cache.result()
+            cache.cancel()
+            raise
+        await cache
+
+    async def _gpus(self, config: LLMConfig) -> tuple[str, ...]:
+        """UUIDs of the GPUs that the engine's workers run on; none on a CPU."""
+        if not config.engine_kwargs.get("worker_extension_cls"):
+            return ()
+        try:
+            return tuple(await self.collective_rpc(GPU_METHOD))
+        except Exception as error:
+            # An engine argument of the operator's own may have taken the extension's place.
+            logger.warning(
+                "%s %s: its GPUs are not known (%s), so their power is neither metered nor "
+                "capped", self._role, self._id, error,
+            )  # fmt: skip
+            return ()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For Serve's autoscaler: what the table wants; see `autoscale.serve.FollowTable`."""
+        heard = self._heard
+        if heard is None:
+            return {}
+        return {WANTED_REPLICAS: float(heard.wanted_replicas), DECIDED_S: heard.decided_s}
+
+    async def __del__(self) -> None:
+        """Serve awaits it before it ends the replica: the last turns are served first."""
+        # Without a beat, it had not come to serve anything. Where the role does not scale, Serve
+        # does not wait for long (deployments/app.py).
+        if getattr(self, "_beating", None) is not None and self._scales:
+            await self._drain()
+        # Ray ends what the replica started before that has tidied up after itself.
+        engine = [
+            child for child in psutil.Process().children(recursive=True) if mapped([child.pid])
+        ]
+        in_memory = mapped(child.pid for child in engine)
+        await super().__del__()
+        await asyncio.to_thread(psutil.wait_procs, engine, timeout=_ENDING_S)
+        remove(in_memory)
+
+    async def _drain(self) -> None:
+        """Stay for what the conversation table still has for this engine; not if it is dead."""
+        self._leaving = True
+        deadline_s = time.monotonic() + self._settings.autoscaling.drain_timeout_s
+        try:
+            while await self._lives():
+                overdue = time.monotonic() >= deadline_s
+                if not await self._table.call("leave", self._id, overdue):
+                    break
+                await asyncio.sleep(BEAT_S)
+            if self._beating is not None:
+                self._beating.cancel()
+            await self._table.call("left", self._id)
+        except TableUnavailable as error:
+            logger.warning("%s %s leaves without a word: %s", self._role, self._id, error)
+
+    async def _lives(self) -> bool:
+        try:
+            await super().check_health()
+        except Exception as error:
+            logger.warning("%s %s leaves, not healthy: %s", self._role, self._id, error)
+            return False
+        return not self._serving.done()
+
+    async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
+        app = await self.engine.build_asgi_app()
+        observer = TurnObserver(app, self._id, self._holdings, self._table)
+        host = self._settings.engine_host
+        assert host is not None
+        if host == "node":
+            host = ray.util.get_node_ip_address()
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind((host, 0))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                observer,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=3600,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        # Signals are for the replica's own process to handle.
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            if task.done():
+                task.result()
+                raise RuntimeError(f"the engine's HTTP server did not start on {host}")
+            await asyncio.sleep(0.01)
+        return server, task, f"http://{host}:{listener.getsockname()[1]}"
+
+    async def _warm_up(self) -> None:
+        """Serve a few turns of its own: the first of each kind takes many times as long.
+
+        A prompt of several chunks, then the same with more appended (a prefix found in the
+        cache), then some at the same time.
+        """
+        started_s = time.monotonic()
+        # Roughly a token a word; unlike any client's, so that its KV serves nobody by chance.
+        words = min(600, self._info.max_model_len // 4)
+        prompts = [f"{self._id} " + "warm up " * (words // 2)]
+        prompts.append(prompts[0] + "again " * (words // 4))
+        async with aiohttp.ClientSession(
+            self._info.url, timeout=aiohttp.ClientTimeout(WARM_UP_TIMEOUT_S)
+        ) as session:
+            for prompt in prompts:
+                await self._own_turn(session, prompt)
+            more = (f"{prompt} {number}" for number in range(2) for prompt in prompts)
+            await asyncio.gather(*(self._own_turn(session, prompt) for prompt in more))
+        logger.info("%s %s warm after %.1f s", self._role, self._id, time.monotonic() - started_s)
+
+    async def _own_turn(self, session: aiohttp.ClientSession, prompt: str) -> None:
+        chat = {
+            "model": self._settings.model_id,
+            "messages": [{"role": "user", "content": prompt}],
+        }
+        # A model without a chat template refuses the first two, and is warmed up by the third.
+        requests = (
+            ("/tokenize", chat),
+            ("/v1/chat/completions", {**chat, "max_tokens": 8, "stream": True}),
+            ("/v1/completions", {"model": chat["model"], "prompt": prompt, "max_tokens": 4}),
+        )
+        for path, body in requests:
+            async with session.post(path, json=body) as response:
+                await response.read()
+                if response.status >= 500:
+                    raise RuntimeError(f"the engine failed its first turn ({response.status})")
+
+    async def _register(self) -> None:
+        info = dataclasses.replace(
+            self._info,
+            holds=self._holdings.all(),
+            leaving=self._leaving,
+            wanted_replicas=self._heard.wanted_replicas if self._heard else None,
+        )
+        for conversation_id, incarnation in await self._table.call("register", info):
+            self._holdings.drop(conversation_id, incarnation)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            try:
+                # A dead engine behind a living replica is as good as silent.
+                await super().check_health()
+            except Exception as error:
+                logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
+                continue
+            try:
+                heard = await self._table.call("beat", self._id, self._node.energy)
+                if heard is None:
+                    await self._register()
+                    continue
+                self._heard = heard
+                for conversation_id, incarnation in heard.ended:
+                    self._holdings.drop(conversation_id, incarnation)
+            except TableUnavailable as error:
+                logger.warning("%s %s: %s", self._role, self._id, error)
+            except Exception:
+                # Without beats the engine would be taken for lost, and stay so.
+                logger.exception("%s %s: a beat failed", self._role, self._id)
+
+
+def _use_server(config: LLMConfig, address: Address) -> None:
+    """Point the engine's connector to its own node's LMCache server."""
+    transfer = config.engine_kwargs["kv_transfer_config"]
+    extra = {
+        **transfer["kv_connector_extra_config"],
+        "lmcache.mp.host": f"tcp://{address.host}",
+        "lmcache.mp.port": address.port,
+    }
+    config.update_engine_kwargs(kv_transfer_config={**transfer, "kv_connector_extra_config": extra})

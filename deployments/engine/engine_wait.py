@@ -1,0 +1,43 @@
+"""How a CPU engine's processes wait for each other: asleep, not spinning.
+
+A vLLM engine on a CPU is two processes that hand each other every step through shared memory. Each
+waits by calling ``sched_yield`` in a loop for up to a second. On a GPU the cores are free for that.
+Where the model itself runs on the cores, the loop takes them from it; and under Linux 6.18, other
+processes, even ones that had only slept, were seen to get no core for up to 11 seconds beside it.
+With a sleep of a few microseconds in its place, no wait was longer than 0.3 seconds.
+
+vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
+pyproject.toml). ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
+"""
+
+import logging
+import time
+
+logger = logging.getLogger("vllm.conserve")
+
+# The kernel adds its timer slack, 50 microseconds, to it.
+_NAP_S = 50e-6
+
+
+def register() -> None:
+    """Have this process wait asleep, if its engine runs on a CPU. May be called repeatedly.
+
+    A vLLM that waits in another way is left as it is, with a warning.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    if not hasattr(shm_broadcast, "sched_yield"):
+        logger.warning(
+            "this vLLM has no sched_yield to replace: its processes may take cores while they "
+            "wait; deployments/engine/engine_wait.py has to be adapted to it"
+        )
+        return
+    shm_broadcast.sched_yield = _nap
+
+
+def _nap() -> None:
+    time.sleep(_NAP_S)

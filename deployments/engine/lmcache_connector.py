@@ -1,0 +1,149 @@
+"""LMCache's connector for vLLM, made to outlive its server.
+
+LMCacheMPConnector as it comes waits for a dead server for up to its message timeout in every
+engine step, never registers again after a quick restart, and lets a failed store end the engine.
+Here a lost connection is noticed when it breaks, whatever was under way fails at once (vLLM then
+recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the connection back, run
+from the start. What a broken-off forward pass left behind is not stored. And later turns, which
+find their history in the decoder's own cache, do not ask the server.
+
+It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
+``_health_event``, ``_ensure_heartbeat_started``, ``_can_store``, the request trackers): check it
+when that version changes.
+"""
+
+import socket
+import sys
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.logging import init_logger
+from lmcache.v1.multiprocess.futures import MessagingFuture
+
+from conserve.wire import TURN1_TOKENS
+from deployments.node.lmcache_server import START_TIMEOUT_S
+
+logger = init_logger(__name__)
+
+# What brings a connection back, and so must pass while it is down.
+_ALWAYS = (
+    "ping",
+    "get_chunk_size",
+    "get_experimental",
+    "register_kv_cache",
+    "register_kv_cache_engine_driven_context",
+)
+_STORE_TIMEOUT_S = 30.0
+
+
+class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache ships no types.
+    """vLLM makes one in its scheduler and one in each worker, by name."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        _wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
+        super().__init__(vllm_config, *args, **kwargs)
+        if hasattr(self, "scheduler_adapter"):
+            adapter = self.scheduler_adapter
+            for url, client in adapter.req_clients.items():
+                _fail_fast(client, adapter._health_events[url])
+            adapter._ensure_heartbeat_started()
+        else:
+            _fail_fast(self.worker_adapter.req_client, self.worker_adapter._health_event)
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """Also start the heartbeat, which otherwise waits for a first request."""
+        super().register_kv_caches(kv_caches)
+        self.worker_adapter._ensure_heartbeat_started()
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond the decoder's own can be loaded, and whether asynchronously.
+
+        Where all that LMCache may hold is in the decoder's own cache already, the answer is known
+        without two round trips to the server, and without locking the chunks of a long history.
+        """
+        turn1_tokens = (request.kv_transfer_params or {}).get(TURN1_TOKENS)
+        # An engine that stores has to know what the server holds, or it stores it again.
+        if turn1_tokens is not None and not self._can_store:
+            chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
+            tracker = self._get_or_create_request_tracker(request)
+            # A look-up that is under way has to be brought to its end.
+            if tracker.lookup_started_at is None and (
+                num_computed_tokens >= turn1_tokens // chunk * chunk
+            ):
+                # For cached_token_stats, as super() would.
+                alignment = self._hit_alignment_tokens
+                tracker.num_vllm_hit_tokens = num_computed_tokens // alignment * alignment
+                return 0, False
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return matched
+
+    def wait_for_save(self) -> None:
+        """Return when this step's KV is stored, so that the decoder's look-up finds all of it.
+
+        On a CPU stores are synchronous already; on CUDA they are not. A lost store costs a
+        recomputation and must not cost the engine.
+
+        vLLM calls this from a ``finally``, so also when the forward pass was broken off, by a
+        SIGTERM for instance. What is in the blocks then is not the prompt's KV, and storing it
+        would give every later conversation with this prompt wrong answers.
+        """
+        if sys.exc_info()[0] is not None:
+            return
+        try:
+            super().wait_for_save()
+            for future in list(self.worker_adapter.store_futures.values()):
+                future.wait(_STORE_TIMEOUT_S)
+        except Exception:
+            logger.exception("KV was not stored; it will be computed again where it is needed")
+
+
+def _wait_for_server(host: str | None, port: int, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Return when something listens there: the server starts while the engine loads.
+
+    Raises:
+        RuntimeError: nothing does.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host or "", port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline_s:
+                raise RuntimeError(
+                    f"no LMCache server at {host}:{port} after {timeout_s:g} s ({error}); see the "
+                    "node actor's log"
+                ) from None
+        time.sleep(0.1)
+
+
+def _fail_fast(client: Any, healthy: Any) -> None:
+    """End every open call when the connection is lost, and refuse new ones until it is back."""
+    queue = client._message_queue_client
+    submit, cancel_streams = queue.submit_request, queue.cancel_streams
+    lost = TimeoutError("the connection to the LMCache server is lost")
+
+    def connection_lost() -> None:
+        # Called in the thread that owns pending_futures.
+        healthy.clear()
+        for future, _ in queue.pending_futures.values():
+            future.set_exception(lost)
+        queue.pending_futures.clear()
+        cancel_streams()
+
+    def submit_request(operation: str, payloads: Any) -> Any:
+        if healthy.is_set() or operation in _ALWAYS:
+            return submit(operation, payloads)
+        future = MessagingFuture()
+        future.set_exception(lost)
+        return future
+
+    queue.cancel_streams = connection_lost
+    queue.submit_request = submit_request

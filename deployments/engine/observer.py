@@ -1,0 +1,246 @@
+"""What a decoder sees of each turn, from the engine's own statistics, and tells the table.
+
+Two ends meet here: an ASGI middleware in front of vLLM's OpenAI server, which knows whose turn
+it is and what the client was told, and the engine client's ``generate``, which knows how many
+tokens there were and where the prompt's KV came from. A context variable joins them.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from conserve import recognition, wire
+from conserve.conversations import TurnStats
+from conserve.holdings import Holdings
+from conserve.recognition import Digest
+from deployments.table.table_client import TableClient, TableUnavailable
+
+logger = logging.getLogger("ray.serve")
+
+_DONE = b"data: [DONE]"
+# An answer must not hang on its bookkeeping. What the table misses, it learns from `Holdings`.
+_REPORT_PATIENCE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Observation:
+    turn1_tokens: int | None = None
+    started: int = 0
+    finished: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    lmcache_tokens: int = 0
+    output_tokens: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def see(self, output: Any, delta: bool) -> None:
+        self.prompt_tokens = max(self.prompt_tokens, len(output.prompt_token_ids or ()))
+        for choice in output.outputs:
+            key = (output.request_id, choice.index)
+            new = len(choice.token_ids)
+            self.output_tokens[key] = self.output_tokens.get(key, 0) + new if delta else new
+        found = wire.cached_tokens(output.kv_transfer_params)
+        if found.own_tokens is not None and found.lmcache_tokens is not None:
+            self.cached_tokens, self.lmcache_tokens = found.own_tokens, found.lmcache_tokens
+        elif output.num_cached_tokens is not None and not self.lmcache_tokens:
+            self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
+        if output.finished:
+            self.finished += 1
+
+    def stats(self) -> TurnStats | None:
+        if not self.prompt_tokens:
+            return None
+        return TurnStats(
+            self.prompt_tokens,
+            max(self.output_tokens.values(), default=0),
+            self.cached_tokens,
+            self.lmcache_tokens,
+        )
+
+
+_current: ContextVar[_Observation | None] = ContextVar("conserve_observation", default=None)
+
+
+def observe_engine(client: Any) -> None:
+    """Have an ``AsyncLLM`` report what it does for the turn in whose context it is called."""
+    generate = client.generate
+
+    @functools.wraps(generate)
+    async def observed(
+        prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncIterator[Any]:
+        observation = _current.get()
+        stream = generate(prompt, sampling_params, request_id, **options)
+        if observation is None:
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    yield output
+            return
+        # Asks the connector for its statistics; see LMCacheMPConnector.
+        extra = dict(sampling_params.extra_args or {})
+        extra["kv_transfer_params"] = {
+            **(extra.get("kv_transfer_params") or {}),
+            **wire.transfer_params(observation.turn1_tokens),
+        }
+        sampling_params.extra_args = extra
+        observation.started += 1
+        # An answer in one piece says nothing before its end, and may not come to it.
+        given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        observation.prompt_tokens = max(observation.prompt_tokens, len(given or ()))
+        delta = getattr(sampling_params.output_kind, "name", "") == "DELTA"
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                observation.see(output, delta)
+                yield output
+
+    client.generate = observed
+
+
+class TurnObserver:
+    """ASGI middleware that keeps a decoder's `Holdings` and reports each turn's end.
+
+    The report is made before the client learns that the turn is over, so that the next turn
+    finds the table up to date, however fast it follows.
+    """
+
+    def __init__(
+        self, app: ASGIApp, engine_id: str, holdings: Holdings, table: TableClient
+    ) -> None:
+        self._app = app
+        self._engine_id = engine_id
+        self._holdings = holdings
+        self._table = table
+        self._reports: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        if wire.CONVERSATION_HEADER not in headers:
+            await self._app(scope, receive, send)
+            return
+        turn = _Turn(
+            self._engine_id,
+            self._holdings,
+            self._table,
+            headers[wire.CONVERSATION_HEADER],
+            int(headers[wire.INCARNATION_HEADER]),
+            int(headers[wire.TURN_HEADER]),
+        )
+        if wire.RECOGNISE_HEADER in headers:
+            turn.body, receive = await _read_ahead(receive)
+        self._holdings.begin(turn.conversation_id, turn.incarnation, turn.turn_id)
+        if wire.PREFILLED_HEADER not in headers:
+            turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.conversation_id)
+        _current.set(turn.observation)
+        try:
+            await self._app(scope, receive, turn.relay(send))
+        finally:
+            if not turn.reported:
+                # In a task of its own: this one may be under cancellation.
+                task = asyncio.get_running_loop().create_task(turn.report(completed=False))
+                self._reports.add(task)
+                task.add_done_callback(self._reports.discard)
+
+
+@dataclass(slots=True)
+class _Turn:
+    engine_id: str
+    holdings: Holdings
+    table: TableClient
+    conversation_id: str
+    incarnation: int
+    turn_id: int
+    observation: _Observation = field(default_factory=_Observation)
+    body: bytes | None = None
+    status: int = 0
+    streamed: bool = False
+    parts: list[bytes] = field(default_factory=list)
+    reported: bool = False
+
+    def relay(self, send: Send) -> Send:
+        async def observed_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                self.streamed = any(
+                    name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+                    for name, value in message["headers"]
+                )
+            elif message["type"] == "http.response.body" and not self.reported:
+                part = message.get("body", b"")
+                if self.body is not None and part:
+                    self.parts.append(part)
+                # vLLM sends every event as a part of its own.
+                if part.startswith(_DONE) if self.streamed else not message.get("more_body"):
+                    await self.report(completed=self._completed())
+            await send(message)
+
+        return observed_send
+
+    def _completed(self) -> bool:
+        seen = self.observation
+        return self.status == 200 and 0 < seen.started == seen.finished
+
+    async def report(self, completed: bool) -> None:
+        self.reported = True
+        stats = self.observation.stats()
+        tails = self._tails() if completed else ()
+        self.holdings.finish(
+            self.conversation_id, self.incarnation, self.turn_id, stats, tails, completed
+        )
+        turn = (self.conversation_id, self.incarnation, self.turn_id)
+        patience = {"patience_s": _REPORT_PATIENCE_S}
+        try:
+            if not completed:
+                await self.table.call("abandon", *turn, self.engine_id, stats, **patience)
+            elif not await self.table.call(
+                "advance", *turn, self.engine_id, stats, tails, **patience
+            ):
+                # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
+                self.holdings.drop(self.conversation_id, self.incarnation)
+        except TableUnavailable as error:
+            logger.warning("turn %d of %s: %s", self.turn_id, self.conversation_id, error)
+        except Exception:
+            # A failure of the table is no reason to break off a client's answer.
+            logger.exception("turn %d of %s was not reported", self.turn_id, self.conversation_id)
+
+    def _tails(self) -> tuple[Digest, ...]:
+        if self.body is None:
+            return ()
+        messages = json.loads(self.body).get("messages")
+        if not isinstance(messages, list):
+            return ()
+        if self.streamed:
+            answers = recognition.answers_from_stream(self.parts)
+        else:
+            answers = recognition.answers_from_body(b"".join(self.parts))
+        return tuple(recognition.tail_digest(messages, answer) for answer in answers)
+
+
+async def _read_ahead(receive: Receive) -> tuple[bytes, Receive]:
+    """The whole body, and a ``receive`` that gives it out again."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            break
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    body = b"".join(parts)
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return body, replay

@@ -1,0 +1,65 @@
+"""Starts an LMCache server that shares KV with others, without a core being taken for it.
+
+NIXL's thread for UCX's progress sleeps until something arrives, but for at most a time that its
+Python API sets to zero: so it never sleeps, and takes a whole core of an idle machine (measured:
+98 %; with the time below: 0 %). What arrives still wakes it at once.
+
+It reaches into internals of nixl 1.5 (``nixlBind.nixlAgentConfig``, as its ``_api`` module uses
+it): check it when that version changes.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+
+# The packages in the order in which LMCache tries them.
+NIXL_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
+_LONGEST_SLEEP_US = 10_000
+
+
+def nixl_api() -> ModuleType:
+    """The module of NIXL's that LMCache will use.
+
+    Raises:
+        ImportError: none is installed.
+    """
+    for name in NIXL_MODULES:
+        try:
+            found = importlib.import_module(f"{name}._api")
+        except ImportError:
+            continue
+        # One package may pass on what another defines.
+        return sys.modules[found.nixl_agent.__module__]
+    raise ImportError(f"NIXL is not installed (none of {', '.join(NIXL_MODULES)})")
+
+
+def let_progress_thread_sleep(api: ModuleType) -> None:
+    """Have agents that are made from now on sleep while nothing arrives."""
+    bindings = api.nixlBind
+    config: type = bindings.nixlAgentConfig
+
+    class SleepingConfig(config):  # type: ignore[misc]  # Compiled, without types.
+        """Takes the delay of zero for the one above."""
+
+        @property
+        def pthrDelay(self) -> int:
+            return int(config.pthrDelay.__get__(self))  # type: ignore[attr-defined]
+
+        @pthrDelay.setter
+        def pthrDelay(self, microseconds: int) -> None:
+            delay = microseconds or _LONGEST_SLEEP_US
+            config.pthrDelay.__set__(self, delay)  # type: ignore[attr-defined]
+
+    bindings.nixlAgentConfig = SleepingConfig
+
+
+def main() -> None:
+    """``python -m deployments.node.lmcache_main server ...``: as ``lmcache server ...``."""
+    from lmcache.cli.main import main as lmcache
+
+    let_progress_thread_sleep(nixl_api())
+    lmcache()
+
+
+if __name__ == "__main__":
+    main()

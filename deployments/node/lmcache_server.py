@@ -1,0 +1,338 @@
+"""A node's LMCache server: where it listens, how it is started, and keeping it up.
+
+On one node every socket is on loopback. On several the servers share KV: engines store into and
+load from their own node's server, and a server that lacks what an engine asks for reads it out
+of the memory of the one that has it (LMCache's peer-to-peer mode, over NIXL). See
+docs/cluster.md.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import importlib.util
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from conserve.settings import LMCacheSettings, Settings
+from deployments.messages import CachePeer
+from deployments.node.lmcache_main import NIXL_MODULES
+
+logger = logging.getLogger("conserve.node")
+
+START_TIMEOUT_S = 120.0
+# A predecessor's port is free once its process is gone; another program's stays taken.
+TAKEN_TIMEOUT_S = 10.0
+_HEALTH_PERIOD_S = 2.0
+_HEALTH_TIMEOUT_S = 5.0
+_UNHEALTHY_AFTER = 5
+_LONGEST_BACKOFF_S = 10.0
+# A peer that does not answer a look-up for so long has nothing; its engines recompute.
+_PEER_LOOKUP_TIMEOUT_S = 2.0
+# How often servers ask which others there are. After four rounds without, a peer is dropped.
+_PEERS_PERIOD_S = 1.0
+# NIXL describes memory page by page, to every peer: a bounded number of pages, so that pages grow
+# with the memory. A chunk takes whole pages.
+_SMALLEST_PAGE_BYTES = 64 * 1024
+_MOST_PAGES = 2**17
+# Above those of Ray's workers (10002 to 19999), below those that Linux gives to outgoing
+# connections (from 32768): a server binds its port many seconds after it was chosen.
+_OPEN_PORTS = range(20_000, 32_768)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a node's server listens: for engines (and peers), and for its admin interface.
+
+    The admin interface has no authentication and is on loopback always.
+    """
+
+    host: str
+    port: int
+    http_port: int
+
+
+def choose_address(settings: Settings, node_ip: str) -> Address:
+    """Where the server of the node at this address is to listen.
+
+    A port that the settings leave open (0) is one that is free now. Nodes that share a machine,
+    and so its ports, need that.
+    """
+    host = node_ip if settings.nodes == "several" else "127.0.0.1"
+    wanted = settings.lmcache
+    # None of them listens yet, so that a look would not tell.
+    taken = {settings.port, wanted.port, wanted.http_port}
+    port = wanted.port or free_port(host, taken)
+    return Address(host, port, wanted.http_port or free_port("127.0.0.1", taken | {port}))
+
+
+def free_port(host: str, but: Collection[int] = ()) -> int:
+    """A TCP port that nobody has, and that nobody gets by chance until it is used.
+
+    Args:
+        but: ports that are promised to others.
+
+    Raises:
+        RuntimeError: none is free.
+    """
+    for port in random.sample(_OPEN_PORTS, k=100):
+        if port not in but and not _taken(host, port):
+            return port
+    raise RuntimeError(f"no free port on {host} from {_OPEN_PORTS[0]} to {_OPEN_PORTS[-1]}")
+
+
+def new_peer(address: Address) -> CachePeer:
+    """How other nodes' servers are to know the next run of this one.
+
+    Its port for transfers is another every time: peers keep what they know of a server by that
+    address, and would take memory that is gone for that of its successor.
+    """
+    return CachePeer(uuid.uuid4().hex, address.host, address.port, free_port(address.host))
+
+
+def require_nixl() -> None:
+    """Refuse to share KV without the library that moves it.
+
+    Raises:
+        RuntimeError: it is not installed here; says what to do.
+    """
+    if not any(importlib.util.find_spec(name) for name in NIXL_MODULES):
+        raise RuntimeError(
+            "KV cannot move between nodes: NIXL is not installed on this one. On every node: "
+            "pip install '.[nodes]' in the repository (it needs no GPU); or set nodes=one."
+        )
+
+
+def page_bytes(size_gb: float) -> int:
+    """The unit in which a server that shares its memory hands it out: a power of two."""
+    page = _SMALLEST_PAGE_BYTES
+    while size_gb * 2**30 / page > _MOST_PAGES:
+        page *= 2
+    return page
+
+
+def lmcache_command(
+    lmcache: LMCacheSettings,
+    address: Address,
+    peer: CachePeer | None = None,
+    directory_url: str | None = None,
+) -> list[str]:
+    """The LMCache server's command line.
+
+    Args:
+        peer: how it presents itself to servers of other nodes; None: it shares with none.
+        directory_url: where it learns of those.
+    """
+    module = "lmcache.cli.main" if peer is None else "deployments.node.lmcache_main"
+    command = [
+        sys.executable, "-m", module, "server",
+        "--host", address.host,
+        "--port", str(address.port),
+        "--http-host", "127.0.0.1",
+        "--http-port", str(address.http_port),
+        "--l1-size-gb", str(lmcache.size_gb),
+        "--eviction-policy", "LRU",
+        "--supported-transfer-mode", "auto",
+        "--chunk-size", str(lmcache.chunk_tokens),
+        "--max-workers", "4",
+    ]  # fmt: skip
+    if peer is None:
+        return command
+    assert directory_url is not None
+    return [
+        *command,
+        "--instance-id", peer.id,
+        "--coordinator-url", directory_url,
+        "--coordinator-advertise-ip", peer.host,
+        "--coordinator-heartbeat-interval", str(_PEERS_PERIOD_S),
+        "--p2p-advertise-url", f"{peer.host}:{peer.transfer_port}",
+        "--p2p-transfer-engine", "nixl",
+        "--p2p-lookup-timeout", str(_PEER_LOOKUP_TIMEOUT_S),
+        "--p2p-load-timeout", str(lmcache.timeout_s),
+        "--l1-align-bytes", str(page_bytes(lmcache.size_gb)),
+    ]  # fmt: skip
+
+
+def lmcache_environment() -> dict[str, str]:
+    """The server's environment: the same prefix hashes as the engines', and no reports home."""
+    return {
+        **os.environ,
+        "PYTHONHASHSEED": "0",
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+        "LMCACHE_LOG_LEVEL": "WARNING",
+        "NIXL_LOG_LEVEL": "WARN",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+    }
+
+
+class LMCacheServer:
+    """Starts the server, watches it, and starts it again on the same address.
+
+    Args:
+        directory_url: where it learns of other nodes' servers; None: it shares with none.
+    """
+
+    def __init__(
+        self, settings: LMCacheSettings, address: Address, directory_url: str | None = None
+    ) -> None:
+        self.address = address
+        self.restarts = -1
+        self._settings = settings
+        self._directory_url = directory_url
+        self._process: asyncio.subprocess.Process | None = None
+        self._peer: CachePeer | None = None
+        self._launched = asyncio.Event()
+        self._healthy = asyncio.Event()
+        self._problem = "it has not been started"
+        # Since when one of its ports has been another program's.
+        self._taken_since_s: float | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, if it was ever started."""
+        return self._process.pid if self._process else None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it answers."""
+        return self._healthy.is_set()
+
+    @property
+    def peer(self) -> CachePeer | None:
+        """This run of it as other nodes may reach it, once it answers."""
+        return self._peer if self.healthy else None
+
+    async def wait_until_launched(self) -> None:
+        """Return when its process has been started.
+
+        Raises:
+            RuntimeError: it is not; says why.
+        """
+        await self._wait(self._launched)
+
+    async def wait_until_healthy(self) -> None:
+        """Return when it answers.
+
+        Raises:
+            RuntimeError: it does not come up; says why.
+        """
+        await self._wait(self._healthy)
+
+    async def _wait(self, event: asyncio.Event) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not event.is_set():
+            now_s = time.monotonic()
+            if self._taken_since_s is not None and now_s >= self._taken_since_s + TAKEN_TIMEOUT_S:
+                raise RuntimeError(
+                    f"the LMCache server cannot start: {self._problem}. Stop what listens there, "
+                    "or set lmcache.port and lmcache.http_port to other ports, or to 0 for ones "
+                    "that are free."
+                )
+            if now_s >= deadline_s:
+                raise RuntimeError(
+                    f"the LMCache server did not answer within {START_TIMEOUT_S:g} s: "
+                    f"{self._problem}. See the node actor's log."
+                )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), 0.5)
+
+    async def keep_running(self) -> None:
+        """Start it, and again whenever it ends; never returns."""
+        backoff_s = 0.5
+        while True:
+            taken = _taken_port(self.address)
+            if taken is not None:
+                self._problem = f"port {taken} is in use"
+                if self._taken_since_s is None:
+                    self._taken_since_s = time.monotonic()
+                logger.warning("LMCache server not started: %s", self._problem)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
+                continue
+            self._taken_since_s = None
+            self.restarts += 1
+            started_s = time.monotonic()
+            self._peer = new_peer(self.address) if self._directory_url else None
+            self._process = await asyncio.create_subprocess_exec(
+                *lmcache_command(self._settings, self.address, self._peer, self._directory_url),
+                env=lmcache_environment(),
+                stdin=asyncio.subprocess.DEVNULL,
+                # Its access log, a line for every health check.
+                stdout=asyncio.subprocess.DEVNULL,
+                preexec_fn=_die_with_parent,
+            )
+            self._launched.set()
+            logger.info("LMCache server started, pid %d", self._process.pid)
+            watcher = asyncio.get_running_loop().create_task(self._watch(self._process))
+            code = await self._process.wait()
+            watcher.cancel()
+            self._healthy.clear()
+            self._problem = f"it ended with {code}"
+            logger.warning("LMCache server ended with %s; restarting", code)
+            if time.monotonic() - started_s > 60:
+                backoff_s = 0.5
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
+
+    def terminate(self) -> None:
+        """Have it end; it is not started again by itself once `keep_running` is cancelled."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        failures = 0
+        while True:
+            if await self._answers():
+                failures = 0
+                self._healthy.set()
+            else:
+                failures += 1
+                if self._healthy.is_set() and failures >= _UNHEALTHY_AFTER:
+                    logger.warning("LMCache server does not answer; killing it")
+                    process.kill()
+                    return
+            await asyncio.sleep(_HEALTH_PERIOD_S if self._healthy.is_set() else 0.25)
+
+    async def _answers(self) -> bool:
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection("127.0.0.1", self.address.http_port)
+                writer.write(b"GET /healthcheck HTTP/1.0\r\nHost: localhost\r\n\r\n")
+                status = await reader.readline()
+                writer.close()
+                return b" 200" in status
+        except (OSError, TimeoutError) as error:
+            self._problem = f"its health check failed: {error or type(error).__name__}"
+            return False
+
+
+def _taken_port(address: Address) -> int | None:
+    """A port that the server needs and another has, whose health would be taken for ours."""
+    for host, port in ((address.host, address.port), ("127.0.0.1", address.http_port)):
+        if _taken(host, port):
+            return port
+    return None
+
+
+def _taken(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
+
+
+def _die_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,0 +1,309 @@
+"""The node-local actor: what a node needs once: LMCache's server, the GPUs' keeper, tidying up.
+
+One actor a node, made by the first engine there. If it dies, its server dies with it, and Ray
+starts both again on the same address; engines recompute meanwhile. It ends itself when no engine
+of the application has been heard of for ``ABANDONED_S``.
+
+On several nodes the actors also tell each other of their servers, so that a prefiller's KV
+reaches a decoder on another node; see docs/cluster.md.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from conserve.settings import Settings
+from conserve.shared_memory import Leftovers
+from conserve.wire import BEAT_S
+from deployments.messages import CachePeer
+from deployments.node.caches import PeerDirectory, SeenPeers
+from deployments.node.lmcache_server import Address, LMCacheServer, choose_address, require_nixl
+from hetero.energy import EngineEnergy
+from hetero.gpus import EngineUse, GpuKeeper
+from hetero.sm_slots import Lease
+
+logger = logging.getLogger("conserve.node")
+
+_T = TypeVar("_T")
+
+ABANDONED_S = 120.0
+_BEAT_TIMEOUT_S = 10.0
+_PEERS_PERIOD_S = 1.0
+_GPUS_PERIOD_S = 1.0
+_LEFTOVERS_PERIOD_S = 5.0
+_PEER_TIMEOUT_S = 2.0
+
+
+class NodeService:
+    """What the actor does; `NodeClient` makes it one.
+
+    Args:
+        address: where the LMCache server listens, in every life of this actor.
+        names: which names the application's node actors have; see `NodeNames`.
+    """
+
+    def __init__(self, settings: Settings, address: Address, names: "NodeNames") -> None:
+        self._settings = settings
+        self._address = address
+        self._names = names
+        self._server: LMCacheServer | None = None
+        self._peers = SeenPeers()
+        self._starting = asyncio.Lock()
+        self._last_beat_s = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._leftovers = Leftovers()
+        # NVML and the guard of power caps block: one thread of their own.
+        self._gpus: GpuKeeper | None = None
+        self._gpu_thread = ThreadPoolExecutor(1, "gpus")
+
+    async def launch(self) -> Address:
+        """Have the LMCache server started; returns where it will listen.
+
+        Raises:
+            RuntimeError: it cannot be; says why.
+        """
+        server = await self._ensure_started()
+        await server.wait_until_launched()
+        return self._address
+
+    async def wait_until_healthy(self) -> None:
+        """Return when the LMCache server answers.
+
+        Raises:
+            RuntimeError: it does not come up; says why.
+        """
+        server = await self._ensure_started()
+        await server.wait_until_healthy()
+
+    async def beat(self, pid: int, use: EngineUse | None = None) -> EngineEnergy | None:
+        """An engine on this node lives.
+
+        Args:
+            pid: of its replica, below which its other processes are.
+            use: the GPUs that it runs on; None without, and then none is looked at.
+
+        Returns:
+            What they have used for it, if that is known.
+        """
+        self._last_beat_s = time.monotonic()
+        self._leftovers.watch(pid)
+        await self._ensure_started()
+        if use is None:
+            return None
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.beat(use, time.monotonic()))
+
+    # --- SM slots, for an engine's workers: see `hetero.sm_slots.SlotLedger` ----------------------
+
+    async def lease_slots(self, gpu: str, engine_id: str, asked_sms: int) -> Lease:
+        """Lease at least so many SMs of a GPU to an engine, for as long as it beats."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.lease(gpu, engine_id, asked_sms))
+
+    async def rebind_slots(self, lease_id: int, asked_sms: int) -> Lease:
+        """Change a lease to the smallest slot with at least so many SMs."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.rebind(lease_id, asked_sms))
+
+    async def split_slots(
+        self, decode_id: int, prefill_id: int, asked_sms: int
+    ) -> tuple[Lease, Lease]:
+        """Move the border between decoding's lease and prefill's."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.split(decode_id, prefill_id, asked_sms))
+
+    async def release_slots(self, lease_id: int) -> Lease:
+        """End a lease."""
+        keeper = self._keeper()
+        return await self._on_gpus(lambda: keeper.ledger.release(lease_id))
+
+    def _keeper(self) -> GpuKeeper:
+        if self._gpus is None:
+            self._gpus = GpuKeeper()
+            self._tasks.append(asyncio.get_running_loop().create_task(self._keep_gpus(self._gpus)))
+        return self._gpus
+
+    async def _keep_gpus(self, keeper: GpuKeeper) -> None:
+        while True:
+            await asyncio.sleep(_GPUS_PERIOD_S)
+            try:
+                await self._on_gpus(lambda: keeper.tick(time.monotonic()))
+            except Exception:
+                logger.exception("looking after GPUs failed; it is tried again")
+
+    async def _on_gpus(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._gpu_thread, work)
+
+    async def peer(self) -> CachePeer | None:
+        """How other nodes reach this one's LMCache server; None while it is not up."""
+        return self._server.peer if self._server else None
+
+    async def status(self) -> dict[str, Any]:
+        """The LMCache server's process, restarts and peers; and GPUs that engines use."""
+        server = self._server
+        return {
+            "agent_pid": os.getpid(),
+            "lmcache_pid": server.pid if server else None,
+            "lmcache_healthy": server.healthy if server else False,
+            "lmcache_restarts": max(server.restarts, 0) if server else 0,
+            "lmcache_peers": [peer.id for peer in self._peers.current(time.monotonic())],
+            "gpus": await self._on_gpus(self._gpus.state) if self._gpus else None,
+        }
+
+    async def _ensure_started(self) -> LMCacheServer:
+        # Not in the constructor: Ray runs that outside of the actor's event loop.
+        async with self._starting:
+            if self._server is None:
+                directory_url = None
+                jobs = [self._end_when_abandoned(), self._tidy_up()]
+                if self._settings.nodes == "several":
+                    require_nixl()
+                    directory_url = await PeerDirectory(self._peers).start()
+                    jobs.append(self._follow_peers())
+                self._server = LMCacheServer(self._settings.lmcache, self._address, directory_url)
+                jobs.append(self._server.keep_running())
+                loop = asyncio.get_running_loop()
+                self._tasks = [loop.create_task(job) for job in jobs]
+            return self._server
+
+    async def _tidy_up(self) -> None:
+        while True:
+            await asyncio.sleep(_LEFTOVERS_PERIOD_S)
+            try:
+                await asyncio.to_thread(self._leftovers.look)
+            except Exception:
+                logger.exception("looking for what lost engines left failed; it is tried again")
+
+    async def _follow_peers(self) -> None:
+        """Keep up with the LMCache servers of the other nodes."""
+        own = ray.get_runtime_context().get_actor_name()
+        while True:
+            try:
+                names = await asyncio.to_thread(self._names.listed)
+                others = (name for name in names if name != own)
+                await asyncio.gather(*(self._ask_peer(name) for name in others))
+            except Exception:
+                logger.exception("looking for other nodes failed; it is tried again")
+            await asyncio.sleep(_PEERS_PERIOD_S)
+
+    async def _ask_peer(self, name: str) -> None:
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, name, namespace="serve")
+            peer = await asyncio.wait_for(actor.peer.remote(), _PEER_TIMEOUT_S)
+        except (TimeoutError, ValueError, ray.exceptions.RayError):
+            # Silent, dying or gone. If it lasts, the server is forgotten.
+            return
+        self._peers.saw(name, peer, time.monotonic())
+
+    async def _end_when_abandoned(self) -> None:
+        while (left_s := self._last_beat_s + ABANDONED_S - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left_s)
+        logger.info("no engine for %g s: ending", ABANDONED_S)
+        if self._server is not None:
+            self._server.terminate()
+        if self._gpus is not None:
+            await self._on_gpus(self._gpus.close)
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+class NodeNames:
+    """The names of an application's node actors, by which they find each other."""
+
+    def __init__(self, application: str, settings: Settings) -> None:
+        self._prefix = f"conserve:{application}:node:"
+        # Other settings of LMCache need another server: an actor never changes its own.
+        said = settings.lmcache.model_dump_json() + settings.nodes
+        self._suffix = ":" + hashlib.sha256(said.encode()).hexdigest()[:8]
+
+    def of(self, node_id: str) -> str:
+        """The name of the actor on this node."""
+        return f"{self._prefix}{node_id}{self._suffix}"
+
+    def listed(self) -> list[str]:
+        """The names of those that live, or are being restarted. Asks Ray; takes milliseconds."""
+        found = ray.util.list_named_actors(all_namespaces=True)
+        names = (actor["name"] for actor in found if actor["namespace"] == "serve")
+        return [name for name in names if self.includes(name)]
+
+    def includes(self, name: str) -> bool:
+        """Whether that is a node actor of this application, with these settings of LMCache."""
+        return name.startswith(self._prefix) and name.endswith(self._suffix)
+
+
+class NodeClient:
+    """An engine's end of its node's actor; makes the actor if it is the first."""
+
+    def __init__(self, application: str, settings: Settings) -> None:
+        self._settings = settings
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._names = NodeNames(application, settings)
+        # Kept for the actor's next life; if there is one already, that has its own.
+        self._address = choose_address(settings, ray.util.get_node_ip_address())
+        self._actor = self._connect()
+        # Set when the engine knows its GPUs; and what they have used for it, from the last beat.
+        self.use: EngineUse | None = None
+        self.energy: EngineEnergy | None = None
+
+    async def launch(self) -> Address:
+        """Have the node's LMCache server started, and see to it that the actor lives on.
+
+        Returns:
+            where the server will listen for this node's engines.
+        """
+        self._address = await self._actor.launch.remote()
+        self.keep_beating()
+        return self._address
+
+    async def wait_until_healthy(self) -> None:
+        """Return when the node's LMCache server answers.
+
+        Raises:
+            RuntimeError: it does not come up; says why.
+        """
+        await self._actor.wait_until_healthy.remote()
+
+    def keep_beating(self) -> None:
+        """Beat from now on, from a thread: loading a model blocks the event loop for minutes."""
+        threading.Thread(target=self._beat, name="node-beat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            try:
+                beat = self._actor.beat.remote(os.getpid(), self.use)
+                self.energy = ray.get(beat, timeout=_BEAT_TIMEOUT_S)
+            except ray.exceptions.GetTimeoutError:
+                logger.warning("the node actor does not answer")
+            except ray.exceptions.RayActorError:
+                try:
+                    self._actor = self._connect()
+                except Exception as error:
+                    logger.warning("the node actor is down: %s", error)
+            except Exception:
+                # Without beats caps would be lifted, and the LMCache server would end.
+                logger.exception("a beat to the node actor failed")
+
+    def _connect(self) -> Any:
+        return (
+            ray.remote(NodeService)
+            .options(
+                name=self._names.of(self._node_id),
+                namespace="serve",
+                get_if_exists=True,
+                lifetime="detached",
+                max_restarts=-1,
+                max_concurrency=1000,
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self._node_id, soft=False),
+            )
+            .remote(self._settings, self._address, self._names)
+        )

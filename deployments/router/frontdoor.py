@@ -1,0 +1,176 @@
+"""The HTTP interface: which path does what, and how errors look."""
+
+import json
+import logging
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from conserve import identity
+from conserve.errors import ApiError
+from conserve.settings import Settings
+from deployments.router.responses import TABLE_RESTARTING, error_response
+from deployments.router.turns import Turns
+from deployments.router.upstream import Upstream
+from deployments.table.table_client import TableClient, TableUnavailable
+
+logger = logging.getLogger("ray.serve")
+
+_LISTED_AT_MOST = 10_000
+_SMALL_BODY_BYTES = 64 * 1024
+
+
+class FrontDoor:
+    """The ASGI application of a router."""
+
+    def __init__(self, settings: Settings, table: TableClient, router_id: str) -> None:
+        self._settings = settings
+        self._table = table
+        self._turns = Turns(settings, table, Upstream(settings.turn_timeout_s), router_id)
+        get, post, delete = ["GET"], ["POST"], ["DELETE"]
+        self._app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._turns, methods=post),
+                Route("/v1/completions", self._turns, methods=post),
+                Route("/v1/models", self._models, methods=get),
+                Route("/v1/models/{model:path}", self._model, methods=get),
+                Route("/v1/conversations", self._conversations, methods=get),
+                Route("/v1/conversations/{id:path}", self._conversation, methods=get),
+                Route("/v1/conversations/{id:path}", self._release, methods=delete),
+                Route("/v1/engines", self._engines, methods=get),
+                Route("/programs/release", self._release_program, methods=post),
+                Route("/health", self._health, methods=get),
+                Route("/metrics", self._metrics, methods=get),
+            ],
+            exception_handlers={
+                ApiError: _api_error,
+                HTTPException: _http_error,
+                TableUnavailable: _unavailable,
+                Exception: _bug,
+            },
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        model = request.path_params["model"]
+        if model != self._settings.model_id:
+            raise self._turns.unknown_model(model)
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._settings.model_id,
+            "object": "model",
+            "created": self._turns.started,
+            "owned_by": "conserve",
+        }
+
+    async def _conversations(self, request: Request) -> Response:
+        text = request.query_params.get("limit", "1000")
+        if not text.isdigit() or not 1 <= int(text) <= _LISTED_AT_MOST:
+            raise ApiError(
+                400, f"limit must be a number from 1 to {_LISTED_AT_MOST}", param="limit"
+            )
+        return JSONResponse(await self._table.call("conversations", int(text)))
+
+    async def _conversation(self, request: Request) -> Response:
+        found = await self._table.call("conversation", request.path_params["id"])
+        if found is None:
+            raise _unknown_conversation()
+        return JSONResponse(found)
+
+    async def _release(self, request: Request) -> Response:
+        conversation_id = request.path_params["id"]
+        if not await self._table.call("release", conversation_id):
+            raise _unknown_conversation()
+        return JSONResponse(
+            {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+        )
+
+    async def _release_program(self, request: Request) -> Response:
+        body = await _small_json(request)
+        program_id = body.get("program_id")
+        if not isinstance(program_id, str) or not program_id:
+            raise ApiError(400, "program_id must be a non-empty string", param="program_id")
+        try:
+            identity.explicit_id({}, {"program_id": program_id})
+        except identity.InvalidConversationId as error:
+            raise ApiError(400, str(error), param="program_id") from None
+        released = await self._table.call("release", program_id.strip())
+        return JSONResponse({"program_id": program_id, "released": released})
+
+    async def _engines(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await self._table.call("engines")})
+
+    async def _health(self, request: Request) -> Response:
+        alive = await self._table.call("health", patience_s=5.0)
+        prefills = alive["prefillers"] > 0 or not self._settings.prefiller_replicas
+        healthy = prefills and alive["decoders"] > 0
+        return JSONResponse(
+            {"status": "ok" if healthy else "unavailable", **alive},
+            status_code=200 if healthy else 503,
+        )
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(
+            await self._table.call("metrics"),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
+        )
+
+
+async def _small_json(request: Request) -> dict[str, Any]:
+    raw = b""
+    async for part in request.stream():
+        raw += part
+        if len(raw) > _SMALL_BODY_BYTES:
+            raise ApiError(413, f"the body is longer than {_SMALL_BODY_BYTES} bytes")
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return body
+
+
+def _unknown_conversation() -> ApiError:
+    return ApiError(
+        404,
+        "no live conversation has this id; it was never seen, or has ended",
+        "conversation_not_found",
+    )
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message = f"no such path: {request.url.path[:100]}"
+    else:
+        message = f"{request.method} is not possible here"
+    response = error_response(ApiError(error.status_code, message))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _unavailable(request: Request, error: Exception) -> Response:
+    return error_response(TABLE_RESTARTING)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    logger.error("unexpected error on %s", request.url.path, exc_info=error)
+    return error_response(ApiError(500, "internal error; see the router's log", "internal_error"))

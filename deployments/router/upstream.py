@@ -1,0 +1,127 @@
+"""A router's calls to engines, over HTTP."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from conserve import wire
+from conserve.errors import ApiError, from_engine
+from deployments.messages import Prefilled
+
+_CONNECT_TIMEOUT_S = 5.0
+_HEALTH_TIMEOUT_S = 5.0
+# vLLM may print the whole request in a refusal.
+_LONGEST_ERROR_BYTES = 64 * 1024 * 1024
+
+
+class EngineUnreachable(Exception):
+    """The connection to an engine could not be made, or broke."""
+
+
+class Upstream:
+    """HTTP to engines. Connections are kept and not limited in number.
+
+    Args:
+        silence_s: the longest silence of an engine within a response.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def count_tokens(self, url: str, body: dict[str, Any]) -> list[int]:
+        """A prompt's tokens, by the model's own chat template and tokenizer.
+
+        Args:
+            body: ``messages`` (and ``tools``, ...) of a chat, or a ``prompt``.
+
+        Raises:
+            ApiError: the engine refuses the request.
+            EngineUnreachable: try another engine.
+        """
+        answer = await self._json(url + "/tokenize", body)
+        tokens: list[int] = answer["tokens"]
+        return tokens
+
+    async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
+        """Have a prompt's KV computed and stored.
+
+        Raises:
+            ApiError: the engine refuses the request.
+            EngineUnreachable: let the decoder prefill.
+        """
+        asked = {**body, "kv_transfer_params": wire.transfer_params()}
+        answer = await self._json(url + "/v1/completions", asked)
+        found = wire.cached_tokens(answer.get("kv_transfer_params"))
+        return Prefilled(int(answer["usage"]["prompt_tokens"]), found.lmcache_tokens or 0)
+
+    async def healthy(self, url: str) -> bool:
+        """Whether an engine answers its health check."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
+            async with self._open().get(url + "/health", timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    @asynccontextmanager
+    async def post(
+        self, url: str, raw: bytes, headers: dict[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a turn; the response's body is yet to be read.
+
+        Raises:
+            EngineUnreachable: also while the body is being read.
+            ApiError: 504, the engine was silent for too long.
+        """
+        try:
+            async with self._open().post(url, data=raw, headers=headers) as response:
+                yield response
+        except aiohttp.ConnectionTimeoutError as error:
+            raise EngineUnreachable(f"no connection within {_CONNECT_TIMEOUT_S:g} s") from error
+        except aiohttp.ServerTimeoutError as error:
+            raise _silent(self._silence_s) from error
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(f"{type(error).__name__}: {error}") from error
+
+    async def _json(self, url: str, body: dict[str, Any]) -> Any:
+        raw = json.dumps(body).encode()
+        async with self.post(url, raw, {"Content-Type": "application/json"}) as response:
+            if response.status != 200:
+                raise await engine_error(response)
+            return await response.json()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=self._silence_s
+                ),
+                auto_decompress=False,
+                read_bufsize=256 * 1024,
+            )
+        return self._session
+
+
+async def engine_error(response: aiohttp.ClientResponse) -> ApiError:
+    """An engine's refusal, read to its end (or as far as an error may reasonably be long)."""
+    raw = bytearray()
+    async for part in response.content.iter_any():
+        raw += part
+        if len(raw) > _LONGEST_ERROR_BYTES:
+            break
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        body = None
+    return from_engine(response.status, body)
+
+
+def _silent(silence_s: float) -> ApiError:
+    return ApiError(
+        504, f"the engine was silent for {silence_s:g} s; the turn was given up", "timeout"
+    )

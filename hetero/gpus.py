@@ -1,0 +1,258 @@
+"""What the node's actor does about GPUs: power caps, energy, and the ledger of SM slots.
+
+Engines say which GPUs they run on; nothing else is looked at, and nothing at all where no engine
+has one. Everything here blocks and is for one thread: the node's actor gives it one.
+"""
+
+import logging
+import uuid as ids
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conserve.wire import SILENCE_S
+from hetero.energy import EnergyMeter, EngineEnergy, GpuReading, divide
+from hetero.guard import Guard, GuardLost, Outcome
+from hetero.nvml import GpuLost, NotSupported, Nvml, NvmlError
+from hetero.power import Cap, default_directory
+from hetero.sm_slots import GpuSlots, SlotLedger, granularity
+
+logger = logging.getLogger("conserve.node")
+
+# Caps are asked for again so often, refused or not, and a driver that did not open.
+RETRY_S = 10.0
+
+# Two engines share a GPU, and want different caps for it, or one of them none.
+DISAGREED = "Disagreed"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """Which GPUs of its node an engine runs on, and under which power cap they are to be."""
+
+    engine_id: str
+    gpus: tuple[str, ...]
+    cap: Cap | None = None
+
+
+class GpuKeeper:
+    """GPUs of this node, as far as our engines use them.
+
+    Args:
+        directory: for records of power caps.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or default_directory()
+        self._epoch = ids.uuid4().hex
+        self._uses: dict[str, EngineUse] = {}
+        self._heard_s: dict[str, float] = {}
+        self._nvml: Nvml | None = None
+        self._opened_s: float | None = None
+        self._names: dict[str, str] = {}
+        self._whole: dict[str, str] = {}
+        self._meters: defaultdict[str, EnergyMeter] = defaultdict(EnergyMeter)
+        self._joules: defaultdict[str, float] = defaultdict(float)
+        self._readings: dict[str, GpuReading] = {}
+        self._guard: Guard | None = None
+        self._wanted: dict[str, Cap] = {}
+        self._answer = Outcome()
+        self._outcome = Outcome()
+        self._asked_s = 0.0
+        self._said: dict[str, str] = {}
+        self.ledger = SlotLedger({})
+
+    def beat(self, use: EngineUse, now_s: float) -> EngineEnergy | None:
+        """An engine lives, on these GPUs; what they have used for it, if that is known."""
+        self._uses[use.engine_id] = use
+        self._heard_s[use.engine_id] = now_s
+        if self._nvml is None:
+            self._open(now_s)
+            if self._nvml is None:
+                return None
+        gpus = [self._readings[uuid] for uuid in self._of(use) if uuid in self._readings]
+        if not gpus:
+            return None
+        integrated = any(self._meters[gpu.uuid].integrated for gpu in gpus)
+        return EngineEnergy(self._joules[use.engine_id], self._epoch, integrated, tuple(gpus))
+
+    def tick(self, now_s: float) -> None:
+        """Once a second: forget silent engines, see to caps, read every GPU in use."""
+        for engine_id, heard_s in list(self._heard_s.items()):
+            if now_s - heard_s > SILENCE_S:
+                self.leave(engine_id)
+        for lease in self.ledger.keep_owners(self._uses):
+            logger.info("%s: %d SMs of %s are free again", lease.gpu, lease.sms, lease.owner)
+        if self._nvml is None:
+            return
+        engines: defaultdict[str, list[str]] = defaultdict(list)
+        for use in self._uses.values():
+            for uuid in self._of(use):
+                engines[uuid].append(use.engine_id)
+        self._see_to_caps(engines, now_s)
+        for uuid, here in engines.items():
+            self._read(self._nvml, uuid, here, now_s)
+        # What a GPU does for others meanwhile is not ours to count.
+        self._readings = {uuid: self._readings[uuid] for uuid in engines}
+        for uuid in self._meters.keys() - engines.keys():
+            del self._meters[uuid]
+
+    def leave(self, engine_id: str) -> None:
+        """An engine has gone: at the next tick its slots are free, and its GPUs not ours."""
+        del self._uses[engine_id]
+        del self._heard_s[engine_id]
+        self._joules.pop(engine_id, None)
+
+    def close(self) -> None:
+        """Put back every limit, and let go of the driver."""
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+        if self._nvml is not None:
+            self._nvml.close()
+            self._nvml = None
+
+    def state(self) -> dict[str, Any]:
+        """For people."""
+        return {
+            "engines": {use.engine_id: list(use.gpus) for use in self._uses.values()},
+            "caps_w": dict(self._outcome.applied_w),
+            "caps_refused": dict(self._outcome.refused),
+            "power_guard_pid": self._guard.pid if self._guard else None,
+            "sm_leases": len(self.ledger.leases()),
+        }
+
+    # --- the driver --------------------------------------------------------------------------
+
+    def _open(self, now_s: float) -> None:
+        if self._opened_s is not None and now_s - self._opened_s < RETRY_S:
+            return
+        self._opened_s = now_s
+        try:
+            self._nvml = Nvml()
+            inventory = self._nvml.inventory()
+        except NvmlError as error:
+            self._nvml = None
+            self._say("", f"no power, energy or SM slots on this node: {error}")
+            return
+        slots = {}
+        for gpu in inventory:
+            allowed = granularity(gpu.compute_capability)
+            self._names[gpu.uuid] = gpu.name
+            self._whole[gpu.uuid] = gpu.uuid
+            for part in gpu.mig_devices:
+                self._whole[part.uuid] = gpu.uuid
+                if part.sm_count:
+                    slots[part.uuid] = GpuSlots(part.sm_count, allowed)
+            if gpu.sm_count and not gpu.mig_devices:
+                slots[gpu.uuid] = GpuSlots(gpu.sm_count, allowed)
+        self.ledger = SlotLedger(slots)
+
+    def _of(self, use: EngineUse) -> list[str]:
+        """The whole GPUs that an engine runs on, each once."""
+        return list(dict.fromkeys(self._whole.get(uuid, uuid) for uuid in use.gpus))
+
+    # --- caps --------------------------------------------------------------------------------
+
+    def _see_to_caps(self, engines: dict[str, list[str]], now_s: float) -> None:
+        wanted: dict[str, Cap] = {}
+        disagreed = Outcome()
+        for uuid, here in engines.items():
+            caps = {self._uses[engine_id].cap for engine_id in here}
+            cap = next(iter(caps))
+            if len(caps) == 1 and cap is not None:
+                wanted[uuid] = cap
+            elif len(caps) > 1:
+                disagreed.reasons[uuid] = DISAGREED
+                disagreed.refused[uuid] = (
+                    "engines of different tiers share this GPU; give each a GPU of "
+                    "its own (num_gpus: 1), or their tiers the same power cap"
+                )
+        due = wanted != self._wanted or now_s - self._asked_s >= RETRY_S
+        if due and (wanted or self._guard is not None):
+            # Now and then in any case: a guard that died is noticed, and its like started.
+            self._asked_s = now_s
+            self._answer = self._ask(wanted, set(engines))
+            self._wanted = wanted
+        elif not wanted:
+            self._answer = Outcome()
+        self._outcome = Outcome(
+            self._answer.applied_w,
+            self._answer.refused | disagreed.refused,
+            self._answer.reasons | disagreed.reasons,
+        )
+        for uuid in engines:
+            self._say_what_holds(uuid)
+
+    def _say_what_holds(self, uuid: str) -> None:
+        limit_w = self._outcome.applied_w.get(uuid)
+        refusal = self._outcome.refused.get(uuid)
+        if limit_w is not None:
+            self._say(uuid, f"{uuid}: limited to {limit_w:g} W", logging.INFO)
+        elif refusal is not None:
+            text = refusal if uuid in refusal else f"{uuid}: {refusal}"
+            self._say(uuid, f"serving on without a power cap: {text}")
+        elif uuid in self._said:
+            self._say(uuid, f"{uuid}: not limited by ConServe any more", logging.INFO)
+
+    def _ask(self, wanted: dict[str, Cap], used: set[str]) -> Outcome:
+        try:
+            if not wanted:
+                if self._guard is not None:
+                    self._guard.close()
+                    self._guard = None
+                return Outcome()
+            if self._guard is None:
+                self._guard = Guard("conserve's node actor", self._directory)
+            return self._guard.want(wanted, used)
+        except (GuardLost, OSError) as error:
+            # The next one undoes what this one left, and takes over.
+            self._guard = None
+            reasons = dict.fromkeys(wanted, type(error).__name__)
+            return Outcome({}, dict.fromkeys(wanted, str(error)), reasons)
+
+    # --- readings ----------------------------------------------------------------------------
+
+    def _read(self, nvml: Nvml, uuid: str, engines: list[str], now_s: float) -> None:
+        draw_w = self._value(nvml.draw_w, uuid)
+        counter_j = self._value(nvml.energy_j, uuid)
+        used_j = self._meters[uuid].read(now_s, counter_j, draw_w)
+        for engine_id, joules in divide(used_j, engines).items():
+            self._joules[engine_id] += joules
+        temperature_c = self._value(nvml.temperature_c, uuid)
+        self._readings[uuid] = GpuReading(
+            uuid=uuid,
+            name=self._names.get(uuid, ""),
+            draw_w=draw_w,
+            limit_w=self._value(nvml.limit_w, uuid),
+            utilisation=self._value(nvml.utilisation, uuid),
+            temperature_c=None if temperature_c is None else int(temperature_c),
+            cap_w=self._outcome.applied_w.get(uuid),
+            refusal=self._outcome.reasons.get(uuid, ""),
+        )
+
+    def _value(self, read: Callable[[str], float], uuid: str) -> float | None:
+        # A GPU that is lost answers nothing: that is said once, not of each thing asked.
+        lost, what = f"{uuid}: lost", f"{uuid}: {read.__name__}"
+        try:
+            value = read(uuid)
+        except GpuLost as error:
+            self._say(lost, str(error))
+            return None
+        except NotSupported as error:
+            self._say(what, f"{error} ({read.__name__})", logging.INFO)
+            return None
+        except NvmlError as error:
+            self._say(what, f"{error} ({read.__name__})")
+            return None
+        self._said.pop(lost, None)
+        self._said.pop(what, None)
+        return value
+
+    def _say(self, about: str, text: str, level: int = logging.WARNING) -> None:
+        """A line for operators, once for as long as it stays the same."""
+        if self._said.get(about) != text:
+            self._said[about] = text
+            logger.log(level, "%s", text)

@@ -1,0 +1,158 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from autoscale.capacity.fit import (
+    DecodePoint,
+    HandoffPoint,
+    MixedPoint,
+    PrefillPoint,
+    TurnPoint,
+    fit_decode,
+    fit_handoff,
+    fit_interference,
+    fit_overhead,
+    fit_prefill,
+)
+from autoscale.capacity.profile import (
+    DecodeCurve,
+    PrefillCurve,
+    Profile,
+    ProfileError,
+    load_profile,
+    save_profile,
+)
+from conserve.engines import engine_arguments
+
+
+@pytest.fixture
+def a40() -> Profile:
+    return load_profile("a40-qwen3-0.6b")
+
+
+def test_the_papers_profile_gives_the_figures_that_the_paper_states(a40: Profile) -> None:
+    assert a40.prefill.tokens_per_s(15_000) == pytest.approx(25_000, rel=1e-3)
+    sixteen_thousand_each = 300_000 / 16_000
+    assert a40.decode.tokens_per_s(sixteen_thousand_each, 300_000) == pytest.approx(1000, rel=1e-3)
+    assert a40.kv_capacity_tokens == 300_000
+    assert [power.cap_w for power in a40.power] == [300, 200]
+
+
+def test_the_measured_profiles_curves_are_those_of_its_points() -> None:
+    profile = load_profile("cpu-embedded")
+    assert profile.origin == "measured"
+    # What vLLM's server takes on a CPU where nothing else is set, as `conserve.engines` does.
+    assert "max_num_batched_tokens" not in engine_arguments(profile.model, gpu=False)
+    assert set(profile.max_batched_tokens.values()) == {2048}
+    prefill = fit_prefill([PrefillPoint(**point) for point in profile.points["prefill"]])
+    decode = fit_decode([DecodePoint(**point) for point in profile.points["decode"]])
+    beside = [MixedPoint(**point) for point in profile.points["interference"]]
+    handoffs = [HandoffPoint(**point) for point in profile.points["handoff"]]
+    turns = [TurnPoint(**point) for point in profile.points["overhead"]]
+    fitted = (
+        (prefill, profile.prefill),
+        (decode, profile.decode),
+        (fit_interference(beside, prefill, decode), profile.interference),
+        (fit_handoff(handoffs, profile.handoff.bytes_per_token), profile.handoff),
+        (fit_overhead(turns), profile.overhead),
+    )
+    for curve, stored in fitted:
+        for name, value in stored.model_dump(exclude={"quality", "cached_quality"}).items():
+            assert getattr(curve, name) == pytest.approx(value, rel=1e-9), name
+
+
+def test_a_published_profile_without_a_source_for_a_number_is_refused(
+    a40: Profile, tmp_path: Path
+) -> None:
+    data = json.loads(a40.model_dump_json())
+    data["sources"]["decode.per_kv_token_s"] = " "
+    path = tmp_path / "made-up.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=r"decode\.per_kv_token_s is a published number"):
+        load_profile(path)
+
+
+def test_a_published_overhead_needs_a_source_too(a40: Profile, tmp_path: Path) -> None:
+    data = json.loads(a40.model_dump_json())
+    data["overhead"]["handed_off_s"] = 0.01
+    path = tmp_path / "made-up.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=r"overhead\.handed_off_s is a published number"):
+        load_profile(path)
+    data["sources"]["overhead"] = "a blog"
+    path.write_text(json.dumps(data))
+    assert load_profile(path).overhead.handed_off_s == 0.01
+
+
+def test_what_is_saved_is_what_is_read(a40: Profile, tmp_path: Path) -> None:
+    save_profile(a40, tmp_path / "deep" / "copy.json")
+    assert load_profile(tmp_path / "deep" / "copy.json") == a40
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kv_capacity_tokens": 0}, "kv_capacity_tokens"),
+        ({"decode": {"constant_s": -1, "per_sequence_s": 0, "per_kv_token_s": 0}}, "constant_s"),
+        ({"speed": 3}, "speed: Extra inputs"),
+        ({"format": 2}, "format"),
+        ({"handoff": {"constant_s": "inf", "per_token_s": 0, "bytes_per_token": 1}}, "constant_s"),
+    ],
+)
+def test_a_broken_profile_is_one_clear_line(
+    a40: Profile, tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(json.loads(a40.model_dump_json()) | change))
+    with pytest.raises(ProfileError, match=said) as refused:
+        load_profile(path)
+    assert "\n" not in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+def test_no_profile_of_that_name_says_which_there_are() -> None:
+    with pytest.raises(ProfileError, match=r"h100 cannot be read .* a40-qwen3-0\.6b"):
+        load_profile("h100")
+
+
+def test_another_model_or_version_is_refused(a40: Profile) -> None:
+    profile = a40.model_copy(update={"versions": {"vllm": "0.29.0", "lmcache": None}})
+    profile.require_serves("Qwen/Qwen3-0.6B", {"vllm": "0.29.0", "lmcache": "0.5.6"})
+    profile.require_serves("Qwen/Qwen3-0.6B", {})
+    with pytest.raises(ProfileError, match=r"of the model Qwen/Qwen3-0\.6B, but other is served"):
+        profile.require_serves("other", {"vllm": "0.29.0"})
+    with pytest.raises(ProfileError, match=r"made with vllm 0\.29\.0, but 0\.30\.0 runs"):
+        profile.require_serves("Qwen/Qwen3-0.6B", {"vllm": "0.30.0"})
+
+
+def test_power_is_told_by_its_cap(a40: Profile) -> None:
+    assert a40.power_at(None).cap_w == 300
+    assert a40.power_at(200).decode_w == 200
+    with pytest.raises(ProfileError, match="no cap of 250 W, only 300, 200 W"):
+        a40.power_at(250)
+    with pytest.raises(ProfileError, match="has no power"):
+        a40.model_copy(update={"power": ()}).power_at(None)
+
+
+def test_chunks_of_a_prefill_add_up_to_the_whole() -> None:
+    curve = PrefillCurve(constant_s=0.01, per_token_s=1e-5, per_token_squared_s=2e-9)
+    chunks = [(8192, 0), (8192, 8192), (3616, 16384)]
+    assert sum(curve.marginal_s(new, cached) for new, cached in chunks) == pytest.approx(
+        curve.marginal_s(20_000)
+    )
+    assert curve.seconds(20_000) == pytest.approx(0.01 + 0.2 + 0.8)
+
+
+def test_a_cached_prefix_costs_its_own_term_and_its_share_of_attention() -> None:
+    curve = PrefillCurve(
+        constant_s=0.01, per_token_s=1e-5, per_token_squared_s=2e-9, per_cached_token_s=1e-6
+    )
+    appended = curve.seconds(100, 10_000)
+    assert appended == pytest.approx(0.01 + 0.001 + 2e-9 * (10_100**2 - 10_000**2) + 0.01)
+
+
+def test_a_decode_step_grows_with_batch_and_kv() -> None:
+    curve = DecodeCurve(constant_s=0.005, per_sequence_s=1e-4, per_kv_token_s=1e-7)
+    assert curve.step_s(8, 100_000) == pytest.approx(0.005 + 0.0008 + 0.01)
+    assert curve.tokens_per_s(8, 100_000) == pytest.approx(8 / 0.0158)

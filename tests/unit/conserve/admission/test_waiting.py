@@ -1,0 +1,112 @@
+"""The line of conversations that wait for room."""
+
+import pytest
+
+from conserve.admission.waiting import QueueFull, WaitingLine
+
+
+def waiting(line: WaitingLine) -> list[str]:
+    """Who is served, in order."""
+    served = []
+    while (head := line.head()) is not None:
+        served.append(head.key)
+        line.leave(head.key)
+    return served
+
+
+def test_first_in_first_out_whatever_the_length() -> None:
+    line = WaitingLine(limit=3, timeout_s=60)
+    for key, tokens in [("long", 9000), ("short", 1), ("middle", 50)]:
+        line.join(key, tokens, now_s=0)
+    assert waiting(line) == ["long", "short", "middle"]
+
+
+def test_a_ticket_says_what_is_waited_for_and_how_long() -> None:
+    line = WaitingLine(limit=3, timeout_s=60)
+    ticket = line.join("c", 12, now_s=100)
+    assert (ticket.key, ticket.tokens) == ("c", 12)
+    assert (ticket.joined_s, ticket.deadline_s) == (100, 160)
+    assert line.head() is ticket
+    assert len(line) == 1
+
+
+def test_an_empty_line() -> None:
+    line = WaitingLine(limit=3, timeout_s=60)
+    assert len(line) == 0
+    assert line.head() is None
+    assert line.leave("nobody") is None
+
+
+def test_the_line_is_bounded() -> None:
+    line = WaitingLine(limit=2, timeout_s=60)
+    line.join("a", 1, now_s=0)
+    line.join("b", 1, now_s=10)
+    with pytest.raises(QueueFull) as refused:
+        line.join("c", 1, now_s=20)
+    assert refused.value.limit == 2
+    assert "2 conversations wait" in str(refused.value)
+    assert waiting(line) == ["a", "b"]
+
+
+def test_who_is_refused_learns_when_a_place_is_free() -> None:
+    line = WaitingLine(limit=1, timeout_s=30)
+    line.join("a", 1, now_s=0)
+    with pytest.raises(QueueFull) as refused:
+        line.join("b", 1, now_s=20)
+    # The head leaves at 30 s at the latest, which is after 10 s.
+    assert 10 <= refused.value.retry_after_s <= 11
+    assert str(refused.value) == (
+        f"1 conversation waits for room already; try again in {refused.value.retry_after_s} s"
+    )
+    line.leave("a")
+    line.join("b", 1, now_s=20 + refused.value.retry_after_s)
+
+
+@pytest.mark.parametrize("now_s", [29.99, 30, 31, 1000])
+def test_retry_after_is_never_below_a_second(now_s: float) -> None:
+    line = WaitingLine(limit=1, timeout_s=30)
+    line.join("a", 1, now_s=0)
+    assert line.retry_after_s(now_s) == 1
+
+
+def test_nobody_is_sent_away_for_more_than_a_minute() -> None:
+    line = WaitingLine(limit=1, timeout_s=3600)
+    line.join("a", 1, now_s=0)
+    assert line.retry_after_s(0) == 60
+
+
+def test_limit_zero_lets_nobody_wait() -> None:
+    line = WaitingLine(limit=0, timeout_s=5)
+    with pytest.raises(QueueFull) as refused:
+        line.join("a", 1, now_s=0)
+    assert 1 <= refused.value.retry_after_s <= 6
+    assert str(refused.value) == (
+        "no decoder has room, and none may wait for it; "
+        f"try again in {refused.value.retry_after_s} s"
+    )
+    assert len(line) == 0
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_nobody_has_two_places(limit: int) -> None:
+    line = WaitingLine(limit, timeout_s=60)
+    ticket = line.join("a", 1, now_s=0)
+    with pytest.raises(ValueError, match="'a' waits already"):
+        line.join("a", 2, now_s=1)
+    assert line.head() is ticket
+    assert len(line) == 1
+    line.leave("a")
+    line.join("a", 2, now_s=2)
+    assert waiting(line) == ["a"]
+
+
+def test_leaving_frees_the_place_and_keeps_the_order() -> None:
+    line = WaitingLine(limit=3, timeout_s=60)
+    for key in "abc":
+        line.join(key, 1, now_s=0)
+    left = line.leave("b")
+    assert left is not None
+    assert left.key == "b"
+    assert line.leave("b") is None
+    line.join("d", 1, now_s=1)
+    assert waiting(line) == ["a", "c", "d"]

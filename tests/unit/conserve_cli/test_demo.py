@@ -1,0 +1,91 @@
+"""What the demonstration promises, and when it says that it was not kept."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from conserve_cli.demo import Answer, Outcome, TurnRow, report, write_json
+
+
+def _rows(name: str, decoder: str = "d1", turns: int = 3) -> list[TurnRow]:
+    first = TurnRow(name, 1, 1000, 0, 896, 0.5, 48, decoder)
+    later = [
+        TurnRow(name, n, 1000 + 100 * n, 896, 0, 0.1, 48, decoder) for n in range(2, turns + 1)
+    ]
+    return [first, *later]
+
+
+def _kept() -> Outcome:
+    answers = [Answer("a", "It is 7.", 1.5, right=True)]
+    return Outcome(turns=[*_rows("a"), *_rows("b", "d2")], answers=answers, handoffs=2)
+
+
+def test_all_as_promised() -> None:
+    assert _kept().verdict(conversations=2, turns=3) == []
+
+
+def test_each_broken_promise_is_named() -> None:
+    missing = Outcome(turns=_rows("a"))
+    assert any("1 conversations" in wrong for wrong in missing.verdict(2, 3))
+
+    short = _kept()
+    del short.turns[-1]
+    assert any("b: 2 turns" in wrong for wrong in short.verdict(2, 3))
+    # An agent may take more.
+    assert _kept().verdict(conversations=2, turns=2) == []
+
+    twice = _kept()
+    twice.turns[1] = replace(twice.turns[1], lmcache_tokens=128)
+    assert any("a: handed off in turns [1, 2]" in wrong for wrong in twice.verdict(2, 3))
+
+    never = _kept()
+    never.turns[0] = replace(never.turns[0], lmcache_tokens=0)
+    assert any("a: handed off in turns []" in wrong for wrong in never.verdict(2, 3))
+
+    moved = _kept()
+    moved.turns[2] = replace(moved.turns[2], decoder="d9")
+    assert any("a: changed its decoder" in wrong for wrong in moved.verdict(2, 3))
+
+    failed = replace(_kept(), errors=1, problems=["a, turn 3: lost"])
+    assert "a, turn 3: lost" in failed.verdict(2, 3)
+
+
+def test_the_json_has_the_documented_shape(tmp_path: Path) -> None:
+    path = tmp_path / "turns.json"
+    write_json(_kept(), path)
+    body = json.loads(path.read_text())
+    assert set(body) == {"turns", "handoffs", "moves", "errors", "answers"}
+    assert body["answers"] == [
+        {"conversation": "a", "text": "It is 7.", "ttfet_s": 1.5, "right": True}
+    ]
+    assert (body["handoffs"], body["moves"], body["errors"]) == (2, 0, 0)
+    assert body["turns"][0] == {
+        "conversation": "a",
+        "turn": 1,
+        "prompt_tokens": 1000,
+        "decoder_cached_tokens": 0,
+        "lmcache_tokens": 896,
+        "ttft_s": 0.5,
+        "output_tokens": 48,
+        "decoder": "d1",
+        "does": "",
+    }
+
+
+def test_the_table_tells_calls_answers_and_ttfet_in_80_columns() -> None:
+    told = Outcome(turns=_rows("agent-12 (no id)", "abcdefgh"), handoffs=1)
+    told.turns[0] = replace(
+        told.turns[0], prompt_tokens=12_345, ttft_s=12.345, does="get_price([bold]lamp)"
+    )
+    told.answers.append(Answer("agent-12 (no id)", "It is 7.", 1.5, right=True))
+    told.answers.append(Answer("b", "It is [8].", None, right=False))
+    console = Console(width=80, record=True, file=io.StringIO())
+    report(told, console)
+    text = console.export_text()
+    first = ["agent-12*", "1", "12,345", "-", "896", "12,345", "abcd", "get_price([bold]lamp)"]
+    assert first in [line.split() for line in text.splitlines()]
+    assert "1.50 s" in text
+    assert "It is [8]. (wrong)" in text

@@ -1,0 +1,62 @@
+"""The plugin that ends an engine's processes with the one that started them."""
+
+import signal
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deployments.engine import engine_end
+
+# A replica, its core, and the core's worker, which says who all three are.
+_REPLICA = """
+import multiprocessing, os, sys, time
+from deployments.engine import engine_end
+
+def core(names):
+    engine_end.register()
+    engine_end.register()
+    spawn.Process(target=worker, args=([*names, os.getpid()],)).start()
+    time.sleep(600)
+
+def worker(names):
+    engine_end.register()
+    print(*names, os.getpid(), flush=True)
+    time.sleep(600)
+
+spawn = multiprocessing.get_context("spawn")
+if __name__ == "__main__":
+    engine_end.register()
+    spawn.Process(target=core, args=([os.getpid()],)).start()
+    time.sleep(600)
+"""
+
+
+def test_vllm_finds_the_plugin() -> None:
+    found = {plugin.name: plugin for plugin in entry_points(group="vllm.general_plugins")}
+    assert found["conserve_engine_end"].load() is engine_end.register
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path, killed: int) -> None:
+    file = tmp_path / "replica.py"
+    file.write_text(_REPLICA)
+    replica = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
+    assert replica.stdout is not None
+    family = [psutil.Process(int(pid)) for pid in replica.stdout.readline().split()]
+    try:
+        assert len(family) == 3
+        family[killed].send_signal(signal.SIGKILL)
+        _, left = psutil.wait_procs(family[killed:], timeout=10)
+        # A replica that only sleeps does not wait for its child.
+        assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+        # Nobody else's end follows from it.
+        assert all(process.is_running() for process in family[:killed])
+    finally:
+        for process in family:
+            if process.is_running():
+                process.kill()
+        replica.communicate()

@@ -1,0 +1,214 @@
+"""Where a node's LMCache server listens, and what it is told of others."""
+
+import asyncio
+import socket
+from typing import Any
+
+import aiohttp
+import pytest
+
+from conserve.settings import LMCacheSettings, Settings, SettingsError, load
+from deployments.messages import CachePeer
+from deployments.node import lmcache_server
+from deployments.node.caches import SILENCE_S, PeerDirectory, SeenPeers
+from deployments.node.lmcache_server import (
+    Address,
+    LMCacheServer,
+    choose_address,
+    lmcache_command,
+    new_peer,
+    page_bytes,
+    require_nixl,
+)
+
+PEER = CachePeer("b", "10.0.0.2", 7610, 41000)
+
+
+def options(command: list[str]) -> dict[str, str]:
+    flags = command[command.index("server") + 1 :]
+    return dict(zip(flags[::2], flags[1::2], strict=True))
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "alive", "nodes", "host"),
+    [
+        ({}, 1, "one", "127.0.0.1"),
+        ({}, 2, "several", "node"),
+        # A cluster that grows later.
+        ({"nodes": "several"}, 1, "several", "node"),
+        ({"nodes": "one"}, 3, "one", "127.0.0.1"),
+        ({"engine_host": "10.0.0.1"}, 1, "one", "10.0.0.1"),
+        ({"engine_host": "127.0.0.1"}, 2, "several", "127.0.0.1"),
+    ],
+)
+def test_several_nodes_are_noticed(
+    given: dict[str, Any], alive: int, nodes: str, host: str
+) -> None:
+    settings = load(given).on_nodes(alive)
+    assert (settings.nodes, settings.engine_host) == (nodes, host)
+
+
+def test_engines_that_others_cannot_reach_are_refused() -> None:
+    with pytest.raises(SettingsError, match="engine_host: other nodes cannot reach localhost"):
+        load({"nodes": "several", "engine_host": "localhost"}).on_nodes(1)
+    with pytest.raises(SettingsError, match=r"0\.0\.0\.0 is none to connect to"):
+        load({"engine_host": "0.0.0.0"}).on_nodes(1)
+
+
+def test_open_ports_may_both_be_open() -> None:
+    settings = load({"lmcache": {"port": 0, "http_port": 0}})
+    assert (settings.lmcache.port, settings.lmcache.http_port) == (0, 0)
+
+
+# --- addresses and command lines -----------------------------------------------------------------
+
+
+def test_one_node_stays_on_loopback() -> None:
+    settings = Settings(nodes="one")
+    address = choose_address(settings, "10.0.0.1")
+    assert address == Address("127.0.0.1", 7610, 7611)
+    command = options(lmcache_command(settings.lmcache, address))
+    assert command["--host"] == command["--http-host"] == "127.0.0.1"
+    assert not [flag for flag in command if "p2p" in flag or "coordinator" in flag]
+
+
+def test_several_nodes_reach_each_other_but_not_the_admin_interface() -> None:
+    lmcache = LMCacheSettings(size_gb=4, chunk_tokens=128, timeout_s=7)
+    settings = Settings(nodes="several", lmcache=lmcache)
+    address = choose_address(settings, "10.0.0.1")
+    assert address == Address("10.0.0.1", 7610, 7611)
+    command = options(lmcache_command(lmcache, address, PEER, "http://127.0.0.1:5"))
+    assert command["--host"] == "10.0.0.1"
+    assert command["--http-host"] == "127.0.0.1"
+    assert command["--instance-id"] == "b"
+    assert command["--p2p-advertise-url"] == "10.0.0.2:41000"
+    assert command["--coordinator-url"] == "http://127.0.0.1:5"
+    assert float(command["--p2p-load-timeout"]) == 7
+
+
+def test_open_ports_are_chosen_where_nobody_listens() -> None:
+    lmcache = LMCacheSettings(port=0, http_port=0)
+    address = choose_address(Settings(nodes="several", lmcache=lmcache), "127.0.0.1")
+    assert address.port != address.http_port
+    for port in (address.port, address.http_port):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+
+
+@pytest.mark.anyio
+async def test_a_port_that_another_program_keeps_is_named_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lmcache_server, "TAKEN_TIMEOUT_S", 0.3)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        address = Address("127.0.0.1", port, lmcache_server.free_port("127.0.0.1"))
+        server = LMCacheServer(LMCacheSettings(), address)
+        running = asyncio.create_task(server.keep_running())
+        for wait in (server.wait_until_launched, server.wait_until_healthy):
+            with pytest.raises(RuntimeError, match=rf"port {port} is in use.* or to 0 for ones"):
+                await asyncio.wait_for(wait(), 30)
+    assert server.pid is None
+    running.cancel()
+
+
+def test_open_ports_are_neither_the_routers_nor_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmcache_server, "_OPEN_PORTS", range(20_000, 20_100))
+    monkeypatch.setattr(lmcache_server, "_taken", lambda host, port: port > 20_002)
+    settings = Settings(port=20_001, lmcache=LMCacheSettings(port=0, http_port=0))
+    # Often enough for chance to have tried everything.
+    for _ in range(30):
+        address = choose_address(settings, "10.0.0.1")
+        assert {address.port, address.http_port} == {20_000, 20_002}
+
+
+def test_every_run_of_a_server_is_another_peer() -> None:
+    address = Address("127.0.0.1", 7610, 7611)
+    first, second = new_peer(address), new_peer(address)
+    assert first.id != second.id
+    assert first.port == second.port == 7610
+    assert 7610 not in (first.transfer_port, second.transfer_port)
+
+
+@pytest.mark.parametrize("size_gb", [0.5, 2, 7.9, 8, 8.1, 64, 1000])
+def test_pages_stay_few_as_memory_grows(size_gb: float) -> None:
+    page = page_bytes(size_gb)
+    assert page & (page - 1) == 0
+    assert size_gb * 2**30 / page <= 2**17
+    # And are no larger than that takes, or chunks would waste memory.
+    assert page == 64 * 1024 or size_gb * 2**30 / (page // 2) > 2**17
+
+
+def test_sharing_without_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmcache_server, "NIXL_MODULES", ("conserve_no_such_module",))
+    with pytest.raises(RuntimeError, match=r"pip install '.\[nodes\]'"):
+        require_nixl()
+
+
+# --- what servers are told -----------------------------------------------------------------------
+
+
+def test_a_silent_node_is_forgotten_and_one_whose_server_is_down_at_once() -> None:
+    seen = SeenPeers()
+    seen.saw("b", PEER, 100.0)
+    assert seen.current(100.0 + SILENCE_S) == [PEER]
+    assert seen.current(100.1 + SILENCE_S) == []
+    seen.saw("b", PEER, 200.0)
+    seen.saw("b", None, 200.1)
+    assert seen.current(200.1) == []
+
+
+def test_a_restarted_server_takes_its_predecessors_place() -> None:
+    seen = SeenPeers()
+    successor = CachePeer("b2", PEER.host, PEER.port, 42000)
+    seen.saw("b", PEER, 1.0)
+    seen.saw("b", successor, 2.0)
+    assert seen.current(2.0) == [successor]
+
+
+def test_the_directory_answers_as_a_coordinator() -> None:
+    """Register, list, heartbeat and leave; tests/cluster does it with LMCache's own client."""
+
+    async def scenario() -> None:
+        seen = SeenPeers()
+        directory = PeerDirectory(seen)
+        url = await directory.start()
+        assert url.startswith("http://127.0.0.1:")
+        own = {"instance_id": "a", "ip": "10.0.0.1", "p2p_advertised_url": "x:1", "mq_port": 2}
+        seen.saw("b", PEER, asyncio.get_running_loop().time())
+        async with aiohttp.ClientSession(url) as session:
+
+            async def listed() -> list[dict[str, Any]]:
+                async with session.get("/instances") as response:
+                    found: list[dict[str, Any]] = (await response.json())["instances"]
+                    return found
+
+            async def beat(instance: str) -> int:
+                async with session.put(f"/instances/{instance}/heartbeat") as response:
+                    return response.status
+
+            assert [peer["instance_id"] for peer in await listed()] == ["b"]
+            assert await beat("a") == 404
+            async with session.post("/instances", json=own) as response:
+                assert await response.json() == {"instance_id": "a", "re_registered": False}
+            assert await listed() == [
+                own,
+                {
+                    "instance_id": "b",
+                    "ip": "10.0.0.2",
+                    "mq_port": 7610,
+                    "p2p_advertised_url": "10.0.0.2:41000",
+                },
+            ]
+            assert await beat("a") == 200
+            async with session.delete("/instances/a") as response:
+                assert response.status == 204
+            assert [peer["instance_id"] for peer in await listed()] == ["b"]
+        await directory.stop()
+
+    asyncio.run(scenario())

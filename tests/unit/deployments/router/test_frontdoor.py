@@ -1,0 +1,66 @@
+"""What the HTTP interface does without an engine: requests that never get to one."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from conserve.settings import Settings
+from deployments.router import turns
+from deployments.router.turns import Turns
+
+
+class Table:
+    """Takes what it is told; nothing here may ask it."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        self.told.append(method)
+
+
+def post(table: Table, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is sent back when these messages arrive, and then nothing more."""
+    endpoint = Turns(Settings(), table, None, "router")  # type: ignore[arg-type]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not received:
+            await asyncio.Event().wait()
+        return received.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
+    asyncio.run(endpoint(scope, receive, send))
+    return sent
+
+
+def test_a_request_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_BODY_TIMEOUT_S", 0.05)
+    table = Table()
+    half = {"type": "http.request", "body": b'{"messages": [', "more_body": True}
+    start, body = post(table, [half])
+    assert start["status"] == 408
+    error = json.loads(body["body"])["error"]
+    assert error["code"] == "timeout"
+    assert "not whole" in error["message"]
+    assert table.told == ["observe"]
+
+
+def test_nothing_is_sent_to_a_client_that_left_while_it_sent() -> None:
+    table = Table()
+    half = {"type": "http.request", "body": b'{"messages": [', "more_body": True}
+    assert post(table, [half, {"type": "http.disconnect"}]) == []
+    assert table.told == []
+
+
+def test_a_body_that_grows_over_the_limit_is_refused_before_its_end() -> None:
+    """It may come without a Content-Length."""
+    table = Table()
+    part = {"type": "http.request", "body": b" " * (8 << 20), "more_body": True}
+    start, _ = post(table, [dict(part) for _ in range(40)])
+    assert start["status"] == 413

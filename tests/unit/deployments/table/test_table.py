@@ -1,0 +1,197 @@
+"""The conversation table's actor, without the actor: what routers may ask in an odd order."""
+
+import asyncio
+import dataclasses
+import time
+
+import pytest
+
+from conserve.conversations import Conversation, TurnStats
+from conserve.settings import Settings
+from deployments.messages import (
+    EngineInfo,
+    Prefilled,
+    Refusal,
+    TurnPlan,
+    TurnTiming,
+    Unplaced,
+)
+from deployments.table.table import TableService
+from hetero.energy import EngineEnergy, GpuReading
+
+TOKENS = 600
+
+
+def engine(role: str) -> EngineInfo:
+    assert role in ("prefiller", "decoder")
+    return EngineInfo(
+        f"{role}#1", "decoder" if role == "decoder" else "prefiller", f"http://{role}", 1, 1000, 900
+    )
+
+
+async def a_full_service() -> TableService:
+    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+    for role in ("prefiller", "decoder"):
+        await service.register(engine(role))
+    assert isinstance(await service.begin("r", "full", []), Unplaced)
+    assert isinstance(await service.place("r", "full", TOKENS), TurnPlan)
+    return service
+
+
+def test_a_conversation_waits_once_for_room() -> None:
+    """A second turn that was told to place it, the first having seemed lost, is turned away."""
+
+    async def scenario() -> None:
+        service = await a_full_service()
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        first = asyncio.create_task(service.place("r", "c", TOKENS))
+        await asyncio.sleep(0)
+        second = await service.place("r", "c", TOKENS)
+        assert isinstance(second, Refusal)
+        assert (second.status, second.code) == (429, "conversation_busy")
+        assert second.retry_after_s is not None
+        assert not first.done()
+        await service.release("full")
+        placed = await first
+        assert isinstance(placed, TurnPlan)
+        assert (placed.conversation_id, placed.decoder_id) == ("c", "decoder#1")
+        # Nothing is left in the way of its next turn.
+        assert isinstance(await asyncio.wait_for(service.begin("r", "c", []), 5), TurnPlan)
+
+    asyncio.run(scenario())
+
+
+def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        waiting = asyncio.create_task(service.place("r", "c", TOKENS, 5.0))
+        await asyncio.sleep(0)
+        await service.release("full")
+        plan = await waiting
+        assert isinstance(plan, TurnPlan)
+
+        async def seen(ago_s: float | None, incarnation: int = plan.incarnation) -> None:
+            timing = TurnTiming("completed", 1.0, 0.5, (), "c", incarnation, ago_s)
+            await service.observe(timing)
+
+        async def ttfet_s() -> float | None:
+            shown = await service.conversation("c")
+            assert shown is not None
+            found: float | None = shown["ttfet_s"]
+            return found
+
+        await seen(None)  # A tool call.
+        assert await ttfet_s() is None
+        await seen(1.0, incarnation=plan.incarnation - 1)  # Another of that id.
+        assert await ttfet_s() is None
+        await seen(2.0)
+        assert await ttfet_s() == pytest.approx(3.0, abs=0.5)
+        await seen(0.0)
+        assert await ttfet_s() == pytest.approx(3.0, abs=0.5)
+        assert b"conserve_ttfet_seconds_count 1.0" in await service.metrics()
+
+    asyncio.run(scenario())
+
+
+def test_a_clock_that_is_set_ends_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        for jump_s in (86_400.0, -2 * 86_400.0):
+            now_s = time.time() + jump_s
+            monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
+            await service._tidy(time.monotonic())
+            shown = await service.conversation("full")
+            assert shown is not None
+            assert 0 <= shown["age_s"] < 3600
+
+    asyncio.run(scenario())
+
+
+def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
+    """Its first request came to a table that was lost; what is left of the time would be wrong."""
+
+    async def scenario() -> None:
+        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+        held = Conversation("c", 1, 0.0, 0.0, turns=3, held_tokens=10)
+        await service.register(engine("prefiller"))
+        await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
+        plan = await service.begin("r", "c", [])
+        assert isinstance(plan, TurnPlan)
+        await service.observe(TurnTiming("completed", 1.0, 0.5, (), "c", plan.incarnation, 0.1))
+        shown = await service.conversation("c")
+        assert shown is not None
+        assert shown["ttfet_s"] is None
+        assert b"conserve_ttfet_seconds_count 0.0" in await service.metrics()
+
+    asyncio.run(scenario())
+
+
+def test_a_conversation_is_told_its_share_of_the_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cold prefill on one GPU, the tail on another; what idles is the tiers' alone."""
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+
+    async def scenario() -> None:
+        nonlocal now_s
+        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+        for role, tier in (("prefiller", "fast"), ("decoder", "frugal")):
+            placed = dataclasses.replace(engine(role), tier=tier, gpus=(f"GPU-{tier}",))
+            await service.register(placed)
+
+        async def beat(prefiller_j: float, decoder_j: float) -> None:
+            for role, joules in (("prefiller", prefiller_j), ("decoder", decoder_j)):
+                gpu = GpuReading(f"GPU-{role}", "A40", 250.0, 300.0, 0.5, 60)
+                energy = EngineEnergy(joules, "epoch", False, (gpu,))
+                await service.beat(f"{role}#1", energy)
+
+        async def told_j() -> float | None:
+            shown = await service.conversation("c")
+            assert shown is not None
+            found: float | None = shown["energy_estimate_j"]
+            return found
+
+        await beat(0, 0)
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        plan = await service.place("r", "c", 500)
+        assert isinstance(plan, TurnPlan)
+        assert await told_j() is None
+        now_s += 1
+        await service.prefilled(plan, Prefilled(500, 0))
+        now_s += 1
+        stats = TurnStats(500, 40, 0, 384)
+        turn = ("c", plan.incarnation, plan.turn_id, "decoder#1")
+        assert await service.advance(*turn, stats, ())
+        now_s += 2
+        await beat(800, 400)
+        # One of four seconds on each.
+        assert await told_j() == 300
+        now_s += 4
+        await beat(1000, 500)
+        assert await told_j() == 300
+        text = (await service.metrics()).decode()
+        for line in (
+            'energy_joules_total{phase="cold_prefill",role="prefiller",tier="fast"} 1000.0',
+            'energy_joules_total{phase="tail",role="decoder",tier="frugal"} 500.0',
+            'conserve_computed_tokens_total{tier="fast"} 500.0',
+            'conserve_computed_tokens_total{tier="frugal"} 156.0',
+            'conserve_tier_tokens_per_joule{tier="fast"} 0.5',
+        ):
+            assert line in text
+        described = {found["id"]: found for found in await service.engines()}
+        assert described["decoder#1"]["gpus"] == ["GPU-frugal"]
+        assert described["decoder#1"]["tier"] == "frugal"
+
+    asyncio.run(scenario())
+
+
+def test_without_gpus_nothing_is_said_of_them() -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        await service.beat("decoder#1")
+        assert b"gpu" not in await service.metrics()
+        shown = await service.conversation("full")
+        assert shown is not None
+        assert shown["energy_estimate_j"] is None
+
+    asyncio.run(scenario())

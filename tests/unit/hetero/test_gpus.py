@@ -1,0 +1,235 @@
+"""What a node's actor does about GPUs, against the stand-in's."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hetero.energy import EngineEnergy
+from hetero.gpus import DISAGREED, RETRY_S, SILENCE_S, EngineUse, GpuKeeper
+from hetero.power import Cap, records
+from hetero.sm_slots import NoRoom
+from tests.nvml import standin
+from tests.nvml.standin import Machine
+
+
+@pytest.fixture
+def keeper(
+    machine: Machine, nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[GpuKeeper]:
+    # The guard of power caps is a process of its own.
+    for name, value in machine.environment(nvml_library).items():
+        monkeypatch.setenv(name, value)
+    keeper = GpuKeeper(tmp_path / "power")
+    yield keeper
+    keeper.close()
+
+
+def limits(machine: Machine) -> list[int]:
+    return [gpu.limit_mw // 1000 for gpu in machine.gpus]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def known(energy: EngineEnergy | None) -> EngineEnergy:
+    assert energy is not None
+    return energy
+
+
+def test_each_engine_is_told_what_its_gpus_have_used(machine: Machine, keeper: GpuKeeper) -> None:
+    first, second = machine.gpus
+    prefiller = EngineUse("p", (first.id,))
+    decoder = EngineUse("d", (second.id,))
+    machine.load(first, 280)
+    machine.load(second, 150)
+    second.unsupported |= standin.NO_ENERGY
+    assert keeper.beat(prefiller, 0.0) is None  # Nothing is known before the first reading.
+    keeper.beat(decoder, 0.0)
+    keeper.tick(0.0)
+    for second_s in range(1, 11):
+        machine.advance(1)
+        keeper.tick(float(second_s))
+    of_p, of_d = known(keeper.beat(prefiller, 10.0)), known(keeper.beat(decoder, 10.0))
+    assert (of_p.joules, of_p.integrated) == (pytest.approx(2800), False)
+    assert (of_d.joules, of_d.integrated) == (pytest.approx(1500), True)
+    (reading,) = of_p.gpus
+    assert (reading.draw_w, reading.limit_w, reading.temperature_c) == (280, 300, 40)
+    assert (reading.cap_w, reading.refusal) == (None, "")
+    assert of_p.epoch == of_d.epoch
+
+
+def test_engines_that_share_a_gpu_share_its_energy(machine: Machine, keeper: GpuKeeper) -> None:
+    uses = [EngineUse(name, (machine.gpus[0].id,)) for name in ("a", "b")]
+    for now_s in (0.0, 1.0):
+        for use in uses:
+            keeper.beat(use, now_s)
+        keeper.tick(now_s)
+        machine.advance(1)
+    assert [known(keeper.beat(use, 1.0)).joules for use in uses] == [15, 15]
+
+
+def test_what_a_gpu_does_for_others_meanwhile_is_not_counted(
+    machine: Machine, keeper: GpuKeeper
+) -> None:
+    use = EngineUse("first", (machine.gpus[0].id,))
+    keeper.beat(use, 0.0)
+    keeper.tick(0.0)
+    keeper.leave("first")
+    machine.advance(1000)
+    keeper.tick(1000.0)
+    machine.advance(1000)
+    later = EngineUse("second", (machine.gpus[0].id,))
+    for now_s in (2000.0, 2001.0):
+        keeper.beat(later, now_s)
+        keeper.tick(now_s)
+        machine.advance(1)
+    assert known(keeper.beat(later, 2001.0)).joules == pytest.approx(30)
+
+
+def test_a_cap_holds_for_as_long_as_an_engine_that_wants_it_lives(
+    machine: Machine, keeper: GpuKeeper, tmp_path: Path
+) -> None:
+    first, second = machine.gpus
+    decoder = EngineUse("d", (first.id,), Cap(fraction=2 / 3))
+    prefiller = EngineUse("p", (second.id,))
+    keeper.beat(decoder, 0.0)
+    keeper.beat(prefiller, 0.0)
+    keeper.tick(0.0)
+    assert limits(machine) == [200, 300]
+    assert second.set_calls == 0
+    assert known(keeper.beat(decoder, 1.0)).gpus[0].cap_w == 200
+    # A guard that dies is missed, and another one takes over; nothing is lost of what was found.
+    guard = keeper.state()["power_guard_pid"]
+    os.kill(guard, signal.SIGKILL)
+    for now_s in (RETRY_S, 2 * RETRY_S):
+        keeper.beat(decoder, now_s)
+        keeper.beat(prefiller, now_s)
+        keeper.tick(now_s)
+    assert keeper.state()["power_guard_pid"] not in (guard, None)
+    assert limits(machine) == [200, 300]
+    assert records(tmp_path / "power")[0].previous_w == 300
+    # The engine falls silent: its GPU is not ours any more.
+    now_s = 2 * RETRY_S + SILENCE_S
+    keeper.beat(prefiller, now_s)
+    keeper.tick(now_s + 1)
+    assert limits(machine) == [300, 300]
+    assert keeper.state()["power_guard_pid"] is None
+    assert keeper.state()["engines"] == {"p": [second.id]}
+
+
+def test_it_serves_on_uncapped_where_it_may_not_cap(
+    machine: Machine, keeper: GpuKeeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = machine.gpus[0]
+    first.denied = 1
+    use = EngineUse("d", (first.id,), Cap(watts=200))
+    for now_s in (0.0, 1.0, RETRY_S + 1, 3 * RETRY_S):
+        keeper.beat(use, now_s)
+        keeper.tick(now_s)
+        machine.advance(1)
+    energy = known(keeper.beat(use, 3 * RETRY_S))
+    assert (energy.gpus[0].cap_w, energy.gpus[0].refusal) == (None, "NoPermission")
+    assert energy.joules == pytest.approx(90)
+    said = [line for line in caplog.messages if "CAP_SYS_ADMIN" in line]
+    assert len(said) == 1  # Not once a second.
+    first.denied = 0
+    keeper.beat(use, 4 * RETRY_S)
+    keeper.tick(4 * RETRY_S)
+    assert limits(machine) == [200, 300]
+
+
+def test_engines_of_different_minds_leave_a_gpu_as_it_is(
+    machine: Machine, keeper: GpuKeeper
+) -> None:
+    first = machine.gpus[0]
+    capped, free = EngineUse("d", (first.id,), Cap(watts=200)), EngineUse("p", (first.id,))
+    for use in (capped, free):
+        keeper.beat(use, 0.0)
+    keeper.tick(0.0)
+    assert known(keeper.beat(capped, 0.0)).gpus[0].refusal == DISAGREED
+    assert first.set_calls == 0
+    keeper.leave("p")
+    keeper.tick(1.0)
+    assert known(keeper.beat(capped, 1.0)).gpus[0].refusal == ""
+    assert limits(machine) == [200, 300]
+
+
+def test_a_cap_ends_with_the_keeper(machine: Machine, keeper: GpuKeeper, tmp_path: Path) -> None:
+    keeper.beat(EngineUse("d", (machine.gpus[0].id,), Cap(watts=200)), 0.0)
+    keeper.tick(0.0)
+    assert limits(machine) == [200, 300]
+    keeper.close()
+    eventually(lambda: limits(machine) == [300, 300])
+    assert records(tmp_path / "power") == []
+
+
+def test_slots_of_an_engine_that_falls_silent_are_free(machine: Machine, keeper: GpuKeeper) -> None:
+    gpu = machine.gpus[0].id
+    keeper.beat(EngineUse("dead", (gpu,)), 0.0)
+    keeper.beat(EngineUse("alive", (gpu,)), 0.0)
+    keeper.ledger.lease(gpu, "dead", 60)
+    kept = keeper.ledger.lease(gpu, "alive", 20)
+    with pytest.raises(NoRoom):
+        keeper.ledger.lease(gpu, "alive", 20)
+    keeper.beat(EngineUse("alive", (gpu,)), SILENCE_S)
+    keeper.tick(SILENCE_S + 1)
+    assert keeper.ledger.leases() == [kept]
+
+
+def test_a_mig_device_is_metered_with_its_gpu_and_leased_by_itself(
+    machine: Machine, keeper: GpuKeeper
+) -> None:
+    first = machine.gpus[0]
+    first.unsupported, first.mig_enabled, first.mig_devices, first.mig_sms = 0, 1, 2, 42
+    part = f"MIG-1-{first.id}"
+    use = EngineUse("d", (part,), Cap(watts=200))
+    for now_s in (0.0, 1.0):
+        keeper.beat(use, now_s)
+        keeper.tick(now_s)
+        machine.advance(1)
+    energy = known(keeper.beat(use, 1.0))
+    assert (energy.joules, energy.gpus[0].uuid) == (30, first.id)
+    assert energy.gpus[0].refusal == "CapRefused"  # Its limit is not this engine's alone.
+    assert keeper.ledger.lease(part, "d", 42).slots == 10
+
+
+def test_a_gpu_that_is_lost_says_so_once_and_costs_nothing(
+    machine: Machine, keeper: GpuKeeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    first = machine.gpus[0]
+    use = EngineUse("d", (first.id,))
+    keeper.beat(use, 0.0)
+    keeper.tick(0.0)
+    first.lost = 1
+    for now_s in (1.0, 2.0, 3.0):
+        keeper.beat(use, now_s)
+        keeper.tick(now_s)
+    energy = known(keeper.beat(use, 3.0))
+    assert (energy.joules, energy.gpus[0].draw_w) == (0, None)
+    lost = [line for line in caplog.messages if "fallen off the bus" in line]
+    assert len(lost) == 1
+
+
+def test_a_driver_that_does_not_open_is_tried_again(
+    machine: Machine, keeper: GpuKeeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.fail_to_open(9)
+    use = EngineUse("d", (machine.gpus[0].id,))
+    for now_s in (0.0, 1.0, RETRY_S):
+        assert keeper.beat(use, now_s) is None
+        keeper.tick(now_s)
+    assert len(caplog.messages) == 1
+    machine.fail_to_open(0)
+    keeper.beat(use, 2 * RETRY_S)
+    keeper.tick(2 * RETRY_S)
+    assert known(keeper.beat(use, 2 * RETRY_S)).gpus[0].name == "NVIDIA A40"

@@ -1,0 +1,178 @@
+"""The NVML layer, through the real nvidia-ml-py, against a stand-in library."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero import nvml as door
+from hetero.nvml import GpuLost, NoDriver, NoPermission, NotSupported, Nvml, NvmlError, UnknownGpu
+from tests.checkout import ROOT
+from tests.nvml import standin
+from tests.nvml.standin import Machine
+
+
+def test_the_inventory_says_what_each_gpu_is(machine: Machine, nvml: Nvml) -> None:
+    first, second = nvml.inventory()
+    assert (first.index, second.index) == (0, 1)
+    assert first.uuid == machine.gpus[0].id
+    assert second.uuid == machine.gpus[1].id
+    assert first.name == "NVIDIA A40"
+    assert first.memory_bytes == 48 << 30
+    assert first.sm_count == 84  # 10,752 cores, 128 an SM.
+    assert first.compute_capability == (8, 6)
+    assert first.mig_enabled is None
+    assert nvml.driver_version() == "550.54.15"
+    assert nvml.cuda_version() == (12, 4)
+
+
+@pytest.mark.parametrize(
+    ("cores", "capability", "sms"),
+    [(16896, (9, 0), 132), (6912, (8, 0), 108), (16384, (99, 0), None), (100, (8, 6), None)],
+)
+def test_sms_are_counted_where_that_can_be_told(
+    machine: Machine, nvml: Nvml, cores: int, capability: tuple[int, int], sms: int | None
+) -> None:
+    gpu = machine.gpus[0]
+    gpu.cores, (gpu.major, gpu.minor) = cores, capability
+    assert nvml.inventory()[0].sm_count == sms
+    gpu.unsupported |= standin.NO_CORES
+    assert nvml.inventory()[0].sm_count is None
+
+
+def test_mig_devices_belong_to_their_gpu(machine: Machine, nvml: Nvml) -> None:
+    gpu = machine.gpus[1]
+    gpu.unsupported &= ~standin.NO_MIG
+    assert nvml.inventory()[1].mig_enabled is False
+    gpu.mig_enabled, gpu.mig_devices, gpu.mig_sms = 1, 3, 28
+    whole = nvml.inventory()[1]
+    assert whole.mig_enabled is True
+    assert [part.sm_count for part in whole.mig_devices] == [28, 28, 28]
+    assert {part.parent_uuid for part in whole.mig_devices} == {whole.uuid}
+    assert sum(part.memory_bytes for part in whole.mig_devices) == whole.memory_bytes
+    last = whole.mig_devices[2].uuid
+    assert nvml.parent_uuid(last) == whole.uuid
+    assert nvml.parent_uuid(whole.uuid) == whole.uuid
+    with pytest.raises(NotSupported):
+        nvml.draw_w(last)
+    with pytest.raises(NotSupported):
+        nvml.utilisation(whole.uuid)
+
+
+def test_power_is_in_watts(machine: Machine, nvml: Nvml) -> None:
+    gpu = machine.gpus[0]
+    machine.load(gpu, 251.5)
+    power = nvml.power(gpu.id)
+    assert (power.draw_w, power.limit_w, power.default_w) == (251.5, 300, 300)
+    assert (power.min_w, power.max_w) == (100, 300)
+    nvml.set_limit_w(gpu.id, 200.0)
+    assert gpu.limit_mw == 200_000
+    assert nvml.limit_w(gpu.id) == 200
+    assert nvml.draw_w(gpu.id) == 200  # The limit holds.
+    assert machine.gpus[1].limit_mw == 300_000
+
+
+def test_energy_advances_with_power_and_time(machine: Machine, nvml: Nvml) -> None:
+    gpu = machine.gpus[0]
+    before_j = nvml.energy_j(gpu.id)
+    machine.load(gpu, 250)
+    machine.advance(10)
+    assert nvml.energy_j(gpu.id) - before_j == pytest.approx(2500)
+    nvml.set_limit_w(gpu.id, 100)
+    machine.advance(10)
+    assert nvml.energy_j(gpu.id) - before_j == pytest.approx(3500)
+
+
+def test_it_says_what_a_gpu_does(machine: Machine, nvml: Nvml) -> None:
+    gpu = machine.gpus[0]
+    gpu.utilisation, gpu.temperature, gpu.used_bytes = 73, 61, 5 << 30
+    gpu.run(4242, 4243)
+    assert nvml.utilisation(gpu.id) == 0.73
+    assert nvml.temperature_c(gpu.id) == 61
+    assert nvml.memory_used_bytes(gpu.id) == 5 << 30
+    assert [one.pid for one in nvml.processes(gpu.id)] == [4242, 4243]
+    assert nvml.processes(machine.gpus[1].id) == []
+
+
+def test_what_is_not_permitted_says_what_is_needed(machine: Machine, nvml: Nvml) -> None:
+    machine.gpus[0].denied = 1
+    with pytest.raises(NoPermission, match="CAP_SYS_ADMIN"):
+        nvml.set_limit_w(machine.gpus[0].id, 200)
+    assert machine.gpus[0].limit_mw == 300_000
+
+
+def test_what_a_gpu_does_not_offer_is_told_apart(machine: Machine, nvml: Nvml) -> None:
+    machine.gpus[0].unsupported |= standin.NO_ENERGY
+    with pytest.raises(NotSupported):
+        nvml.energy_j(machine.gpus[0].id)
+    assert nvml.draw_w(machine.gpus[0].id) == 30
+
+
+def test_a_gpu_that_falls_off_the_bus_is_lost_and_may_come_back(
+    machine: Machine, nvml: Nvml
+) -> None:
+    gpu = machine.gpus[0]
+    assert nvml.lost() == []
+    nvml.draw_w(gpu.id)
+    gpu.lost = 1
+    with pytest.raises(GpuLost, match="dmesg"):
+        nvml.draw_w(gpu.id)
+    assert [one.index for one in nvml.inventory()] == [1]
+    assert nvml.lost() == [0]
+    gpu.lost = 0
+    assert nvml.draw_w(gpu.id) == 30
+
+
+def test_an_unknown_gpu_is_refused(nvml: Nvml) -> None:
+    with pytest.raises(UnknownGpu, match="GPU-nonsense"):
+        nvml.draw_w("GPU-nonsense")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "advice"),
+    [
+        (9, NoDriver, "install it"),
+        (18, NoDriver, "reboot"),
+        (4, NoPermission, "/dev/nvidia"),
+        (999, NvmlError, "NVML says"),
+    ],
+)
+def test_a_driver_that_does_not_open_says_why(
+    machine: Machine, code: int, kind: type[NvmlError], advice: str
+) -> None:
+    machine.fail_to_open(code)
+    with pytest.raises(NvmlError, match=advice) as caught:
+        Nvml()
+    assert type(caught.value) is kind
+
+
+def test_without_a_library_there_is_no_driver(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
+    probe = (
+        "from hetero.nvml import NoDriver, Nvml\n"
+        "try:\n    Nvml()\nexcept NoDriver as error:\n    print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe],
+        cwd=ROOT,
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "no NVIDIA driver here" in done.stdout
+
+
+def test_another_process_sees_the_same_gpus(machine: Machine, nvml_library: Path) -> None:
+    """It finds the stand-in as it would the real library, in the loader's search path."""
+    uuid = machine.gpus[1].id
+    probe = f"from hetero.nvml import Nvml\nNvml().set_limit_w({uuid!r}, 150)"
+    environment = machine.environment(nvml_library)
+    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, env=environment, check=True)
+    assert machine.gpus[1].limit_mw == 150_000
+
+
+def test_every_error_has_a_message_of_its_own() -> None:
+    assert all(len(advice) > 20 for _, advice in door._MESSAGES.values())
