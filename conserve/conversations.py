@@ -6,12 +6,10 @@ exact by construction: a decoder's ``held_tokens`` is changed in `ConversationTa
 """
 
 import heapq
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
+from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.placement import Decoder, Placement, PlacementPolicy, Prefiller
 from conserve.recognition import Digest, TailIndex
 
@@ -19,89 +17,6 @@ from conserve.recognition import Digest, TailIndex
 # of 4 KB most of the time of finding and freeing them goes into address translation. Python's own
 # allocator cannot ask for huge pages, glibc's (2.35 and later) can. It costs 140 bytes each.
 MEMORY_ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-
-# Both without the cyclic garbage collector, which would visit each of a million of them: nothing
-# in them can lead back to them.
-
-
-class TurnStats(msgspec.Struct, frozen=True, gc=False):
-    """What an engine reports of one turn, in tokens.
-
-    Attributes:
-        prompt_tokens: the turn's whole prompt, history included.
-        output_tokens: generated (of the longest choice, with several).
-        decoder_cached_tokens: of the prompt, found in the decoder's own prefix cache.
-        lmcache_tokens: of the prompt, taken from LMCache.
-    """
-
-    prompt_tokens: int
-    output_tokens: int
-    decoder_cached_tokens: int
-    lmcache_tokens: int
-
-    def pack(self) -> bytes:
-        """One small object instead of five, for a table of a million conversations."""
-        return _PACKED.pack(
-            self.prompt_tokens, self.output_tokens, self.decoder_cached_tokens, self.lmcache_tokens
-        )
-
-
-_PACKED = struct.Struct("<4I")
-
-
-class Conversation(msgspec.Struct, gc=False):
-    """A live conversation. Times are seconds of the clock whose readings are passed in.
-
-    Attributes:
-        incarnation: tells it from an earlier conversation of the same id.
-        decoder_id: where it is bound; None before its first turn and after a decoder was lost.
-        held_tokens: of KV on that decoder; from binding to the first turn's end, the promised
-            turn-1 length.
-        turns: completed ones.
-        running: ids of the turns under way.
-        moves: how often it was bound again because its decoder was lost.
-        prefiller_id, prefill_tokens: the remote prefill under way, if any.
-        packed_last_turn: `last_turn`, as it is kept; empty before a turn has left anything.
-        tails: digests by which its next turn is recognised.
-        finished: the latest turn known to have ended.
-        promised: what it holds is a promise: no turn on this decoder has computed it yet.
-        asked_s: when its first request came; None where that is not known, because the table was
-            lost since.
-        ttfet_s: from then to the first token of its first answer that was not a tool call.
-        period: the table's, in which to look next whether it is idle.
-        energy_j: its share of what its engines' GPUs have used, estimated; 0 where none report.
-    """
-
-    id: str
-    incarnation: int
-    created_s: float
-    last_used_s: float
-    decoder_id: str | None = None
-    held_tokens: int = 0
-    turns: int = 0
-    running: tuple[int, ...] = ()
-    moves: int = 0
-    prefiller_id: str | None = None
-    prefill_tokens: int = 0
-    packed_last_turn: bytes = b""
-    tails: tuple[Digest, ...] = ()
-    finished: int = 0
-    promised: bool = False
-    asked_s: float | None = None
-    ttfet_s: float | None = None
-    period: int = 0
-    energy_j: float = 0.0
-
-    @property
-    def last_turn(self) -> TurnStats | None:
-        """What the engine reported of its latest turn."""
-        packed = self.packed_last_turn
-        return TurnStats(*_PACKED.unpack(packed)) if packed else None
-
-    @property
-    def phase(self) -> str:
-        """``reasoning`` while a turn is running, else ``acting``."""
-        return "reasoning" if self.running else "acting"
 
 
 class ConversationTable:
@@ -339,17 +254,15 @@ class ConversationTable:
             self._join_prefiller(conversation, prefiller_id, conversation.held_tokens)
         return prefiller_id
 
-    def prefilled(self, conversation_id: str, incarnation: int) -> None:
-        """Its remote prefill is over, done or failed: the prefiller's queue is shorter."""
-        conversation = self._current(conversation_id, incarnation)
+    def prefilled(self, turn: TurnKey) -> None:
+        """A turn's remote prefill is over, done or failed: the prefiller's queue is shorter."""
+        conversation = self._current(turn.conversation_id, turn.incarnation)
         if conversation is not None:
             self._leave_prefiller(conversation)
 
     def advance(
         self,
-        conversation_id: str,
-        incarnation: int,
-        turn_id: int,
+        turn: TurnKey,
         decoder_id: str,
         stats: TurnStats,
         tails: tuple[Digest, ...],
@@ -364,27 +277,25 @@ class ConversationTable:
             False, with nothing changed, if the turn was reported before, or the conversation is
             not on this decoder any more.
         """
-        conversation = self._current(conversation_id, incarnation)
+        conversation = self._current(turn.conversation_id, turn.incarnation)
         if conversation is None or conversation.decoder_id != decoder_id:
             return False
-        if turn_id not in conversation.running:
-            if turn_id <= conversation.finished:
+        if turn.turn_id not in conversation.running:
+            if turn.turn_id <= conversation.finished:
                 return False
-            self._next_id = max(self._next_id, turn_id + 1)
+            self._next_id = max(self._next_id, turn.turn_id + 1)
         conversation.turns += 1
         if tails:
             self._tails.discard(conversation.id, conversation.tails)
             conversation.tails = tails
             # Its own id, not the caller's equal one: a million copies are 80 MB.
             self._tails.add(conversation.id, tails)
-        self._finish_turn(conversation, turn_id, stats, now_s)
+        self._finish_turn(conversation, turn.turn_id, stats, now_s)
         return True
 
     def abandon(
         self,
-        conversation_id: str,
-        incarnation: int,
-        turn_id: int,
+        turn: TurnKey,
         decoder_id: str | None,
         stats: TurnStats | None,
         now_s: float,
@@ -400,34 +311,34 @@ class ConversationTable:
         Returns:
             The conversation if this ended it: no turn of it is known to have left anything.
         """
-        conversation = self._current(conversation_id, incarnation)
+        conversation = self._current(turn.conversation_id, turn.incarnation)
         if conversation is None:
             return None
-        if turn_id in conversation.running:
-            self._finish_turn(conversation, turn_id, stats, now_s)
+        if turn.turn_id in conversation.running:
+            self._finish_turn(conversation, turn.turn_id, stats, now_s)
         elif (
             stats is not None
-            and turn_id > conversation.finished
+            and turn.turn_id > conversation.finished
             and decoder_id is not None
             and decoder_id == conversation.decoder_id
         ):
-            self._next_id = max(self._next_id, turn_id + 1)
-            self._finish_turn(conversation, turn_id, stats, now_s)
+            self._next_id = max(self._next_id, turn.turn_id + 1)
+            self._finish_turn(conversation, turn.turn_id, stats, now_s)
         if not conversation.running:
             if not conversation.packed_last_turn:
-                return self.release(conversation_id)
+                return self.release(turn.conversation_id)
             if conversation.promised:
                 # Nothing of it ever got to the decoder that it was to move to.
                 self._unbind(conversation)
         return None
 
-    def answered(self, conversation_id: str, incarnation: int, at_s: float) -> float | None:
-        """A first token that is not a tool call's came.
+    def answered(self, turn: TurnKey, at_s: float) -> float | None:
+        """A turn's first token that is not a tool call's came.
 
         Returns:
             The conversation's TTFET, if it was its first such, as far as is known.
         """
-        conversation = self._current(conversation_id, incarnation)
+        conversation = self._current(turn.conversation_id, turn.incarnation)
         if conversation is None or conversation.asked_s is None or conversation.ttfet_s is not None:
             return None
         conversation.ttfet_s = at_s - conversation.asked_s
@@ -477,9 +388,9 @@ class ConversationTable:
         ended.sort(key=lambda c: c.last_used_s)
         return ended
 
-    def holds(self, conversation_id: str, incarnation: int, decoder_id: str) -> bool:
-        """Whether this conversation is live and on this decoder."""
-        conversation = self._current(conversation_id, incarnation)
+    def holds(self, turn: TurnKey, decoder_id: str) -> bool:
+        """Whether the conversation of this turn is live and on this decoder."""
+        conversation = self._current(turn.conversation_id, turn.incarnation)
         return conversation is not None and conversation.decoder_id == decoder_id
 
     # --- inside ------------------------------------------------------------------------------

@@ -96,6 +96,16 @@ def from_engine(status: int, body: Any) -> ApiError:
     return ApiError(status, message, code, param=param if isinstance(param, str) else None)
 
 
+def unknown_model(asked: str, served: str) -> ApiError:
+    """404, and what there is instead."""
+    return ApiError(
+        404,
+        f"the model {asked[:100]!r} is not served here; use {served!r}",
+        "model_not_found",
+        param="model",
+    )
+
+
 def context_length_exceeded(prompt_tokens: int, max_model_len: int) -> ApiError:
     """The prompt leaves no room for an answer within the model's context."""
     return ApiError(

@@ -7,7 +7,7 @@ what is needed to go on: the id, the tokens, and the digests that recognise the 
 import copy
 
 from conserve.clock import unix_s
-from conserve.conversations import Conversation, TurnStats
+from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.recognition import Digest
 
 
@@ -22,44 +22,42 @@ class Holdings:
         """A copy of every record."""
         return [copy.copy(conversation) for conversation in self._held.values()]
 
-    def begin(self, conversation_id: str, incarnation: int, turn_id: int) -> None:
+    def begin(self, turn: TurnKey) -> None:
         """A turn arrives."""
-        held = self._held.get(conversation_id)
-        if held is None or held.incarnation != incarnation:
+        held = self._held.get(turn.conversation_id)
+        if held is None or held.incarnation != turn.incarnation:
             now_s = unix_s()
-            held = Conversation(conversation_id, incarnation, now_s, now_s)
-            self._held[conversation_id] = held
-            self._turn1_tokens.pop(conversation_id, None)
-        held.running += (turn_id,)
+            held = Conversation(turn.conversation_id, turn.incarnation, now_s, now_s)
+            self._held[turn.conversation_id] = held
+            self._turn1_tokens.pop(turn.conversation_id, None)
+        held.running += (turn.turn_id,)
         held.last_used_s = unix_s()
 
     def finish(
         self,
-        conversation_id: str,
-        incarnation: int,
-        turn_id: int,
+        turn: TurnKey,
         stats: TurnStats | None,
         tails: tuple[Digest, ...],
         completed: bool,
     ) -> None:
         """A turn ends. Without ``stats``, the engine did nothing for it."""
-        held = self._held.get(conversation_id)
-        if held is None or held.incarnation != incarnation:
+        held = self._held.get(turn.conversation_id)
+        if held is None or held.incarnation != turn.incarnation:
             return
-        held.running = tuple(id for id in held.running if id != turn_id)
+        held.running = tuple(id for id in held.running if id != turn.turn_id)
         # So that a table rebuilt from this refuses what it is told of the turn again.
-        held.finished = max(held.finished, turn_id)
+        held.finished = max(held.finished, turn.turn_id)
         held.last_used_s = unix_s()
         if stats is not None:
             held.held_tokens = stats.prompt_tokens + stats.output_tokens
             held.packed_last_turn = stats.pack()
-            self._turn1_tokens.setdefault(conversation_id, stats.prompt_tokens)
+            self._turn1_tokens.setdefault(turn.conversation_id, stats.prompt_tokens)
         if completed:
             held.turns += 1
             if tails:
                 held.tails = tails
         if not held.packed_last_turn and not held.running:
-            self.drop(conversation_id, incarnation)
+            self.drop(turn.conversation_id, turn.incarnation)
 
     def drop(self, conversation_id: str, incarnation: int) -> None:
         """It has ended, or lives elsewhere. A later conversation of the same id stays."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from conserve.conversations import Conversation
+from conserve.conversation import Conversation, TurnKey
 from conserve.wire import Role
 
 # Ray's name for a resource that the head node alone has.
@@ -83,9 +83,7 @@ class TurnPlan:
         later: it is not the first turn on this decoder.
     """
 
-    conversation_id: str
-    incarnation: int
-    turn_id: int
+    turn: TurnKey
     decoder_id: str
     decoder_url: str
     prefiller_id: str | None = None
@@ -126,6 +124,9 @@ class Refusal:
     retry_after_s: int | None = None
 
 
+TurnOutcome = Literal["completed", "cancelled", "refused", "failed"]
+
+
 @dataclass(frozen=True, slots=True)
 class TurnTiming:
     """One turn as its client saw it.
@@ -135,15 +136,14 @@ class TurnTiming:
         latency_s: from the request's arrival to the last byte.
         ttft_s: to the first byte of a streamed answer; None if it was not streamed.
         tbt_s: gaps between a stream's parts.
-        conversation_id, incarnation: whose turn it was, if it got so far.
+        turn: which it was; None if it was bound nowhere.
         effective_ago_s: how long ago the first token of a chat's answer came that is not a tool
             call; of an answer in one piece, the answer. Not a time: clocks of nodes differ.
     """
 
-    outcome: Literal["completed", "cancelled", "refused", "failed"]
+    outcome: TurnOutcome
     latency_s: float
     ttft_s: float | None
     tbt_s: tuple[float, ...]
-    conversation_id: str = ""
-    incarnation: int = 0
+    turn: TurnKey | None = None
     effective_ago_s: float | None = None

@@ -10,6 +10,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from conserve.conversation import TurnKey
+
 Key = TypeVar("Key", bound=Hashable)
 
 PHASES = {"prefiller": "cold_prefill", "decoder": "tail"}
@@ -137,10 +139,6 @@ class EngineEnergy:
     gpus: tuple[GpuReading, ...] = ()
 
 
-# A conversation's id and incarnation, and one of its turns.
-_TurnKey = tuple[str, int, int]
-
-
 @dataclass(slots=True)
 class Engine:
     """An engine whose energy is reported."""
@@ -148,7 +146,7 @@ class Engine:
     role: str
     tier: str
     latest: EngineEnergy
-    shares: BusyShare[_TurnKey]
+    shares: BusyShare[TurnKey]
 
 
 @dataclass(slots=True)
@@ -180,7 +178,8 @@ class EnergyBook:
         self.engines: dict[str, Engine] = {}
         self.joules: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.tiers: defaultdict[str, TierUse] = defaultdict(TierUse)
-        self._turns: dict[int, tuple[str, _TurnKey]] = {}
+        # On which engine each turn runs.
+        self._turns: dict[TurnKey, str] = {}
 
     @property
     def overall(self) -> TierUse:
@@ -207,10 +206,8 @@ class EnergyBook:
         self.joules[engine.role, engine.tier] += used_j
         self.tiers[engine.tier].joules += used_j
         taken: defaultdict[tuple[str, int], float] = defaultdict(float)
-        for (conversation_id, incarnation, _), joules in engine.shares.charge(
-            used_j, now_s
-        ).items():
-            taken[conversation_id, incarnation] += joules
+        for turn, joules in engine.shares.charge(used_j, now_s).items():
+            taken[turn.conversation_id, turn.incarnation] += joules
         return dict(taken)
 
     def computed(self, engine_id: str, tokens: int) -> None:
@@ -219,11 +216,9 @@ class EnergyBook:
         if engine is not None:
             self.tiers[engine.tier].tokens += tokens
 
-    def run(
-        self, turn_id: int, conversation_id: str, incarnation: int, engine_id: str, now_s: float
-    ) -> None:
+    def run(self, turn: TurnKey, engine_id: str, now_s: float) -> None:
         """A turn runs on an engine from now on, and nowhere else."""
-        self.end(turn_id, now_s)
+        self.end(turn, now_s)
         engine = self.engines.get(engine_id)
         if engine is None:
             return
@@ -231,22 +226,21 @@ class EnergyBook:
             # It reports no more: nobody would ever ask for what piles up here.
             self.remove_engine(engine_id)
             return
-        key = (conversation_id, incarnation, turn_id)
-        self._turns[turn_id] = (engine_id, key)
-        engine.shares.start(key, now_s)
+        self._turns[turn] = engine_id
+        engine.shares.start(turn, now_s)
 
-    def end(self, turn_id: int, now_s: float) -> None:
+    def end(self, turn: TurnKey, now_s: float) -> None:
         """A turn has ended, if it was running."""
-        engine_id, key = self._turns.pop(turn_id, (None, None))
-        if engine_id is not None and key is not None and engine_id in self.engines:
-            self.engines[engine_id].shares.stop(key, now_s)
+        engine_id = self._turns.pop(turn, None)
+        if engine_id is not None and engine_id in self.engines:
+            self.engines[engine_id].shares.stop(turn, now_s)
 
     def remove_engine(self, engine_id: str) -> None:
         """It is lost, or has left; what it used stays."""
         if self.engines.pop(engine_id, None) is None:
             return
-        for turn_id in [id for id, (where, _) in self._turns.items() if where == engine_id]:
-            del self._turns[turn_id]
+        for turn in [turn for turn, where in self._turns.items() if where == engine_id]:
+            del self._turns[turn]
 
 
 def divide(joules: float, engines: Sequence[str]) -> dict[str, float]:

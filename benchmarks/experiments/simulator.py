@@ -24,7 +24,7 @@ from rich.table import Table
 
 from autoscale.capacity.profile import load_profile
 from benchmarks.metrics import Tally
-from benchmarks.simulate.run import Engines, make_system, serve
+from benchmarks.simulate.run import EngineCounts, make_system, serve
 from benchmarks.workloads import PRESETS, Arrivals, synthetic
 
 TARGET_TURNS = 1_000_000
@@ -66,7 +66,7 @@ def measure(turns: int, prefillers: int) -> Sample:
         vocabulary=range(1_000, 4_000),
     )
     tally = Tally()
-    engines = Engines(prefillers, _DECODERS_EACH * prefillers)
+    engines = EngineCounts(prefillers, _DECODERS_EACH * prefillers)
     cluster = serve(make_system("conserve", profile, engines), workload, tally.add)
     completed = tally.result().turns["completed"]
     if completed != workload.counts["turns"]:

@@ -32,7 +32,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable, TurnStats
+from conserve.conversation import TurnKey, TurnStats
+from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable
 from conserve.placement import ConversationPlacement
 from conserve.recognition import Digest
 
@@ -172,10 +173,9 @@ class _Population:
         def end(number: int) -> None:
             conversation = table.get(_conversation_id(number))
             assert conversation is not None
-            table.advance(
-                conversation.id, conversation.incarnation, conversation.running[-1],
-                conversation.decoder_id or "", self._stats(), (_digest(number),), self._clock_s,
-            )  # fmt: skip
+            decoder_id = conversation.decoder_id or ""
+            tails = (_digest(number),)
+            table.advance(conversation.newest_turn, decoder_id, self._stats(), tails, self._clock_s)
 
         return self._latency(turn, end)
 
@@ -244,11 +244,10 @@ class _Population:
         assert conversation is not None
         # Plus nothing: an equal number, but not the table's own object.
         incarnation, turn_id = conversation.incarnation + 0, conversation.running[-1] + 0
-        table.prefilled(id_at_prefilled, incarnation)
+        table.prefilled(TurnKey(id_at_prefilled, incarnation, turn_id))
         self._clock_s += 1e-4
-        table.advance(
-            id_at_advance, incarnation, turn_id, placement.decoder_id, stats, tails, self._clock_s
-        )
+        turn = TurnKey(id_at_advance, incarnation, turn_id)
+        table.advance(turn, placement.decoder_id, stats, tails, self._clock_s)
 
 
 def _conversation_id(number: int) -> str:

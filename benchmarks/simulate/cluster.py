@@ -17,9 +17,10 @@ from typing import Any, Literal
 from benchmarks.counters import ServerFigures
 from benchmarks.records import Answer, Script, TurnRecord, TurnRequest
 from benchmarks.simulate.costs import Costs
-from benchmarks.simulate.engine import Engine, Work
-from conserve.admission.waiting import QueueFull, WaitingLine
-from conserve.conversations import ConversationTable, TurnStats
+from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
+from conserve.admission import Admission, Admitted, QueueFull, Ticket
+from conserve.conversation import TurnKey, TurnStats
+from conserve.conversations import ConversationTable
 from conserve.placement import PolicyName, make_policy
 
 History = Literal["kept", "moved", "recomputed"]
@@ -74,8 +75,7 @@ class _Open:
     """A conversation under way."""
 
     __slots__ = (
-        "decoder", "found_tokens", "incarnation", "records", "request", "script", "sent_s",
-        "turn_id",
+        "decoder", "found_tokens", "key", "records", "request", "script", "sent_s",
     )  # fmt: skip
 
     def __init__(self, script: Script, request: TurnRequest) -> None:
@@ -83,10 +83,10 @@ class _Open:
         self.request = request
         self.records: list[TurnRecord] = []
         self.sent_s = 0.0
-        self.decoder: Engine | None = None
-        self.incarnation = 0
-        self.turn_id = 0
-        # Of the turn's prompt, in whatever cache.
+        self.decoder: SimulatedEngine | None = None
+        # The table's, of the turn under way.
+        self.key = TurnKey(script.conversation, 0, 0)
+        # Tokens of the turn's prompt that were in whatever cache.
         self.found_tokens = 0
 
 
@@ -118,7 +118,7 @@ class Cluster:
             wrong_decision_rate=system.wrong_decision_rate,
         )
         self.table = ConversationTable(policy, _NEVER_S)
-        self._line = WaitingLine(system.queue_limit, system.queue_timeout_s)
+        self._admission = Admission(self.table, system.queue_limit, system.queue_timeout_s)
         self._in_line: dict[str, _Open] = {}
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._number = count()
@@ -192,10 +192,10 @@ class Cluster:
         self,
         name: str,
         costs: Costs,
-        finished: Callable[[Work, Engine, float], None],
+        finished: Callable[[EngineTurn, SimulatedEngine, float], None],
         keeps: bool = True,
-    ) -> Engine:
-        return Engine(
+    ) -> SimulatedEngine:
+        return SimulatedEngine(
             name,
             costs,
             self._schedule,
@@ -205,7 +205,7 @@ class Cluster:
             block_tokens=self.system.block_tokens,
         )
 
-    def _schedule(self, at_s: float, engine: Engine, version: int) -> None:
+    def _schedule(self, at_s: float, engine: SimulatedEngine, version: int) -> None:
         heappush(self._events, (at_s, next(self._number), engine.wake, version))
 
     def _later(self, at_s: float, act: Callable[[float, Any], None], what: object) -> None:
@@ -250,7 +250,7 @@ class Cluster:
             return
         conversation = self.table.begin(one.script.conversation, now_s)
         assert conversation is not None
-        one.turn_id = conversation.running[-1]
+        one.key = conversation.newest_turn
         prefiller_id = self.table.prefill_later_turn(conversation)
         if prefiller_id is None:
             self._submit(self._work(one), one.decoder, now_s, self.system.direct_s)
@@ -262,46 +262,38 @@ class Cluster:
 
     def _place(self, one: _Open, turn1_tokens: int, now_s: float) -> None:
         conversation = one.script.conversation
-        if not self._line and self._bind(one, turn1_tokens, now_s):
-            return
         try:
-            ticket = self._line.join(conversation, turn1_tokens, now_s)
+            answer = self._admission.enter(conversation, turn1_tokens, now_s)
         except QueueFull as full:
             self._refuse(one, now_s, f"429: {full}")
             return
-        self._in_line[conversation] = one
-        self._later(ticket.deadline_s, self._give_up, one)
+        if isinstance(answer, Ticket):
+            self._in_line[conversation] = one
+            self._later(answer.deadline_s, self._give_up, one)
+        else:
+            self._start(one, answer, now_s)
 
-    def _bind(self, one: _Open, turn1_tokens: int, now_s: float) -> bool:
-        id = one.script.conversation
-        placement = self.table.bind(id, turn1_tokens, now_s)
-        if placement is None:
-            return False
-        conversation = self.table.get(id)
-        assert conversation is not None
-        one.incarnation = conversation.incarnation
-        one.turn_id = conversation.running[-1]
+    def _start(self, one: _Open, admitted: Admitted, now_s: float) -> None:
+        """Have the first turn prefilled where it was placed."""
+        placement = admitted.placement
+        one.key = admitted.conversation.newest_turn
         one.decoder = self.decoders[placement.decoder_id]
         if placement.prefiller_id is None:
             self._submit(self._work(one), one.decoder, now_s, self.system.direct_s)
         else:
-            self._cold_prefill_tokens += turn1_tokens
+            self._cold_prefill_tokens += admitted.turn1_tokens
             prefiller = self.prefillers[placement.prefiller_id]
-            work = Work(id, turn1_tokens, 1, turn=one)
+            work = EngineTurn(one.script.conversation, admitted.turn1_tokens, 1, turn=one)
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
-        return True
 
     def _admit(self, now_s: float) -> None:
-        """Somebody left: the head of the line may fit."""
-        while (head := self._line.head()) is not None:
-            if not self._bind(self._in_line[head.key], head.tokens, now_s):
-                return
-            self._line.leave(head.key)
-            del self._in_line[head.key]
+        """Somebody left: those in line may fit."""
+        for admitted in self._admission.admit(now_s):
+            self._start(self._in_line.pop(admitted.conversation.id), admitted, now_s)
 
     def _give_up(self, now_s: float, one: _Open) -> None:
         if one.decoder is None and self._in_line.pop(one.script.conversation, None) is not None:
-            ticket = self._line.leave(one.script.conversation)
+            ticket = self._admission.leave(one.script.conversation)
             assert ticket is not None
             timeout_s = self.system.queue_timeout_s
             self._refuse(
@@ -313,9 +305,9 @@ class Cluster:
 
     # --- Prefills and handoffs ----------------------------------------------------------------
 
-    def _work(self, one: _Open) -> Work:
+    def _work(self, one: _Open) -> EngineTurn:
         request = one.request
-        return Work(
+        return EngineTurn(
             one.script.conversation,
             request.prompt_tokens or 0,
             request.output_tokens or 0,
@@ -333,9 +325,9 @@ class Cluster:
         chunk = self.system.handoff_chunk_tokens
         return tokens // chunk * chunk
 
-    def _prefill_later(self, one: _Open, prefiller: Engine, now_s: float) -> None:
+    def _prefill_later(self, one: _Open, prefiller: SimulatedEngine, now_s: float) -> None:
         """A later turn, on a prefiller: its history first, if that is to be had."""
-        work = Work(one.script.conversation, one.request.prompt_tokens or 0, 1, turn=one)
+        work = EngineTurn(one.script.conversation, one.request.prompt_tokens or 0, 1, turn=one)
         if self.system.history == "recomputed":
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
             return
@@ -346,12 +338,12 @@ class Cluster:
         self._loaded_tokens += moved
         self._move(work, prefiller, moved, now_s, self.system.handed_off_s)
 
-    def _prefilled(self, work: Work, prefiller: Engine, now_s: float) -> None:
+    def _prefilled(self, work: EngineTurn, prefiller: SimulatedEngine, now_s: float) -> None:
         """A prefiller is done: the KV goes to the conversation's decoder."""
         one = work.turn
         assert isinstance(one, _Open)
         assert one.decoder is not None
-        self.table.prefilled(work.conversation, one.incarnation)
+        self.table.prefilled(one.key)
         one.found_tokens = work.cached_tokens
         to_decode = self._work(one)
         to_decode.loaded_tokens = self._whole_chunks(work.prompt_tokens)
@@ -363,7 +355,12 @@ class Cluster:
         self._move(to_decode, one.decoder, moved, now_s)
 
     def _move(
-        self, work: Work, engine: Engine, tokens: int, now_s: float, after_s: float = 0.0
+        self,
+        work: EngineTurn,
+        engine: SimulatedEngine,
+        tokens: int,
+        now_s: float,
+        after_s: float = 0.0,
     ) -> None:
         """Bring KV to an engine, for a turn that is to run there."""
         takes_s = engine.costs.handoff(tokens)
@@ -372,28 +369,28 @@ class Cluster:
             takes_s = 0.0
         self._submit(work, engine, now_s, after_s + takes_s)
 
-    def _submit(self, work: Work, engine: Engine, now_s: float, after_s: float) -> None:
+    def _submit(
+        self, work: EngineTurn, engine: SimulatedEngine, now_s: float, after_s: float
+    ) -> None:
         """Have a turn at an engine, after so many seconds."""
         if after_s:
             self._later(now_s + after_s, self._come, (work, engine))
         else:
             engine.submit(work, now_s)
 
-    def _come(self, now_s: float, what: tuple[Work, Engine]) -> None:
+    def _come(self, now_s: float, what: tuple[EngineTurn, SimulatedEngine]) -> None:
         work, engine = what
         engine.submit(work, now_s)
 
     # --- Ends ---------------------------------------------------------------------------------
 
-    def _answered(self, work: Work, decoder: Engine, now_s: float) -> None:
+    def _answered(self, work: EngineTurn, decoder: SimulatedEngine, now_s: float) -> None:
         """A decoder is done with a turn."""
         one = work.turn
         assert isinstance(one, _Open)
         id, request = work.conversation, one.request
         self.table.advance(
-            id,
-            one.incarnation,
-            one.turn_id,
+            one.key,
             decoder.id,
             TurnStats(
                 work.prompt_tokens, work.output_tokens, work.cached_tokens, work.loaded_tokens
@@ -429,7 +426,7 @@ class Cluster:
             one.request = following
             one.found_tokens = 0
             self._later(now_s + self._gap_s(following), self._send, one)
-        if self._line:
+        if self._admission.line:
             self._admit(now_s)
 
     def _refuse(self, one: _Open, now_s: float, error: str) -> None:
@@ -450,7 +447,7 @@ class Cluster:
         )
         self.turns += 1
         self._close(one, now_s)
-        if self._line:
+        if self._admission.line:
             self._admit(now_s)
 
     def _close(self, one: _Open, now_s: float) -> None:

@@ -22,7 +22,7 @@ from benchmarks.simulate.costs import Costs
 _EPSILON_STEPS = 1e-9
 
 
-class Work:
+class EngineTurn:
     """A turn on one engine.
 
     Attributes:
@@ -71,7 +71,7 @@ class Work:
         self.number = -1
 
 
-class Engine:
+class SimulatedEngine:
     """One engine.
 
     Args:
@@ -94,8 +94,8 @@ class Engine:
         self,
         id: str,
         costs: Costs,
-        schedule: Callable[[float, "Engine", int], None],
-        finished: Callable[[Work, "Engine", float], None],
+        schedule: Callable[[float, "SimulatedEngine", int], None],
+        finished: Callable[[EngineTurn, "SimulatedEngine", float], None],
         *,
         keeps: bool = True,
         max_sequences: int = 256,
@@ -108,11 +108,11 @@ class Engine:
         self._keeps = keeps
         self._max_sequences = max_sequences
         self._block_tokens = block_tokens
-        self._waiting: deque[Work] = deque()
-        self._prefilling: deque[Work] = deque()
-        self._decoding: dict[Work, None] = {}
+        self._waiting: deque[EngineTurn] = deque()
+        self._prefilling: deque[EngineTurn] = deque()
+        self._decoding: dict[EngineTurn, None] = {}
         # (finish_step, number, turn); one whose turn has another number by now was preempted.
-        self._finishes: list[tuple[int, int, Work]] = []
+        self._finishes: list[tuple[int, int, EngineTurn]] = []
         self._idle: dict[str, int] = {}
         self._kv_tokens = 0  # That the next step's decodes read.
         self._step = 0
@@ -122,7 +122,7 @@ class Engine:
         self._began_s = 0.0
         self._steps = 0
         self._first_step_s = 0.0
-        self._completing: list[Work] = []
+        self._completing: list[EngineTurn] = []
         self._under_way = False
         self._has_prefill = False
         self._changing = False
@@ -133,7 +133,7 @@ class Engine:
         self.evicted_tokens = 0
         self.preemptions = 0
 
-    def submit(self, work: Work, now_s: float) -> None:
+    def submit(self, work: EngineTurn, now_s: float) -> None:
         """A turn comes in; it waits for the step under way to end."""
         self._waiting.append(work)
         if self._changing:
@@ -279,7 +279,7 @@ class Engine:
             self._completing.append(prefilling.popleft())
         return added_s, loads_s, begun
 
-    def _prefilled(self, work: Work, now_s: float) -> None:
+    def _prefilled(self, work: EngineTurn, now_s: float) -> None:
         """Its prompt is computed, and with it one token of output."""
         if work.first_token_s < 0:
             work.first_token_s = now_s
@@ -294,7 +294,7 @@ class Engine:
         self._decoding[work] = None
         self._kv_tokens += work.prompt_tokens + work.made_tokens
 
-    def _end(self, work: Work, now_s: float) -> None:
+    def _end(self, work: EngineTurn, now_s: float) -> None:
         tokens = work.prompt_tokens + work.made_tokens
         self.active_tokens -= tokens
         if self._keeps:

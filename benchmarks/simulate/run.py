@@ -26,7 +26,7 @@ OnConversation = Callable[[list[TurnRecord]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
+class EngineCounts:
     """How many, and under which power caps (W; None: the profile's highest).
 
     A collocated system has as many engines as the others have in all, under the same caps.
@@ -45,7 +45,7 @@ class Engines:
             )
 
 
-def make_system(name: str, profile: Profile, engines: Engines, **options: Any) -> System:
+def make_system(name: str, profile: Profile, engines: EngineCounts, **options: Any) -> System:
     """A system on engines of one profile.
 
     Args:
@@ -203,7 +203,7 @@ def simulate_selection(
     names: Iterable[str],
     rates: Iterable[float],
     profile: Profile,
-    engines: Engines,
+    engines: EngineCounts,
     selection: Selection,
     options: dict[str, dict[str, Any]],
     *,

@@ -21,11 +21,19 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A place in the line."""
+    """A place in the line.
+
+    Attributes:
+        key: the id of the conversation that has it.
+        tokens: its prompt's length.
+        arrived_s: when its first request came; counting the prompt took the time since.
+        deadline_s: when it has waited for as long as anybody may.
+    """
 
     key: str
     tokens: int
     joined_s: float
+    arrived_s: float
     deadline_s: float
 
 
@@ -50,11 +58,14 @@ class WaitingLine:
 
     @property
     def tokens(self) -> int:
-        """Of all who wait."""
+        """What the prompts of everybody in the line add up to."""
         return sum(ticket.tokens for ticket in self._line.values())
 
-    def join(self, key: str, tokens: int, now_s: float) -> Ticket:
+    def join(self, key: str, tokens: int, now_s: float, arrived_s: float | None = None) -> Ticket:
         """Take the last place.
+
+        Args:
+            arrived_s: when its first request came, if that was before now.
 
         Raises:
             QueueFull: there is none.
@@ -64,7 +75,9 @@ class WaitingLine:
             raise ValueError(f"{key!r} waits already")
         if len(self._line) >= self._limit:
             raise QueueFull(self._limit, self.retry_after_s(now_s))
-        ticket = Ticket(key, tokens, now_s, now_s + self._timeout_s)
+        ticket = Ticket(
+            key, tokens, now_s, now_s if arrived_s is None else arrived_s, now_s + self._timeout_s
+        )
         self._line[key] = ticket
         return ticket
 

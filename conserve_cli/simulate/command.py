@@ -16,7 +16,7 @@ from benchmarks.compare import compare, labels, show_comparisons, write_comparis
 from benchmarks.report import Report, show_run, show_side_by_side, write_report
 from benchmarks.selection import Selection
 from benchmarks.simulate.cluster import SimulationError
-from benchmarks.simulate.run import Engines, simulate_selection
+from benchmarks.simulate.run import EngineCounts, simulate_selection
 from benchmarks.workloads import PRESETS, WorkloadError
 
 simulation = typer.Typer(
@@ -130,7 +130,7 @@ def simulate(
                 names,
                 rates,
                 found,
-                Engines(prefillers, decoders, prefiller_cap, decoder_cap),
+                EngineCounts(prefillers, decoders, prefiller_cap, decoder_cap),
                 selection,
                 {
                     name: {

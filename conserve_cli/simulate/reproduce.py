@@ -26,7 +26,7 @@ from typing import Any, Literal
 from autoscale.capacity.profile import Profile
 from benchmarks.report import Report
 from benchmarks.simulate.costs import Costs
-from benchmarks.simulate.run import Baseline, Engines, make_system, simulate
+from benchmarks.simulate.run import Baseline, EngineCounts, make_system, simulate
 from benchmarks.workloads import PRESETS, Arrivals, Spread, Workload, synthetic
 from benchmarks.workloads.plan import Arriving
 
@@ -41,8 +41,8 @@ WRONG = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 _AMPD_WRONG = 0.1
 _CAPPED_W = 200.0
 
-_ENGINES = Engines(prefillers=1, decoders=3)
-_CAPPED = Engines(prefillers=1, decoders=3, decoder_cap_w=_CAPPED_W)
+_ENGINES = EngineCounts(prefillers=1, decoders=3)
+_CAPPED = EngineCounts(prefillers=1, decoders=3, decoder_cap_w=_CAPPED_W)
 # Nobody is refused: what cannot be served yet waits, however long.
 _ALL: dict[str, Any] = {"transfers_block": True, "queue_limit": 10**9, "queue_timeout_s": 1e9}
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -166,7 +166,7 @@ class _Runs:
         name: str,
         rate_per_s: float,
         wrong: float | None = None,
-        engines: Engines = _ENGINES,
+        engines: EngineCounts = _ENGINES,
     ) -> Report:
         options = _OPTIONS[name] | ({} if wrong is None else {"wrong_decision_rate": wrong})
         system = make_system(name, self._profile, engines, **options)

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conserve import recognition, wire
-from conserve.conversations import TurnStats
+from conserve.conversation import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.recognition import Digest
 from deployments.table.table_client import TableClient, TableUnavailable
@@ -129,15 +129,17 @@ class TurnObserver:
             self._engine_id,
             self._holdings,
             self._table,
-            headers[wire.CONVERSATION_HEADER],
-            int(headers[wire.INCARNATION_HEADER]),
-            int(headers[wire.TURN_HEADER]),
+            TurnKey(
+                headers[wire.CONVERSATION_HEADER],
+                int(headers[wire.INCARNATION_HEADER]),
+                int(headers[wire.TURN_HEADER]),
+            ),
         )
         if wire.RECOGNISE_HEADER in headers:
             turn.body, receive = await _read_ahead(receive)
-        self._holdings.begin(turn.conversation_id, turn.incarnation, turn.turn_id)
+        self._holdings.begin(turn.key)
         if wire.PREFILLED_HEADER not in headers:
-            turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.conversation_id)
+            turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.key.conversation_id)
         _current.set(turn.observation)
         try:
             await self._app(scope, receive, turn.relay(send))
@@ -154,9 +156,7 @@ class _Turn:
     engine_id: str
     holdings: Holdings
     table: TableClient
-    conversation_id: str
-    incarnation: int
-    turn_id: int
+    key: TurnKey
     observation: _Observation = field(default_factory=_Observation)
     body: bytes | None = None
     status: int = 0
@@ -191,24 +191,24 @@ class _Turn:
         self.reported = True
         stats = self.observation.stats()
         tails = self._tails() if completed else ()
-        self.holdings.finish(
-            self.conversation_id, self.incarnation, self.turn_id, stats, tails, completed
-        )
-        turn = (self.conversation_id, self.incarnation, self.turn_id)
+        self.holdings.finish(self.key, stats, tails, completed)
         patience = {"patience_s": _REPORT_PATIENCE_S}
         try:
             if not completed:
-                await self.table.call("abandon", *turn, self.engine_id, stats, **patience)
+                await self.table.call("abandon", self.key, self.engine_id, stats, **patience)
             elif not await self.table.call(
-                "advance", *turn, self.engine_id, stats, tails, **patience
+                "advance", self.key, self.engine_id, stats, tails, **patience
             ):
                 # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
-                self.holdings.drop(self.conversation_id, self.incarnation)
+                self.holdings.drop(self.key.conversation_id, self.key.incarnation)
         except TableUnavailable as error:
-            logger.warning("turn %d of %s: %s", self.turn_id, self.conversation_id, error)
+            logger.warning("%s: %s", self._name(), error)
         except Exception:
             # A failure of the table is no reason to break off a client's answer.
-            logger.exception("turn %d of %s was not reported", self.turn_id, self.conversation_id)
+            logger.exception("%s was not reported", self._name())
+
+    def _name(self) -> str:
+        return f"turn {self.key.turn_id} of {self.key.conversation_id}"
 
     def _tails(self) -> tuple[Digest, ...]:
         if self.body is None:

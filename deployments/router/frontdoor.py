@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from conserve import identity
-from conserve.errors import ApiError
+from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
 from deployments.router.responses import TABLE_RESTARTING, error_response
 from deployments.router.turns import Turns
@@ -31,12 +32,13 @@ class FrontDoor:
     def __init__(self, settings: Settings, table: TableClient, router_id: str) -> None:
         self._settings = settings
         self._table = table
-        self._turns = Turns(settings, table, Upstream(settings.turn_timeout_s), router_id)
+        self._started = int(time.time())
+        turns = Turns(settings, table, Upstream(settings.turn_timeout_s), router_id)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._app = Starlette(
             routes=[
-                Route("/v1/chat/completions", self._turns, methods=post),
-                Route("/v1/completions", self._turns, methods=post),
+                Route("/v1/chat/completions", turns, methods=post),
+                Route("/v1/completions", turns, methods=post),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{model:path}", self._model, methods=get),
                 Route("/v1/conversations", self._conversations, methods=get),
@@ -64,14 +66,14 @@ class FrontDoor:
     async def _model(self, request: Request) -> Response:
         model = request.path_params["model"]
         if model != self._settings.model_id:
-            raise self._turns.unknown_model(model)
+            raise unknown_model(model, self._settings.model_id)
         return JSONResponse(self._card())
 
     def _card(self) -> dict[str, Any]:
         return {
             "id": self._settings.model_id,
             "object": "model",
-            "created": self._turns.started,
+            "created": self._started,
             "owned_by": "conserve",
         }
 

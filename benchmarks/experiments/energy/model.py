@@ -6,12 +6,16 @@ side. Conversations are placed by ConServe's own table and policy.
 """
 
 import heapq
+import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.records import Script, TurnRequest
-from conserve.conversations import ConversationTable, TurnStats
+from conserve.admission import Admission, Admitted, Ticket
+from conserve.conversation import TurnKey, TurnStats
+from conserve.conversations import ConversationTable
 from conserve.placement import make_policy
 
 # Section 5.1: "the prefiller sustains roughly 25k input tokens per second, while each decoder
@@ -45,8 +49,7 @@ class _Turn:
     script: Script
     request: TurnRequest
     sent_s: float
-    incarnation: int = 0
-    turn_id: int = 0
+    key: TurnKey | None = None
     reused_tokens: int = 0
     left_tokens: float = 0.0
     first_s: float | None = None
@@ -137,7 +140,9 @@ class Machine:
         for name in decoders:
             self._table.add_decoder(name, KV_TOKENS)
         self._due: list[tuple[float, int, Script, TurnRequest]] = []
-        self._waiting: deque[_Turn] = deque()
+        # Everybody waits for as long as it takes.
+        self._admission = Admission(self._table, limit=sys.maxsize, timeout_s=math.inf)
+        self._waiting: dict[str, _Turn] = {}
         self._number = 0
         self._open = 0
         self.outcome = Outcome()
@@ -202,45 +207,41 @@ class Machine:
             turn = _Turn(script, request, at_s, left_tokens=request.output_tokens or 1)
             if script.conversation in self._table:
                 self._later_turn(turn, now_s)
+                continue
+            answer = self._admission.enter(script.conversation, turn.prompt_tokens, now_s)
+            if isinstance(answer, Ticket):
+                self._waiting[script.conversation] = turn
             else:
-                self._waiting.append(turn)
-        while self._waiting and self._place(self._waiting[0], now_s):
-            self._waiting.popleft()
+                self._start(turn, answer)
+        for admitted in self._admission.admit(now_s):
+            self._start(self._waiting.pop(admitted.conversation.id), admitted)
 
-    def _place(self, turn: _Turn, now_s: float) -> bool:
-        name = turn.script.conversation
-        placement = self._table.bind(name, turn.prompt_tokens, now_s)
-        if placement is None:
-            return False
-        self._began(turn)
-        assert placement.prefiller_id is not None
-        self._prefillers[placement.prefiller_id].prefill(turn, turn.prompt_tokens)
-        return True
+    def _start(self, turn: _Turn, admitted: Admitted) -> None:
+        turn.key = admitted.conversation.newest_turn
+        prefiller_id = admitted.placement.prefiller_id
+        assert prefiller_id is not None
+        self._prefillers[prefiller_id].prefill(turn, turn.prompt_tokens)
 
     def _later_turn(self, turn: _Turn, now_s: float) -> None:
         conversation = self._table.begin(turn.script.conversation, now_s)
         assert conversation is not None
         assert conversation.decoder_id is not None
         turn.reused_tokens = min(conversation.held_tokens, turn.prompt_tokens)
-        self._began(turn)
+        turn.key = conversation.newest_turn
         appended = turn.prompt_tokens - turn.reused_tokens
         self._decoders[conversation.decoder_id].prefill(turn, appended)
-
-    def _began(self, turn: _Turn) -> None:
-        conversation = self._table.get(turn.script.conversation)
-        assert conversation is not None
-        turn.incarnation, turn.turn_id = conversation.incarnation, conversation.running[-1]
 
     def _hand_off(self, turn: _Turn) -> None:
         conversation = self._table.get(turn.script.conversation)
         assert conversation is not None
         assert conversation.decoder_id is not None
-        self._table.prefilled(conversation.id, turn.incarnation)
+        assert turn.key is not None
+        self._table.prefilled(turn.key)
         turn.reused_tokens = turn.prompt_tokens
         self._decoders[conversation.decoder_id].prefill(turn, 0)
 
     def _start_decoding(self, engine: _Engine, turn: _Turn, now_s: float) -> None:
-        if turn.turn_id and turn.first_s is None:
+        if turn.key is not None and turn.first_s is None:
             turn.first_s = now_s
         engine.computed_tokens += turn.output_tokens
         engine.decoding.append(turn)
@@ -254,5 +255,6 @@ class Machine:
         if conversation.turns == 0 and turn.first_s is not None:
             outcome.ttft1_s.append(turn.first_s - turn.sent_s)
         stats = TurnStats(turn.prompt_tokens, turn.output_tokens, turn.reused_tokens, 0)
-        self._table.advance(conversation.id, turn.incarnation, turn.turn_id, name, stats, (), now_s)
+        assert turn.key is not None
+        self._table.advance(turn.key, name, stats, (), now_s)
         self._ask(turn.script, now_s)

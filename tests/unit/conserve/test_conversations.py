@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from conserve.conversations import Conversation, ConversationTable, TurnStats
+from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.conversations import ConversationTable
 from conserve.holdings import Holdings
 from conserve.placement import (
     ConversationPlacement,
@@ -68,22 +69,20 @@ class Turn:
             conversation.decoder_id,
         )
 
+    @property
+    def key(self) -> TurnKey:
+        return TurnKey(self.conversation_id, self.incarnation, self.id)
+
     def advance(
         self, table: ConversationTable, prompt_tokens: int,
         tails: tuple[bytes, ...] = (), now_s: float = 0,
     ) -> bool:  # fmt: skip
-        return table.advance(
-            self.conversation_id, self.incarnation, self.id, self.decoder_id,
-            stats(prompt_tokens), tails, now_s,
-        )  # fmt: skip
+        return table.advance(self.key, self.decoder_id, stats(prompt_tokens), tails, now_s)
 
     def abandon(
         self, table: ConversationTable, seen: TurnStats | None = None, now_s: float = 0
     ) -> Conversation | None:
-        return table.abandon(
-            self.conversation_id, self.incarnation, self.id,
-            self.decoder_id if seen else None, seen, now_s,
-        )  # fmt: skip
+        return table.abandon(self.key, self.decoder_id if seen else None, seen, now_s)
 
 
 def start(
@@ -125,7 +124,7 @@ def test_a_whole_life() -> None:
     assert held(table) == {"d1": (300, 1), "d2": (0, 0)}
     assert table.prefillers["p1"].queued_tokens == 300
 
-    table.prefilled("c", conversation.incarnation)
+    table.prefilled(conversation.newest_turn)
     assert table.prefillers["p1"].queued_tokens == 0
 
     assert Turn.last(table, "c").advance(table, 300, TAILS, now_s=2)
@@ -160,8 +159,8 @@ def test_unknown_conversations() -> None:
     assert table.release("c") is None
     assert not Turn("c", 1, 1, "d1").advance(table, 100)
     assert Turn("c", 1, 1, "d1").abandon(table) is None
-    assert not table.holds("c", 1, "d1")
-    table.prefilled("c", 1)
+    assert not table.holds(TurnKey("c", 1, 1), "d1")
+    table.prefilled(TurnKey("c", 1, 1))
     assert len(table) == 0
 
 
@@ -239,15 +238,15 @@ def test_a_turn_that_is_reported_twice_counts_once() -> None:
 def test_a_decoder_holds_what_is_live_and_bound_to_it() -> None:
     table = a_table()
     first = turn(table, "c")
-    assert table.holds("c", first.incarnation, "d1")
-    assert not table.holds("c", first.incarnation, "d2")
-    assert not table.holds("c", first.incarnation + 1, "d1")
+    assert table.holds(first.key, "d1")
+    assert not table.holds(first.key, "d2")
+    assert not table.holds(first.key._replace(incarnation=first.incarnation + 1), "d1")
     table.remove_decoder("d1")
-    assert not table.holds("c", first.incarnation, "d1")
+    assert not table.holds(first.key, "d1")
     start(table, "c")
-    assert table.holds("c", first.incarnation, "d2")
+    assert table.holds(first.key, "d2")
     table.release("c")
-    assert not table.holds("c", first.incarnation, "d2")
+    assert not table.holds(first.key, "d2")
 
 
 def test_a_late_end_of_an_earlier_incarnation_changes_nothing() -> None:
@@ -258,7 +257,7 @@ def test_a_late_end_of_an_earlier_incarnation_changes_nothing() -> None:
     assert the(table, "c").incarnation != old.incarnation
     assert not old.advance(table, 700, TAILS)
     assert old.abandon(table) is None
-    table.prefilled("c", old.incarnation)
+    table.prefilled(old.key)
     assert held(table)["d1"] == (300, 1)
     assert table.prefillers["p1"].queued_tokens == 300
     assert table.reasoning == 1
@@ -393,7 +392,7 @@ def test_a_prefiller_that_comes_back_has_an_empty_queue() -> None:
     running = start(table, "c", 100)
     table.remove_prefiller("p1")
     table.add_prefiller("p1")
-    table.prefilled("c", running.incarnation)
+    table.prefilled(running.key)
     assert table.prefillers["p1"].queued_tokens == 0
 
 
@@ -408,7 +407,7 @@ def test_a_later_turn_is_prefilled_where_the_policy_says() -> None:
     second = start(table, "c")
     assert table.prefill_later_turn(the(table, "c")) == "p1"
     assert table.prefillers["p1"].queued_tokens == 110
-    table.prefilled("c", running.incarnation)
+    table.prefilled(running.key)
     assert table.prefillers["p1"].queued_tokens == 0
     assert table.prefill_later_turn(the(table, "c")) == "p1"
     assert second.advance(table, 150)
@@ -428,14 +427,14 @@ def test_ttfet_outlives_a_decoder_that_was_away() -> None:
     assert table.bind("c", 100, 7.0, arrived_s=2.0) is not None
     running = Turn.last(table, "c")
     assert running.advance(table, 100)
-    assert table.answered("c", running.incarnation, 5.0) == 3.0
+    assert table.answered(running.key, 5.0) == 3.0
     account = [copy.copy(the(table, "c"))]
     account[0].asked_s = account[0].ttfet_s = None  # A decoder does not know them.
     table.remove_decoder("d1")
     table.add_decoder("d1", 1000, account)
     assert binding(table, "c") == "d1"
     assert the(table, "c").ttfet_s == 3.0
-    assert table.answered("c", running.incarnation, 9.0) is None
+    assert table.answered(running.key, 9.0) is None
 
 
 def test_an_engine_that_reports_twice_keeps_its_state() -> None:
@@ -588,16 +587,14 @@ class Decoders:
     def turn(self, conversation_id: str, tokens: int, tails: tuple[bytes, ...]) -> None:
         started = start(self.table, conversation_id, tokens)
         own = self.holdings[binding(self.table, conversation_id) or ""]
-        own.begin(conversation_id, started.incarnation, started.id)
-        own.finish(
-            conversation_id, started.incarnation, started.id, stats(tokens), tails, completed=True
-        )
+        own.begin(started.key)
+        own.finish(started.key, stats(tokens), tails, completed=True)
         started.advance(self.table, tokens, tails)
 
     def leave_running(self, conversation_id: str) -> Turn:
         started = start(self.table, conversation_id)
         own = self.holdings[binding(self.table, conversation_id) or ""]
-        own.begin(conversation_id, started.incarnation, started.id)
+        own.begin(started.key)
         return started
 
 
@@ -685,7 +682,7 @@ def test_a_turn_counted_by_its_decoder_is_not_counted_again_after_the_tables_los
     rebuilt = successor((d, own.all()) for d, own in decoders.holdings.items())
     # The decoder sends it again: the table was lost before it had answered.
     assert not last.advance(rebuilt, 150, OTHER_TAILS)
-    assert rebuilt.holds("c", last.incarnation, "d1")
+    assert rebuilt.holds(last.key, "d1")
     assert (the(rebuilt, "c").turns, the(rebuilt, "c").held_tokens) == (2, 160)
 
 
@@ -883,7 +880,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def prefilled(self, data: st.DataObject) -> None:
         reported = data.draw(st.sampled_from(self.history))
-        self.table.prefilled(reported.conversation_id, reported.incarnation)
+        self.table.prefilled(reported.key)
         known = self.current(reported)
         if known is not None:
             known.prefill = None

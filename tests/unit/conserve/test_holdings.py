@@ -1,6 +1,6 @@
 """A decoder's own account of what it holds."""
 
-from conserve.conversations import Conversation, TurnStats
+from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.holdings import Holdings
 
 STATS = TurnStats(100, 20, 0, 96)
@@ -15,14 +15,14 @@ def the_only(holdings: Holdings) -> Conversation:
 
 def after_one_turn() -> Holdings:
     holdings = Holdings()
-    holdings.begin("c", 7, 1)
-    holdings.finish("c", 7, 1, STATS, TAILS, completed=True)
+    holdings.begin(TurnKey("c", 7, 1))
+    holdings.finish(TurnKey("c", 7, 1), STATS, TAILS, completed=True)
     return holdings
 
 
 def test_a_turn_under_way_is_reported_as_running() -> None:
     holdings = Holdings()
-    holdings.begin("c", 7, 1)
+    holdings.begin(TurnKey("c", 7, 1))
     held = the_only(holdings)
     assert (held.id, held.incarnation, held.running, held.turns) == ("c", 7, (1,), 0)
     assert held.phase == "reasoning"
@@ -41,24 +41,24 @@ def test_a_completed_turn_leaves_tokens_and_tails() -> None:
 
 def test_a_later_turn_replaces_them() -> None:
     holdings = after_one_turn()
-    holdings.begin("c", 7, 2)
-    holdings.finish("c", 7, 2, LATER, (b"u" * 16,), completed=True)
+    holdings.begin(TurnKey("c", 7, 2))
+    holdings.finish(TurnKey("c", 7, 2), LATER, (b"u" * 16,), completed=True)
     held = the_only(holdings)
     assert (held.held_tokens, held.turns, held.tails) == (180, 2, (b"u" * 16,))
 
 
 def test_a_turn_that_was_cut_leaves_its_tokens_but_no_turn() -> None:
     holdings = after_one_turn()
-    holdings.begin("c", 7, 2)
-    holdings.finish("c", 7, 2, LATER, (), completed=False)
+    holdings.begin(TurnKey("c", 7, 2))
+    holdings.finish(TurnKey("c", 7, 2), LATER, (), completed=False)
     held = the_only(holdings)
     assert (held.held_tokens, held.turns, held.tails) == (180, 1, TAILS)
 
 
 def test_a_refused_later_turn_changes_nothing() -> None:
     holdings = after_one_turn()
-    holdings.begin("c", 7, 2)
-    holdings.finish("c", 7, 2, None, (), completed=False)
+    holdings.begin(TurnKey("c", 7, 2))
+    holdings.finish(TurnKey("c", 7, 2), None, (), completed=False)
     held = the_only(holdings)
     assert (held.held_tokens, held.turns, held.tails) == (120, 1, TAILS)
     assert held.phase == "acting"
@@ -66,36 +66,36 @@ def test_a_refused_later_turn_changes_nothing() -> None:
 
 def test_the_latest_turn_that_ended_is_told() -> None:
     holdings = after_one_turn()
-    holdings.begin("c", 7, 2)
-    holdings.begin("c", 7, 3)
+    holdings.begin(TurnKey("c", 7, 2))
+    holdings.begin(TurnKey("c", 7, 3))
     assert the_only(holdings).finished == 1
-    holdings.finish("c", 7, 3, None, (), completed=False)
-    holdings.finish("c", 7, 2, LATER, (), completed=True)
+    holdings.finish(TurnKey("c", 7, 3), None, (), completed=False)
+    holdings.finish(TurnKey("c", 7, 2), LATER, (), completed=True)
     assert the_only(holdings).finished == 3
 
 
 def test_a_refused_first_turn_leaves_nothing() -> None:
     holdings = Holdings()
-    holdings.begin("c", 7, 1)
-    holdings.finish("c", 7, 1, None, (), completed=False)
+    holdings.begin(TurnKey("c", 7, 1))
+    holdings.finish(TurnKey("c", 7, 1), None, (), completed=False)
     assert holdings.all() == []
 
 
 def test_a_refused_first_turn_does_not_end_a_second_beside_it() -> None:
     holdings = Holdings()
-    holdings.begin("c", 7, 1)
-    holdings.begin("c", 7, 2)
-    holdings.finish("c", 7, 1, None, (), completed=False)
+    holdings.begin(TurnKey("c", 7, 1))
+    holdings.begin(TurnKey("c", 7, 2))
+    holdings.finish(TurnKey("c", 7, 1), None, (), completed=False)
     assert the_only(holdings).running == (2,)
 
 
 def test_turns_of_an_earlier_incarnation_no_longer_count() -> None:
     holdings = after_one_turn()
-    holdings.begin("c", 7, 2)
-    holdings.begin("c", 9, 3)
+    holdings.begin(TurnKey("c", 7, 2))
+    holdings.begin(TurnKey("c", 9, 3))
     held = the_only(holdings)
     assert (held.incarnation, held.running, held.held_tokens, held.tails) == (9, (3,), 0, ())
-    holdings.finish("c", 7, 2, LATER, TAILS, completed=True)
+    holdings.finish(TurnKey("c", 7, 2), LATER, TAILS, completed=True)
     held = the_only(holdings)
     assert (held.running, held.held_tokens, held.turns) == ((3,), 0, 0)
 
@@ -106,14 +106,14 @@ def test_dropped_conversations_are_gone() -> None:
     assert len(holdings.all()) == 1
     holdings.drop("c", 7)
     holdings.drop("c", 7)
-    holdings.finish("c", 7, 1, LATER, TAILS, completed=True)
+    holdings.finish(TurnKey("c", 7, 1), LATER, TAILS, completed=True)
     assert holdings.all() == []
 
 
 def test_the_account_given_away_is_a_copy() -> None:
     holdings = after_one_turn()
     given = the_only(holdings)
-    holdings.begin("c", 7, 2)
+    holdings.begin(TurnKey("c", 7, 2))
     given.held_tokens = 5
     assert given.running == ()
     assert the_only(holdings).held_tokens == 120
@@ -121,15 +121,15 @@ def test_the_account_given_away_is_a_copy() -> None:
 
 def test_the_first_turns_length_here_is_remembered_until_the_conversation_ends() -> None:
     holdings = Holdings()
-    holdings.begin("c", 7, 1)
+    holdings.begin(TurnKey("c", 7, 1))
     assert holdings.turn1_tokens("c") is None
-    holdings.finish("c", 7, 1, STATS, TAILS, completed=True)
-    holdings.begin("c", 7, 2)
-    holdings.finish("c", 7, 2, LATER, TAILS, completed=True)
+    holdings.finish(TurnKey("c", 7, 1), STATS, TAILS, completed=True)
+    holdings.begin(TurnKey("c", 7, 2))
+    holdings.finish(TurnKey("c", 7, 2), LATER, TAILS, completed=True)
     assert holdings.turn1_tokens("c") == STATS.prompt_tokens
-    holdings.begin("c", 9, 3)
+    holdings.begin(TurnKey("c", 9, 3))
     assert holdings.turn1_tokens("c") is None
-    holdings.finish("c", 9, 3, LATER, TAILS, completed=True)
+    holdings.finish(TurnKey("c", 9, 3), LATER, TAILS, completed=True)
     assert holdings.turn1_tokens("c") == LATER.prompt_tokens
     holdings.drop("c", 9)
     assert holdings.turn1_tokens("c") is None

@@ -5,7 +5,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from conserve.admission.waiting import WaitingLine
-from conserve.conversations import ConversationTable, TurnStats
+from conserve.conversation import TurnStats
+from conserve.conversations import ConversationTable
 from conserve.metrics import Metrics, ReplicaCounts
 from conserve.placement import ConversationPlacement
 
@@ -82,9 +83,9 @@ def test_gauges_follow_a_conversation(scene: Scene) -> None:
 
     a = table.get("a")
     assert a is not None
-    table.prefilled("a", a.incarnation)
+    table.prefilled(a.newest_turn)
     stats = TurnStats(300, 11, 0, 256)
-    table.advance("a", a.incarnation, a.running[-1], "d1", stats, (), now_s=2)
+    table.advance(a.newest_turn, "d1", stats, (), now_s=2)
     scene.line.leave("c")
     assert scene.value("conserve_conversations", phase="reasoning") == 1
     assert scene.value("conserve_conversations", phase="acting") == 1

@@ -12,7 +12,8 @@ from autoscale.capacity.served import with_profile
 from autoscale.configured import make_autoscaler
 from autoscale.scaling import Scaling
 from autoscale.serve import DECIDED_S, WANTED_REPLICAS, FollowTable, serve_options
-from conserve.conversations import ConversationTable, TurnStats
+from conserve.conversation import TurnStats
+from conserve.conversations import ConversationTable
 from conserve.placement import ConversationPlacement
 from conserve.settings import Settings, SettingsError
 from conserve.wire import Role
@@ -42,7 +43,7 @@ def finish(table: ConversationTable, name: str) -> None:
     assert found is not None
     assert found.decoder_id is not None
     stats = TurnStats(100, 10, 0, 0)
-    assert table.advance(name, found.incarnation, found.running[-1], found.decoder_id, stats, (), 0)
+    assert table.advance(found.newest_turn, found.decoder_id, stats, (), 0)
 
 
 # --- The ledger -----------------------------------------------------------------------------------
@@ -143,9 +144,7 @@ async def a_turn(service: TableService, name: str, ends: bool = True) -> TurnPla
 
 async def end(service: TableService, plan: TurnPlan) -> None:
     stats = TurnStats(100, 10, 0, 0)
-    assert await service.advance(
-        plan.conversation_id, plan.incarnation, plan.turn_id, plan.decoder_id, stats, ()
-    )
+    assert await service.advance(plan.turn, plan.decoder_id, stats, ())
 
 
 async def says(service: TableService, line: str) -> bool:
@@ -184,9 +183,7 @@ def test_after_the_deadline_idle_ones_move_and_a_running_turn_ends_first() -> No
         assert moved.decoder_id != idle.decoder_id
         assert await service.leave(idle.decoder_id, True)
         stats = TurnStats(100, 10, 0, 0)
-        assert await service.advance(
-            "busy", busy.incarnation, busy.turn_id, busy.decoder_id, stats, ()
-        )
+        assert await service.advance(busy.turn, busy.decoder_id, stats, ())
         assert not await service.leave(idle.decoder_id, True)
         await service.left(idle.decoder_id)
         assert (await a_turn(service, "busy")).decoder_id == moved.decoder_id
@@ -279,7 +276,7 @@ def test_a_new_table_goes_on_from_what_was_wanted_and_waits_for_all_of_them() ->
         assert early is not None
         assert early.decided_s == 0
         # Nothing is held, so one would do; but not before the usual delays.
-        await service._tidy(service._last_beat_s)
+        await service._tidy(service._registry.last_beat_s)
         heard = await service.beat("d1")
         assert heard is not None
         assert heard.wanted_replicas == 3
@@ -313,7 +310,7 @@ def test_occupancy_makes_more_wanted_and_engines_hear_of_it() -> None:
         assert await service.beat("d1") == Heard([], 1, service._decided_s)
         assert isinstance(await service.begin("r", "c", []), Unplaced)
         assert isinstance(await service.place("r", "c", 900), TurnPlan)
-        await service._tidy(service._last_beat_s)
+        await service._tidy(service._registry.last_beat_s)
         assert await service.beat("d1") == Heard([], 2, service._decided_s)
         assert await service.beat("p1") == Heard([], 1, service._decided_s)
         assert await says(service, 'conserve_wanted_replicas{role="decoder"} 2.0')
@@ -339,7 +336,7 @@ def test_first_prompts_make_more_prefillers_wanted() -> None:
         for number in range(20):
             assert isinstance(await service.begin("r", f"c{number}", []), Unplaced)
             assert isinstance(await service.place("r", f"c{number}", 15_000), TurnPlan)
-        await service._tidy(service._last_beat_s)
+        await service._tidy(service._registry.last_beat_s)
         # 0.6 s each: 1.2 prefillers for what comes, as much again to work the queue off.
         assert service._autoscaler.replicas("prefiller") == 4
         assert service._autoscaler.replicas("decoder") == 1

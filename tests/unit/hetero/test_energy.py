@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
+from conserve.conversation import TurnKey
 from hetero.energy import (
     BusyShare,
     EnergyBook,
@@ -179,28 +180,28 @@ def test_a_turn_takes_from_the_engines_that_it_ran_on() -> None:
     book = EnergyBook()
     book.report("p", "prefiller", "fast", said(0), 0.0)
     book.report("d", "decoder", "slow", said(0), 0.0)
-    book.run(1, "a", 5, "p", 0.0)
-    book.run(1, "a", 5, "d", 0.5)  # Handed off.
-    book.run(2, "b", 6, "d", 0.5)
-    book.end(1, 1.0)
-    book.end(1, 1.0)
+    book.run(TurnKey("a", 5, 1), "p", 0.0)
+    book.run(TurnKey("a", 5, 1), "d", 0.5)  # Handed off.
+    book.run(TurnKey("b", 6, 2), "d", 0.5)
+    book.end(TurnKey("a", 5, 1), 1.0)
+    book.end(TurnKey("a", 5, 1), 1.0)
     assert book.report("p", "prefiller", "fast", said(100), 1.0) == {("a", 5): 50}
     assert book.report("d", "decoder", "slow", said(80), 1.0) == {("a", 5): 20, ("b", 6): 20}
     assert book.report("d", "decoder", "slow", said(100), 2.0) == {("b", 6): 20}
     book.remove_engine("d")
-    book.end(2, 3.0)
+    book.end(TurnKey("b", 6, 2), 3.0)
     assert book.report("d", "decoder", "slow", said(200), 4.0) == {}
 
 
 def test_turns_of_engines_that_report_nothing_leave_nothing() -> None:
     book = EnergyBook()
-    book.run(1, "a", 1, "cpu", 0.0)
-    book.end(1, 1.0)
+    book.run(TurnKey("a", 1, 1), "cpu", 0.0)
+    book.end(TurnKey("a", 1, 1), 1.0)
     book.computed("cpu", 100)
     assert (book.joules, book.tiers, book._turns) == ({}, {}, {})
     # Nor of those that do no more.
     book.report("d", "decoder", "x", said(0), 0.0)
-    book.run(1, "a", 1, "d", 1000.0)
+    book.run(TurnKey("a", 1, 1), "d", 1000.0)
     assert (book.engines, book._turns) == ({}, {})
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from autoscale.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
 from autoscale.capacity.plan import PlanError, Tiers, make_plan, satisfied, work
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
-from benchmarks.simulate.run import Engines, make_system, serve
+from benchmarks.simulate.run import EngineCounts, make_system, serve
 from benchmarks.workloads import PRESETS, Arrivals, synthetic
 from conserve_cli.plan import planned_turns
 
@@ -222,7 +222,7 @@ def test_utilisation_of_decoders_is_what_the_simulator_sees(
     )
     demand = measure_demand(planned_turns(workload))
     plan = make_plan(demand, TIERS, rate_per_s, headroom=headroom)
-    engines = Engines(plan.prefillers, plan.decoders)
+    engines = EngineCounts(plan.prefillers, plan.decoders)
     cluster = serve(make_system("conserve", A40, engines), workload, lambda turns: None)
     # Over the time in which they came: what is missing at its beginning is there at its end.
     busy_s = sum(e.busy_prefill_s + e.busy_decode_s for e in cluster.decoders.values())

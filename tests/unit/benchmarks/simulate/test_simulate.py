@@ -12,8 +12,8 @@ from autoscale.capacity.profile import load_profile
 from benchmarks.metrics import Tally
 from benchmarks.records import Answer, TurnRecord, TurnRequest
 from benchmarks.simulate import Cluster, Costs, SimulationError, System
-from benchmarks.simulate.engine import Engine, Work
-from benchmarks.simulate.run import Engines, make_system
+from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
+from benchmarks.simulate.run import EngineCounts, make_system
 from benchmarks.workloads import PRESETS, Arrivals, Workload, synthetic
 
 COSTS = Costs(
@@ -146,13 +146,13 @@ def test_what_a_turn_takes_beside_its_engines_delays_its_first_token(placement: 
 
 def test_a_system_has_its_profiles_overhead() -> None:
     profile = load_profile("cpu-embedded")
-    system = make_system("conserve", profile, Engines(prefillers=1, decoders=1))
+    system = make_system("conserve", profile, EngineCounts(prefillers=1, decoders=1))
     assert (system.direct_s, system.handed_off_s) == (
         profile.overhead.direct_s,
         profile.overhead.handed_off_s,
     )
     assert system.direct_s > 0
-    assert make_system("conserve", profile, Engines(), direct_s=0.0).direct_s == 0
+    assert make_system("conserve", profile, EngineCounts(), direct_s=0.0).direct_s == 0
 
 
 def test_energy_is_that_of_every_engine_busy_or_idle() -> None:
@@ -218,26 +218,26 @@ def _token_by_token(costs: Costs, arrivals: list[tuple[float, int, int]]) -> lis
 
 
 def _by_event(costs: Costs, arrivals: Sequence[tuple[float, int, int]], **more: Any) -> list[float]:
-    """The same from an `Engine`, whose steps are taken together."""
+    """The same from an `SimulatedEngine`, whose steps are taken together."""
     events: list[tuple[float, int, int]] = []
     ends = [0.0] * len(arrivals)
 
-    def finished(work: Work, engine: Engine, now_s: float) -> None:
+    def finished(work: EngineTurn, engine: SimulatedEngine, now_s: float) -> None:
         assert isinstance(work.turn, int)
         assert not ends[work.turn], "a turn ended twice"
         ends[work.turn] = now_s
 
-    def schedule(at_s: float, engine: Engine, version: int) -> None:
+    def schedule(at_s: float, engine: SimulatedEngine, version: int) -> None:
         events.append((at_s, 1, version))
 
-    engine = Engine("e", costs, schedule, finished, keeps=False, **more)
+    engine = SimulatedEngine("e", costs, schedule, finished, keeps=False, **more)
     events += [(at_s, 0, i) for i, (at_s, _, _) in enumerate(arrivals)]
     while events:
         events.sort()
         at_s, kind, what = events.pop(0)
         if kind == 0:
             _, prompt, output = arrivals[what]
-            engine.submit(Work(f"c{what}", prompt, output, turn=what), at_s)
+            engine.submit(EngineTurn(f"c{what}", prompt, output, turn=what), at_s)
         else:
             engine.wake(at_s, what)
         assert engine.active_tokens + engine.idle_tokens <= costs.capacity_tokens

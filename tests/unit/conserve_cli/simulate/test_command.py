@@ -14,7 +14,7 @@ from autoscale.capacity.profile import ProfileError, load_profile
 from benchmarks.records import TurnRecord
 from benchmarks.report import Report, read_report
 from benchmarks.simulate.costs import Costs
-from benchmarks.simulate.run import Engines, make_system, serve, simulate_selection
+from benchmarks.simulate.run import EngineCounts, make_system, serve, simulate_selection
 from benchmarks.workloads import Arrivals, synthetic
 from conserve_cli.simulate import command
 from conserve_cli.simulate.command import simulation
@@ -172,7 +172,7 @@ def test_systems_are_compared_with_the_first(tmp_path: Path, drawn: list[str]) -
 
 def test_collocated_has_as_many_engines_as_the_others() -> None:
     profile = load_profile(PROFILE)
-    engines = Engines(2, 5, decoder_cap_w=200.0)
+    engines = EngineCounts(2, 5, decoder_cap_w=200.0)
     collocated = make_system("collocated", profile, engines)
     assert (len(collocated.prefillers), len(collocated.decoders)) == (0, 7)
     # The same caps, too: two engines of seven are not capped.
@@ -188,7 +188,7 @@ def test_saturating_arrivals_keep_the_prefiller_busy_and_nobody_waiting() -> Non
         SHAPE, conversations=40, arrivals=Arrivals("even", 1.0), vocabulary=range(1_000, 4_000)
     )
     records: list[TurnRecord] = []
-    system = make_system("conserve", profile, Engines())
+    system = make_system("conserve", profile, EngineCounts())
     cluster = serve(system, saturating(workload, prefiller), records.extend)
     first = sorted((r for r in records if r.turn == 1), key=lambda record: record.sent_s)
     took_s = [cold_prefill_s(record.prompt_tokens, prefiller) for record in first]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from conserve.settings import Settings
-from deployments.router import turns
+from deployments.router import request
 from deployments.router.turns import Turns
 
 
@@ -40,7 +40,7 @@ def post(table: Table, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_request_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(request, "_BODY_TIMEOUT_S", 0.05)
     table = Table()
     half = {"type": "http.request", "body": b'{"messages": [', "more_body": True}
     start, body = post(table, [half])

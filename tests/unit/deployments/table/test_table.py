@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from conserve.conversations import Conversation, TurnStats
+from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.settings import Settings
 from deployments.messages import (
     EngineInfo,
@@ -54,7 +54,7 @@ def test_a_conversation_waits_once_for_room() -> None:
         await service.release("full")
         placed = await first
         assert isinstance(placed, TurnPlan)
-        assert (placed.conversation_id, placed.decoder_id) == ("c", "decoder#1")
+        assert (placed.turn.conversation_id, placed.decoder_id) == ("c", "decoder#1")
         # Nothing is left in the way of its next turn.
         assert isinstance(await asyncio.wait_for(service.begin("r", "c", []), 5), TurnPlan)
 
@@ -71,8 +71,8 @@ def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> Non
         plan = await waiting
         assert isinstance(plan, TurnPlan)
 
-        async def seen(ago_s: float | None, incarnation: int = plan.incarnation) -> None:
-            timing = TurnTiming("completed", 1.0, 0.5, (), "c", incarnation, ago_s)
+        async def seen(ago_s: float | None, turn: TurnKey = plan.turn) -> None:
+            timing = TurnTiming("completed", 1.0, 0.5, (), turn, ago_s)
             await service.observe(timing)
 
         async def ttfet_s() -> float | None:
@@ -83,7 +83,8 @@ def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> Non
 
         await seen(None)  # A tool call.
         assert await ttfet_s() is None
-        await seen(1.0, incarnation=plan.incarnation - 1)  # Another of that id.
+        # Another of that id.
+        await seen(1.0, plan.turn._replace(incarnation=plan.turn.incarnation - 1))
         assert await ttfet_s() is None
         await seen(2.0)
         assert await ttfet_s() == pytest.approx(3.0, abs=0.5)
@@ -118,7 +119,7 @@ def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
         await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
         plan = await service.begin("r", "c", [])
         assert isinstance(plan, TurnPlan)
-        await service.observe(TurnTiming("completed", 1.0, 0.5, (), "c", plan.incarnation, 0.1))
+        await service.observe(TurnTiming("completed", 1.0, 0.5, (), plan.turn, 0.1))
         shown = await service.conversation("c")
         assert shown is not None
         assert shown["ttfet_s"] is None
@@ -160,8 +161,7 @@ def test_a_conversation_is_told_its_share_of_the_energy(monkeypatch: pytest.Monk
         await service.prefilled(plan, Prefilled(500, 0))
         now_s += 1
         stats = TurnStats(500, 40, 0, 384)
-        turn = ("c", plan.incarnation, plan.turn_id, "decoder#1")
-        assert await service.advance(*turn, stats, ())
+        assert await service.advance(plan.turn, "decoder#1", stats, ())
         now_s += 2
         await beat(800, 400)
         # One of four seconds on each.
@@ -193,5 +193,83 @@ def test_without_gpus_nothing_is_said_of_them() -> None:
         shown = await service.conversation("full")
         assert shown is not None
         assert shown["energy_estimate_j"] is None
+
+    asyncio.run(scenario())
+
+
+# --- Turns that are not bound yet ----------------------------------------------------------------
+
+
+def test_a_turn_that_is_given_up_leaves_the_line_at_once() -> None:
+    """Its client left; the next turn of the same conversation waits in its own right."""
+
+    async def scenario() -> None:
+        service = await a_full_service()
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        first = asyncio.create_task(service.place("r", "c", TOKENS))
+        await asyncio.sleep(0)
+        await service.forgo("c")
+        # Before the first call has noticed.
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        second = asyncio.create_task(service.place("r", "c", TOKENS))
+        await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await service.release("full")
+        placed = await asyncio.wait_for(second, 5)
+        assert isinstance(placed, TurnPlan)
+        assert not service._pending
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_too_long_is_turned_away_and_the_next_one_moves_up() -> None:
+    async def scenario() -> None:
+        settings = Settings(decoders={"replicas": 1}, queue_timeout_s=0.05)  # type: ignore[arg-type]
+        service = TableService(settings)
+        for role in ("prefiller", "decoder"):
+            await service.register(engine(role))
+        for name, tokens in (("full", TOKENS), ("large", 900)):
+            assert isinstance(await service.begin("r", name, []), Unplaced)
+            if name == "full":
+                assert isinstance(await service.place("r", name, tokens), TurnPlan)
+        large = asyncio.create_task(service.place("r", "large", 900))
+        await asyncio.sleep(0.03)
+        assert isinstance(await service.begin("r", "small", []), Unplaced)
+        small = await service.place("r", "small", 300)
+        assert isinstance(small, TurnPlan)
+        refused = await large
+        assert isinstance(refused, Refusal)
+        assert (refused.status, refused.code) == (429, "queue_timeout")
+        assert b'conserve_queue_refusals_total{reason="timeout"} 1.0' in await service.metrics()
+        assert not service._pending
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        await service.router_beat("lost")
+        assert isinstance(await service.begin("lost", "c", []), Unplaced)
+        waiting = asyncio.create_task(service.place("lost", "c", TOKENS))
+        await asyncio.sleep(0)
+        assert b"conserve_queue_length 1.0" in await service.metrics()
+        await service._router_lost("lost")
+        assert b"conserve_queue_length 0.0" in await service.metrics()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the_next() -> None:
+    async def scenario() -> None:
+        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+        for role in ("prefiller", "decoder"):
+            await service.register(engine(role))
+        # `begin` was another table's.
+        assert isinstance(await service.place("r", "c", TOKENS), TurnPlan)
+        assert not service._pending
 
     asyncio.run(scenario())

@@ -1,0 +1,114 @@
+"""One conversation, as the table and the decoder that holds it keep it, and its turns.
+
+Without the cyclic garbage collector, which would visit each of a million of them: nothing in them
+can lead back to them.
+"""
+
+import struct
+from typing import NamedTuple
+
+import msgspec
+
+from conserve.recognition import Digest
+
+
+class TurnKey(NamedTuple):
+    """Which turn: one of a conversation, of one of the conversations that had its id.
+
+    Attributes:
+        incarnation: tells the conversation from an earlier one of the same id.
+        turn_id: numbers the turns of a table, over all conversations.
+    """
+
+    conversation_id: str
+    incarnation: int
+    turn_id: int
+
+
+class TurnStats(msgspec.Struct, frozen=True, gc=False):
+    """What an engine reports of one turn, in tokens.
+
+    Attributes:
+        prompt_tokens: the turn's whole prompt, history included.
+        output_tokens: generated (of the longest choice, with several).
+        decoder_cached_tokens: of the prompt, found in the decoder's own prefix cache.
+        lmcache_tokens: of the prompt, taken from LMCache.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    decoder_cached_tokens: int
+    lmcache_tokens: int
+
+    def pack(self) -> bytes:
+        """One small object instead of five, for a table of a million conversations."""
+        return _PACKED.pack(
+            self.prompt_tokens, self.output_tokens, self.decoder_cached_tokens, self.lmcache_tokens
+        )
+
+
+_PACKED = struct.Struct("<4I")
+
+
+class Conversation(msgspec.Struct, gc=False):
+    """A live conversation. Times are seconds of the clock whose readings are passed in.
+
+    Attributes:
+        incarnation: tells it from an earlier conversation of the same id.
+        decoder_id: where it is bound; None before its first turn and after a decoder was lost.
+        held_tokens: of KV on that decoder; from binding to the first turn's end, the promised
+            turn-1 length.
+        turns: completed ones.
+        running: ids of the turns under way.
+        moves: how often it was bound again because its decoder was lost.
+        prefiller_id, prefill_tokens: the remote prefill under way, if any.
+        packed_last_turn: `last_turn`, as it is kept; empty before a turn has left anything.
+        tails: digests by which its next turn is recognised.
+        finished: the latest turn known to have ended.
+        promised: what it holds is a promise: no turn on this decoder has computed it yet.
+        asked_s: when its first request came; None where that is not known, because the table was
+            lost since.
+        ttfet_s: from then to the first token of its first answer that was not a tool call.
+        period: the table's, in which to look next whether it is idle.
+        energy_j: its share of what its engines' GPUs have used, estimated; 0 where none report.
+    """
+
+    id: str
+    incarnation: int
+    created_s: float
+    last_used_s: float
+    decoder_id: str | None = None
+    held_tokens: int = 0
+    turns: int = 0
+    running: tuple[int, ...] = ()
+    moves: int = 0
+    prefiller_id: str | None = None
+    prefill_tokens: int = 0
+    packed_last_turn: bytes = b""
+    tails: tuple[Digest, ...] = ()
+    finished: int = 0
+    promised: bool = False
+    asked_s: float | None = None
+    ttfet_s: float | None = None
+    period: int = 0
+    energy_j: float = 0.0
+
+    @property
+    def last_turn(self) -> TurnStats | None:
+        """What the engine reported of its latest turn."""
+        packed = self.packed_last_turn
+        return TurnStats(*_PACKED.unpack(packed)) if packed else None
+
+    @property
+    def newest_turn(self) -> TurnKey:
+        """The turn that began last, of those under way.
+
+        Raises:
+            IndexError: none is.
+        """
+        return TurnKey(self.id, self.incarnation, self.running[-1])
+
+    @property
+    def phase(self) -> str:
+        """``reasoning`` while a turn is running, else ``acting``."""
+        return "reasoning" if self.running else "acting"

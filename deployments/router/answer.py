@@ -1,0 +1,127 @@
+"""An engine's answer on its way to the client: bytes, passed on unread as they come."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import aiohttp
+from starlette.types import Message, Send
+
+from conserve.errors import ApiError
+from deployments.router.responses import error_response
+
+# In an answer, or in a part of its stream; within a text its quotes would be escaped.
+_TOOL_CALL = b'"tool_calls":[{'
+
+RawHeaders = list[tuple[bytes, bytes]]
+
+
+class AnsweredWithError(Exception):
+    """The engine ended its stream with an error, which the client has."""
+
+
+class Answer:
+    """What a client gets for one turn, and what can be seen of it in passing.
+
+    Args:
+        chat: it may hold tool calls.
+        arrived_s: when the request came, by `time.perf_counter`.
+        send: the client's end.
+
+    Attributes:
+        started: the client has got something of it, so that it cannot be given anew.
+        streamed: as events, and not in one piece.
+        ttft_s: to the first byte of a streamed answer; None if it was not streamed.
+        tbt_s: gaps between a stream's parts.
+        effective: it is complete, of a chat, and holds no tool call.
+    """
+
+    def __init__(self, chat: bool, arrived_s: float, send: Send) -> None:
+        self._chat = chat
+        self._arrived_s = arrived_s
+        self._send = send
+        self.started = False
+        self.streamed = False
+        self.ttft_s: float | None = None
+        self.tbt_s: list[float] = []
+        self.effective = False
+
+    async def relay(self, response: aiohttp.ClientResponse, own_headers: RawHeaders) -> None:
+        """Pass a response on to its end.
+
+        Raises:
+            AnsweredWithError: the engine could not go on, and has told the client.
+        """
+        self.streamed = response.content_type == "text/event-stream"
+        if self.streamed:
+            await self._relay_stream(response, own_headers)
+            return
+        # Whole before the first byte, so that an engine's death can be made good elsewhere.
+        whole = await response.read()
+        self.effective = self._chat and _TOOL_CALL not in whole
+        self.started = True
+        length = (b"content-length", str(len(whole)).encode())
+        await self._send(_start(response, [*own_headers, *_passed_on(response), length]))
+        await self._send({"type": "http.response.body", "body": whole})
+
+    async def _relay_stream(
+        self, response: aiohttp.ClientResponse, own_headers: RawHeaders
+    ) -> None:
+        ending: deque[bytes] = deque(maxlen=3)
+        effective = self._chat
+        last_s = 0.0
+        async for part in response.content.iter_any():
+            now_s = time.perf_counter()
+            if not self.started:
+                self.started = True
+                uncached = (b"cache-control", b"no-cache")
+                await self._send(_start(response, [*own_headers, *_passed_on(response), uncached]))
+                self.ttft_s = now_s - self._arrived_s
+            elif not part.startswith(b"data: [DONE]"):
+                # Several events may have come together.
+                events = part.count(b"\n\n") - part.endswith(b"data: [DONE]\n\n")
+                self.tbt_s += [(now_s - last_s) / max(events, 1)] * max(events, 1)
+            last_s = now_s
+            effective = effective and _TOOL_CALL not in part
+            ending.append(part)
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        # Nothing may be awaited after that: the server takes the exchange for over, and this
+        # turn would count as one whose client has left.
+        if b'data: {"error"' in b"".join(ending):
+            raise AnsweredWithError
+        self.effective = effective
+
+    async def end_with(self, error: ApiError, own_headers: RawHeaders) -> None:
+        """End it with an error: as the response, or where that has begun, as its last event."""
+        if not self.started:
+            await refuse(error, own_headers, self._send)
+            return
+        if self.streamed:
+            event = b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def refuse(error: ApiError, own_headers: RawHeaders, send: Send) -> None:
+    """Answer with an error and nothing else."""
+    response = error_response(error)
+    await send(
+        {
+            "type": "http.response.start",
+            "status": response.status_code,
+            "headers": [*response.raw_headers, *own_headers],
+        }
+    )
+    await send({"type": "http.response.body", "body": response.body})
+
+
+def _start(response: aiohttp.ClientResponse, headers: RawHeaders) -> Message:
+    return {"type": "http.response.start", "status": response.status, "headers": headers}
+
+
+def _passed_on(response: aiohttp.ClientResponse) -> Iterable[tuple[bytes, bytes]]:
+    for name, value in response.raw_headers:
+        if name.lower() in (b"content-type", b"x-request-id"):
+            yield name.lower(), value

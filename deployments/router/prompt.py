@@ -1,0 +1,57 @@
+"""How long a turn's prompt is, by the model's own chat template and tokenizer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from conserve.errors import ApiError
+from deployments.router.request import TurnRequest
+from deployments.router.upstream import Upstream
+
+
+@dataclass(frozen=True, slots=True)
+class CountedPrompt:
+    """A prompt as a prefiller gets it.
+
+    Attributes:
+        prompt: token ids where possible, else what the client sent.
+        tokens: of all of it.
+        longest_tokens: of its longest part; a completion may have several prompts.
+    """
+
+    prompt: Any
+    tokens: int
+    longest_tokens: int
+
+
+async def count_prompt(request: TurnRequest, upstream: Upstream, url: str) -> CountedPrompt:
+    """Have an engine count a turn's prompt.
+
+    Args:
+        url: the engine's.
+
+    Raises:
+        ApiError: the engine refuses the prompt, or it is none.
+        EngineUnreachable: try another engine.
+    """
+    if request.chat:
+        return _whole(await upstream.count_tokens(url, request.rendered()))
+    prompt, model = request.body["prompt"], {"model": request.model}
+    if isinstance(prompt, str):
+        return _whole(await upstream.count_tokens(url, {**model, "prompt": prompt}))
+    if not isinstance(prompt, list):
+        raise ApiError(400, "prompt must be a string or a list", param="prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return _whole(prompt)
+    lengths = []
+    for item in prompt:
+        if isinstance(item, str):
+            lengths.append(len(await upstream.count_tokens(url, {**model, "prompt": item})))
+        elif isinstance(item, list):
+            lengths.append(len(item))
+        else:
+            raise ApiError(400, "prompt must hold strings or token ids", param="prompt")
+    return CountedPrompt(prompt, sum(lengths), max(lengths))
+
+
+def _whole(tokens: list[int]) -> CountedPrompt:
+    return CountedPrompt(tokens, len(tokens), len(tokens))

@@ -1,0 +1,281 @@
+"""One turn: where it goes, on a first turn the prefill before it, its answer, and how it ended."""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from starlette.types import Receive, Send
+
+from conserve import wire
+from conserve.errors import ApiError, context_length_exceeded
+from deployments.messages import (
+    Prefilled,
+    Refusal,
+    TurnOutcome,
+    TurnPlan,
+    TurnTiming,
+    Unplaced,
+)
+from deployments.router.answer import Answer, AnsweredWithError, RawHeaders
+from deployments.router.prompt import CountedPrompt, count_prompt
+from deployments.router.request import TurnRequest
+from deployments.router.responses import TABLE_RESTARTING
+from deployments.router.upstream import EngineUnreachable, Upstream, engine_error
+from deployments.table.table_client import TableClient, TableUnavailable
+
+logger = logging.getLogger("ray.serve")
+
+# A turn whose engine dies before the client got a byte starts again elsewhere, so often.
+_ATTEMPTS = 3
+# A decoder reports a cancelled turn itself; this is for the case that it never saw it.
+_CANCEL_GRACE_S = 10.0
+
+
+class Turn:
+    """A turn under way, from its request to its last byte.
+
+    Args:
+        arrived_s: when the request came, by `time.perf_counter`.
+        send: the client's end.
+    """
+
+    def __init__(
+        self,
+        request: TurnRequest,
+        arrived_s: float,
+        send: Send,
+        table: TableClient,
+        upstream: Upstream,
+        router_id: str,
+    ) -> None:
+        self._request = request
+        self._arrived_s = arrived_s
+        self._table = table
+        self._upstream = upstream
+        self._router_id = router_id
+        self._answer = Answer(request.chat, arrived_s, send)
+        # None until the table has said which conversation it is, if the request does not.
+        self._conversation_id: str | None = None
+        self._plan: TurnPlan | None = None
+        self._at_decoder = False
+
+    async def run(self, receive: Receive) -> None:
+        """Serve the turn to its end, whatever that is, or until its client leaves."""
+        serving = asyncio.ensure_future(self._serve())
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                serving.cancel()
+            outcome = await self._outcome(serving)
+        finally:
+            leaving.cancel()
+            serving.cancel()
+        self._table.tell("observe", self._timing(outcome))
+        if (self._request.final or self._request.one_off) and self._plan is not None:
+            self._table.tell("release", self._plan.turn.conversation_id, "final")
+
+    async def _serve(self) -> None:
+        for attempt in range(_ATTEMPTS):
+            try:
+                plan = self._plan = await self._place()
+                self._at_decoder = False
+                await self._decode(plan)
+                return
+            except EngineUnreachable as error:
+                logger.warning("turn attempt %d: %s", attempt + 1, error)
+                if self._plan is not None:
+                    await self._after_failure(self._plan, str(error))
+                if self._answer.started:
+                    raise ApiError(
+                        503,
+                        "the engine was lost during this turn; send the turn again, "
+                        "it will be served by another one",
+                        "engine_lost",
+                    ) from None
+                self._plan = None
+        raise ApiError(
+            503, f"engines failed {_ATTEMPTS} times on this turn; try again shortly",
+            "engine_lost", retry_after_s=5,
+        )  # fmt: skip
+
+    # --- where it goes -----------------------------------------------------------------------
+
+    async def _place(self) -> TurnPlan:
+        # On a further attempt the conversation is known, whether it was named or recognised.
+        known = self._request.explicit_id or self._conversation_id
+        answer = await self._claim("begin", known, self._request.candidates)
+        if isinstance(answer, TurnPlan):
+            self._conversation_id = answer.turn.conversation_id
+            if answer.prefiller_url is not None:
+                self._plan = answer
+                counted = await self._count(answer.decoder_url, answer.decoder_id)
+                await self._prefill(answer, counted.prompt)
+            return answer
+        self._conversation_id = answer.conversation_id
+        try:
+            counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
+            if counted.longest_tokens >= answer.max_model_len:
+                raise context_length_exceeded(counted.longest_tokens, answer.max_model_len)
+        except BaseException:
+            self._table.tell("forgo", answer.conversation_id)
+            raise
+        try:
+            waited_s = time.perf_counter() - self._arrived_s
+            placed = await self._claim("place", answer.conversation_id, counted.tokens, waited_s)
+        except asyncio.CancelledError:
+            # A refusal has settled it already; only who leaves is still in line.
+            self._table.tell("forgo", answer.conversation_id)
+            raise
+        assert isinstance(placed, TurnPlan)
+        if placed.prefiller_url is not None:
+            self._plan = placed
+            await self._prefill(placed, counted.prompt)
+        return placed
+
+    async def _claim(self, method: str, *arguments: Any) -> TurnPlan | Unplaced:
+        """Ask the table for a turn, and give it back if the client leaves before the answer."""
+        asking = asyncio.ensure_future(self._table.call(method, self._router_id, *arguments))
+        try:
+            answer = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(self._give_back)
+            raise
+        if isinstance(answer, Refusal):
+            raise ApiError(
+                answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s
+            )
+        assert isinstance(answer, TurnPlan | Unplaced)
+        return answer
+
+    def _give_back(self, asking: "asyncio.Future[Any]") -> None:
+        if asking.cancelled() or asking.exception() is not None:
+            return
+        answer = asking.result()
+        if isinstance(answer, TurnPlan):
+            _abandon(self._table, answer)
+        elif isinstance(answer, Unplaced):
+            self._table.tell("forgo", answer.conversation_id)
+
+    async def _count(self, url: str, engine_id: str) -> CountedPrompt:
+        try:
+            return await count_prompt(self._request, self._upstream, url)
+        except EngineUnreachable as error:
+            await self._report_if_lost(engine_id, url, str(error))
+            raise
+
+    async def _prefill(self, plan: TurnPlan, prompt: Any) -> None:
+        assert plan.prefiller_url is not None
+        assert plan.prefiller_id is not None
+        asked = self._request
+        body = {"model": asked.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        if "cache_salt" in asked.body:
+            body["cache_salt"] = asked.body["cache_salt"]
+        done: Prefilled | None = None
+        try:
+            done = await self._upstream.prefill(plan.prefiller_url, body)
+        except (EngineUnreachable, ApiError) as error:
+            # No turn fails for want of a prefiller: its decoder computes what it does not find.
+            logger.warning("prefill on %s: %s", plan.prefiller_id, error)
+            if isinstance(error, EngineUnreachable) or error.status >= 500:
+                await self._report_if_lost(plan.prefiller_id, plan.prefiller_url, str(error))
+        finally:
+            self._table.tell("prefilled", plan, done)
+
+    # --- the answer --------------------------------------------------------------------------
+
+    async def _decode(self, plan: TurnPlan) -> None:
+        asked = self._request
+        headers = {
+            "Content-Type": "application/json",
+            wire.CONVERSATION_HEADER: plan.turn.conversation_id,
+            wire.INCARNATION_HEADER: str(plan.turn.incarnation),
+            wire.TURN_HEADER: str(plan.turn.turn_id),
+        }
+        if asked.chat:
+            headers[wire.RECOGNISE_HEADER] = "1"
+        if plan.later and plan.prefiller_id is not None:
+            headers[wire.PREFILLED_HEADER] = "1"
+        if asked.request_id:
+            headers["x-request-id"] = asked.request_id
+        self._at_decoder = True
+        url = plan.decoder_url + asked.path
+        async with self._upstream.post(url, asked.raw, headers) as response:
+            if response.status != 200:
+                error = await engine_error(response)
+                if error.status >= 500 and not await self._upstream.healthy(plan.decoder_url):
+                    raise EngineUnreachable(f"decoder {plan.decoder_id} answered {error.status}")
+                raise error
+            await self._answer.relay(response, self._own_headers())
+
+    def _own_headers(self) -> RawHeaders:
+        headers = []
+        if self._conversation_id is not None:
+            headers.append((b"x-conversation-id", self._conversation_id.encode()))
+        if self._plan is not None:
+            headers.append((b"x-conserve-decoder", self._plan.decoder_id.encode()))
+        return headers
+
+    # --- how it ended ------------------------------------------------------------------------
+
+    async def _outcome(self, serving: "asyncio.Future[None]") -> TurnOutcome:
+        try:
+            await serving
+            return "completed"
+        except asyncio.CancelledError:
+            if self._plan is not None:
+                if self._at_decoder:
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(_CANCEL_GRACE_S, _abandon, self._table, self._plan)
+                else:
+                    _abandon(self._table, self._plan)
+            return "cancelled"
+        except AnsweredWithError:
+            assert self._plan is not None
+            await self._after_failure(self._plan, "an error in the stream")
+            return "failed"
+        except ApiError as error:
+            failure = error
+        except TableUnavailable:
+            failure = TABLE_RESTARTING
+        except Exception:
+            logger.exception("unexpected error in a turn")
+            failure = ApiError(500, "internal error; see the router's log", "internal_error")
+        if self._plan is not None:
+            _abandon(self._table, self._plan)
+        await self._answer.end_with(failure, self._own_headers())
+        return "refused" if failure.status < 500 else "failed"
+
+    async def _after_failure(self, plan: TurnPlan, why: str) -> None:
+        await self._report_if_lost(plan.decoder_id, plan.decoder_url, why)
+        _abandon(self._table, plan)
+
+    async def _report_if_lost(self, engine_id: str, url: str, why: str) -> None:
+        if not await self._upstream.healthy(url):
+            await self._table.call("engine_lost", engine_id, why)
+
+    def _timing(self, outcome: TurnOutcome) -> TurnTiming:
+        latency_s = time.perf_counter() - self._arrived_s
+        if self._plan is None:
+            return TurnTiming(outcome, latency_s, None, ())
+        seen = self._answer
+        ago_s = 0.0 if seen.ttft_s is None else latency_s - seen.ttft_s
+        return TurnTiming(
+            outcome,
+            latency_s,
+            seen.ttft_s,
+            tuple(seen.tbt_s),
+            self._plan.turn,
+            ago_s if seen.effective else None,
+        )
+
+
+# Without the turn: what is still to be done later must not keep its request.
+def _abandon(table: TableClient, plan: TurnPlan) -> None:
+    table.tell("abandon", plan.turn, None, None)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

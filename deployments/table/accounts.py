@@ -1,0 +1,144 @@
+"""What `/metrics`, the autoscaler and the account of energy are told of each event."""
+
+import time
+
+from autoscale.autoscaler import Autoscaler
+from conserve.admission import Admitted, WaitingLine
+from conserve.clock import unix_s
+from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.conversations import ConversationTable
+from conserve.metrics import Metrics, ReplicaCounts
+from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
+from deployments.table.registry import Registry
+from hetero.energy import EnergyBook, EngineEnergy
+from hetero.metrics import EnergyMetrics
+
+
+class Accounts:
+    """One method an event; nothing here changes where a conversation is or goes.
+
+    Attributes:
+        metrics: the counters, and what `/metrics` renders.
+    """
+
+    def __init__(
+        self,
+        table: ConversationTable,
+        line: WaitingLine,
+        registry: Registry,
+        autoscaler: Autoscaler,
+    ) -> None:
+        self._table = table
+        self._registry = registry
+        self._autoscaler = autoscaler
+        self._energy = EnergyBook()
+        self.metrics = Metrics(table, line, self._replica_counts)
+        self.metrics.add(EnergyMetrics(self._energy))
+
+    # --- a conversation's life ---------------------------------------------------------------
+
+    def bound(self, admitted: Admitted) -> None:
+        """A conversation goes to a decoder."""
+        if not admitted.bound:
+            return
+        if admitted.conversation.moves:
+            self.metrics.moves.inc()
+        else:
+            self._autoscaler.conversation_bound(time.monotonic())
+        if admitted.placement.prefiller_id is not None:
+            self._autoscaler.prompt_sent(admitted.turn1_tokens, time.monotonic())
+
+    def turn_begins(self, plan: TurnPlan) -> None:
+        """A turn runs: on its prefiller first, if it has one."""
+        self._energy.run(plan.turn, plan.prefiller_id or plan.decoder_id, time.monotonic())
+
+    def turn_ends(self, turn: TurnKey) -> None:
+        """A turn has ended, however it did."""
+        self._energy.end(turn, time.monotonic())
+
+    def prefilled(self, plan: TurnPlan, done: Prefilled | None, *, goes_on: bool) -> None:
+        """A remote prefill is over; ``done`` is None if it failed.
+
+        Args:
+            goes_on: the turn has not ended meanwhile, and runs on its decoder now.
+        """
+        if goes_on:
+            self._energy.run(plan.turn, plan.decoder_id, time.monotonic())
+        if done is None:
+            self.metrics.cold_prefill_failures.inc()
+            return
+        self.metrics.prefiller_loaded_tokens.inc(done.lmcache_tokens)
+        if plan.prefiller_id is not None:
+            self._energy.computed(plan.prefiller_id, done.prompt_tokens - done.lmcache_tokens)
+        if plan.later:
+            self.metrics.later_prefills.inc()
+        else:
+            self.metrics.cold_prefills.inc()
+            self.metrics.cold_prefill_tokens.inc(done.prompt_tokens)
+
+    def advanced(self, stats: TurnStats, decoder_id: str) -> None:
+        """A decoder has completed a turn."""
+        found = stats.decoder_cached_tokens + stats.lmcache_tokens
+        self._energy.computed(decoder_id, stats.prompt_tokens - found + stats.output_tokens)
+        self.metrics.prompt_tokens.inc(stats.prompt_tokens)
+        self.metrics.cached_tokens.inc(stats.decoder_cached_tokens)
+        self.metrics.output_tokens.inc(stats.output_tokens)
+        self.handed_off(stats)
+
+    def handed_off(self, stats: TurnStats) -> None:
+        """A decoder has taken what these say from LMCache, if anything."""
+        if stats.lmcache_tokens:
+            self.metrics.handoffs.inc()
+            self.metrics.handoff_tokens.inc(stats.lmcache_tokens)
+
+    def observed(self, timing: TurnTiming) -> None:
+        """A router saw a turn end."""
+        metrics = self.metrics
+        metrics.turns.labels(timing.outcome).inc()
+        if timing.outcome != "refused":
+            metrics.turn_latency_s.observe(timing.latency_s)
+        if timing.ttft_s is not None:
+            metrics.ttft_s.observe(timing.ttft_s)
+        for gap_s in timing.tbt_s:
+            metrics.tbt_s.observe(gap_s)
+        if timing.effective_ago_s is not None and timing.turn is not None:
+            ttfet_s = self._table.answered(timing.turn, unix_s() - timing.effective_ago_s)
+            if ttfet_s is not None:
+                metrics.ttfet_s.observe(ttfet_s)
+
+    def ended(self, conversation: Conversation, reason: str) -> None:
+        """A conversation has ended."""
+        self.metrics.ended.labels(reason).inc()
+        last = conversation.last_turn
+        if last is not None:
+            self._autoscaler.conversation_ended(
+                max(0.0, unix_s() - conversation.created_s), last.prompt_tokens + last.output_tokens
+            )
+
+    # --- engines -----------------------------------------------------------------------------
+
+    def charge(self, engine: EngineInfo, energy: EngineEnergy) -> None:
+        """An engine says what its GPUs have used; conversations get their shares of it."""
+        taken = self._energy.report(engine.id, engine.role, engine.tier, energy, time.monotonic())
+        for (conversation_id, incarnation), joules in taken.items():
+            self._table.used_energy(conversation_id, incarnation, joules)
+
+    def engine_gone(self, engine: EngineInfo, *, lost: bool) -> None:
+        """An engine is lost, or has left."""
+        self._energy.remove_engine(engine.id)
+        if lost:
+            self.metrics.engines_lost.labels(engine.role).inc()
+
+    def _replica_counts(self) -> dict[str, ReplicaCounts]:
+        counts: dict[str, ReplicaCounts] = {}
+        for role, wanted in self._autoscaler.wanted.items():
+            living, leaving = self._registry.count(role)
+            need = wanted.need
+            counts[role] = ReplicaCounts(
+                living - leaving,
+                leaving,
+                wanted.scaling.replicas,
+                None if need is None else need.replicas,
+                None if need is None else need.signal,
+            )
+        return counts

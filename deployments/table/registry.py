@@ -1,0 +1,118 @@
+"""Which engines and routers live, by their beats, and what engines are still to be told."""
+
+from conserve.conversation import Conversation
+from conserve.conversations import ConversationTable
+from conserve.wire import SILENCE_S, Role
+from deployments.messages import EngineInfo
+
+
+class Registry:
+    """Engines and routers that were heard of lately. Times are of the monotonic clock.
+
+    Args:
+        table: it is kept up to date about which prefillers and decoders there are.
+
+    Attributes:
+        engines: those that live, by id.
+        last_beat_s: when anybody was heard of.
+    """
+
+    def __init__(self, table: ConversationTable, now_s: float) -> None:
+        self._table = table
+        self.engines: dict[str, EngineInfo] = {}
+        self.last_beat_s = now_s
+        self._engine_beats_s: dict[str, float] = {}
+        self._router_beats_s: dict[str, float] = {}
+        # Conversations (and incarnations) that a decoder's next beat tells it to forget.
+        self._ended: dict[str, list[tuple[str, int]]] = {}
+
+    # --- engines -----------------------------------------------------------------------------
+
+    def add(self, engine: EngineInfo, now_s: float) -> list[tuple[str, int]]:
+        """An engine is ready. Returns conversations (and incarnations) that it is to forget."""
+        forget: list[tuple[str, int]] = []
+        if engine.role == "prefiller":
+            self._table.add_prefiller(engine.id)
+        else:
+            sent = {held.id: held.incarnation for held in engine.holds}
+            foreign = self._table.add_decoder(engine.id, engine.capacity_tokens, engine.holds)
+            forget = [(conversation_id, sent[conversation_id]) for conversation_id in foreign]
+            self._ended.setdefault(engine.id, [])
+        if engine.leaving:
+            self._table.leave(engine.id)
+        self.engines[engine.id] = engine
+        self._engine_beats_s[engine.id] = now_s
+        return forget
+
+    def engine_beat(self, engine_id: str, now_s: float) -> EngineInfo | None:
+        """An engine was heard of; None if it is unknown, and has to register."""
+        self.last_beat_s = now_s
+        engine = self.engines.get(engine_id)
+        if engine is not None:
+            self._engine_beats_s[engine_id] = now_s
+        return engine
+
+    def remove(self, engine: EngineInfo) -> list[str]:
+        """An engine is lost or has left; ids of the conversations that were bound to it."""
+        del self.engines[engine.id]
+        self._engine_beats_s.pop(engine.id, None)
+        self._ended.pop(engine.id, None)
+        if engine.role == "prefiller":
+            self._table.remove_prefiller(engine.id)
+            return []
+        return self._table.remove_decoder(engine.id)
+
+    def silent_engines(self, now_s: float) -> list[str]:
+        """Ids of those that have to be taken for lost."""
+        return _silent(self._engine_beats_s, now_s)
+
+    def count(self, role: Role) -> tuple[int, int]:
+        """How many engines of a role live, and how many of them are leaving."""
+        found = [engine.id for engine in self.engines.values() if engine.role == role]
+        return len(found), sum(map(self._table.is_leaving, found))
+
+    def tokenizer(self) -> EngineInfo | None:
+        """The engine to count a prompt: the prefiller that will likely see it, or a decoder."""
+        prefillers = self._table.accepting_prefillers
+        decoders = self._table.accepting_decoders
+        if prefillers:
+            return self.engines[min(prefillers, key=lambda p: p.queued_tokens).id]
+        if decoders:
+            return self.engines[min(decoders, key=lambda d: d.conversations).id]
+        return None
+
+    # --- what decoders are told --------------------------------------------------------------
+
+    def note_ended(self, conversation: Conversation) -> None:
+        """A conversation has ended; the decoder that holds it is told with its next beat."""
+        if conversation.decoder_id in self._ended:
+            self._ended[conversation.decoder_id].append((conversation.id, conversation.incarnation))
+
+    def take_ended(self, decoder_id: str) -> list[tuple[str, int]]:
+        """What has been noted for a decoder, once."""
+        ended = self._ended.get(decoder_id, [])
+        self._ended[decoder_id] = []
+        return ended
+
+    # --- routers -----------------------------------------------------------------------------
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether any router has been heard of lately."""
+        return bool(self._router_beats_s)
+
+    def router_beat(self, router_id: str, now_s: float) -> None:
+        """A router was heard of."""
+        self.last_beat_s = self._router_beats_s[router_id] = now_s
+
+    def remove_router(self, router_id: str) -> None:
+        """A router is lost."""
+        del self._router_beats_s[router_id]
+
+    def silent_routers(self, now_s: float) -> list[str]:
+        """Ids of those that have to be taken for lost."""
+        return _silent(self._router_beats_s, now_s)
+
+
+def _silent(beats_s: dict[str, float], now_s: float) -> list[str]:
+    return [id for id, beat_s in beats_s.items() if now_s - beat_s > SILENCE_S]

@@ -1,0 +1,123 @@
+"""Who is bound at once, who waits, and who goes first: no cluster, no clock."""
+
+import pytest
+
+from conserve.admission import Admission, Admitted, QueueFull, Ticket
+from conserve.conversation import Conversation, TurnStats
+from conserve.conversations import ConversationTable
+from conserve.placement import ConversationPlacement, Placement
+
+
+def a_table(*capacities: int) -> ConversationTable:
+    table = ConversationTable(ConversationPlacement(), idle_timeout_s=1000)
+    table.add_prefiller("p1")
+    for number, capacity in enumerate(capacities, 1):
+        table.add_decoder(f"d{number}", capacity)
+    return table
+
+
+def names(admitted: list[Admitted]) -> list[str]:
+    return [one.conversation.id for one in admitted]
+
+
+def test_who_fits_is_bound_at_once() -> None:
+    table = a_table(1000)
+    admitted = Admission(table, 8, 60).enter("c", 300, 5.0, arrived_s=3.0)
+    assert isinstance(admitted, Admitted)
+    assert admitted.placement == Placement("d1", "p1")
+    assert (admitted.turn1_tokens, admitted.bound) == (300, True)
+    assert admitted.conversation is table.get("c")
+    assert admitted.conversation.asked_s == 3.0
+    assert table.decoders["d1"].held_tokens == 300
+
+
+def test_who_does_not_fit_waits_and_goes_when_there_is_room() -> None:
+    table = a_table(1000)
+    admission = Admission(table, 8, 60)
+    admission.enter("first", 800, 0.0)
+    ticket = admission.enter("second", 800, 1.0, arrived_s=0.5)
+    assert ticket == Ticket("second", 800, joined_s=1.0, arrived_s=0.5, deadline_s=61.0)
+    assert admission.line.tokens == 800
+    assert admission.admit(2.0) == []
+    table.release("first")
+    (admitted,) = admission.admit(3.0)
+    assert names([admitted]) == ["second"]
+    # From its first request, not from when there was room.
+    assert admitted.conversation.asked_s == 0.5
+    assert len(admission.line) == 0
+    assert admission.admit(4.0) == []
+
+
+def test_nobody_overtakes_the_head_however_small() -> None:
+    table = a_table(1000)
+    admission = Admission(table, 8, 60)
+    admission.enter("large", 700, 0.0)
+    assert isinstance(admission.enter("head", 900, 1.0), Ticket)
+    assert isinstance(admission.enter("small", 10, 2.0), Ticket)
+    assert admission.admit(3.0) == []
+    table.release("large")
+    assert names(admission.admit(4.0)) == ["head", "small"]
+
+
+def test_the_next_one_goes_when_the_head_gives_up() -> None:
+    table = a_table(1000)
+    admission = Admission(table, 8, 60)
+    admission.enter("large", 700, 0.0)
+    admission.enter("head", 900, 1.0)
+    admission.enter("small", 200, 2.0)
+    left = admission.leave("head")
+    assert left is not None
+    assert left.tokens == 900
+    assert admission.leave("head") is None
+    assert names(admission.admit(3.0)) == ["small"]
+
+
+def test_a_full_line_refuses_and_says_when_to_come_again() -> None:
+    table = a_table(100)
+    admission = Admission(table, 1, 60)
+    admission.enter("holds", 100, 0.0)
+    admission.enter("waits", 100, 10.0)
+    with pytest.raises(QueueFull, match="1 conversation waits for room already") as refused:
+        admission.enter("late", 100, 40.0)
+    assert refused.value.retry_after_s == 31
+    assert "late" not in table
+    assert len(admission.line) == 1
+
+
+def test_a_conversation_waits_once() -> None:
+    admission = Admission(a_table(), 8, 60)
+    admission.enter("c", 10, 0.0)
+    with pytest.raises(ValueError, match="waits already"):
+        admission.enter("c", 10, 1.0)
+
+
+def test_a_decoder_that_is_back_has_its_conversation_whoever_waits_before_it() -> None:
+    """It was thought lost, and its conversation's turn joined the line; the KV is there still."""
+    table = a_table(1000)
+    admission = Admission(table, 8, 60)
+    began = admission.enter("c", 100, 0.0)
+    assert isinstance(began, Admitted)
+    table.advance(began.conversation.newest_turn, "d1", TurnStats(100, 10, 0, 0), (), 1.0)
+    held = Conversation("c", began.conversation.incarnation, 0.0, 1.0, held_tokens=110, turns=1)
+    table.remove_decoder("d1")
+    assert isinstance(admission.enter("c", 120, 2.0), Ticket)
+    table.add_decoder("d1", 1000, [held])
+    (admitted,) = admission.admit(3.0)
+    assert (admitted.bound, admitted.placement) == (False, Placement("d1", None))
+    conversation = table.get("c")
+    assert conversation is not None
+    assert (conversation.moves, conversation.held_tokens) == (0, 110)
+    assert conversation.phase == "reasoning"
+
+
+def test_one_that_lost_its_decoder_is_bound_again_and_counts_as_moved() -> None:
+    table = a_table(1000, 1000)
+    admission = Admission(table, 8, 60)
+    began = admission.enter("c", 100, 0.0)
+    assert isinstance(began, Admitted)
+    table.remove_decoder(began.placement.decoder_id)
+    again = admission.enter("c", 120, 1.0)
+    assert isinstance(again, Admitted)
+    assert again.bound
+    assert again.conversation.moves == 1
+    assert again.placement.decoder_id != began.placement.decoder_id
