@@ -160,7 +160,7 @@ class Overhead(_Strict):
     quality: Quality | None = None
 
 
-class Power(_Strict):
+class CappedPower(_Strict):
     """One engine's draw under a cap, and what the cap costs.
 
     Attributes:
@@ -206,7 +206,7 @@ class Profile(_Strict):
     max_batched_tokens: dict[Literal["prefiller", "decoder", "collocated"], int] = Field(
         default_factory=dict
     )
-    power: tuple[Power, ...] = ()
+    power: tuple[CappedPower, ...] = ()
     sources: dict[str, str] = Field(default_factory=dict)
     points: dict[str, list[dict[str, float]]] = Field(default_factory=dict)
 
@@ -227,7 +227,7 @@ class Profile(_Strict):
             raise ValueError("power: give each cap once, the highest first")
         return self
 
-    def power_at(self, cap_w: float | None) -> Power:
+    def power_at(self, cap_w: float | None) -> CappedPower:
         """The draw under a cap; None: the highest.
 
         Raises:
