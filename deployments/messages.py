@@ -44,7 +44,7 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class CachePeer:
+class NodeCache:
     """A node's LMCache server, as those of other nodes reach it.
 
     Attributes:

@@ -142,7 +142,7 @@ _TurnKey = tuple[str, int, int]
 
 
 @dataclass(slots=True)
-class Engine:
+class MeteredEngine:
     """An engine whose energy is reported."""
 
     role: str
@@ -177,7 +177,7 @@ class EnergyBook:
     """
 
     def __init__(self) -> None:
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, MeteredEngine] = {}
         self.joules: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.tiers: defaultdict[str, TierUse] = defaultdict(TierUse)
         self._turns: dict[int, tuple[str, _TurnKey]] = {}
@@ -199,7 +199,7 @@ class EnergyBook:
         engine = self.engines.get(engine_id)
         if engine is None:
             # What it used before that belongs to no turn that is known here.
-            self.engines[engine_id] = Engine(role, tier, energy, BusyShare(now_s))
+            self.engines[engine_id] = MeteredEngine(role, tier, energy, BusyShare(now_s))
             return {}
         same = energy.epoch == engine.latest.epoch
         used_j = energy.joules - (engine.latest.joules if same else 0.0)

@@ -32,7 +32,7 @@ class GuardLost(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CapsOutcome:
     """What became of the caps that were wanted.
 
     Attributes:
@@ -66,7 +66,7 @@ class Guard:
         self._process.wait()
         self.pid = int(self._answer()["pid"])
 
-    def want(self, caps: Mapping[str, Cap], used: Collection[str]) -> Outcome:
+    def want(self, caps: Mapping[str, Cap], used: Collection[str]) -> CapsOutcome:
         """Have these caps and no others, on GPUs that replicas use.
 
         Raises:
@@ -79,7 +79,7 @@ class Guard:
             self._process.stdin.flush()
         except OSError as error:
             raise GuardLost(f"the holder of power caps is gone: {error}") from error
-        return Outcome(**self._answer())
+        return CapsOutcome(**self._answer())
 
     def close(self) -> None:
         """Have every limit put back; returns when that is done."""
@@ -113,8 +113,8 @@ def hold(caps: PowerCaps, requests: TextIO, answers: TextIO) -> None:
         print(json.dumps(asdict(outcome)), file=answers, flush=True)
 
 
-def _bring_about(caps: PowerCaps, wanted: Mapping[str, Cap], used: set[str]) -> Outcome:
-    outcome = Outcome()
+def _bring_about(caps: PowerCaps, wanted: Mapping[str, Cap], used: set[str]) -> CapsOutcome:
+    outcome = CapsOutcome()
     for uuid in caps.held:
         if uuid not in wanted or uuid not in used:
             _log(caps.restore(uuid))

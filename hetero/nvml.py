@@ -76,7 +76,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Power:
+class PowerReading:
     """A GPU's power limit and its bounds; ``draw_w`` is the board's power of now."""
 
     draw_w: float
@@ -167,13 +167,13 @@ class Nvml:
 
     # --- what it does now --------------------------------------------------------------------
 
-    def power(self, uuid: str) -> Power:
+    def power(self, uuid: str) -> PowerReading:
         """Draw, limit, default limit and the bounds of the limit."""
         handle = self._handle(uuid)
         low, high = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementLimitConstraints, handle)
         limit = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementLimit, handle)
         default = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)
-        return Power(self.draw_w(uuid), limit / 1e3, default / 1e3, low / 1e3, high / 1e3)
+        return PowerReading(self.draw_w(uuid), limit / 1e3, default / 1e3, low / 1e3, high / 1e3)
 
     def draw_w(self, uuid: str) -> float:
         """The whole board's power; on Ampere and later the mean of the last second."""

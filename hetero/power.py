@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
-from hetero.nvml import Nvml, NvmlError, Power
+from hetero.nvml import Nvml, NvmlError, PowerReading
 
 logger = logging.getLogger("conserve.power")
 
@@ -49,7 +49,7 @@ class Cap:
         if (self.watts is None) == (self.fraction is None):
             raise ValueError("a power cap is given in watts or as a fraction, one of the two")
 
-    def limit_w(self, power: Power) -> float:
+    def limit_w(self, power: PowerReading) -> float:
         """What to set, in watts (to a tenth, below what was asked for).
 
         Raises:
