@@ -21,10 +21,10 @@ from hetero.sm_slots import SmSlotLedger, SmSlots, sm_granularity
 
 logger = logging.getLogger("conserve.node")
 
-# Caps are asked for again so often, refused or not, and a driver that did not open.
+# How often caps are asked for again, refused or not, and a driver that did not open.
 RETRY_S = 10.0
 
-# Two engines share a GPU, and want different caps for it, or one of them none.
+# The reason where two engines share a GPU, and want different caps for it, or one of them none.
 DISAGREED = "Disagreed"
 
 
@@ -38,10 +38,13 @@ class EngineUse:
 
 
 class GpuKeeper:
-    """GPUs of this node, as far as our engines use them.
+    """Looks after the GPUs of this node, as far as our engines use them.
 
     Args:
-        directory: for records of power caps.
+        directory: where records of power caps lie.
+
+    Attributes:
+        sm_ledger: who has leased which SMs of these GPUs.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -65,7 +68,7 @@ class GpuKeeper:
         self.sm_ledger = SmSlotLedger({})
 
     def beat(self, use: EngineUse, now_s: float) -> EngineEnergy | None:
-        """An engine lives, on these GPUs; what they have used for it, if that is known."""
+        """An engine lives, on these GPUs; returns what they have used for it, if that is known."""
         self._uses[use.engine_id] = use
         self._heard_s[use.engine_id] = now_s
         if self._nvml is None:
@@ -79,7 +82,7 @@ class GpuKeeper:
         return EngineEnergy(self._joules[use.engine_id], self._epoch, integrated, tuple(gpus))
 
     def tick(self, now_s: float) -> None:
-        """Once a second: forget silent engines, see to caps, read every GPU in use."""
+        """Forget silent engines, see to caps, read every GPU in use; to be called once a second."""
         for engine_id, heard_s in list(self._heard_s.items()):
             if now_s - heard_s > SILENCE_S:
                 self.leave(engine_id)
@@ -100,7 +103,7 @@ class GpuKeeper:
             del self._meters[uuid]
 
     def leave(self, engine_id: str) -> None:
-        """An engine has gone: at the next tick its slots are free, and its GPUs not ours."""
+        """An engine has gone: at the next tick its SMs are free, and its GPUs not ours."""
         del self._uses[engine_id]
         del self._heard_s[engine_id]
         self._joules.pop(engine_id, None)
@@ -115,7 +118,7 @@ class GpuKeeper:
             self._nvml = None
 
     def state(self) -> dict[str, Any]:
-        """For people."""
+        """What is known of GPUs and caps now, for people to read."""
         return {
             "engines": {use.engine_id: list(use.gpus) for use in self._uses.values()},
             "caps_w": dict(self._outcome.applied_w),

@@ -37,7 +37,7 @@ class CapsOutcome:
 
     Attributes:
         applied_w: the limits that hold, by GPU.
-        refused: why not, by GPU; in a sentence.
+        refused: why a cap does not hold, in a sentence, by GPU.
         reasons: the same as one word: ``NoPermission``, ``CapRefused``, ``HasOwner``, ...
     """
 
@@ -47,7 +47,7 @@ class CapsOutcome:
 
 
 class Guard:
-    """The other end: starts a holder, and tells it what is wanted. Calls block for a moment.
+    """The other end of the pipe: starts a holder, and tells it what is wanted. Calls block briefly.
 
     The limits are put back when this is closed, or its process ends.
     """

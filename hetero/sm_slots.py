@@ -16,7 +16,7 @@ SM_SLOTS = 10
 
 
 class NoFreeSms(Exception):
-    """So many SMs are not free on that GPU; nothing has changed."""
+    """Fewer SMs are free on that GPU than were asked for; nothing has changed."""
 
 
 class UnknownSmLease(KeyError):
@@ -53,10 +53,11 @@ class SmSlots:
     of any size.
 
     Args:
-        sm_count: of the whole, at least 1.
+        sm_count: SMs of the whole GPU or MIG device, at least 1.
+        allowed: the sizes into which it can be partitioned.
 
     Attributes:
-        sizes: SMs of the slots 0 (none) to 10 (all), non-decreasing.
+        sizes: how many SMs each of the slots 0 (none) to 10 (all) has, non-decreasing.
     """
 
     def __init__(self, sm_count: int, allowed: SmGranularity) -> None:
@@ -119,13 +120,13 @@ class _Free:
 
 
 class SmSlotLedger:
-    """Who has which share of which GPU. Never more is leased than there is.
+    """Who has leased which SMs of which GPU. Never more is leased than there is.
 
     A lease gets the smallest slot with at least the SMs asked for; one that needs all that is
     left gets all that is left, so that ten tenths are all SMs, whatever the rounding.
 
     Args:
-        gpus: by UUID.
+        gpus: the slots of each GPU or MIG device, by UUID.
     """
 
     def __init__(self, gpus: Mapping[str, SmSlots]) -> None:
@@ -140,7 +141,7 @@ class SmSlotLedger:
 
         Raises:
             NoFreeSms: they are not free.
-            KeyError: no such GPU here.
+            KeyError: there is no such GPU here.
             ValueError: the GPU has fewer.
         """
         slots, sms = self._fit(gpu, asked_sms, self._free[gpu])
@@ -229,7 +230,7 @@ class SmSlotLedger:
             ) from None
 
     def leases(self) -> list[SmLease]:
-        """All of them, the oldest first."""
+        """All leases, the oldest first."""
         return sorted(self._leases.values(), key=lambda lease: lease.id)
 
     def free(self, gpu: str) -> tuple[int, int]:

@@ -64,7 +64,7 @@ class ConversationCost:
         lifetime_s: W of that section: gaps, prefills, handoff and decode in a full batch; queueing
             is not counted.
         tbt_s: time between tokens in a full batch.
-        saturation_per_s: R* of that section: conversations for which one prefiller suffices.
+        saturation_per_s: R* of that section: conversations a second at which a prefiller saturates.
         prefill_tokens_per_s: T_p of that section, for this workload's first turns.
         decoder_tokens_per_s: T_d of that section, for this workload's mix of appends and outputs.
     """
@@ -88,7 +88,7 @@ class Plan:
         rate_per_s: R: conversations that arrive.
         provisioned_per_s: the rate for which decoders were counted: the prefillers' saturation,
             or R.
-        headroom: share by which the left sides of the two inequalities exceed the right at least.
+        headroom: share by which the left sides of the inequalities exceed the right ones, at least.
         needed_throughput, needed_memory: decoders by (1) and by (2), before rounding up.
         binding: which of the two decided.
         prefiller_utilisation, decoder_utilisation: shares of time in which one of them computes,

@@ -1,4 +1,4 @@
-"""Which LMCache servers there are on other nodes, and how ours is told.
+"""Which LMCache servers run on other nodes, and how this node's server is told of them.
 
 LMCache's peer-to-peer mode takes the servers to read from out of a *coordinator*, a process that
 all servers report to over HTTP. Ray knows already which nodes live, so there is none here: each
@@ -28,7 +28,7 @@ class SeenCaches:
         self._seen: dict[str, tuple[NodeCache, float]] = {}
 
     def saw(self, node: str, cache: NodeCache | None, now_s: float) -> None:
-        """A node's actor answered; None: its server is not up."""
+        """A node's actor has described its server; None: that is not up."""
         if cache is None:
             self._seen.pop(node, None)
         else:

@@ -77,7 +77,7 @@ def free_port(host: str, but: Collection[int] = ()) -> int:
     """A TCP port that nobody has, and that nobody gets by chance until it is used.
 
     Args:
-        but: ports that are promised to others.
+        but: ports that are promised to others, and are left out.
 
     Raises:
         RuntimeError: none is free.
@@ -127,7 +127,7 @@ def lmcache_command(
     """The LMCache server's command line.
 
     Args:
-        cache: how it presents itself to servers of other nodes; None: it shares with none.
+        cache: how the server presents itself to those of other nodes; None: it shares with none.
         directory_url: where it learns of those.
     """
     module = "lmcache.cli.main" if cache is None else "deployments.node.lmcache_main"
@@ -197,17 +197,17 @@ class LMCacheServer:
 
     @property
     def pid(self) -> int | None:
-        """Its process, if it was ever started."""
+        """The server's process id, if it was ever started."""
         return self._process.pid if self._process else None
 
     @property
     def healthy(self) -> bool:
-        """Whether it answers."""
+        """Whether the server answers."""
         return self._healthy.is_set()
 
     @property
     def node_cache(self) -> NodeCache | None:
-        """This run of it as other nodes may reach it, once it answers."""
+        """This run of the server as other nodes reach it; None while it does not answer."""
         return self._cache if self.healthy else None
 
     async def wait_until_launched(self) -> None:
@@ -316,7 +316,7 @@ class LMCacheServer:
 
 
 def _taken_port(address: Address) -> int | None:
-    """A port that the server needs and another has, whose health would be taken for ours."""
+    """A port of the server's that another program has, whose health would be taken for ours."""
     for host, port in ((address.host, address.port), ("127.0.0.1", address.http_port)):
         if _taken(host, port):
             return port

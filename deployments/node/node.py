@@ -1,4 +1,4 @@
-"""The node-local actor: what a node needs once: LMCache's server, the GPUs' keeper, tidying up.
+"""The node-local actor, for what a node needs once: LMCache's server, the GPUs' keeper, tidying up.
 
 One actor a node, made by the first engine there. If it dies, its server dies with it, and Ray
 starts both again on the same address; engines recompute meanwhile. It ends itself when no engine
@@ -88,11 +88,11 @@ class NodeService:
         """An engine on this node lives.
 
         Args:
-            pid: of its replica, below which its other processes are.
-            use: the GPUs that it runs on; None without, and then none is looked at.
+            pid: its replica's process, below which its other processes are.
+            use: the GPUs that it runs on; None: it has none, and none is looked at.
 
         Returns:
-            What they have used for it, if that is known.
+            What those GPUs have used for it, if that is known.
         """
         self._last_beat_s = time.monotonic()
         self._leftovers.watch(pid)
@@ -229,13 +229,13 @@ class NodeNames:
         return f"{self._prefix}{node_id}{self._suffix}"
 
     def listed(self) -> list[str]:
-        """The names of those that live, or are being restarted. Asks Ray; takes milliseconds."""
+        """The names of the actors that live, or are restarting. Asks Ray; takes milliseconds."""
         found = ray.util.list_named_actors(all_namespaces=True)
         names = (actor["name"] for actor in found if actor["namespace"] == "serve")
         return [name for name in names if self.includes(name)]
 
     def includes(self, name: str) -> bool:
-        """Whether that is a node actor of this application, with these settings of LMCache."""
+        """Whether it names a node actor of this application, with these settings of LMCache."""
         return name.startswith(self._prefix) and name.endswith(self._suffix)
 
 
@@ -249,15 +249,16 @@ class NodeClient:
         # Kept for the actor's next life; if there is one already, that has its own.
         self._address = choose_address(settings, ray.util.get_node_ip_address())
         self._actor = self._connect()
-        # Set when the engine knows its GPUs; and what they have used for it, from the last beat.
+        # Set when the engine knows its GPUs.
         self.use: EngineUse | None = None
+        # What these have used for it, from the last beat.
         self.energy: EngineEnergy | None = None
 
     async def launch(self) -> Address:
         """Have the node's LMCache server started, and see to it that the actor lives on.
 
         Returns:
-            where the server will listen for this node's engines.
+            Where the server will listen for this node's engines.
         """
         self._address = await self._actor.launch.remote()
         self.keep_beating()
