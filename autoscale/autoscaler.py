@@ -13,7 +13,7 @@ from conserve.wire import Role
 
 @dataclass(slots=True)
 class Wanted:
-    """One role, for `/metrics`: what was decided last, and the signal that decided."""
+    """What was decided last for one role, and the signal that decided; for `/metrics`."""
 
     scaling: Scaling
     need: Need | None = None
@@ -23,11 +23,12 @@ class Autoscaler:
     """Told what happens, it says how many replicas there are to be.
 
     Args:
-        limits: of the roles that are scaled.
+        limits: settings of the roles that are scaled; other roles stay as they are.
         start: replicas at the start, by role.
-        curve: the prefillers'; needed where they are scaled.
-        window_s: over which rates are taken.
-        prefill_slowdown: prefills take so many times as long, under a power cap.
+        curve: the prefillers' profiled curve; needed where they are scaled.
+        window_s: the time over which rates are averaged.
+        prefill_slowdown: factor by which prefills take longer than the curve says, under a power
+            cap.
 
     Raises:
         ValueError: prefillers are to be scaled without a curve.
@@ -58,7 +59,7 @@ class Autoscaler:
         self._flow.arrived(now_s)
 
     def conversation_ended(self, lifetime_s: float, held_tokens: int) -> None:
-        """A conversation ended, which held so much at last."""
+        """A conversation ended, which held so many tokens of KV at last."""
         self._flow.ended(lifetime_s, held_tokens)
 
     def adopt(self, role: Role, replicas: int, now_s: float) -> None:
@@ -82,7 +83,7 @@ class Autoscaler:
 
         Args:
             decoders, prefillers: those alive, also where they are leaving: what they have counts.
-            waiting_tokens: of conversations for which no decoder had room.
+            waiting_tokens: prompts of the conversations for which no decoder had room.
 
         Returns:
             The roles whose number has changed.

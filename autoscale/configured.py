@@ -40,7 +40,7 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
 
 
 def _prefill_slowdown(settings: Settings, profile: Profile) -> float:
-    """How much longer prefills take under the prefillers' power cap than the profile says."""
+    """Factor by which prefills take longer, under the prefillers' power cap, than profiled."""
     tier = settings.tiers.get(settings.prefillers.tier or "")
     if tier is None or not profile.power:
         return 1.0

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings of one role.
+    """The settings by which one role scales.
 
     Attributes:
-        least, most: replicas, never fewer or more.
-        target: utilisation to have after a change.
+        least, most: bounds on the number of replicas.
+        target: utilisation to have after a change, or less.
         up_at: above this utilisation there are too few.
         down_at: below it there are too many.
-        down_delay_s: for so long without a break, before any is taken away.
-        cool_down_s: none is taken away so soon after a change.
+        down_delay_s: how long there have to be too many, without a break, before any is removed.
+        cool_down_s: how long after a change none is removed.
     """
 
     least: int
@@ -45,10 +45,10 @@ class Scaling:
     """A decision, and what the next one has to know of it.
 
     Attributes:
-        replicas: wanted.
-        changed_s: when that changed last.
-        low_since_s: since when fewer would do.
-        why: for people.
+        replicas: how many are wanted.
+        changed_s: when that number changed last; None: never.
+        low_since_s: since when fewer would do; None: they would not.
+        why: the reason, for people.
     """
 
     replicas: int
@@ -58,7 +58,7 @@ class Scaling:
 
 
 def scale(limits: Limits, before: Scaling, needed: float | None, now_s: float) -> Scaling:
-    """Decide.
+    """Decide how many replicas there are to be.
 
     For a constant ``needed`` there is at most one change: after it, utilisation is at most
     ``target`` and fewer replicas would exceed that.

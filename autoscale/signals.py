@@ -22,7 +22,7 @@ class Need:
 
 @dataclass(slots=True)
 class Rate:
-    """A sum over the last ``window_s``, a second. A window not yet full counts as full."""
+    """A rate a second over the last ``window_s``. A window not yet full counts as full."""
 
     window_s: float
     _seen: deque[tuple[float, float]]
@@ -56,7 +56,9 @@ class PrefillLoad:
     queued has to be worked off besides, within the window.
 
     Args:
-        curve: the prefillers'; its time is multiplied by ``slowdown`` under a power cap.
+        curve: the prefillers' profiled curve.
+        window_s: the time over which rates are averaged, and in which what is queued is done.
+        slowdown: factor for the curve's times, above 1 under a power cap.
     """
 
     def __init__(self, curve: PrefillCurve, window_s: float, slowdown: float = 1.0) -> None:
@@ -79,8 +81,8 @@ class PrefillLoad:
         """Prefillers needed.
 
         Args:
-            queued_tokens: sent to prefillers and not yet done. They count at the rate of the
-                prompts that came, or, after a window without any, as one prompt.
+            queued_tokens: tokens sent to prefillers and not yet prefilled. They count at the rate
+                of the prompts that came, or, after a window without any, as one prompt.
         """
         tokens_per_s, busy = self._tokens.per_s(now_s), self._seconds.per_s(now_s)
         if tokens_per_s:
@@ -95,9 +97,9 @@ class Pool:
     """The decoders, taken together, as observed at one moment.
 
     Attributes:
-        capacity_tokens: of one decoder, in the mean.
-        held_tokens: for live conversations, those promised included.
-        waiting_tokens: of conversations for which no decoder had room.
+        capacity_tokens: one decoder's KV space; the mean over the decoders.
+        held_tokens: KV held or promised for live conversations.
+        waiting_tokens: prompts of the conversations for which no decoder had room.
     """
 
     capacity_tokens: float
@@ -123,7 +125,7 @@ class ConversationFlow:
         self._arrivals.add(1, now_s)
 
     def ended(self, lifetime_s: float, held_tokens: float) -> None:
-        """A conversation ended, which held so much at last."""
+        """A conversation ended, which held so many tokens of KV at last."""
         self._lifetimes_s.append(lifetime_s)
         self._footprints.append(held_tokens)
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from conserve.placement import PlacementPolicy, PolicyName, make_policy
 
 EMBEDDED_MODEL = "embedded"
-# Tiers of roles that name none.
+# A role that names no tier runs on one of these two.
 CPU_TIER, GPU_TIER = "cpu", "gpu"
 
 
@@ -28,38 +28,43 @@ class _Strict(BaseModel):
 
 
 class RoleSettings(_Strict):
-    """One tier of engines: the prefillers or the decoders. A bare number sets ``replicas``."""
+    """The engines of one role: the prefillers or the decoders. A bare number sets ``replicas``."""
 
     replicas: int = Field(
-        default=1, ge=1, le=1024, description="Engines of this role; with `max_replicas`, at least."
+        default=1,
+        ge=1,
+        le=1024,
+        description="How many engines this role has; with `max_replicas`, the fewest.",
     )
     max_replicas: int | None = Field(
         default=None,
         ge=1,
         le=1024,
-        description="Scale up to so many, by what is observed; unset: as many as at the start.",
+        description="The most engines that this role scales up to. Unset: it does not scale.",
     )
     num_cpus: float = Field(
         default=0.5, ge=0, description="Ray CPUs reserved for each worker of an engine."
     )
     num_gpus: float = Field(
-        default=1, ge=0, description="Ray GPUs reserved for each worker (ignored without a GPU)."
+        default=1,
+        ge=0,
+        description="Ray GPUs reserved for each worker of an engine; ignored on CPUs.",
     )
     resources: dict[str, float] = Field(
-        default_factory=dict, description="Ray custom resources reserved for each worker."
+        default_factory=dict, description="Ray custom resources for each worker of an engine."
     )
     tier: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="Where this role runs: a tier under `tiers`, or else the Ray custom resource "
-        "that marks its nodes; unset: any node.",
+        description="The tier that this role runs on: a name under `tiers`, or else the Ray custom "
+        "resource that marks its nodes. Unset: any node.",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
-        description="vLLM engine arguments for this role, over those of `engine`.",
+        description="vLLM engine arguments for this role; they override those of `engine`.",
     )
     env: dict[str, str] = Field(
-        default_factory=dict, description="Environment variables of this role's engines."
+        default_factory=dict, description="Environment variables for this role's engines."
     )
 
 
@@ -69,24 +74,28 @@ class TierSettings(_Strict):
     accelerator_type: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="Ray's accelerator type of its nodes (`A40`, `H100`).",
+        description="The tier's nodes have this accelerator type, by Ray's name (`A40`, `H100`).",
     )
     resource: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="Ray custom resource that its nodes offer.",
+        description="The tier's nodes offer this Ray custom resource.",
     )
     labels: dict[str, str] = Field(
-        default_factory=dict, description="Ray labels that its nodes have."
+        default_factory=dict, description="The tier's nodes have these Ray labels."
     )
     power_cap_w: float | None = Field(
-        default=None, gt=0, description="Power limit of its GPUs, in watts; unset: as it is."
+        default=None,
+        gt=0,
+        description="The tier's GPUs are limited to this power while engines run on them, in "
+        "watts. Unset: their limits are left alone.",
     )
     power_cap_fraction: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="The same as a fraction of each GPU's default limit (the paper: 2/3).",
+        description="The same limit, as a fraction of each GPU's default limit (the paper: 2/3). "
+        "Give one of the two.",
     )
 
     @model_validator(mode="after")
@@ -99,28 +108,35 @@ class TierSettings(_Strict):
 class LMCacheSettings(_Strict):
     """The LMCache server, one a node, through which KV moves from prefiller to decoder."""
 
-    size_gb: float = Field(default=2.0, gt=0, description="Host memory for KV in transit, GiB.")
+    size_gb: float = Field(
+        default=2.0,
+        gt=0,
+        description="Host memory on each node for KV in transit, in GiB. When it is full, the KV "
+        "unused for longest is dropped.",
+    )
     chunk_tokens: int | None = Field(
         default=None,
         ge=16,
-        description="Tokens a chunk; only whole chunks travel. Unset: 128 on a CPU, 256 on a GPU.",
+        description="Tokens in a chunk. Only whole chunks are handed over; the decoder computes "
+        "the rest. Unset: 128 on a CPU, 256 on a GPU.",
     )
     port: int = Field(
         default=7610,
         ge=0,
         le=65535,
-        description="Port for engines, and for other nodes' servers; 0: one that is free.",
+        description="Port on which a node's LMCache server listens for engines, and for other "
+        "nodes' servers. 0: a free one.",
     )
     http_port: int = Field(
         default=7611,
         ge=0,
         le=65535,
-        description="Admin and metrics port (loopback); 0: one that is free.",
+        description="Port of the server's admin interface and metrics, on loopback. 0: a free one.",
     )
     timeout_s: float = Field(
         default=10.0,
         gt=0,
-        description="Longest wait of an engine for one transfer; then it recomputes.",
+        description="How long an engine waits for a transfer of KV; after that it recomputes it.",
     )
 
     @field_validator("port", "http_port")
@@ -141,22 +157,40 @@ class AutoscalingSettings(_Strict):
     """When a role with `max_replicas` gets more or fewer engines."""
 
     target: float = Field(
-        default=0.7, gt=0, le=1, description="Utilisation to have after a change."
+        default=0.7,
+        gt=0,
+        le=1,
+        description="A change in a role's number of engines brings utilisation to this or below.",
     )
-    up_at: float = Field(default=0.85, gt=0, le=1, description="More engines above it.")
-    down_at: float = Field(default=0.5, gt=0, le=1, description="Fewer engines below it.")
+    up_at: float = Field(
+        default=0.85, gt=0, le=1, description="Above this utilisation, engines are added at once."
+    )
+    down_at: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Engines are removed when utilisation has been below this for `down_delay_s`.",
+    )
     down_delay_s: float = Field(
-        default=60.0, ge=0, description="Fewer only after so long below, without a break."
+        default=60.0,
+        ge=0,
+        description="How long utilisation has to stay below `down_at`, without a break, before "
+        "engines are removed.",
     )
     cool_down_s: float = Field(
-        default=60.0, ge=0, description="Fewer only so long after the last change."
+        default=60.0,
+        ge=0,
+        description="For this long after a change in a role's number of engines, up or down, none "
+        "is removed.",
     )
-    window_s: float = Field(default=30.0, gt=0, description="Over which rates are taken.")
+    window_s: float = Field(
+        default=30.0, gt=0, description="Rates of arrival are averaged over this much time."
+    )
     drain_timeout_s: float = Field(
         default=300.0,
         ge=0,
-        description="A decoder that leaves keeps its conversations for so long; those that are "
-        "left then are prefilled again elsewhere, each once its turn has ended.",
+        description="How long a decoder that is to be removed keeps its conversations. Those left "
+        "then are prefilled again elsewhere, each once its turn has ended.",
     )
 
     @model_validator(mode="after")
@@ -172,90 +206,112 @@ class Settings(_Strict):
     model: str = Field(
         default=EMBEDDED_MODEL,
         min_length=1,
-        description="Hugging Face id or local path; `embedded` needs no download.",
+        description="The model that is served: a Hugging Face id or a local path; `embedded` needs "
+        "no download.",
     )
     served_model_name: str | None = Field(
-        default=None, min_length=1, description="Name clients use; unset: the model's own."
+        default=None,
+        min_length=1,
+        description="The name under which clients ask for the model. Unset: `model`, or "
+        "`conserve-embedded` for the embedded one.",
     )
     device: Literal["auto", "cpu", "gpu"] = Field(
-        default="auto", description="`auto`: GPUs if the Ray cluster has any."
+        default="auto",
+        description="What engines run on. `auto`: GPUs if the Ray cluster has any, else CPUs.",
     )
     prefillers: RoleSettings = Field(
-        default_factory=RoleSettings, description="Engines that run first turns' prefills."
+        default_factory=RoleSettings,
+        description="How many engines prefill conversations' first turns.",
     )
     decoders: RoleSettings = Field(
         default_factory=lambda: RoleSettings(replicas=2),
-        description="Engines that run everything else.",
+        description="How many engines do everything else: decode, and prefill later turns.",
     )
     tiers: dict[str, TierSettings] = Field(
         default_factory=dict,
-        description="Kinds of nodes by name, for `prefillers.tier` and `decoders.tier`.",
+        description="Kinds of nodes by name, which `prefillers.tier` and `decoders.tier` refer to.",
     )
     tier_timeout_s: float = Field(
         default=600.0,
         ge=0,
-        description="Longest wait at start for a node of each role's tier, on a cluster that runs.",
+        description="How long the start waits, on a Ray cluster that runs already, for a node of "
+        "each role's tier; after that it fails.",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
         description="vLLM engine arguments for both roles (`max_model_len`, `dtype`, ...).",
     )
     lmcache: LMCacheSettings = Field(
-        default_factory=LMCacheSettings, description="The KV handoff's server."
+        default_factory=LMCacheSettings,
+        description="The LMCache server through which KV is handed over.",
     )
     profile: str | None = Field(
         default=None,
         min_length=1,
-        description="What the engines can do, by `conserve profile`: a file, or a name that "
-        "`conserve plan` knows. Needed to scale prefillers.",
+        description="The engines' profile: a file that `conserve profile` wrote, or the name of "
+        "one that comes with ConServe. Needed to scale prefillers.",
     )
     autoscaling: AutoscalingSettings = Field(
         default_factory=AutoscalingSettings, description="How roles with `max_replicas` scale."
     )
-    host: str = Field(default="127.0.0.1", description="Address the router listens on.")
+    host: str = Field(default="127.0.0.1", description="Address that the router listens on.")
     nodes: Literal["auto", "one", "several"] = Field(
         default="auto",
-        description="`several`: KV also moves between nodes, whose LMCache servers share it; "
-        "`auto`: if Ray has several when the application starts.",
+        description="With `several`, KV also moves between nodes, whose LMCache servers share it; "
+        "with `one` it does not. `auto`: as many as Ray has when the application starts.",
     )
     engine_host: str | None = Field(
         default=None,
-        description="Address engines listen on; `node`: the node's own. "
-        "Unset: loopback on one node, `node` on several.",
+        description="Address that engines listen on; `node` is that of their own node. Unset: "
+        "loopback on one node, `node` on several.",
     )
-    port: int = Field(default=8000, ge=1, le=65535, description="Port the router listens on.")
+    port: int = Field(default=8000, ge=1, le=65535, description="Port that the router listens on.")
     routers: int = Field(
-        default=1, ge=1, le=64, description="Router processes; they share the port on a node."
+        default=1,
+        ge=1,
+        le=64,
+        description="How many router processes there are; those on one node share the port.",
     )
     max_body_bytes: int = Field(
-        default=32 * 1024 * 1024, ge=1024, description="Longest request body; over it: 413."
+        default=32 * 1024 * 1024,
+        ge=1024,
+        description="Longest request body, in bytes; a longer one is refused with 413.",
     )
     placement: PolicyName = Field(
         default="conversation",
-        description="Placement policy; the others are baselines to compare with.",
+        description="Policy that places conversations. `collocated`, `full_disaggregation` and "
+        "`per_turn` are baselines to compare it with.",
     )
     wrong_decision_rate: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="With `placement: per_turn`: share of later turns sent to a prefiller.",
+        description="Share of later turns that `placement: per_turn` sends to a prefiller.",
     )
     min_remote_prefill_tokens: int = Field(
         default=0,
         ge=0,
-        description="Shortest first turn worth a remote prefill; 0: always, as in the paper.",
+        description="A shorter first turn is prefilled by its decoder; 0: none, as in the paper.",
     )
     queue_limit: int = Field(
-        default=1024, ge=0, description="Conversations that may wait for room; over it: 429."
+        default=1024,
+        ge=0,
+        description="How many conversations may wait for room; one more is refused with 429.",
     )
     queue_timeout_s: float = Field(
-        default=60.0, gt=0, description="Longest wait for room; after it: 429."
+        default=60.0,
+        gt=0,
+        description="How long a conversation may wait for room; after that it is refused with 429.",
     )
     idle_timeout_s: float = Field(
-        default=1800.0, gt=0, description="A conversation unused for so long has ended."
+        default=1800.0,
+        gt=0,
+        description="A conversation that has not been used for this long counts as ended.",
     )
     turn_timeout_s: float = Field(
-        default=3600.0, gt=0, description="Longest silence of an engine within a turn; then: 504."
+        default=3600.0,
+        gt=0,
+        description="How long an engine may be silent within a turn; then the turn fails with 504.",
     )
 
     @field_validator("prefillers", "decoders", mode="before")
@@ -338,7 +394,7 @@ class Settings(_Strict):
         )
 
     def on_nodes(self, alive: int) -> "Settings":
-        """These settings on a cluster that has so many nodes now, with nothing left to choose.
+        """These settings on a cluster of ``alive`` nodes, with nothing left to choose.
 
         Raises:
             SettingsError: other nodes could not reach the engines.

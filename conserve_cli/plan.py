@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from autoscale.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
-from autoscale.capacity.plan import Plan, PlanError, Provision, Tiers, make_plan
+from autoscale.capacity.plan import Plan, PlanError, Provision, RoleProfiles, make_plan
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.selection import Selection
 from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
@@ -140,15 +140,15 @@ def plan(
         demand = measure_demand(_watched(made))
         shares: dict[str, Any] = {"headroom": headroom, "prefill_headroom": prefill_headroom}
         shares["provision"] = provision
-        tiers = Tiers(own, own)
+        tiers = RoleProfiles(own, own)
         each = _conversations_each(made)
         # What is asked for has to be possible; what is shown besides need not be.
         plans: list[Plan | Impossible] = [
             make_plan(demand, tiers, one * each, **shares) for one in rates
         ]
         first = plans[0]
-        choices = [Tiers(own, own, None, power.cap_w) for power in own.power[1:]]
-        choices += [Tiers(own, other) for other in others]
+        choices = [RoleProfiles(own, own, None, power.cap_w) for power in own.power[1:]]
+        choices += [RoleProfiles(own, other) for other in others]
         multiples = _MULTIPLES if len(rates) == 1 else ()
         plans += [_attempt(demand, tiers, more * rates[0] * each, shares) for more in multiples]
         alternatives = [(tiers, first)]
@@ -175,7 +175,7 @@ def _other(own: Profile, source: str) -> Profile:
 
 
 def _attempt(
-    demand: Demand, tiers: Tiers, rate_per_s: float, shares: dict[str, Any]
+    demand: Demand, tiers: RoleProfiles, rate_per_s: float, shares: dict[str, Any]
 ) -> Plan | Impossible:
     try:
         return make_plan(demand, tiers, rate_per_s, **shares)
@@ -286,7 +286,7 @@ def _show(
     demand: Demand,
     workload: Workload,
     plans: Sequence[Plan | Impossible],
-    alternatives: Sequence[tuple[Tiers, Plan | Impossible]],
+    alternatives: Sequence[tuple[RoleProfiles, Plan | Impossible]],
 ) -> None:
     tiers, first = alternatives[0]
     assert isinstance(first, Plan)
@@ -302,7 +302,7 @@ def _show(
             _say_why(_decoders(other), plan)
     console.print(
         f"At {first.rate_per_s:g} conversations/s: [bold]{_counted(first)}[/bold], "
-        f"{first.work.slots} slots each; {first.binding} decides "
+        f"{first.cost.slots} slots each; {first.binding} decides "
         f"(throughput needs {first.needed_throughput:.2f}, memory {first.needed_memory:.2f}).",
         highlight=False,
     )
@@ -316,7 +316,7 @@ def _say_why(what: str, plan: Impossible) -> None:
     )
 
 
-def _decoders(tiers: Tiers) -> str:
+def _decoders(tiers: RoleProfiles) -> str:
     name = tiers.decoder.name
     return name if tiers.decoder_cap_w is None else f"{name}, capped at {tiers.decoder_cap_w:g} W"
 
@@ -358,13 +358,13 @@ def _workload_table(demand: Demand, workload: Workload, plan: Plan) -> Table:
             ("KV at its peak", f"{demand.peak_tokens:,.0f} tokens"),
             ("KV at its peak, the largest", f"{demand.longest_peak_tokens:,} tokens"),
             ("tools and other gaps", f"{demand.gap_s:,.1f} s"),
-            ("lifetime in full batches, W", f"{plan.work.lifetime_s:,.1f} s"),
+            ("lifetime in full batches, W", f"{plan.cost.lifetime_s:,.1f} s"),
         ],
     )
 
 
-def _engine_table(tiers: Tiers, plan: Plan) -> Table:
-    one = plan.work
+def _engine_table(tiers: RoleProfiles, plan: Plan) -> Table:
+    one = plan.cost
     return _facts(
         f"an engine ({tiers.prefiller.name})",
         [
@@ -409,7 +409,7 @@ def _rates_table(plans: Sequence[Plan | Impossible]) -> Table:
     return table
 
 
-def _alternatives_table(alternatives: Sequence[tuple[Tiers, Plan | Impossible]]) -> Table:
+def _alternatives_table(alternatives: Sequence[tuple[RoleProfiles, Plan | Impossible]]) -> Table:
     rate = alternatives[0][1].rate_per_s
     table = Table(
         title=f"alternatives at {rate:g} conversations/s", box=box.SIMPLE_HEAD, title_justify="left"
@@ -425,7 +425,7 @@ def _alternatives_table(alternatives: Sequence[tuple[Tiers, Plan | Impossible]])
             _decoders(tiers),
             f"{plan.prefillers:,}",
             f"{plan.decoders:,}",
-            f"{plan.work.tbt_s * 1e3:,.1f} ms",
+            f"{plan.cost.tbt_s * 1e3:,.1f} ms",
             "" if plan.watts is None else f"{plan.watts:,.0f}",
             "" if joules is None else f"{joules:,.0f}",
         )

@@ -1,4 +1,4 @@
-"""What routers, engines and the conversation table tell each other."""
+"""What routers, engines, nodes' actors and the conversation table tell each other."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,13 +18,13 @@ class EngineInfo:
         id: the Serve replica's unique id.
         url: its own HTTP server, for routers.
         pid: its process, on its node.
-        capacity_tokens: KV space, in tokens.
-        max_model_len: longest prompt plus output, in tokens.
+        capacity_tokens: its KV space.
+        max_model_len: the longest that prompt plus output may be, in tokens.
         holds: a decoder's live conversations, in case the table knows nothing of them.
-        tier: where it runs; see `hetero.tiers`.
+        tier: the kind of hardware that it runs on; see `hetero.tiers`.
         gpus: UUIDs of its GPUs; none on a CPU, or where that is not known.
-        leaving: it is to go, and takes nothing new.
-        max_batched_tokens: of one iteration, prefills' chunks included.
+        leaving: whether it is to go, and takes nothing new.
+        max_batched_tokens: most tokens of one iteration, prefills' chunks included.
         wanted_replicas: how many of its role a table has wanted last, as it has heard; a new
             table goes on from there.
     """
@@ -44,13 +44,13 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class CachePeer:
+class NodeCache:
     """A node's LMCache server, as those of other nodes reach it.
 
     Attributes:
-        id: this run of it; another after every restart.
+        id: names this run of the server; another after every restart.
         host: its node's address.
-        port: for look-ups.
+        port: where it answers look-ups.
         transfer_port: where the memory that holds KV can be read.
     """
 
@@ -80,7 +80,7 @@ class TurnPlan:
     """Where a turn goes. ``prefiller_id`` is set where a remote prefill comes first.
 
     Attributes:
-        later: it is not the first turn on this decoder.
+        later: whether this decoder had a turn of the conversation before.
     """
 
     turn: TurnKey
@@ -104,8 +104,9 @@ class Unplaced:
     """A turn whose conversation is bound nowhere: count its prompt, then ask for a place.
 
     Attributes:
-        tokenizer_url: an engine that counts.
+        tokenizer_url: the HTTP server of an engine that can count.
         tokenizer_id: that engine's id.
+        max_model_len: the longest that prompt plus output may be, in tokens.
     """
 
     conversation_id: str
@@ -133,8 +134,8 @@ class TurnTiming:
 
     Attributes:
         outcome: ``completed``, ``cancelled`` (by the client), ``refused`` (4xx) or ``failed``.
-        latency_s: from the request's arrival to the last byte.
-        ttft_s: to the first byte of a streamed answer; None if it was not streamed.
+        latency_s: time from the request's arrival to the answer's last byte.
+        ttft_s: time to the first byte of a streamed answer; None if it was not streamed.
         tbt_s: gaps between a stream's parts.
         turn: which it was; None if it was bound nowhere.
         effective_ago_s: how long ago the first token of a chat's answer came that is not a tool

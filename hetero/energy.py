@@ -15,15 +15,15 @@ from conserve.conversation import TurnKey
 Key = TypeVar("Key", bound=Hashable)
 
 PHASES = {"prefiller": "cold_prefill", "decoder": "tail"}
-# Who has not been told an engine's energy for so long does not expect more of it.
+# An engine that has not reported its energy for so long is not expected to report again.
 _STALE_S = 60.0
 
 
 class EnergyMeter:
     """One GPU's energy since the first reading, in joules.
 
-    From the GPU's own counter; where it has none, from power samples by the trapezoid rule, which
-    is as good as the samples are close (``integrated`` says so).
+    It is read from the GPU's own counter; where there is none, it is integrated from power samples
+    by the trapezoid rule (``integrated`` says so), which is as good as the samples are close.
     """
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class EnergyMeter:
         self._sample: tuple[float, float] | None = None
 
     def read(self, now_s: float, counter_j: float | None, draw_w: float | None) -> float:
-        """Take a reading; what was used since the last one, in joules.
+        """Take a reading; returns what was used since the last one, in joules.
 
         Args:
             counter_j: the GPU's counter; None if it has none, or does not answer.
-            draw_w: power of now; None if that is not known. Nothing is assumed for the time up to
-                the next sample.
+            draw_w: the power that the GPU draws now; None if that is not known. Then nothing is
+                assumed for the time up to the next sample.
         """
         used_j = 0.0
         if counter_j is not None:
@@ -59,8 +59,9 @@ class EnergyMeter:
 class BusyShare(Generic[Key]):
     """Divides what an engine used among what ran on it: an estimate.
 
-    Of what it used between two charges, the share of that time in which anything ran goes to what
-    ran, by how long each did; the rest was idle. How hard each worked the GPU is not known.
+    Of the joules between two charges, the share of time in which anything ran is divided among what
+    ran, by how long each did; the rest was used while idle. How hard each worked the GPU is not
+    known.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -71,13 +72,13 @@ class BusyShare(Generic[Key]):
         self._busy_since_s = now_s
 
     def start(self, key: Key, now_s: float) -> None:
-        """It runs from now on; a key that runs already goes on."""
+        """What this key stands for runs from now on; one that runs already goes on."""
         if not self._running:
             self._busy_since_s = now_s
         self._running.setdefault(key, now_s)
 
     def stop(self, key: Key, now_s: float) -> None:
-        """It has ended, if it was running."""
+        """What this key stands for has ended, if it was running."""
         since_s = self._running.pop(key, None)
         if since_s is None:
             return
@@ -86,7 +87,7 @@ class BusyShare(Generic[Key]):
             self._busy_s += now_s - self._busy_since_s
 
     def charge(self, joules: float, now_s: float) -> dict[Key, float]:
-        """What each took of the joules since the last charge; less than all, if it was idle."""
+        """What each key took of the joules since the last charge; less than all, if it was idle."""
         for key, since_s in self._running.items():
             self._spent_s[key] += now_s - since_s
             self._running[key] = now_s
@@ -109,8 +110,9 @@ class GpuReading:
     """What one GPU does now; None where it does not say.
 
     Attributes:
-        cap_w: the cap that ConServe holds on it; None: none.
-        refusal: why a cap that was wanted does not hold, as one word; empty: it does, or none was.
+        cap_w: the cap that ConServe holds on it; None: it holds none.
+        refusal: why a cap that was wanted does not hold, as one word; empty where it does, or none
+            was wanted.
     """
 
     uuid: str
@@ -128,9 +130,10 @@ class EngineEnergy:
     """What an engine's GPUs have used, as its node says.
 
     Attributes:
-        joules: its share, since ``epoch``.
-        epoch: of the node's actor; another one starts again from nothing.
-        integrated: from power samples, for a GPU without an energy counter.
+        joules: the engine's share since ``epoch`` began.
+        epoch: names a life of the node's actor; the next one counts from nothing again.
+        integrated: some of it was integrated from power samples, for want of an energy counter.
+        gpus: the GPUs that it runs on, as they were read last.
     """
 
     joules: float
@@ -140,8 +143,8 @@ class EngineEnergy:
 
 
 @dataclass(slots=True)
-class Engine:
-    """An engine whose energy is reported."""
+class MeteredEngine:
+    """An engine that reports its GPUs' energy, and what it has reported last."""
 
     role: str
     tier: str
@@ -158,7 +161,7 @@ class TierUse:
 
     @property
     def tokens_per_j(self) -> float | None:
-        """None before anything was used."""
+        """Tokens computed for each joule; None before anything was used."""
         return self.tokens / self.joules if self.joules else None
 
 
@@ -168,14 +171,14 @@ class EnergyBook:
     Engines that report none cost nothing here, and count nowhere.
 
     Attributes:
-        engines: those that report.
-        joules: by role and tier; of engines that have gone, too.
-        tiers: joules, and tokens computed (prefilled rather than found in a cache, or decoded) by
-            engines that report.
+        engines: the engines that report, by id.
+        joules: energy used, by role and tier; that of engines that have gone is included.
+        tiers: energy used, and tokens computed (prefilled rather than found in a cache, or decoded)
+            by engines that report; by tier.
     """
 
     def __init__(self) -> None:
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, MeteredEngine] = {}
         self.joules: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.tiers: defaultdict[str, TierUse] = defaultdict(TierUse)
         # On which engine each turn runs.
@@ -198,7 +201,7 @@ class EnergyBook:
         engine = self.engines.get(engine_id)
         if engine is None:
             # What it used before that belongs to no turn that is known here.
-            self.engines[engine_id] = Engine(role, tier, energy, BusyShare(now_s))
+            self.engines[engine_id] = MeteredEngine(role, tier, energy, BusyShare(now_s))
             return {}
         same = energy.epoch == engine.latest.epoch
         used_j = energy.joules - (engine.latest.joules if same else 0.0)
@@ -236,7 +239,7 @@ class EnergyBook:
             self.engines[engine_id].shares.stop(turn, now_s)
 
     def remove_engine(self, engine_id: str) -> None:
-        """It is lost, or has left; what it used stays."""
+        """An engine is lost, or has left; what it used stays counted."""
         if self.engines.pop(engine_id, None) is None:
             return
         for turn in [turn for turn, where in self._turns.items() if where == engine_id]:

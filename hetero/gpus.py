@@ -14,17 +14,17 @@ from typing import Any
 
 from conserve.wire import SILENCE_S
 from hetero.energy import EnergyMeter, EngineEnergy, GpuReading, divide
-from hetero.guard import Guard, GuardLost, Outcome
+from hetero.guard import CapsOutcome, Guard, GuardLost
 from hetero.nvml import GpuLost, NotSupported, Nvml, NvmlError
 from hetero.power import Cap, default_directory
-from hetero.sm_slots import GpuSlots, SlotLedger, granularity
+from hetero.sm_slots import SmSlotLedger, SmSlots, sm_granularity
 
 logger = logging.getLogger("conserve.node")
 
-# Caps are asked for again so often, refused or not, and a driver that did not open.
+# How often caps are asked for again, refused or not, and a driver that did not open.
 RETRY_S = 10.0
 
-# Two engines share a GPU, and want different caps for it, or one of them none.
+# The reason where two engines share a GPU, and want different caps for it, or one of them none.
 DISAGREED = "Disagreed"
 
 
@@ -38,10 +38,13 @@ class EngineUse:
 
 
 class GpuKeeper:
-    """GPUs of this node, as far as our engines use them.
+    """Looks after the GPUs of this node, as far as our engines use them.
 
     Args:
-        directory: for records of power caps.
+        directory: where records of power caps lie.
+
+    Attributes:
+        sm_ledger: who has leased which SMs of these GPUs.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -58,14 +61,14 @@ class GpuKeeper:
         self._readings: dict[str, GpuReading] = {}
         self._guard: Guard | None = None
         self._wanted: dict[str, Cap] = {}
-        self._answer = Outcome()
-        self._outcome = Outcome()
+        self._answer = CapsOutcome()
+        self._outcome = CapsOutcome()
         self._asked_s = 0.0
         self._said: dict[str, str] = {}
-        self.ledger = SlotLedger({})
+        self.sm_ledger = SmSlotLedger({})
 
     def beat(self, use: EngineUse, now_s: float) -> EngineEnergy | None:
-        """An engine lives, on these GPUs; what they have used for it, if that is known."""
+        """An engine lives, on these GPUs; returns what they have used for it, if that is known."""
         self._uses[use.engine_id] = use
         self._heard_s[use.engine_id] = now_s
         if self._nvml is None:
@@ -79,11 +82,11 @@ class GpuKeeper:
         return EngineEnergy(self._joules[use.engine_id], self._epoch, integrated, tuple(gpus))
 
     def tick(self, now_s: float) -> None:
-        """Once a second: forget silent engines, see to caps, read every GPU in use."""
+        """Forget silent engines, see to caps, read every GPU in use; to be called once a second."""
         for engine_id, heard_s in list(self._heard_s.items()):
             if now_s - heard_s > SILENCE_S:
                 self.leave(engine_id)
-        for lease in self.ledger.keep_owners(self._uses):
+        for lease in self.sm_ledger.keep_owners(self._uses):
             logger.info("%s: %d SMs of %s are free again", lease.gpu, lease.sms, lease.owner)
         if self._nvml is None:
             return
@@ -100,7 +103,7 @@ class GpuKeeper:
             del self._meters[uuid]
 
     def leave(self, engine_id: str) -> None:
-        """An engine has gone: at the next tick its slots are free, and its GPUs not ours."""
+        """An engine has gone: at the next tick its SMs are free, and its GPUs not ours."""
         del self._uses[engine_id]
         del self._heard_s[engine_id]
         self._joules.pop(engine_id, None)
@@ -115,13 +118,13 @@ class GpuKeeper:
             self._nvml = None
 
     def state(self) -> dict[str, Any]:
-        """For people."""
+        """What is known of GPUs and caps now, for people to read."""
         return {
             "engines": {use.engine_id: list(use.gpus) for use in self._uses.values()},
             "caps_w": dict(self._outcome.applied_w),
             "caps_refused": dict(self._outcome.refused),
             "power_guard_pid": self._guard.pid if self._guard else None,
-            "sm_leases": len(self.ledger.leases()),
+            "sm_leases": len(self.sm_ledger.leases()),
         }
 
     # --- the driver --------------------------------------------------------------------------
@@ -139,16 +142,16 @@ class GpuKeeper:
             return
         slots = {}
         for gpu in inventory:
-            allowed = granularity(gpu.compute_capability)
+            allowed = sm_granularity(gpu.compute_capability)
             self._names[gpu.uuid] = gpu.name
             self._whole[gpu.uuid] = gpu.uuid
             for part in gpu.mig_devices:
                 self._whole[part.uuid] = gpu.uuid
                 if part.sm_count:
-                    slots[part.uuid] = GpuSlots(part.sm_count, allowed)
+                    slots[part.uuid] = SmSlots(part.sm_count, allowed)
             if gpu.sm_count and not gpu.mig_devices:
-                slots[gpu.uuid] = GpuSlots(gpu.sm_count, allowed)
-        self.ledger = SlotLedger(slots)
+                slots[gpu.uuid] = SmSlots(gpu.sm_count, allowed)
+        self.sm_ledger = SmSlotLedger(slots)
 
     def _of(self, use: EngineUse) -> list[str]:
         """The whole GPUs that an engine runs on, each once."""
@@ -158,7 +161,7 @@ class GpuKeeper:
 
     def _see_to_caps(self, engines: dict[str, list[str]], now_s: float) -> None:
         wanted: dict[str, Cap] = {}
-        disagreed = Outcome()
+        disagreed = CapsOutcome()
         for uuid, here in engines.items():
             caps = {self._uses[engine_id].cap for engine_id in here}
             cap = next(iter(caps))
@@ -177,8 +180,8 @@ class GpuKeeper:
             self._answer = self._ask(wanted, set(engines))
             self._wanted = wanted
         elif not wanted:
-            self._answer = Outcome()
-        self._outcome = Outcome(
+            self._answer = CapsOutcome()
+        self._outcome = CapsOutcome(
             self._answer.applied_w,
             self._answer.refused | disagreed.refused,
             self._answer.reasons | disagreed.reasons,
@@ -197,13 +200,13 @@ class GpuKeeper:
         elif uuid in self._said:
             self._say(uuid, f"{uuid}: not limited by ConServe any more", logging.INFO)
 
-    def _ask(self, wanted: dict[str, Cap], used: set[str]) -> Outcome:
+    def _ask(self, wanted: dict[str, Cap], used: set[str]) -> CapsOutcome:
         try:
             if not wanted:
                 if self._guard is not None:
                     self._guard.close()
                     self._guard = None
-                return Outcome()
+                return CapsOutcome()
             if self._guard is None:
                 self._guard = Guard("conserve's node actor", self._directory)
             return self._guard.want(wanted, used)
@@ -211,7 +214,7 @@ class GpuKeeper:
             # The next one undoes what this one left, and takes over.
             self._guard = None
             reasons = dict.fromkeys(wanted, type(error).__name__)
-            return Outcome({}, dict.fromkeys(wanted, str(error)), reasons)
+            return CapsOutcome({}, dict.fromkeys(wanted, str(error)), reasons)
 
     # --- readings ----------------------------------------------------------------------------
 

@@ -32,12 +32,12 @@ class GuardLost(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CapsOutcome:
     """What became of the caps that were wanted.
 
     Attributes:
         applied_w: the limits that hold, by GPU.
-        refused: why not, by GPU; in a sentence.
+        refused: why a cap does not hold, in a sentence, by GPU.
         reasons: the same as one word: ``NoPermission``, ``CapRefused``, ``HasOwner``, ...
     """
 
@@ -47,7 +47,7 @@ class Outcome:
 
 
 class Guard:
-    """The other end: starts a holder, and tells it what is wanted. Calls block for a moment.
+    """The other end of the pipe: starts a holder, and tells it what is wanted. Calls block briefly.
 
     The limits are put back when this is closed, or its process ends.
     """
@@ -66,7 +66,7 @@ class Guard:
         self._process.wait()
         self.pid = int(self._answer()["pid"])
 
-    def want(self, caps: Mapping[str, Cap], used: Collection[str]) -> Outcome:
+    def want(self, caps: Mapping[str, Cap], used: Collection[str]) -> CapsOutcome:
         """Have these caps and no others, on GPUs that replicas use.
 
         Raises:
@@ -79,7 +79,7 @@ class Guard:
             self._process.stdin.flush()
         except OSError as error:
             raise GuardLost(f"the holder of power caps is gone: {error}") from error
-        return Outcome(**self._answer())
+        return CapsOutcome(**self._answer())
 
     def close(self) -> None:
         """Have every limit put back; returns when that is done."""
@@ -113,8 +113,8 @@ def hold(caps: PowerCaps, requests: TextIO, answers: TextIO) -> None:
         print(json.dumps(asdict(outcome)), file=answers, flush=True)
 
 
-def _bring_about(caps: PowerCaps, wanted: Mapping[str, Cap], used: set[str]) -> Outcome:
-    outcome = Outcome()
+def _bring_about(caps: PowerCaps, wanted: Mapping[str, Cap], used: set[str]) -> CapsOutcome:
+    outcome = CapsOutcome()
     for uuid in caps.held:
         if uuid not in wanted or uuid not in used:
             _log(caps.restore(uuid))

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class NvmlError(RuntimeError):
-    """NVML failed; the message says what to do. This class itself: in a way that has no other."""
+    """NVML failed; the message says what to do. Raised as such where no subclass fits."""
 
 
 class NoDriver(NvmlError):
@@ -25,7 +25,7 @@ class NoDriver(NvmlError):
 
 
 class NoPermission(NvmlError):
-    """The driver lets this process read, but not change; or not even read."""
+    """The driver does not let this process change that, or not even read it."""
 
 
 class NotSupported(NvmlError):
@@ -59,10 +59,11 @@ class Gpu:
     """What a GPU is.
 
     Attributes:
-        index: NVML's, in PCI bus order; CUDA's may differ (``CUDA_DEVICE_ORDER=PCI_BUS_ID``).
+        index: the GPU's number for NVML, in PCI bus order; CUDA's may differ
+            (``CUDA_DEVICE_ORDER=PCI_BUS_ID``).
         sm_count: streaming multiprocessors; None where the driver or this module cannot tell.
-        compute_capability: major and minor.
-        mig_enabled: None where the GPU has no such mode.
+        compute_capability: its major and its minor number.
+        mig_enabled: whether it is in MIG mode; None where it has no such mode.
     """
 
     index: int
@@ -76,8 +77,8 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Power:
-    """A GPU's power limit and its bounds; ``draw_w`` is the board's power of now."""
+class PowerReading:
+    """A GPU's power limit and its bounds; ``draw_w`` is what the whole board draws now."""
 
     draw_w: float
     limit_w: float
@@ -125,11 +126,11 @@ class Nvml:
         _call(pynvml.nvmlShutdown, "closing NVML")
 
     def driver_version(self) -> str:
-        """The driver's, as ``nvidia-smi`` shows it."""
+        """The driver's version, as ``nvidia-smi`` shows it."""
         return str(_call(pynvml.nvmlSystemGetDriverVersion, "reading the driver's version"))
 
     def cuda_version(self) -> tuple[int, int]:
-        """The newest CUDA that the driver can run."""
+        """The newest CUDA that the driver can run, as major and minor number."""
         number = int(_call(pynvml.nvmlSystemGetCudaDriverVersion_v2, "reading CUDA's version"))
         return number // 1000, number % 1000 // 10
 
@@ -167,13 +168,13 @@ class Nvml:
 
     # --- what it does now --------------------------------------------------------------------
 
-    def power(self, uuid: str) -> Power:
+    def power(self, uuid: str) -> PowerReading:
         """Draw, limit, default limit and the bounds of the limit."""
         handle = self._handle(uuid)
         low, high = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementLimitConstraints, handle)
         limit = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementLimit, handle)
         default = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)
-        return Power(self.draw_w(uuid), limit / 1e3, default / 1e3, low / 1e3, high / 1e3)
+        return PowerReading(self.draw_w(uuid), limit / 1e3, default / 1e3, low / 1e3, high / 1e3)
 
     def draw_w(self, uuid: str) -> float:
         """The whole board's power; on Ampere and later the mean of the last second."""
@@ -210,13 +211,13 @@ class Nvml:
         return float(rates.gpu) / 100
 
     def temperature_c(self, uuid: str) -> int:
-        """Of the chip, in degrees Celsius."""
+        """The chip's temperature, in degrees Celsius."""
         handle = self._handle(uuid)
         sensor = pynvml.NVML_TEMPERATURE_GPU
         return int(self._ask(uuid, pynvml.nvmlDeviceGetTemperature, handle, sensor))
 
     def memory_used_bytes(self, uuid: str) -> int:
-        """Taken, by whomever."""
+        """Memory that is taken, by whichever process."""
         return int(self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, self._handle(uuid)).used)
 
     def processes(self, uuid: str) -> list[GpuProcess]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
-from hetero.nvml import Nvml, NvmlError, Power
+from hetero.nvml import Nvml, NvmlError, PowerReading
 
 logger = logging.getLogger("conserve.power")
 
@@ -49,7 +49,7 @@ class Cap:
         if (self.watts is None) == (self.fraction is None):
             raise ValueError("a power cap is given in watts or as a fraction, one of the two")
 
-    def limit_w(self, power: Power) -> float:
+    def limit_w(self, power: PowerReading) -> float:
         """What to set, in watts (to a tenth, below what was asked for).
 
         Raises:
@@ -70,10 +70,10 @@ class Record:
 
     Attributes:
         previous_w: the limit to put back.
-        caps_w: what its owner has set, or was about to.
-        owner: its name, for people.
-        pid: its process.
-        since_s: seconds since 1970.
+        caps_w: limits that the owner has set, or was about to set.
+        owner: the owner's name, for people.
+        pid: the owner's process.
+        since_s: when the limit was changed first, in seconds since 1970.
     """
 
     uuid: str
@@ -91,7 +91,7 @@ class Restored:
     Attributes:
         outcome: ``restored``; ``changed`` (somebody else has set another limit since, which was
             left); ``held`` (its owner lives); ``failed`` (the record is kept).
-        detail: for people.
+        detail: what was done and why, for people.
     """
 
     uuid: str
@@ -118,7 +118,7 @@ class PowerCaps:
 
     Args:
         owner: a name for messages: ``conserve node actor``.
-        directory: for records and locks; made if it is not there.
+        directory: where records and locks lie; made if it is not there.
     """
 
     def __init__(self, nvml: Nvml, owner: str, directory: Path | None = None) -> None:
@@ -307,7 +307,7 @@ def _read(directory: Path, uuid: str) -> Record | None:
 
 
 def _write(directory: Path, record: Record) -> None:
-    """On disk, whole, when this returns."""
+    """Write a record: it is on disk, whole, when this returns."""
     path = _record_path(directory, record.uuid)
     fresh = path.with_suffix(".new")
     with fresh.open("w") as file:

@@ -12,26 +12,26 @@ import bisect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-SLOTS = 10
+SM_SLOTS = 10
 
 
-class NoRoom(Exception):
-    """So many SMs are not free on that GPU; nothing has changed."""
+class NoFreeSms(Exception):
+    """Fewer SMs are free on that GPU than were asked for; nothing has changed."""
 
 
-class UnknownLease(KeyError):
+class UnknownSmLease(KeyError):
     """There is no such lease (any more): its owner may have been taken for dead."""
 
 
 @dataclass(frozen=True, slots=True)
-class Granularity:
+class SmGranularity:
     """The SM counts that a GPU can be partitioned into: a multiple, and at least a minimum."""
 
     minimum: int
     multiple: int
 
 
-def granularity(compute_capability: tuple[int, int]) -> Granularity:
+def sm_granularity(compute_capability: tuple[int, int]) -> SmGranularity:
     """What green contexts round to, by architecture.
 
     Source: "Green Contexts" in NVIDIA's CUDA Driver API reference, its guideline for
@@ -41,11 +41,11 @@ def granularity(compute_capability: tuple[int, int]) -> Granularity:
     """
     major = compute_capability[0]
     if major >= 9:
-        return Granularity(8, 8)
-    return {8: Granularity(4, 2), 7: Granularity(2, 2)}.get(major, Granularity(1, 1))
+        return SmGranularity(8, 8)
+    return {8: SmGranularity(4, 2), 7: SmGranularity(2, 2)}.get(major, SmGranularity(1, 1))
 
 
-class GpuSlots:
+class SmSlots:
     """The ten slots of one GPU, or of one MIG device.
 
     Slot ``k`` has at least ``k`` tenths of the SMs, rounded up to what the architecture allows,
@@ -53,23 +53,24 @@ class GpuSlots:
     of any size.
 
     Args:
-        sm_count: of the whole, at least 1.
+        sm_count: SMs of the whole GPU or MIG device, at least 1.
+        allowed: the sizes into which it can be partitioned.
 
     Attributes:
-        sizes: SMs of the slots 0 (none) to 10 (all), non-decreasing.
+        sizes: how many SMs each of the slots 0 (none) to 10 (all) has, non-decreasing.
     """
 
-    def __init__(self, sm_count: int, allowed: Granularity) -> None:
+    def __init__(self, sm_count: int, allowed: SmGranularity) -> None:
         if sm_count < 1:
             raise ValueError(f"a GPU with {sm_count} SMs has no slots")
         self.sm_count = sm_count
         self.allowed = allowed
-        self.sizes = tuple(self._size(tenths) for tenths in range(SLOTS + 1))
+        self.sizes = tuple(self._size(tenths) for tenths in range(SM_SLOTS + 1))
 
     def _size(self, tenths: int) -> int:
-        if tenths in (0, SLOTS):
-            return self.sm_count * tenths // SLOTS
-        least = max(self.allowed.minimum, -(-self.sm_count * tenths // SLOTS))
+        if tenths in (0, SM_SLOTS):
+            return self.sm_count * tenths // SM_SLOTS
+        least = max(self.allowed.minimum, -(-self.sm_count * tenths // SM_SLOTS))
         rounded = -(-least // self.allowed.multiple) * self.allowed.multiple
         return min(rounded, self.sm_count)
 
@@ -96,7 +97,7 @@ class GpuSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class SmLease:
     """SMs of one GPU that one owner has for itself.
 
     Attributes:
@@ -118,43 +119,43 @@ class _Free:
     sms: int
 
 
-class SlotLedger:
-    """Who has which share of which GPU. Never more is leased than there is.
+class SmSlotLedger:
+    """Who has leased which SMs of which GPU. Never more is leased than there is.
 
     A lease gets the smallest slot with at least the SMs asked for; one that needs all that is
     left gets all that is left, so that ten tenths are all SMs, whatever the rounding.
 
     Args:
-        gpus: by UUID.
+        gpus: the slots of each GPU or MIG device, by UUID.
     """
 
-    def __init__(self, gpus: Mapping[str, GpuSlots]) -> None:
+    def __init__(self, gpus: Mapping[str, SmSlots]) -> None:
         self._gpus = dict(gpus)
-        self._free = {uuid: _Free(SLOTS, gpu.sm_count) for uuid, gpu in self._gpus.items()}
-        self._leases: dict[int, Lease] = {}
+        self._free = {uuid: _Free(SM_SLOTS, gpu.sm_count) for uuid, gpu in self._gpus.items()}
+        self._leases: dict[int, SmLease] = {}
         self._owned: dict[str, set[int]] = {}
         self._next_id = 1
 
-    def lease(self, gpu: str, owner: str, asked_sms: int) -> Lease:
+    def lease(self, gpu: str, owner: str, asked_sms: int) -> SmLease:
         """Lease at least so many SMs of a GPU.
 
         Raises:
-            NoRoom: they are not free.
-            KeyError: no such GPU here.
+            NoFreeSms: they are not free.
+            KeyError: there is no such GPU here.
             ValueError: the GPU has fewer.
         """
         slots, sms = self._fit(gpu, asked_sms, self._free[gpu])
-        lease = Lease(self._next_id, gpu, owner, slots, sms)
+        lease = SmLease(self._next_id, gpu, owner, slots, sms)
         self._next_id += 1
         self._put(lease)
         return lease
 
-    def rebind(self, lease_id: int, asked_sms: int) -> Lease:
+    def rebind(self, lease_id: int, asked_sms: int) -> SmLease:
         """Change a lease to the smallest slot with at least so many SMs; it keeps its id.
 
         Raises:
-            NoRoom: they are not free; the lease stays as it was.
-            UnknownLease: it is gone.
+            NoFreeSms: they are not free; the lease stays as it was.
+            UnknownSmLease: it is gone.
         """
         old = self.get(lease_id)
         free = self._free[old.gpu]
@@ -162,19 +163,19 @@ class SlotLedger:
             old.gpu, asked_sms, _Free(free.slots + old.slots, free.sms + old.sms)
         )
         self._take(old)
-        lease = Lease(old.id, old.gpu, old.owner, slots, sms)
+        lease = SmLease(old.id, old.gpu, old.owner, slots, sms)
         self._put(lease)
         return lease
 
-    def split(self, decode_id: int, prefill_id: int, asked_sms: int) -> tuple[Lease, Lease]:
+    def split(self, decode_id: int, prefill_id: int, asked_sms: int) -> tuple[SmLease, SmLease]:
         """Move the border between two leases of one GPU (AgentServe's rebinding).
 
         Decoding gets the smallest slot with at least so many SMs of what the two have together,
         prefill the rest of it, which may be none.
 
         Raises:
-            NoRoom: they have not so many together; both stay as they were.
-            UnknownLease: one is gone.
+            NoFreeSms: they have not so many together; both stay as they were.
+            UnknownSmLease: one is gone.
             ValueError: they are not two leases of one GPU.
         """
         decode, prefill = self.get(decode_id), self.get(prefill_id)
@@ -184,48 +185,52 @@ class SlotLedger:
         slots, sms = self._fit(decode.gpu, asked_sms, both)
         self._take(decode)
         self._take(prefill)
-        decode = Lease(decode.id, decode.gpu, decode.owner, slots, sms)
-        prefill = Lease(prefill.id, prefill.gpu, prefill.owner, both.slots - slots, both.sms - sms)
+        decode = SmLease(decode.id, decode.gpu, decode.owner, slots, sms)
+        prefill = SmLease(
+            prefill.id, prefill.gpu, prefill.owner, both.slots - slots, both.sms - sms
+        )
         self._put(decode)
         self._put(prefill)
         return decode, prefill
 
-    def release(self, lease_id: int) -> Lease:
+    def release(self, lease_id: int) -> SmLease:
         """End a lease.
 
         Raises:
-            UnknownLease: it is gone.
+            UnknownSmLease: it is gone.
         """
         lease = self.get(lease_id)
         self._take(lease)
         return lease
 
-    def release_owner(self, owner: str) -> list[Lease]:
+    def release_owner(self, owner: str) -> list[SmLease]:
         """End all of an owner's leases: it left, or died."""
         ended = [self._leases[lease_id] for lease_id in sorted(self._owned.get(owner, ()))]
         for lease in ended:
             self._take(lease)
         return ended
 
-    def keep_owners(self, alive: Iterable[str]) -> list[Lease]:
+    def keep_owners(self, alive: Iterable[str]) -> list[SmLease]:
         """End the leases of all owners but these."""
         return [
             lease for owner in set(self._owned) - set(alive) for lease in self.release_owner(owner)
         ]
 
-    def get(self, lease_id: int) -> Lease:
+    def get(self, lease_id: int) -> SmLease:
         """A lease by its id.
 
         Raises:
-            UnknownLease: it is gone.
+            UnknownSmLease: it is gone.
         """
         try:
             return self._leases[lease_id]
         except KeyError:
-            raise UnknownLease(f"no lease {lease_id}: it was released, or its owner lost") from None
+            raise UnknownSmLease(
+                f"no lease {lease_id}: it was released, or its owner lost"
+            ) from None
 
-    def leases(self) -> list[Lease]:
-        """All of them, the oldest first."""
+    def leases(self) -> list[SmLease]:
+        """All leases, the oldest first."""
         return sorted(self._leases.values(), key=lambda lease: lease.id)
 
     def free(self, gpu: str) -> tuple[int, int]:
@@ -240,18 +245,20 @@ class SlotLedger:
             return wanted, slots.sizes[wanted]
         if free.slots and free.sms >= max(asked_sms, slots.allowed.minimum):
             return free.slots, free.sms
-        if wanted == SLOTS == free.slots:  # A GPU of fewer SMs than the minimum, whole.
-            return SLOTS, slots.sm_count
-        raise NoRoom(f"{gpu}: asked for {asked_sms} SMs, {free.sms} of {slots.sm_count} are free")
+        if wanted == SM_SLOTS == free.slots:  # A GPU of fewer SMs than the minimum, whole.
+            return SM_SLOTS, slots.sm_count
+        raise NoFreeSms(
+            f"{gpu}: asked for {asked_sms} SMs, {free.sms} of {slots.sm_count} are free"
+        )
 
-    def _put(self, lease: Lease) -> None:
+    def _put(self, lease: SmLease) -> None:
         free = self._free[lease.gpu]
         free.slots -= lease.slots
         free.sms -= lease.sms
         self._leases[lease.id] = lease
         self._owned.setdefault(lease.owner, set()).add(lease.id)
 
-    def _take(self, lease: Lease) -> None:
+    def _take(self, lease: SmLease) -> None:
         free = self._free[lease.gpu]
         free.slots += lease.slots
         free.sms += lease.sms

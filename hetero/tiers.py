@@ -10,7 +10,8 @@ from typing import Any
 from conserve.settings import CPU_TIER, GPU_TIER, RoleSettings, Settings, TierSettings
 from hetero.power import Cap
 
-# Ray counts a node's kind as a resource of 1: a little of it marks the node without using it up.
+# Ray counts a node's kind as a resource of 1: asking for a little of it selects such nodes
+# without using it up.
 _MARK = 0.001
 _ACCELERATOR = "accelerator_type:"
 
@@ -31,7 +32,7 @@ class NodeOffer:
 
     @property
     def custom_resources(self) -> list[str]:
-        """Resources that the operator gave it."""
+        """Custom resources that the operator gave it."""
         return sorted(name for name in self.resources if not _is_rays_own(name))
 
 
@@ -42,7 +43,7 @@ class RoleTier:
     Attributes:
         name: as in the settings; ``cpu`` without a GPU, ``gpu`` where the role names none.
         resources: what each worker asks Ray for, to be on one of its nodes.
-        labels: what Ray's label selector is to match.
+        labels: the node labels that Ray's selector is to match.
         cap: the power cap of its GPUs; None: they are left alone.
     """
 
@@ -112,7 +113,7 @@ def missing(settings: Settings, gpu: bool, nodes: Sequence[NodeOffer]) -> list[s
 
 
 def described(tier: RoleTier) -> str:
-    """What a node must have to be of it."""
+    """What a node must have to be of this tier, for people."""
     parts = []
     for name in tier.resources:
         if name.startswith(_ACCELERATOR):
@@ -124,7 +125,7 @@ def described(tier: RoleTier) -> str:
 
 
 def inventory(nodes: Sequence[NodeOffer]) -> str:
-    """What the cluster has, a line a node."""
+    """What the cluster has, one line a node, for people."""
     lines = []
     for node in nodes:
         parts = [f"{node.resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU")]

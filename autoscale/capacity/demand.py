@@ -17,7 +17,7 @@ class PlannedTurn:
     """One turn: what is prefilled, what is found in a cache, what is put out.
 
     Attributes:
-        gap_s: after the previous turn's end.
+        gap_s: time between the previous turn's end and this one.
     """
 
     new_tokens: int
@@ -28,22 +28,22 @@ class PlannedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Of one conversation, in the mean.
+    """What one conversation asks of the engines, in the mean.
 
     Attributes:
         conversations: how many these are means of.
-        first_tokens: the first turn's new tokens: L_in of ConServe's section 4.1.
-        first_squared: its square.
-        append_tokens: new tokens of all later turns.
-        append_pairs: over later turns, n (n + 2 c) for n new tokens after c cached ones: what the
-            quadratic term counts.
-        append_cached: over later turns, c.
-        output_tokens: of all turns.
-        output_context: over all output tokens, the KV that each of them reads.
-        gap_s: of all gaps: tools, and people.
-        peak_tokens: most KV that it ever holds.
-        longest_peak_tokens: most that any conversation holds.
-        longest_prompt_tokens: of any turn of any conversation.
+        first_tokens: the first turn's prompt: L_in of ConServe's section 4.1.
+        first_squared: the square of that.
+        append_tokens: new tokens of all later turns together.
+        append_pairs: sum over later turns of n (n + 2 c), for n new tokens after c cached ones:
+            what the quadratic term counts.
+        append_cached: sum over later turns of c.
+        output_tokens: output of all turns together.
+        output_context: sum, over all output tokens, of the KV tokens that each of them reads.
+        gap_s: all gaps together: tools, and people.
+        peak_tokens: the most KV that the conversation ever holds.
+        longest_peak_tokens: the most KV that any conversation ever holds.
+        longest_prompt_tokens: the longest prompt of any turn of any conversation.
     """
 
     conversations: int
@@ -62,7 +62,7 @@ class Demand:
 
     @property
     def later_share(self) -> float:
-        """Of all new input tokens, the share that later turns carry."""
+        """The share of all new input tokens that later turns carry."""
         return self.append_tokens / (self.first_tokens + self.append_tokens)
 
     @property
@@ -72,12 +72,12 @@ class Demand:
 
     @property
     def mean_context_tokens(self) -> float:
-        """KV that an output token reads."""
+        """KV that an output token reads, in the mean."""
         return self.output_context / self.output_tokens
 
 
 def measure_demand(conversations: Iterable[Sequence[PlannedTurn]]) -> Demand:
-    """Means over conversations.
+    """The demand of a workload: means over its conversations.
 
     Raises:
         DemandError: there is none, or one has no turns, no prompt or no output.

@@ -26,9 +26,9 @@ MIN_R_SQUARED = 0.95
 # Iterations take milliseconds, so that whatever else a machine does for a moment shows in them.
 MIN_R_SQUARED_STEPS = 0.90
 MAX_TYPICAL_RESIDUAL_SHARE = 0.10
-# The slowest over the quickest, below which points are said to hardly vary.
+# Points hardly vary where the slowest takes less than this many times the quickest.
 HARDLY_VARY_RATIO = 1.5
-# Of what was measured. Many good points would hide a single one that is far off.
+# As a share of what was measured. Many good points would hide a single one that is far off.
 MAX_RESIDUAL_SHARE = 0.5
 
 
@@ -78,8 +78,9 @@ class TurnPoint:
     """A turn's time to first token, as a client has it.
 
     Attributes:
-        handed_off_tokens: of its prompt, computed by a prefiller and taken over; 0: none was asked.
-        cached_tokens: of its prompt, found in the decoder's prefix cache.
+        handed_off_tokens: part of the prompt that a prefiller computed and the decoder took over;
+            0: no prefiller was asked.
+        cached_tokens: part of the prompt that was found in the decoder's prefix cache.
         engines_s: what its engines took for as long a prompt, asked directly just before.
     """
 
@@ -96,7 +97,7 @@ def fit_prefill(
     """The curve of ConServe's figure 2, cold and with a cached prefix at once.
 
     Args:
-        points: of at least four cold lengths, else the quadratic term fits anything.
+        points: measured at four cold lengths at least, else the quadratic term fits anything.
 
     Raises:
         FitError: too few points, or no such curve.
@@ -237,9 +238,9 @@ def _times(points: Sequence[Any]) -> Any:
 
 
 def _not_negative(columns: Any, values: Any, scale: Any | None = None) -> Any:
-    """Least squares with no coefficient below zero; errors relative to ``scale``.
+    """Least squares with no coefficient below zero; errors are relative to ``scale``.
 
-    The best over all choices of columns, which is exact, and quick for five.
+    It takes the best over all choices of columns, which is exact, and quick for five.
     """
     scale = values if scale is None else scale
     weighted, wanted = columns / scale[:, None], values / scale

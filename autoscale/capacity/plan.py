@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autoscale.capacity.demand import Demand
-from autoscale.capacity.profile import Power, Profile
+from autoscale.capacity.profile import CappedPower, Profile
 
 # From here on later turns carry as much as first ones, and the plan's picture of one heavy
 # prefill with a light tail does not hold.
@@ -28,16 +28,20 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Tiers:
-    """What runs the two tiers. ``*_cap_w`` None: the highest cap, if the profile has power."""
+class RoleProfiles:
+    """What the engines of each role can do, and under which power caps they run.
+
+    Attributes:
+        prefiller_cap_w, decoder_cap_w: None means the highest cap, if the profile has power.
+    """
 
     prefiller: Profile
     decoder: Profile
     prefiller_cap_w: float | None = None
     decoder_cap_w: float | None = None
 
-    def powers(self) -> tuple[Power | None, Power | None]:
-        """Of a prefiller and of a decoder; None where the profile has none.
+    def powers(self) -> tuple[CappedPower | None, CappedPower | None]:
+        """What a prefiller and a decoder draw; None where the profile does not say.
 
         Raises:
             ProfileError: a cap is given that the profile does not have.
@@ -49,16 +53,20 @@ class Tiers:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What one conversation costs on these tiers, and what one engine can do.
+class ConversationCost:
+    """What one conversation costs on these engines, and what one engine can do.
 
     Attributes:
-        prefill_s: of a prefiller, for the first turn.
-        decoder_s: of a decoder whose batch is full: its share of the decode steps, and appends.
-        appends_s: of these, the appends.
-        slots: B: conversations that a decoder holds at their peak.
-        lifetime_s: W: gaps, prefills, handoff and decode in a full batch; no queueing.
-        tbt_s: of a full batch.
+        prefill_s: a prefiller's time for the first turn.
+        decoder_s: a decoder's time, with a full batch: its share of the decode steps, and appends.
+        appends_s: the part of ``decoder_s`` that goes to appends.
+        slots: B of ConServe's section 4.1: conversations, each at its peak, that a decoder holds.
+        lifetime_s: W of that section: gaps, prefills, handoff and decode in a full batch; queueing
+            is not counted.
+        tbt_s: time between tokens in a full batch.
+        saturation_per_s: R* of that section: conversations a second at which a prefiller saturates.
+        prefill_tokens_per_s: T_p of that section, for this workload's first turns.
+        decoder_tokens_per_s: T_d of that section, for this workload's mix of appends and outputs.
     """
 
     prefill_s: float
@@ -80,14 +88,15 @@ class Plan:
         rate_per_s: R: conversations that arrive.
         provisioned_per_s: the rate for which decoders were counted: the prefillers' saturation,
             or R.
-        headroom: by which both sides of the two inequalities are apart, as a share.
+        headroom: share by which the left sides of the inequalities exceed the right ones, at least.
         needed_throughput, needed_memory: decoders by (1) and by (2), before rounding up.
         binding: which of the two decided.
         prefiller_utilisation, decoder_utilisation: shares of time in which one of them computes,
             expected at R. A decoder does so however small its batch is, so this is no share of what
             it could do.
-        slot_utilisation: expected at R, with lifetimes in full batches.
-        overflow_share: of the time in which more conversations are live than there are slots,
+        slot_utilisation: share of all decoders' slots that are taken, expected at R, with lifetimes
+            in full batches.
+        overflow_share: share of time in which more conversations are live than there are slots,
             with Poisson arrivals (then their number is Poisson with mean R W).
         watts: expected draw of all engines at R; None without power in the profiles.
         assumptions_broken: what of the workload contradicts the plan, and what that does to N.
@@ -98,7 +107,7 @@ class Plan:
     headroom: float
     prefillers: int
     decoders: int
-    work: Work
+    cost: ConversationCost
     needed_throughput: float
     needed_memory: float
     binding: Constraint
@@ -115,16 +124,18 @@ class Plan:
         return None if self.watts is None else self.watts / self.rate_per_s
 
 
-def work(demand: Demand, tiers: Tiers, *, with_appends: bool = True) -> Work:
+def conversation_cost(
+    demand: Demand, profiles: RoleProfiles, *, with_appends: bool = True
+) -> ConversationCost:
     """What a conversation costs.
 
     Args:
-        with_appends: without: as if later turns brought no input, the plan's ideal tail.
+        with_appends: False counts as if later turns brought no input, the plan's ideal tail.
 
     Raises:
         PlanError: a decoder cannot hold one of the conversations.
     """
-    prefill, decoder = tiers.prefiller.prefill, tiers.decoder
+    prefill, decoder = profiles.prefiller.prefill, profiles.decoder
     capacity = decoder.kv_capacity_tokens
     if demand.longest_peak_tokens > capacity:
         raise PlanError(
@@ -132,7 +143,7 @@ def work(demand: Demand, tiers: Tiers, *, with_appends: bool = True) -> Work:
             f"({decoder.name}) has room for {capacity:,}: no number of decoders serves it; "
             "limit the context, or take decoders with more memory"
         )
-    prefill_power, decode_power = tiers.powers()
+    prefill_power, decode_power = profiles.powers()
     slower_prefill = prefill_power.prefill_slowdown if prefill_power else 1.0
     slower_append = decode_power.prefill_slowdown if decode_power else 1.0
     slower_decode = decode_power.decode_slowdown if decode_power else 1.0
@@ -159,7 +170,7 @@ def work(demand: Demand, tiers: Tiers, *, with_appends: bool = True) -> Work:
     tokens = demand.decoder_tokens if with_appends else demand.output_tokens
     handoff_s = decoder.handoff.seconds(demand.first_tokens)
     lifetime_s = demand.gap_s + prefill_s + handoff_s + appends_s + demand.output_tokens * tbt_s
-    return Work(
+    return ConversationCost(
         prefill_s=prefill_s,
         decoder_s=decoder_s,
         appends_s=appends_s,
@@ -174,7 +185,7 @@ def work(demand: Demand, tiers: Tiers, *, with_appends: bool = True) -> Work:
 
 def make_plan(
     demand: Demand,
-    tiers: Tiers,
+    profiles: RoleProfiles,
     rate_per_s: float,
     *,
     headroom: float = 0.2,
@@ -199,41 +210,42 @@ def make_plan(
     for name, share in (("headroom", headroom), ("prefill headroom", prefill_headroom)):
         if not (math.isfinite(share) and share >= 0):
             raise PlanError(f"the {name} is {share:g}; give a share from 0, as in 0.2")
-    one = work(demand, tiers)
+    cost = conversation_cost(demand, profiles)
     room = 1 + headroom
-    prefillers = _replicas((1 + prefill_headroom) * rate_per_s * one.prefill_s, "prefillers")
-    provisioned = prefillers * one.saturation_per_s if provision == "saturation" else rate_per_s
-    throughput, memory = _needed(one, room * provisioned)
+    prefillers = _replicas((1 + prefill_headroom) * rate_per_s * cost.prefill_s, "prefillers")
+    provisioned = prefillers * cost.saturation_per_s if provision == "saturation" else rate_per_s
+    throughput, memory = _needed(cost, room * provisioned)
     decoders = _replicas(max(throughput, memory), "decoders")
-    prefiller_use = rate_per_s * one.prefill_s / prefillers
-    decoder_use = _decoder_use(demand, tiers, one, rate_per_s / decoders)
-    live = rate_per_s * one.lifetime_s
+    prefiller_use = rate_per_s * cost.prefill_s / prefillers
+    decoder_use = _decoder_use(demand, profiles, cost, rate_per_s / decoders)
+    live = rate_per_s * cost.lifetime_s
     return Plan(
         rate_per_s=rate_per_s,
         provisioned_per_s=provisioned,
         headroom=headroom,
         prefillers=prefillers,
         decoders=decoders,
-        work=one,
+        cost=cost,
         needed_throughput=throughput,
         needed_memory=memory,
         binding="throughput" if throughput >= memory else "memory",
         prefiller_utilisation=prefiller_use,
         decoder_utilisation=decoder_use,
-        slot_utilisation=live / (decoders * one.slots),
-        overflow_share=_poisson_above(decoders * one.slots, live),
-        watts=_watts(tiers, prefillers, decoders, prefiller_use, decoder_use),
-        assumptions_broken=tuple(_broken(demand, tiers, one, room * provisioned, decoders)),
+        slot_utilisation=live / (decoders * cost.slots),
+        overflow_share=_poisson_above(decoders * cost.slots, live),
+        watts=_watts(profiles, prefillers, decoders, prefiller_use, decoder_use),
+        assumptions_broken=tuple(_broken(demand, profiles, cost, room * provisioned, decoders)),
     )
 
 
 def satisfied(plan: Plan, demand: Demand, decoders: int) -> tuple[bool, bool]:
     """Whether so many decoders satisfy (1) and (2), at the plan's rate and with its headroom."""
     rate_per_s = (1 + plan.headroom) * plan.provisioned_per_s
-    one = plan.work
+    cost = plan.cost
     return (
-        decoders * one.decoder_tokens_per_s >= rate_per_s * demand.decoder_tokens * (1 - _ROUNDING),
-        decoders * one.slots >= rate_per_s * one.lifetime_s * (1 - _ROUNDING),
+        decoders * cost.decoder_tokens_per_s
+        >= rate_per_s * demand.decoder_tokens * (1 - _ROUNDING),
+        decoders * cost.slots >= rate_per_s * cost.lifetime_s * (1 - _ROUNDING),
     )
 
 
@@ -247,26 +259,28 @@ def _replicas(needed: float, what: str) -> int:
     return max(1, math.ceil(needed * (1 - _ROUNDING)))
 
 
-def _needed(one: Work, rate_per_s: float) -> tuple[float, float]:
+def _needed(cost: ConversationCost, rate_per_s: float) -> tuple[float, float]:
     """Decoders by (1) and by (2)."""
-    return rate_per_s * one.decoder_s, rate_per_s * one.lifetime_s / one.slots
+    return rate_per_s * cost.decoder_s, rate_per_s * cost.lifetime_s / cost.slots
 
 
-def _power(profile: Profile, cap_w: float | None) -> Power | None:
+def _power(profile: Profile, cap_w: float | None) -> CappedPower | None:
     if cap_w is None and not profile.power:
         return None
     return profile.power_at(cap_w)
 
 
-def _decoder_use(demand: Demand, tiers: Tiers, one: Work, rate_per_s: float) -> float:
+def _decoder_use(
+    demand: Demand, profiles: RoleProfiles, cost: ConversationCost, rate_per_s: float
+) -> float:
     """Share of time in which a decoder computes when so many conversations a second come to it.
 
     Batches are as large as that rate makes them, not full. The conversations that live on a decoder
     are taken to work independently of one another; placement keeps their number even.
     """
-    _, power = tiers.powers()
+    _, power = profiles.powers()
     slower = power.decode_slowdown if power else 1.0
-    curve, context_tokens = tiers.decoder.decode, demand.mean_context_tokens
+    curve, context_tokens = profiles.decoder.decode, demand.mean_context_tokens
     # Sequences that decode at the same time: b = rate x output x TBT(b), which is linear in b.
     tokens_per_s = rate_per_s * demand.output_tokens
     batch = tokens_per_s * slower * curve.step_s(1, context_tokens)
@@ -275,19 +289,19 @@ def _decoder_use(demand: Demand, tiers: Tiers, one: Work, rate_per_s: float) -> 
         grows = tokens_per_s * slower * each_s
         endless = grows >= 1
         batch = math.inf if endless else tokens_per_s * slower * curve.constant_s / (1 - grows)
-    batch = min(max(1.0, batch), one.slots)
+    batch = min(max(1.0, batch), cost.slots)
     tbt_s = slower * curve.step_s(batch, batch * context_tokens)
-    working = rate_per_s * (demand.output_tokens * tbt_s + one.appends_s)
-    live = rate_per_s * (one.lifetime_s - demand.output_tokens * (one.tbt_s - tbt_s))
+    working = rate_per_s * (demand.output_tokens * tbt_s + cost.appends_s)
+    live = rate_per_s * (cost.lifetime_s - demand.output_tokens * (cost.tbt_s - tbt_s))
     # Fewer than one never overlap with anybody.
     live = max(1.0, live)
     return float(1 - max(0.0, 1 - working / live) ** live)
 
 
 def _watts(
-    tiers: Tiers, prefillers: int, decoders: int, prefiller_use: float, decoder_use: float
+    profiles: RoleProfiles, prefillers: int, decoders: int, prefiller_use: float, decoder_use: float
 ) -> float | None:
-    prefill, decode = tiers.powers()
+    prefill, decode = profiles.powers()
     if prefill is None or decode is None:
         return None
     busy, some = min(1.0, prefiller_use), min(1.0, decoder_use)
@@ -309,31 +323,33 @@ def _poisson_above(slots: int, mean: float) -> float:
     return max(0.0, 1 - math.fsum(terms))
 
 
-def _broken(demand: Demand, tiers: Tiers, one: Work, rate_per_s: float, decoders: int) -> list[str]:
+def _broken(
+    demand: Demand, profiles: RoleProfiles, cost: ConversationCost, rate_per_s: float, decoders: int
+) -> list[str]:
     found = []
     if demand.later_share > _LATER_SHARE_OF_NOTE:
-        light = work(demand, tiers, with_appends=False)
+        light = conversation_cost(demand, profiles, with_appends=False)
         without = _replicas(max(_needed(light, rate_per_s)), "decoders")
         found.append(
             f"Later turns carry {demand.later_share:.0%} of the new input tokens, so the tail is "
             f"not light: decoders prefill them, and N is {decoders} instead of the {without} that "
             "the same outputs without appends would need."
         )
-    longest = tiers.prefiller.prefill.longest_tokens
+    longest = profiles.prefiller.prefill.longest_tokens
     if longest is not None and demand.longest_prompt_tokens > longest:
         found.append(
             f"The longest prompt has {demand.longest_prompt_tokens:,} tokens, and the profile's "
             f"curve ends at {longest:,}: beyond that, times are extrapolated."
         )
-    gap_share = demand.gap_s / one.lifetime_s
+    gap_share = demand.gap_s / cost.lifetime_s
     if gap_share > _GAP_SHARE_OF_NOTE:
-        busy, memory = _needed(one, rate_per_s)
+        busy, memory = _needed(cost, rate_per_s)
         found.append(
             f"Conversations wait for tools and people during {gap_share:.0%} of their lives and "
             f"hold their KV meanwhile: memory asks for {_replicas(memory, 'decoders')} decoders, "
             f"their work for {_replicas(busy, 'decoders')}."
         )
-    if one.slots == 1:
+    if cost.slots == 1:
         found.append(
             "A decoder holds a single conversation at its peak: nothing is batched, and decoders "
             "stand idle while tools run."

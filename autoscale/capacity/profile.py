@@ -35,7 +35,7 @@ class Quality(_Strict):
         worst_residual_s: largest distance of a point from the curve.
         worst_residual_share: largest such distance as a share of what was measured there.
         typical_residual_share: the median of these shares.
-        points: how many there were.
+        points: how many points there were.
     """
 
     r_squared: float
@@ -54,9 +54,9 @@ class PrefillCurve(_Strict):
     for c = 0, and ``per_cached_token_s c`` for finding and reading what was there.
 
     Attributes:
-        cached_constant_s: the constant where something was cached, which is not on the prefiller,
-            whose own has the handing over of KV in it. None: the same.
-        longest_tokens: up to which prompt the curve was measured; beyond is extrapolation.
+        cached_constant_s: the constant of a prefill that found something cached, and so ran on a
+            decoder: the prefiller's constant has the handing over of KV in it. None: the same.
+        longest_tokens: the longest prompt measured; beyond it, the curve extrapolates.
     """
 
     constant_s: NotNegative
@@ -81,11 +81,11 @@ class PrefillCurve(_Strict):
 
     @property
     def append_constant_s(self) -> float:
-        """Of a prefill on an engine that hands no KV over."""
+        """The constant of a prefill on an engine that hands no KV over."""
         return self.constant_s if self.cached_constant_s is None else self.cached_constant_s
 
     def marginal_s(self, new_tokens: float, cached_tokens: float = 0) -> float:
-        """The same without the constant: what it adds to an iteration that runs anyway."""
+        """Time of a prefill without the constant: what it adds to an iteration that runs anyway."""
         pairs = new_tokens * (new_tokens + 2 * cached_tokens)
         return (
             self.per_token_s * new_tokens
@@ -151,8 +151,8 @@ class Overhead(_Strict):
     measured, or an engine was described in a paper.
 
     Attributes:
-        direct_s: of a turn that one engine prefills and answers.
-        handed_off_s: of one that a prefiller prefills and a decoder answers.
+        direct_s: for a turn that one engine prefills and answers.
+        handed_off_s: for a turn that a prefiller prefills and a decoder answers.
     """
 
     direct_s: NotNegative = 0.0
@@ -160,13 +160,14 @@ class Overhead(_Strict):
     quality: Quality | None = None
 
 
-class Power(_Strict):
+class CappedPower(_Strict):
     """One engine's draw under a cap, and what the cap costs.
 
     Attributes:
-        cap_w: the cap; the highest is the hardware's own limit.
-        idle_w, prefill_w, decode_w: drawn while idle, in prefill and in decode.
-        prefill_slowdown, decode_slowdown: times are so many times those of the curves.
+        cap_w: the cap; a profile's highest is the hardware's own limit.
+        idle_w, prefill_w, decode_w: power drawn while idle, in prefill and in decode.
+        prefill_slowdown, decode_slowdown: factors by which prefill and decode take longer than
+            the curves say.
     """
 
     cap_w: Positive
@@ -182,11 +183,11 @@ class Profile(_Strict):
 
     Attributes:
         origin: ``measured`` here, or ``published``: from a paper's and data sheets' figures.
-        model: as it is served (`conserve.settings.Settings.model_id`).
+        model: the model's name as it is served (`conserve.settings.Settings.model_id`).
         versions, hardware: what it was measured with, as far as known.
-        max_batched_tokens: of an iteration, prefills' chunks included; by role.
-        power: by cap, the highest first; none where nothing could be read.
-        sources: where a number comes from, by its path (``prefill.per_token_s``).
+        max_batched_tokens: most tokens of one iteration, prefills' chunks included; by role.
+        power: draws by cap, the highest cap first; none where nothing could be read.
+        sources: where a number comes from, by the number's path (``prefill.per_token_s``).
         points: what was measured, by curve; each point names its units.
     """
 
@@ -206,7 +207,7 @@ class Profile(_Strict):
     max_batched_tokens: dict[Literal["prefiller", "decoder", "collocated"], int] = Field(
         default_factory=dict
     )
-    power: tuple[Power, ...] = ()
+    power: tuple[CappedPower, ...] = ()
     sources: dict[str, str] = Field(default_factory=dict)
     points: dict[str, list[dict[str, float]]] = Field(default_factory=dict)
 
@@ -227,11 +228,11 @@ class Profile(_Strict):
             raise ValueError("power: give each cap once, the highest first")
         return self
 
-    def power_at(self, cap_w: float | None) -> Power:
+    def power_at(self, cap_w: float | None) -> CappedPower:
         """The draw under a cap; None: the highest.
 
         Raises:
-            ProfileError: this profile has no power, or not under that cap.
+            ProfileError: this profile says nothing of power, or not under that cap.
         """
         if not self.power:
             raise ProfileError(f"profile {self.name} has no power: none could be read for it")
@@ -248,10 +249,11 @@ class Profile(_Strict):
 
         Args:
             model: the served model's id.
-            versions: of the packages that run, by name; those that this profile names are compared.
+            versions: versions of the packages that run, by name; those that this profile names
+                are compared.
 
         Raises:
-            ProfileError: it was made for another.
+            ProfileError: this profile was made for another.
         """
         if model != self.model:
             raise ProfileError(

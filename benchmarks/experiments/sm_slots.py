@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from hetero.sm_slots import GpuSlots, NoRoom, SlotLedger, granularity
+from hetero.sm_slots import NoFreeSms, SmSlotLedger, SmSlots, sm_granularity
 
 TARGET_PER_S = 100_000
 
@@ -25,8 +25,8 @@ _GPU = "GPU-0"
 
 def run(operations: int, rng: random.Random) -> tuple[float, float]:
     """Operations per CPU second of one run, and the share of them that was refused."""
-    gpu = GpuSlots(132, granularity((9, 0)))
-    ledger = SlotLedger({_GPU: gpu})
+    gpu = SmSlots(132, sm_granularity((9, 0)))
+    ledger = SmSlotLedger({_GPU: gpu})
     # Drawn before: the ledger's time is asked for.
     draws = [(rng.random(), rng.choice(_OWNERS), rng.randint(1, 80)) for _ in range(operations)]
     live: list[int] = []
@@ -42,7 +42,7 @@ def run(operations: int, rng: random.Random) -> tuple[float, float]:
                 ledger.split(live[0], live[-1], asked)
             else:
                 ledger.release(live.pop(asked % len(live)))
-        except NoRoom:
+        except NoFreeSms:
             refused += 1
     spent_s = time.process_time() - started_s
     if sum(lease.sms for lease in ledger.leases()) + ledger.free(_GPU)[1] != gpu.sm_count:

@@ -38,7 +38,7 @@ from autoscale.capacity.fit import (
 )
 from autoscale.capacity.profile import (
     NAME_PATTERN,
-    Power,
+    CappedPower,
     Profile,
     ProfileError,
     Quality,
@@ -353,7 +353,7 @@ def _batched_tokens(
     return found
 
 
-async def _power(url: str, probe: Probe, grid: Grid) -> tuple[Power, ...]:
+async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
     """Under the limit that is set; nothing where it cannot be measured, which is said."""
 
     # Short contexts and long outputs, so that little of it is prefill.

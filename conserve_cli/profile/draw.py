@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from autoscale.capacity.profile import Power
+from autoscale.capacity.profile import CappedPower
 from conserve_cli.profile.measure import MeasureError
 
 PHASE_S = 20.0
@@ -150,7 +150,7 @@ async def measure_power(
     prefill: Callable[[], Awaitable[None]],
     decode: Callable[[], Awaitable[None]],
     phase_s: float = PHASE_S,
-) -> Power:
+) -> CappedPower:
     """Draws of both phases, and of none, under the limit that is set.
 
     Args:
@@ -164,7 +164,7 @@ async def measure_power(
     async def nothing() -> None:
         await asyncio.sleep(_POLL_S)
 
-    return Power(
+    return CappedPower(
         cap_w=cap_w,
         idle_w=await meter.mean_w("decoder", nothing, phase_s),
         prefill_w=await meter.mean_w("prefiller", prefill, phase_s),

@@ -1,4 +1,4 @@
-"""Which LMCache servers there are on other nodes, and how ours is told.
+"""Which LMCache servers run on other nodes, and how this node's server is told of them.
 
 LMCache's peer-to-peer mode takes the servers to read from out of a *coordinator*, a process that
 all servers report to over HTTP. Ray knows already which nodes live, so there is none here: each
@@ -6,8 +6,8 @@ node's actor answers its own server, on loopback, with what the other nodes' act
 Nothing more has to run, be reached or be restarted, and a lost node is forgotten within seconds.
 
 The part of the coordinator's interface that is answered is that of lmcache 0.5.6
-(``lmcache.v1.mp_coordinator.http_apis.instances_api``); tests/cluster asks it with LMCache's own
-client.
+(``lmcache.v1.mp_coordinator.http_apis.instances_api``); tests/engines/nodes asks it with LMCache's
+own client.
 """
 
 import time
@@ -15,41 +15,41 @@ from typing import Any
 
 from aiohttp import web
 
-from deployments.messages import CachePeer
+from deployments.messages import NodeCache
 
 # How long a node's actor may be silent before its server counts as gone.
-SILENCE_S = 5.0
+CACHE_SILENCE_S = 5.0
 
 
-class SeenPeers:
+class SeenCaches:
     """The other nodes' servers, as their actors last described them."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[CachePeer, float]] = {}
+        self._seen: dict[str, tuple[NodeCache, float]] = {}
 
-    def saw(self, node: str, peer: CachePeer | None, now_s: float) -> None:
-        """A node's actor answered; None: its server is not up."""
-        if peer is None:
+    def saw(self, node: str, cache: NodeCache | None, now_s: float) -> None:
+        """A node's actor has described its server; None: that is not up."""
+        if cache is None:
             self._seen.pop(node, None)
         else:
-            self._seen[node] = (peer, now_s)
+            self._seen[node] = (cache, now_s)
 
-    def current(self, now_s: float) -> list[CachePeer]:
-        """Servers whose actors were heard of within `SILENCE_S`."""
+    def current(self, now_s: float) -> list[NodeCache]:
+        """Servers whose actors were heard of within `CACHE_SILENCE_S`."""
         for node, (_, seen_s) in list(self._seen.items()):
-            if now_s - seen_s > SILENCE_S:
+            if now_s - seen_s > CACHE_SILENCE_S:
                 del self._seen[node]
-        return [peer for peer, _ in self._seen.values()]
+        return [cache for cache, _ in self._seen.values()]
 
 
-class PeerDirectory:
+class CacheDirectory:
     """Answers one LMCache server's questions as a coordinator would.
 
     Whatever that server says of itself, it is taken to be alive: who asks lives.
     """
 
-    def __init__(self, peers: SeenPeers) -> None:
-        self._peers = peers
+    def __init__(self, seen: SeenCaches) -> None:
+        self._seen = seen
         self._own: dict[str, Any] | None = None
         self._runner: web.AppRunner | None = None
 
@@ -77,7 +77,7 @@ class PeerDirectory:
             await self._runner.cleanup()
 
     async def _list(self, request: web.Request) -> web.Response:
-        others = [_described(peer) for peer in self._peers.current(time.monotonic())]
+        others = [_described(cache) for cache in self._seen.current(time.monotonic())]
         own = [] if self._own is None else [self._own]
         return web.json_response({"instances": own + others})
 
@@ -100,10 +100,10 @@ class PeerDirectory:
         return web.Response(status=204)
 
 
-def _described(peer: CachePeer) -> dict[str, Any]:
+def _described(cache: NodeCache) -> dict[str, Any]:
     return {
-        "instance_id": peer.id,
-        "ip": peer.host,
-        "mq_port": peer.port,
-        "p2p_advertised_url": f"{peer.host}:{peer.transfer_port}",
+        "instance_id": cache.id,
+        "ip": cache.host,
+        "mq_port": cache.port,
+        "p2p_advertised_url": f"{cache.host}:{cache.transfer_port}",
     }

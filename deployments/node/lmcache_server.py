@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from conserve.settings import LMCacheSettings, Settings
-from deployments.messages import CachePeer
+from deployments.messages import NodeCache
 from deployments.node.lmcache_main import NIXL_MODULES
 
 logger = logging.getLogger("conserve.node")
@@ -34,11 +34,11 @@ _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
 _UNHEALTHY_AFTER = 5
 _LONGEST_BACKOFF_S = 10.0
-# A peer that does not answer a look-up for so long has nothing; its engines recompute.
-_PEER_LOOKUP_TIMEOUT_S = 2.0
-# How often servers ask which others there are. After four rounds without, a peer is dropped.
-_PEERS_PERIOD_S = 1.0
-# NIXL describes memory page by page, to every peer: a bounded number of pages, so that pages grow
+# A server that does not answer another's look-up for so long has nothing; engines recompute.
+_LOOKUP_TIMEOUT_S = 2.0
+# How often servers ask which others there are. After four rounds without, one is dropped.
+_DIRECTORY_PERIOD_S = 1.0
+# NIXL describes memory page by page, to every server: a bounded number of pages, so that pages grow
 # with the memory. A chunk takes whole pages.
 _SMALLEST_PAGE_BYTES = 64 * 1024
 _MOST_PAGES = 2**17
@@ -49,7 +49,7 @@ _OPEN_PORTS = range(20_000, 32_768)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a node's server listens: for engines (and peers), and for its admin interface.
+    """Where a node's server listens: for engines and other nodes' servers, and its admin interface.
 
     The admin interface has no authentication and is on loopback always.
     """
@@ -77,7 +77,7 @@ def free_port(host: str, but: Collection[int] = ()) -> int:
     """A TCP port that nobody has, and that nobody gets by chance until it is used.
 
     Args:
-        but: ports that are promised to others.
+        but: ports that are promised to others, and are left out.
 
     Raises:
         RuntimeError: none is free.
@@ -88,13 +88,13 @@ def free_port(host: str, but: Collection[int] = ()) -> int:
     raise RuntimeError(f"no free port on {host} from {_OPEN_PORTS[0]} to {_OPEN_PORTS[-1]}")
 
 
-def new_peer(address: Address) -> CachePeer:
+def new_node_cache(address: Address) -> NodeCache:
     """How other nodes' servers are to know the next run of this one.
 
-    Its port for transfers is another every time: peers keep what they know of a server by that
+    Its port for transfers is another every time: servers keep what they know of one by that
     address, and would take memory that is gone for that of its successor.
     """
-    return CachePeer(uuid.uuid4().hex, address.host, address.port, free_port(address.host))
+    return NodeCache(uuid.uuid4().hex, address.host, address.port, free_port(address.host))
 
 
 def require_nixl() -> None:
@@ -121,16 +121,16 @@ def page_bytes(size_gb: float) -> int:
 def lmcache_command(
     lmcache: LMCacheSettings,
     address: Address,
-    peer: CachePeer | None = None,
+    cache: NodeCache | None = None,
     directory_url: str | None = None,
 ) -> list[str]:
     """The LMCache server's command line.
 
     Args:
-        peer: how it presents itself to servers of other nodes; None: it shares with none.
+        cache: how the server presents itself to those of other nodes; None: it shares with none.
         directory_url: where it learns of those.
     """
-    module = "lmcache.cli.main" if peer is None else "deployments.node.lmcache_main"
+    module = "lmcache.cli.main" if cache is None else "deployments.node.lmcache_main"
     command = [
         sys.executable, "-m", module, "server",
         "--host", address.host,
@@ -143,18 +143,18 @@ def lmcache_command(
         "--chunk-size", str(lmcache.chunk_tokens),
         "--max-workers", "4",
     ]  # fmt: skip
-    if peer is None:
+    if cache is None:
         return command
     assert directory_url is not None
     return [
         *command,
-        "--instance-id", peer.id,
+        "--instance-id", cache.id,
         "--coordinator-url", directory_url,
-        "--coordinator-advertise-ip", peer.host,
-        "--coordinator-heartbeat-interval", str(_PEERS_PERIOD_S),
-        "--p2p-advertise-url", f"{peer.host}:{peer.transfer_port}",
+        "--coordinator-advertise-ip", cache.host,
+        "--coordinator-heartbeat-interval", str(_DIRECTORY_PERIOD_S),
+        "--p2p-advertise-url", f"{cache.host}:{cache.transfer_port}",
         "--p2p-transfer-engine", "nixl",
-        "--p2p-lookup-timeout", str(_PEER_LOOKUP_TIMEOUT_S),
+        "--p2p-lookup-timeout", str(_LOOKUP_TIMEOUT_S),
         "--p2p-load-timeout", str(lmcache.timeout_s),
         "--l1-align-bytes", str(page_bytes(lmcache.size_gb)),
     ]  # fmt: skip
@@ -188,7 +188,7 @@ class LMCacheServer:
         self._settings = settings
         self._directory_url = directory_url
         self._process: asyncio.subprocess.Process | None = None
-        self._peer: CachePeer | None = None
+        self._cache: NodeCache | None = None
         self._launched = asyncio.Event()
         self._healthy = asyncio.Event()
         self._problem = "it has not been started"
@@ -197,18 +197,18 @@ class LMCacheServer:
 
     @property
     def pid(self) -> int | None:
-        """Its process, if it was ever started."""
+        """The server's process id, if it was ever started."""
         return self._process.pid if self._process else None
 
     @property
     def healthy(self) -> bool:
-        """Whether it answers."""
+        """Whether the server answers."""
         return self._healthy.is_set()
 
     @property
-    def peer(self) -> CachePeer | None:
-        """This run of it as other nodes may reach it, once it answers."""
-        return self._peer if self.healthy else None
+    def node_cache(self) -> NodeCache | None:
+        """This run of the server as other nodes reach it; None while it does not answer."""
+        return self._cache if self.healthy else None
 
     async def wait_until_launched(self) -> None:
         """Return when its process has been started.
@@ -260,9 +260,9 @@ class LMCacheServer:
             self._taken_since_s = None
             self.restarts += 1
             started_s = time.monotonic()
-            self._peer = new_peer(self.address) if self._directory_url else None
+            self._cache = new_node_cache(self.address) if self._directory_url else None
             self._process = await asyncio.create_subprocess_exec(
-                *lmcache_command(self._settings, self.address, self._peer, self._directory_url),
+                *lmcache_command(self._settings, self.address, self._cache, self._directory_url),
                 env=lmcache_environment(),
                 stdin=asyncio.subprocess.DEVNULL,
                 # Its access log, a line for every health check.
@@ -316,7 +316,7 @@ class LMCacheServer:
 
 
 def _taken_port(address: Address) -> int | None:
-    """A port that the server needs and another has, whose health would be taken for ours."""
+    """A port of the server's that another program has, whose health would be taken for ours."""
     for host, port in ((address.host, address.port), ("127.0.0.1", address.http_port)):
         if _taken(host, port):
             return port

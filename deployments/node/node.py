@@ -1,4 +1,4 @@
-"""The node-local actor: what a node needs once: LMCache's server, the GPUs' keeper, tidying up.
+"""The node-local actor, for what a node needs once: LMCache's server, the GPUs' keeper, tidying up.
 
 One actor a node, made by the first engine there. If it dies, its server dies with it, and Ray
 starts both again on the same address; engines recompute meanwhile. It ends itself when no engine
@@ -24,12 +24,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from conserve.settings import Settings
 from conserve.shared_memory import Leftovers
 from conserve.wire import BEAT_S
-from deployments.messages import CachePeer
-from deployments.node.caches import PeerDirectory, SeenPeers
+from deployments.messages import NodeCache
+from deployments.node.caches import CacheDirectory, SeenCaches
 from deployments.node.lmcache_server import Address, LMCacheServer, choose_address, require_nixl
 from hetero.energy import EngineEnergy
 from hetero.gpus import EngineUse, GpuKeeper
-from hetero.sm_slots import Lease
+from hetero.sm_slots import SmLease
 
 logger = logging.getLogger("conserve.node")
 
@@ -37,10 +37,10 @@ _T = TypeVar("_T")
 
 ABANDONED_S = 120.0
 _BEAT_TIMEOUT_S = 10.0
-_PEERS_PERIOD_S = 1.0
+_CACHES_PERIOD_S = 1.0
 _GPUS_PERIOD_S = 1.0
 _LEFTOVERS_PERIOD_S = 5.0
-_PEER_TIMEOUT_S = 2.0
+_CACHE_TIMEOUT_S = 2.0
 
 
 class NodeService:
@@ -56,7 +56,7 @@ class NodeService:
         self._address = address
         self._names = names
         self._server: LMCacheServer | None = None
-        self._peers = SeenPeers()
+        self._caches = SeenCaches()
         self._starting = asyncio.Lock()
         self._last_beat_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
@@ -88,11 +88,11 @@ class NodeService:
         """An engine on this node lives.
 
         Args:
-            pid: of its replica, below which its other processes are.
-            use: the GPUs that it runs on; None without, and then none is looked at.
+            pid: its replica's process, below which its other processes are.
+            use: the GPUs that it runs on; None: it has none, and none is looked at.
 
         Returns:
-            What they have used for it, if that is known.
+            What those GPUs have used for it, if that is known.
         """
         self._last_beat_s = time.monotonic()
         self._leftovers.watch(pid)
@@ -102,29 +102,29 @@ class NodeService:
         keeper = self._keeper()
         return await self._on_gpus(lambda: keeper.beat(use, time.monotonic()))
 
-    # --- SM slots, for an engine's workers: see `hetero.sm_slots.SlotLedger` ----------------------
+    # --- SM slots, for an engine's workers: see `hetero.sm_slots.SmSlotLedger` --------------------
 
-    async def lease_slots(self, gpu: str, engine_id: str, asked_sms: int) -> Lease:
+    async def lease_sm_slots(self, gpu: str, engine_id: str, asked_sms: int) -> SmLease:
         """Lease at least so many SMs of a GPU to an engine, for as long as it beats."""
         keeper = self._keeper()
-        return await self._on_gpus(lambda: keeper.ledger.lease(gpu, engine_id, asked_sms))
+        return await self._on_gpus(lambda: keeper.sm_ledger.lease(gpu, engine_id, asked_sms))
 
-    async def rebind_slots(self, lease_id: int, asked_sms: int) -> Lease:
+    async def rebind_sm_slots(self, lease_id: int, asked_sms: int) -> SmLease:
         """Change a lease to the smallest slot with at least so many SMs."""
         keeper = self._keeper()
-        return await self._on_gpus(lambda: keeper.ledger.rebind(lease_id, asked_sms))
+        return await self._on_gpus(lambda: keeper.sm_ledger.rebind(lease_id, asked_sms))
 
-    async def split_slots(
+    async def split_sm_slots(
         self, decode_id: int, prefill_id: int, asked_sms: int
-    ) -> tuple[Lease, Lease]:
+    ) -> tuple[SmLease, SmLease]:
         """Move the border between decoding's lease and prefill's."""
         keeper = self._keeper()
-        return await self._on_gpus(lambda: keeper.ledger.split(decode_id, prefill_id, asked_sms))
+        return await self._on_gpus(lambda: keeper.sm_ledger.split(decode_id, prefill_id, asked_sms))
 
-    async def release_slots(self, lease_id: int) -> Lease:
+    async def release_sm_slots(self, lease_id: int) -> SmLease:
         """End a lease."""
         keeper = self._keeper()
-        return await self._on_gpus(lambda: keeper.ledger.release(lease_id))
+        return await self._on_gpus(lambda: keeper.sm_ledger.release(lease_id))
 
     def _keeper(self) -> GpuKeeper:
         if self._gpus is None:
@@ -143,19 +143,19 @@ class NodeService:
     async def _on_gpus(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._gpu_thread, work)
 
-    async def peer(self) -> CachePeer | None:
+    async def node_cache(self) -> NodeCache | None:
         """How other nodes reach this one's LMCache server; None while it is not up."""
-        return self._server.peer if self._server else None
+        return self._server.node_cache if self._server else None
 
     async def status(self) -> dict[str, Any]:
-        """The LMCache server's process, restarts and peers; and GPUs that engines use."""
+        """The LMCache server's process and restarts, other nodes' servers, and GPUs in use."""
         server = self._server
         return {
             "agent_pid": os.getpid(),
             "lmcache_pid": server.pid if server else None,
             "lmcache_healthy": server.healthy if server else False,
             "lmcache_restarts": max(server.restarts, 0) if server else 0,
-            "lmcache_peers": [peer.id for peer in self._peers.current(time.monotonic())],
+            "other_caches": [cache.id for cache in self._caches.current(time.monotonic())],
             "gpus": await self._on_gpus(self._gpus.state) if self._gpus else None,
         }
 
@@ -167,8 +167,8 @@ class NodeService:
                 jobs = [self._end_when_abandoned(), self._tidy_up()]
                 if self._settings.nodes == "several":
                     require_nixl()
-                    directory_url = await PeerDirectory(self._peers).start()
-                    jobs.append(self._follow_peers())
+                    directory_url = await CacheDirectory(self._caches).start()
+                    jobs.append(self._follow_caches())
                 self._server = LMCacheServer(self._settings.lmcache, self._address, directory_url)
                 jobs.append(self._server.keep_running())
                 loop = asyncio.get_running_loop()
@@ -183,26 +183,26 @@ class NodeService:
             except Exception:
                 logger.exception("looking for what lost engines left failed; it is tried again")
 
-    async def _follow_peers(self) -> None:
+    async def _follow_caches(self) -> None:
         """Keep up with the LMCache servers of the other nodes."""
         own = ray.get_runtime_context().get_actor_name()
         while True:
             try:
                 names = await asyncio.to_thread(self._names.listed)
                 others = (name for name in names if name != own)
-                await asyncio.gather(*(self._ask_peer(name) for name in others))
+                await asyncio.gather(*(self._ask_node(name) for name in others))
             except Exception:
                 logger.exception("looking for other nodes failed; it is tried again")
-            await asyncio.sleep(_PEERS_PERIOD_S)
+            await asyncio.sleep(_CACHES_PERIOD_S)
 
-    async def _ask_peer(self, name: str) -> None:
+    async def _ask_node(self, name: str) -> None:
         try:
             actor = await asyncio.to_thread(ray.get_actor, name, namespace="serve")
-            peer = await asyncio.wait_for(actor.peer.remote(), _PEER_TIMEOUT_S)
+            cache = await asyncio.wait_for(actor.node_cache.remote(), _CACHE_TIMEOUT_S)
         except (TimeoutError, ValueError, ray.exceptions.RayError):
             # Silent, dying or gone. If it lasts, the server is forgotten.
             return
-        self._peers.saw(name, peer, time.monotonic())
+        self._caches.saw(name, cache, time.monotonic())
 
     async def _end_when_abandoned(self) -> None:
         while (left_s := self._last_beat_s + ABANDONED_S - time.monotonic()) > 0:  # noqa: ASYNC110
@@ -229,13 +229,13 @@ class NodeNames:
         return f"{self._prefix}{node_id}{self._suffix}"
 
     def listed(self) -> list[str]:
-        """The names of those that live, or are being restarted. Asks Ray; takes milliseconds."""
+        """The names of the actors that live, or are restarting. Asks Ray; takes milliseconds."""
         found = ray.util.list_named_actors(all_namespaces=True)
         names = (actor["name"] for actor in found if actor["namespace"] == "serve")
         return [name for name in names if self.includes(name)]
 
     def includes(self, name: str) -> bool:
-        """Whether that is a node actor of this application, with these settings of LMCache."""
+        """Whether it names a node actor of this application, with these settings of LMCache."""
         return name.startswith(self._prefix) and name.endswith(self._suffix)
 
 
@@ -249,15 +249,16 @@ class NodeClient:
         # Kept for the actor's next life; if there is one already, that has its own.
         self._address = choose_address(settings, ray.util.get_node_ip_address())
         self._actor = self._connect()
-        # Set when the engine knows its GPUs; and what they have used for it, from the last beat.
+        # Set when the engine knows its GPUs.
         self.use: EngineUse | None = None
+        # What these have used for it, from the last beat.
         self.energy: EngineEnergy | None = None
 
     async def launch(self) -> Address:
         """Have the node's LMCache server started, and see to it that the actor lives on.
 
         Returns:
-            where the server will listen for this node's engines.
+            Where the server will listen for this node's engines.
         """
         self._address = await self._actor.launch.remote()
         self.keep_beating()

@@ -1,4 +1,4 @@
-"""A node's directory of peers, asked by LMCache's own client code."""
+"""A node's directory of other nodes' caches, asked by LMCache's own client code."""
 
 import asyncio
 import time
@@ -8,16 +8,16 @@ import httpx
 from lmcache.v1.mp_coordinator.registrar import keep_registered
 from lmcache.v1.multiprocess.modules.p2p_controller import P2PController
 
-from deployments.messages import CachePeer
-from deployments.node.caches import PeerDirectory, SeenPeers
+from deployments.messages import NodeCache
+from deployments.node.caches import CacheDirectory, SeenCaches
 
-OTHER = CachePeer("other", "10.0.0.2", 7610, 41000)
+OTHER = NodeCache("other", "10.0.0.2", 7610, 41000)
 
 
-def test_lmcache_finds_its_peers_there() -> None:
+def test_lmcache_finds_other_nodes_servers_there() -> None:
     async def scenario() -> None:
-        seen = SeenPeers()
-        directory = PeerDirectory(seen)
+        seen = SeenCaches()
+        directory = CacheDirectory(seen)
         url = await directory.start()
         registered = asyncio.Event()
         async with httpx.AsyncClient() as client:

@@ -30,7 +30,7 @@ from conserve.settings import load
 from deployments.node.node import NodeClient
 from hetero.gpus import EngineUse
 from hetero.power import Cap
-from hetero.sm_slots import NoRoom
+from hetero.sm_slots import NoFreeSms
 
 gpu = sys.argv[1]
 ray.init(num_cpus=1, num_gpus=0, namespace="serve", include_dashboard=False, log_to_driver=False)
@@ -46,13 +46,13 @@ while True:
     try:
         actor = client._actor
         if energy and leased is None:
-            lease = ray.get(actor.lease_slots.remote(gpu, "decoder", 50), timeout=30)
+            lease = ray.get(actor.lease_sm_slots.remote(gpu, "decoder", 50), timeout=30)
             leased = [lease.slots, lease.sms]
             try:
-                ray.get(actor.lease_slots.remote(gpu, "prefiller", 50), timeout=30)
-            except NoRoom:
+                ray.get(actor.lease_sm_slots.remote(gpu, "prefiller", 50), timeout=30)
+            except NoFreeSms:
                 leased.append("no room")
-            leased.append(ray.get(actor.rebind_slots.remote(lease.id, 8), timeout=30).sms)
+            leased.append(ray.get(actor.rebind_sm_slots.remote(lease.id, 8), timeout=30).sms)
         said |= ray.get(actor.status.remote(), timeout=30)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
         said["down"] = str(error)

@@ -226,7 +226,7 @@ def test_occupancy_or_inequality_2_whichever_needs_more() -> None:
     assert (coming.replicas, coming.signal) == (pytest.approx(4.0), "arrivals")
 
 
-# --- Both tiers -----------------------------------------------------------------------------------
+# --- Both roles -----------------------------------------------------------------------------------
 
 
 def decoders(*held_tokens: int) -> list[Decoder]:

@@ -12,7 +12,7 @@ import pytest
 from hetero.energy import EngineEnergy
 from hetero.gpus import DISAGREED, RETRY_S, SILENCE_S, EngineUse, GpuKeeper
 from hetero.power import Cap, records
-from hetero.sm_slots import NoRoom
+from hetero.sm_slots import NoFreeSms
 from tests.nvml import standin
 from tests.nvml.standin import Machine
 
@@ -176,13 +176,13 @@ def test_slots_of_an_engine_that_falls_silent_are_free(machine: Machine, keeper:
     gpu = machine.gpus[0].id
     keeper.beat(EngineUse("dead", (gpu,)), 0.0)
     keeper.beat(EngineUse("alive", (gpu,)), 0.0)
-    keeper.ledger.lease(gpu, "dead", 60)
-    kept = keeper.ledger.lease(gpu, "alive", 20)
-    with pytest.raises(NoRoom):
-        keeper.ledger.lease(gpu, "alive", 20)
+    keeper.sm_ledger.lease(gpu, "dead", 60)
+    kept = keeper.sm_ledger.lease(gpu, "alive", 20)
+    with pytest.raises(NoFreeSms):
+        keeper.sm_ledger.lease(gpu, "alive", 20)
     keeper.beat(EngineUse("alive", (gpu,)), SILENCE_S)
     keeper.tick(SILENCE_S + 1)
-    assert keeper.ledger.leases() == [kept]
+    assert keeper.sm_ledger.leases() == [kept]
 
 
 def test_a_mig_device_is_metered_with_its_gpu_and_leased_by_itself(
@@ -199,7 +199,7 @@ def test_a_mig_device_is_metered_with_its_gpu_and_leased_by_itself(
     energy = known(keeper.beat(use, 1.0))
     assert (energy.joules, energy.gpus[0].uuid) == (30, first.id)
     assert energy.gpus[0].refusal == "CapRefused"  # Its limit is not this engine's alone.
-    assert keeper.ledger.lease(part, "d", 42).slots == 10
+    assert keeper.sm_ledger.lease(part, "d", 42).slots == 10
 
 
 def test_a_gpu_that_is_lost_says_so_once_and_costs_nothing(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetero.guard import Guard, GuardLost
-from hetero.nvml import GpuLost, NoPermission, Nvml, Power
+from hetero.nvml import GpuLost, NoPermission, Nvml, PowerReading
 from hetero.power import Cap, CapRefused, HasOwner, PowerCaps, has_live_owner, records, recover
 from tests.checkout import ROOT
 from tests.nvml.standin import Machine
@@ -44,13 +44,13 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 # --- what a cap may be -------------------------------------------------------------------------
 
-A40 = Power(draw_w=250, limit_w=300, default_w=300, min_w=100, max_w=300)
+A40 = PowerReading(draw_w=250, limit_w=300, default_w=300, min_w=100, max_w=300)
 
 
 def test_a_cap_is_in_watts_or_a_fraction_of_the_default() -> None:
     assert Cap(watts=200).limit_w(A40) == 200
     assert Cap(fraction=2 / 3).limit_w(A40) == 200  # The paper's A40 (§5.5).
-    assert Cap(fraction=0.5).limit_w(Power(0, 300, 345.7, 100, 400)) == 172.8
+    assert Cap(fraction=0.5).limit_w(PowerReading(0, 300, 345.7, 100, 400)) == 172.8
     for bad in ({}, {"watts": 200, "fraction": 0.5}):
         with pytest.raises(ValueError, match="one of the two"):
             Cap(**bad)

@@ -8,20 +8,20 @@ import aiohttp
 import pytest
 
 from conserve.settings import LMCacheSettings, Settings, SettingsError, load
-from deployments.messages import CachePeer
+from deployments.messages import NodeCache
 from deployments.node import lmcache_server
-from deployments.node.caches import SILENCE_S, PeerDirectory, SeenPeers
+from deployments.node.caches import CACHE_SILENCE_S, CacheDirectory, SeenCaches
 from deployments.node.lmcache_server import (
     Address,
     LMCacheServer,
     choose_address,
     lmcache_command,
-    new_peer,
+    new_node_cache,
     page_bytes,
     require_nixl,
 )
 
-PEER = CachePeer("b", "10.0.0.2", 7610, 41000)
+OTHER = NodeCache("b", "10.0.0.2", 7610, 41000)
 
 
 def options(command: list[str]) -> dict[str, str]:
@@ -80,7 +80,7 @@ def test_several_nodes_reach_each_other_but_not_the_admin_interface() -> None:
     settings = Settings(nodes="several", lmcache=lmcache)
     address = choose_address(settings, "10.0.0.1")
     assert address == Address("10.0.0.1", 7610, 7611)
-    command = options(lmcache_command(lmcache, address, PEER, "http://127.0.0.1:5"))
+    command = options(lmcache_command(lmcache, address, OTHER, "http://127.0.0.1:5"))
     assert command["--host"] == "10.0.0.1"
     assert command["--http-host"] == "127.0.0.1"
     assert command["--instance-id"] == "b"
@@ -127,9 +127,9 @@ def test_open_ports_are_neither_the_routers_nor_the_same(monkeypatch: pytest.Mon
         assert {address.port, address.http_port} == {20_000, 20_002}
 
 
-def test_every_run_of_a_server_is_another_peer() -> None:
+def test_every_run_of_a_server_is_another_cache() -> None:
     address = Address("127.0.0.1", 7610, 7611)
-    first, second = new_peer(address), new_peer(address)
+    first, second = new_node_cache(address), new_node_cache(address)
     assert first.id != second.id
     assert first.port == second.port == 7610
     assert 7610 not in (first.transfer_port, second.transfer_port)
@@ -154,33 +154,33 @@ def test_sharing_without_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_silent_node_is_forgotten_and_one_whose_server_is_down_at_once() -> None:
-    seen = SeenPeers()
-    seen.saw("b", PEER, 100.0)
-    assert seen.current(100.0 + SILENCE_S) == [PEER]
-    assert seen.current(100.1 + SILENCE_S) == []
-    seen.saw("b", PEER, 200.0)
+    seen = SeenCaches()
+    seen.saw("b", OTHER, 100.0)
+    assert seen.current(100.0 + CACHE_SILENCE_S) == [OTHER]
+    assert seen.current(100.1 + CACHE_SILENCE_S) == []
+    seen.saw("b", OTHER, 200.0)
     seen.saw("b", None, 200.1)
     assert seen.current(200.1) == []
 
 
 def test_a_restarted_server_takes_its_predecessors_place() -> None:
-    seen = SeenPeers()
-    successor = CachePeer("b2", PEER.host, PEER.port, 42000)
-    seen.saw("b", PEER, 1.0)
+    seen = SeenCaches()
+    successor = NodeCache("b2", OTHER.host, OTHER.port, 42000)
+    seen.saw("b", OTHER, 1.0)
     seen.saw("b", successor, 2.0)
     assert seen.current(2.0) == [successor]
 
 
 def test_the_directory_answers_as_a_coordinator() -> None:
-    """Register, list, heartbeat and leave; tests/cluster does it with LMCache's own client."""
+    """Register, list, heartbeat, leave; tests/engines/nodes does it with LMCache's own client."""
 
     async def scenario() -> None:
-        seen = SeenPeers()
-        directory = PeerDirectory(seen)
+        seen = SeenCaches()
+        directory = CacheDirectory(seen)
         url = await directory.start()
         assert url.startswith("http://127.0.0.1:")
         own = {"instance_id": "a", "ip": "10.0.0.1", "p2p_advertised_url": "x:1", "mq_port": 2}
-        seen.saw("b", PEER, asyncio.get_running_loop().time())
+        seen.saw("b", OTHER, asyncio.get_running_loop().time())
         async with aiohttp.ClientSession(url) as session:
 
             async def listed() -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def test_the_directory_answers_as_a_coordinator() -> None:
                 async with session.put(f"/instances/{instance}/heartbeat") as response:
                     return response.status
 
-            assert [peer["instance_id"] for peer in await listed()] == ["b"]
+            assert [cache["instance_id"] for cache in await listed()] == ["b"]
             assert await beat("a") == 404
             async with session.post("/instances", json=own) as response:
                 assert await response.json() == {"instance_id": "a", "re_registered": False}
@@ -208,7 +208,7 @@ def test_the_directory_answers_as_a_coordinator() -> None:
             assert await beat("a") == 200
             async with session.delete("/instances/a") as response:
                 assert response.status == 204
-            assert [peer["instance_id"] for peer in await listed()] == ["b"]
+            assert [cache["instance_id"] for cache in await listed()] == ["b"]
         await directory.stop()
 
     asyncio.run(scenario())
