@@ -36,7 +36,7 @@ from benchmarks.selection import DEFAULT_VOCABULARY, Selection
 from benchmarks.storage import RecordWriter, write_parquet
 from benchmarks.workloads import PRESETS, WorkloadError
 
-bench = typer.Typer(
+cli = typer.Typer(
     help="Measure an OpenAI-compatible endpoint with conversations of agents.",
     no_args_is_help=True,
     add_completion=False,
@@ -49,7 +49,7 @@ _STOPPED = 130
 _PRESET_NAMES = ", ".join(PRESETS)
 
 
-@bench.command()
+@cli.command()
 def run(
     endpoints: Annotated[
         list[str],
@@ -212,7 +212,7 @@ def run(
         raise typer.Exit(1)
 
 
-@bench.command()
+@cli.command()
 def compare(
     reports: Annotated[list[Path], typer.Argument(help="Reports; the first is the baseline.")],
     out: Annotated[

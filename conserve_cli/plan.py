@@ -19,7 +19,7 @@ from benchmarks.selection import Selection
 from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
 from benchmarks.workloads.arrivals import Arrivals
 
-planning = typer.Typer(
+cli = typer.Typer(
     help="Plan prefillers, decoders and slots from a profile and a workload.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,7 +40,7 @@ class Impossible:
     reason: str
 
 
-@planning.command()
+@cli.command()
 def plan(
     profile: Annotated[
         str, typer.Option(help="A profile's file, or the name of one that comes along.")

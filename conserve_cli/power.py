@@ -26,7 +26,7 @@ from hetero.power import (
     recover,
 )
 
-power = typer.Typer(
+cli = typer.Typer(
     help="Power limits of this machine's GPUs.", no_args_is_help=True, add_completion=False
 )
 console = Console()
@@ -42,7 +42,7 @@ Folder = Annotated[
 Url = Annotated[str, typer.Option(help="The ConServe application whose GPUs may be capped.")]
 
 
-@power.command()
+@cli.command()
 def status(records_in: Folder = None) -> None:
     """Show each GPU's draw, limit and bounds, and the caps on record."""
     folder = records_in or default_directory()
@@ -77,7 +77,7 @@ def _described(record: Record, folder: Path) -> str:
     return f"{record.caps_w[-1]:g}, left behind: conserve power restore"
 
 
-@power.command()
+@cli.command()
 def apply(
     gpus: Annotated[list[str], typer.Argument(help="Indices or UUIDs, as in the status.")],
     watts: Annotated[float | None, typer.Option(help="The limit.")] = None,
@@ -125,7 +125,7 @@ def _hold(caps: PowerCaps, url: str) -> None:
         _report([caps.restore(uuid) for uuid in caps.held if uuid not in used])
 
 
-@power.command()
+@cli.command()
 def restore(records_in: Folder = None) -> None:
     """Put back the limits whose owners died without doing so."""
     with _nvml() as nvml:

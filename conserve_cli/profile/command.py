@@ -50,7 +50,7 @@ from conserve.embedded import model_path
 from conserve_cli.profile.draw import DrawMeter, NoDraw, measure_power
 from conserve_cli.profile.measure import Application, MeasureError, Probe, find_application
 
-profiling = typer.Typer(
+cli = typer.Typer(
     help="Measure a running application's engines, and write their profile.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -150,7 +150,7 @@ class _Seen:
         return {name: [asdict(point) for point in points] for name, points in curves.items()}
 
 
-@profiling.command()
+@cli.command()
 def profile(
     url: Annotated[str, typer.Argument(help="Of a running application: http://127.0.0.1:8000")],
     out: Annotated[Path, typer.Option(help="The profile's file; pictures go beside it.")],

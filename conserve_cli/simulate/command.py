@@ -19,7 +19,7 @@ from benchmarks.simulate.cluster import SimulationError
 from benchmarks.simulate.run import Engines, simulate_selection
 from benchmarks.workloads import PRESETS, WorkloadError
 
-simulation = typer.Typer(
+cli = typer.Typer(
     help="Simulate a cluster: the live system's policies, on engines that a profile describes.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,7 +33,7 @@ _MOST_SAMPLED = 10_000
 _GO_WITH_REPRODUCE = ("profile", "conversations", "seed", "reproduce", "out")
 
 
-@simulation.command()
+@cli.command()
 def simulate(
     context: typer.Context,
     profile: Annotated[
