@@ -34,7 +34,17 @@ from benchmarks.report import (
 )
 from benchmarks.selection import DEFAULT_VOCABULARY, Selection
 from benchmarks.storage import RecordWriter, write_parquet
-from benchmarks.workloads import PRESETS, WorkloadError
+from benchmarks.workloads import WorkloadError
+from conserve_cli.workload_options import (
+    ArrivalPattern,
+    MaxContextTokens,
+    MaxGap,
+    MaxTurns,
+    Preset,
+    ScaleGaps,
+    ScaleTokens,
+    Seed,
+)
 
 cli = typer.Typer(
     help="Measure an OpenAI-compatible endpoint with conversations of agents.",
@@ -46,7 +56,6 @@ console = Console()
 
 _NAME = re.compile(r"[\w.+-]+")
 _STOPPED = 130
-_PRESET_NAMES = ", ".join(PRESETS)
 
 
 @cli.command()
@@ -65,16 +74,14 @@ def run(
     data: Annotated[
         Path | None, typer.Option(help="Folder of recorded sessions, or file of dialogues.")
     ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help=f"Of synthetic conversations: {_PRESET_NAMES}.")
-    ] = None,
+    preset: Preset = None,
     conversations: Annotated[int, typer.Option(help="How many; of several rounds, in each.")] = 20,
     rate: Annotated[float, typer.Option(help="Arrivals: conversations a second.")] = 1.0,
-    arrivals: Annotated[str, typer.Option(help="poisson, even, or together.")] = "poisson",
+    arrivals: ArrivalPattern = "poisson",
     concurrency: Annotated[
         int | None, typer.Option(help="Open conversations at most; the others wait.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    seed: Seed = 0,
     vocabulary: Annotated[
         str | None,
         typer.Option(
@@ -83,16 +90,11 @@ def run(
             f"(default: {DEFAULT_VOCABULARY}).",
         ),
     ] = None,
-    scale_tokens: Annotated[float | None, typer.Option(help="Factor for lengths.")] = None,
-    scale_gaps: Annotated[float | None, typer.Option(help="Factor for gaps.")] = None,
-    max_gap: Annotated[float | None, typer.Option(help="Longest gap, seconds.")] = None,
-    max_context_tokens: Annotated[
-        int | None,
-        typer.Option(help="The model's context; longer turns are left out, and counted."),
-    ] = None,
-    max_turns: Annotated[
-        int | None, typer.Option(help="Leave recorded sessions with more turns out.")
-    ] = None,
+    scale_tokens: ScaleTokens = None,
+    scale_gaps: ScaleGaps = None,
+    max_gap: MaxGap = None,
+    max_context_tokens: MaxContextTokens = None,
+    max_turns: MaxTurns = None,
     mean_gap: Annotated[
         float | None, typer.Option(help="Of dialogues and agents, seconds.")
     ] = None,

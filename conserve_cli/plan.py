@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args
 
 import typer
@@ -18,6 +17,16 @@ from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.selection import Selection
 from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
 from benchmarks.workloads.arrivals import Arrivals
+from conserve_cli.workload_options import (
+    KnownWorkload,
+    MaxGap,
+    MaxTurns,
+    Preset,
+    RecordedData,
+    ScaleGaps,
+    ScaleTokens,
+    Seed,
+)
 
 cli = typer.Typer(
     help="Plan prefillers, decoders and slots from a profile and a workload.",
@@ -52,11 +61,9 @@ def plan(
             "come besides. Several: a row each; one: also 2, 5 and 10 times as many."
         ),
     ] = None,
-    workload: Annotated[str, typer.Option(help="synthetic or recorded.")] = "synthetic",
-    data: Annotated[Path | None, typer.Option(help="Folder of recorded sessions.")] = None,
-    preset: Annotated[
-        str | None, typer.Option(help=f"Of synthetic conversations: {', '.join(PRESETS)}.")
-    ] = None,
+    workload: KnownWorkload = "synthetic",
+    data: RecordedData = None,
+    preset: Preset = None,
     turns: Annotated[
         str | None,
         typer.Option(
@@ -79,14 +86,14 @@ def plan(
     conversations: Annotated[
         int, typer.Option(help="How many are looked at; of recorded ones, sessions.")
     ] = 1000,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
-    scale_tokens: Annotated[float | None, typer.Option(help="Factor for lengths.")] = None,
-    scale_gaps: Annotated[float | None, typer.Option(help="Factor for gaps.")] = None,
-    max_gap: Annotated[float | None, typer.Option(help="Longest gap, seconds.")] = None,
-    max_context_tokens: Annotated[int | None, typer.Option(help="The model's context.")] = None,
-    max_turns: Annotated[
-        int | None, typer.Option(help="Leave recorded sessions with more turns out.")
+    seed: Seed = 0,
+    scale_tokens: ScaleTokens = None,
+    scale_gaps: ScaleGaps = None,
+    max_gap: MaxGap = None,
+    max_context_tokens: Annotated[
+        int | None, typer.Option(help="The model's context; longer turns are left out.")
     ] = None,
+    max_turns: MaxTurns = None,
     headroom: Annotated[
         float, typer.Option(help="Decoders beyond those needed, as a share.")
     ] = 0.2,

@@ -17,7 +17,19 @@ from benchmarks.report import Report, show_run, show_side_by_side, write_report
 from benchmarks.selection import Selection
 from benchmarks.simulate.cluster import SimulationError
 from benchmarks.simulate.run import Engines, simulate_selection
-from benchmarks.workloads import PRESETS, WorkloadError
+from benchmarks.workloads import WorkloadError
+from conserve_cli.workload_options import (
+    ArrivalPattern,
+    KnownWorkload,
+    MaxContextTokens,
+    MaxGap,
+    MaxTurns,
+    Preset,
+    RecordedData,
+    ScaleGaps,
+    ScaleTokens,
+    Seed,
+)
 
 cli = typer.Typer(
     help="Simulate a cluster: the live system's policies, on engines that a profile describes.",
@@ -53,11 +65,9 @@ def simulate(
     ] = None,
     decoder_cap: Annotated[float | None, typer.Option(help="The same of decoders.")] = None,
     wrong_decision_rate: Annotated[float, typer.Option(help="Of per_turn.")] = 0.1,
-    workload: Annotated[str, typer.Option(help="synthetic or recorded.")] = "synthetic",
-    data: Annotated[Path | None, typer.Option(help="Folder of recorded sessions.")] = None,
-    preset: Annotated[
-        str | None, typer.Option(help=f"Of synthetic conversations: {', '.join(PRESETS)}.")
-    ] = None,
+    workload: KnownWorkload = "synthetic",
+    data: RecordedData = None,
+    preset: Preset = None,
     conversations: Annotated[
         int | None,
         typer.Option(help="How many, at each rate (default: 500; with --reproduce 300)."),
@@ -66,15 +76,13 @@ def simulate(
         list[float] | None,
         typer.Option(help="Conversations a second (default: 1); may be given several times."),
     ] = None,
-    arrivals: Annotated[str, typer.Option(help="poisson, even, or together.")] = "poisson",
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
-    scale_tokens: Annotated[float | None, typer.Option(help="Factor for lengths.")] = None,
-    scale_gaps: Annotated[float | None, typer.Option(help="Factor for gaps.")] = None,
-    max_gap: Annotated[float | None, typer.Option(help="Longest gap, seconds.")] = None,
-    max_context_tokens: Annotated[int | None, typer.Option(help="The model's context.")] = None,
-    max_turns: Annotated[
-        int | None, typer.Option(help="Leave recorded sessions with more turns out.")
-    ] = None,
+    arrivals: ArrivalPattern = "poisson",
+    seed: Seed = 0,
+    scale_tokens: ScaleTokens = None,
+    scale_gaps: ScaleGaps = None,
+    max_gap: MaxGap = None,
+    max_context_tokens: MaxContextTokens = None,
+    max_turns: MaxTurns = None,
     block_tokens: Annotated[
         int, typer.Option(help="Of the engines' caches: 16 on a GPU, 128 on a CPU.")
     ] = 16,
