@@ -17,7 +17,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -31,8 +30,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from conserve.embedded import model_path
+from benchmarks.peers.ray_llm import serving_command
+from conserve.engines import engine_environment, model_source, server_command
 from conserve.launch import Launch, LaunchError
+from conserve.settings import EMBEDDED_MODEL
 
 MODEL = "conserve-embedded"
 OUTPUT_TOKENS = 64
@@ -63,14 +64,8 @@ _WORDS = [
     "while",
     "yield",
 ]
-_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONHASHSEED": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+# Of all engines: ConServe starts its own with these, too.
+_ENGINE_ARGUMENTS = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 16384}
 
 
 @dataclass
@@ -83,7 +78,7 @@ class Samples:
     round_median_s: list[float] = field(default_factory=list)
 
 
-class Client:
+class ChatAgent:
     """One agent: a conversation of `TURNS` turns after another, with every system the same."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, seed: str) -> None:
@@ -172,7 +167,7 @@ async def measure(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120)
     ) as session:
         agents = {
-            name: [Client(session, url, f"{seed}-{clients}-{n}") for n in range(clients)]
+            name: [ChatAgent(session, url, f"{seed}-{clients}-{n}") for n in range(clients)]
             for name, url in systems.items()
         }
         for number in range(rounds + 2):
@@ -233,14 +228,36 @@ def report(results: dict[int, dict[str, Samples]], console: Console) -> None:
 
 
 def _bare_engine(log: Path) -> Launch:
-    port = SYSTEMS[BARE].rsplit(":", 1)[1]
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--model", str(model_path()), "--served-model-name", MODEL,
-        "--host", "127.0.0.1", "--port", port, "--dtype", "bfloat16",
-        "--enforce-eager", "--max-model-len", "16384", "--disable-uvicorn-access-log",
-    ]  # fmt: skip
-    return Launch([], log, _ENVIRONMENT, command)
+    source = model_source(EMBEDDED_MODEL)
+    command = server_command(source, MODEL, _port(BARE), _ENGINE_ARGUMENTS)
+    return Launch([], log, engine_environment(EMBEDDED_MODEL, gpu=False), command)
+
+
+def _ray_serve_llm(log: Path) -> Launch:
+    # As most people have it: Ray's own proxy, and none of the settings for high throughput that
+    # the peer `ray_serve_llm` has.
+    command = serving_command("build_openai_app", _port(RAY), 8, {"llm_configs": [_ray_config()]})
+    # As ConServe starts Ray; its default has the engine yield to the other systems.
+    return Launch([], log, {"HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"}, command)
+
+
+def _ray_config() -> dict[str, Any]:
+    """Ray Serve LLM's `LLMConfig` with the embedded model on one engine."""
+    return {
+        "model_loading_config": {
+            "model_id": MODEL,
+            "model_source": model_source(EMBEDDED_MODEL),
+        },
+        "engine_kwargs": {**_ENGINE_ARGUMENTS, "distributed_executor_backend": "mp"},
+        "placement_group_config": {"bundles": [{"CPU": 0.5}]},
+        "deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0.5}},
+        "runtime_env": {"env_vars": engine_environment(EMBEDDED_MODEL, gpu=False)},
+        "log_engine_metrics": False,
+    }
+
+
+def _port(system: str) -> int:
+    return int(SYSTEMS[system].rsplit(":", 1)[1])
 
 
 async def _until_answering(launch: Launch, url: str, name: str) -> None:
@@ -276,24 +293,13 @@ def main() -> None:
     if options.without_ray_serve_llm:
         del systems[RAY]
     results: dict[int, dict[str, Samples]] = {}
+    bare = _bare_engine(logs / "bare.log")
     conserve = Launch(["decoders=1"], logs / "conserve.log")
-    peer = Launch(
-        [],
-        logs / "ray-serve-llm.log",
-        # As ConServe starts Ray; its default has the engine yield to the other systems.
-        {"HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"},
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.experiments.ray_serve_llm",
-            SYSTEMS[RAY].rsplit(":", 1)[1],
-        ],
-    )
+    peer = _ray_serve_llm(logs / "ray-serve-llm.log")
     try:
         with console.status(f"starting the systems (logs: {logs})") as status:
-            with_bare = _bare_engine(logs / "bare.log")
-            with_bare.__enter__()
-            asyncio.run(_until_answering(with_bare, SYSTEMS[BARE], BARE))
+            bare.__enter__()
+            asyncio.run(_until_answering(bare, SYSTEMS[BARE], BARE))
             status.update("starting ConServe")
             conserve.__enter__()
             conserve.wait_until_serving(SYSTEMS[CONSERVE], 1, 1)
@@ -308,7 +314,7 @@ def main() -> None:
                 )
         report(results, console)
     finally:
-        for launch in (peer, conserve, with_bare):
+        for launch in (peer, conserve, bare):
             launch.stop()
     if options.json:
         body: dict[str, Any] = {

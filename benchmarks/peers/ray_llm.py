@@ -58,7 +58,11 @@ def serving_part(name: str, options: Options, builder: str, arguments: Mapping[s
     }
     # Ray's CPUs are a book-keeping of reservations; a small machine must not refuse to start.
     cpus = max(os.cpu_count() or 1, options.engines + 4)
-    command = module(
-        "benchmarks.peers.ray_app", builder, str(options.port), str(cpus), json.dumps(arguments)
-    )
-    return Part(name, command, environment)
+    return Part(name, serving_command(builder, options.port, cpus, arguments), environment)
+
+
+def serving_command(
+    builder: str, port: int, cpus: int, arguments: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The command line of `benchmarks.peers.ray_app`, which says what it takes."""
+    return module("benchmarks.peers.ray_app", builder, str(port), str(cpus), json.dumps(arguments))

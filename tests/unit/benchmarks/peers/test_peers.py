@@ -27,7 +27,6 @@ from benchmarks.peers.command import peers
 from benchmarks.peers.options import engine_arguments, engine_environment
 from benchmarks.peers.pinning import pin, share_out
 from benchmarks.peers.plan import Part, Plan, free_port
-from benchmarks.peers.vllm import flags
 from benchmarks.peers.waiting import answers, last_words, serves, until_ready, warm_up
 from conserve.launch import Launch
 from conserve.settings import load
@@ -136,21 +135,6 @@ def test_ray_pd_has_one_prefill_replica_and_one_lmcache_server() -> None:
     assert ports == {server.command[server.command.index("--port") + 1]}
     # Nothing of this process's environment that would end up in a report.
     assert not set(server.environment) & {"PATH", "HOME"}
-
-
-def test_engine_arguments_as_flags() -> None:
-    arguments = {
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "max_model_len": 8,
-        "config": {"a": [1]},
-    }
-    assert flags(arguments) == [
-        "--enforce-eager",
-        "--no-enable-prefix-caching",
-        *("--max-model-len", "8"),
-        *("--config", '{"a": [1]}'),
-    ]
 
 
 def test_the_largest_chunk_within_five_decode_steps() -> None:
