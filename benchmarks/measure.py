@@ -27,7 +27,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class MeasurementSettings:
     """What to measure, and how.
 
     Attributes:
@@ -72,7 +72,7 @@ class Measurement:
 
 
 async def measure(
-    settings: Settings,
+    settings: MeasurementSettings,
     *,
     on_record: Callable[[TurnRecord], None] | None = None,
     on_progress: OnProgress | None = None,
@@ -126,7 +126,7 @@ async def measure(
 
 
 async def _several(
-    settings: Settings,
+    settings: MeasurementSettings,
     report: Callable[[Run], Report],
     on_record: Callable[[TurnRecord], None] | None,
     on_progress: OnProgress | None,
@@ -155,7 +155,7 @@ async def _several(
 
 
 async def _reference(
-    settings: Settings, on_progress: OnProgress | None, stop: asyncio.Event
+    settings: MeasurementSettings, on_progress: OnProgress | None, stop: asyncio.Event
 ) -> tuple[Reference | None, dict[str, float]]:
     """The reference, and by how much its own run violates the bounds made of it."""
     if settings.reference is not None:
@@ -194,7 +194,7 @@ async def _reference(
     return found, evaluate(run.records, objectives).violations
 
 
-def _described(settings: Settings) -> dict[str, Any]:
+def _described(settings: MeasurementSettings) -> dict[str, Any]:
     return {
         "endpoints": [
             # Headers may hold a key; their names are enough.

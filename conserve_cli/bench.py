@@ -22,7 +22,7 @@ from benchmarks.client import Endpoint, EndpointError
 from benchmarks.compare import compare as ratios_to_first
 from benchmarks.compare import labels, show_comparisons, write_comparisons
 from benchmarks.driver import DriveOptions, Progress
-from benchmarks.measure import Measurement, OnProgress, Settings, Stopped, measure
+from benchmarks.measure import Measurement, MeasurementSettings, OnProgress, Stopped, measure
 from benchmarks.report import (
     Report,
     ReportError,
@@ -178,7 +178,7 @@ def run(
             max_output_tokens=max_output_tokens,
             declare_tools=declare_tools or None,
         )
-        settings = Settings(
+        settings = MeasurementSettings(
             endpoints=_endpoints(
                 endpoints, model, header, conversation_header, release, min_tokens
             ),
@@ -309,7 +309,7 @@ def _prepare(core: int | None) -> None:
 # --- Running, and what comes of it ----------------------------------------------------------------
 
 
-def _measure(settings: Settings, folder: Path) -> Measurement:
+def _measure(settings: MeasurementSettings, folder: Path) -> Measurement:
     with RecordWriter(folder / "records.jsonl") as writer, _progress() as show:
         try:
             return asyncio.run(_stoppable(settings, writer, show))
@@ -323,7 +323,9 @@ def _measure(settings: Settings, folder: Path) -> Measurement:
     raise typer.Exit(status)
 
 
-async def _stoppable(settings: Settings, writer: RecordWriter, show: OnProgress) -> Measurement:
+async def _stoppable(
+    settings: MeasurementSettings, writer: RecordWriter, show: OnProgress
+) -> Measurement:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 

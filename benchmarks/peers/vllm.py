@@ -7,13 +7,13 @@ one GPU, unless the engine arguments say otherwise: ``tensor_parallel_size`` or
 """
 
 from benchmarks.peers.options import Options, engine_arguments, engine_environment
-from benchmarks.peers.plan import Part, Plan
+from benchmarks.peers.plan import Part, PeerPlan
 from conserve.engines import server_command
 
 NAME = "vllm"
 
 
-def plan(options: Options) -> Plan:
+def plan(options: Options) -> PeerPlan:
     """One engine."""
     arguments = engine_arguments(options)
     environment = engine_environment(options)
@@ -21,7 +21,7 @@ def plan(options: Options) -> Plan:
         threads = str(options.engines)
         environment |= {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": threads}
     command = server_command(options.model_source, options.served_model, options.port, arguments)
-    return Plan(
+    return PeerPlan(
         parts=(Part(NAME, tuple(command), environment),),
         engine_arguments={"engine": arguments},
         prefillers=0,

@@ -39,7 +39,7 @@ class MeasureError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class MeasuredEngine:
     """An engine as ``GET /v1/engines`` describes it.
 
     Attributes:
@@ -59,8 +59,8 @@ class Application:
 
     url: str
     model: str
-    prefiller: Engine
-    decoder: Engine
+    prefiller: MeasuredEngine
+    decoder: MeasuredEngine
 
 
 async def find_application(url: str) -> Application:
@@ -86,7 +86,7 @@ async def find_application(url: str) -> Application:
         raise MeasureError(f"nothing answers at {base}: {said}") from None
     models, engines = found
     by_role = {
-        one["role"]: Engine(
+        one["role"]: MeasuredEngine(
             one["id"],
             one["role"],
             one["url"],

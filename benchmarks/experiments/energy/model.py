@@ -101,7 +101,7 @@ class _Engine:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ModelledRun:
     """A run of the model.
 
     Attributes:
@@ -140,7 +140,7 @@ class Machine:
         self._waiting: deque[_Turn] = deque()
         self._number = 0
         self._open = 0
-        self.outcome = Outcome()
+        self.outcome = ModelledRun()
 
     def run(
         self, plan: Iterable[tuple[float, Script]], step_s: float = 0.05

@@ -22,7 +22,7 @@ from conserve import wire
 from conserve_cli.profile import command as module
 from conserve_cli.profile import measure
 from conserve_cli.profile.command import _batched_tokens, _median, cli, make_grid
-from conserve_cli.profile.measure import Application, Engine, MeasureError, find_application
+from conserve_cli.profile.measure import Application, MeasuredEngine, MeasureError, find_application
 
 
 @settings(max_examples=50, deadline=None)
@@ -65,7 +65,7 @@ def test_too_few_batches_for_a_curve_are_refused_before_anything_is_measured(
 
 def _application(batched: int | None = None, capacity: int = 400_000) -> Application:
     engines = (
-        Engine("e", role, "http://127.0.0.1:9", capacity, batched)
+        MeasuredEngine("e", role, "http://127.0.0.1:9", capacity, batched)
         for role in ("prefiller", "decoder")
     )
     return Application("http://a", "m", *engines)
