@@ -18,7 +18,8 @@ from benchmarks.workloads import Workload, WorkloadError
 OnProgress = Callable[[str, int, Progress], None]
 """Takes what runs, how many conversations it has in all, and how far it has come."""
 
-# Other conversations than any round's, where the caches cannot be told to keep them apart.
+# Without a salt, caches do not keep the unloaded run apart from the load; so its conversations are
+# other ones than any round's.
 _UNLOADED_SEED_SHIFT = 1_000_003
 
 
@@ -64,7 +65,7 @@ class MeasurementSettings:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What came of it: runs and reports in the order of the endpoints."""
+    """What a measurement came to: runs and reports in the order of the endpoints."""
 
     runs: list[Run]
     reports: list[Report]
@@ -78,7 +79,7 @@ async def measure(
     on_progress: OnProgress | None = None,
     stop: asyncio.Event | None = None,
 ) -> Measurement:
-    """Do it.
+    """Run the unloaded reference, then the load, and report on each endpoint.
 
     Args:
         on_record: gets the records of the load, not those of the reference.
@@ -88,7 +89,7 @@ async def measure(
         EndpointError, WorkloadError, ValueError: it cannot be measured; the message says why.
     """
     stop = stop or asyncio.Event()
-    # Before anything else: none of them is found missing after minutes of measuring the others.
+    # All are asked first, so that none is found missing after minutes of measuring the others.
     named = [await with_model(endpoint) for endpoint in settings.endpoints]
     settings = replace(settings, endpoints=named)
     alone, floor = await _reference(settings, on_progress, stop)

@@ -331,7 +331,7 @@ async def _stoppable(
 
     def ask_to_stop(number: signal.Signals) -> None:
         stop.set()
-        # The next one ends it at once.
+        # The next such signal has its usual effect: it ends the program at once.
         loop.remove_signal_handler(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -341,7 +341,7 @@ async def _stoppable(
 
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
-    """A bar of conversations that ended; its function is a `benchmarks.measure.OnProgress`."""
+    """Show a bar of conversations that ended; yields the `OnProgress` that moves it."""
     bar = ProgressBar(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -391,7 +391,7 @@ def _hand_out(measured: Measurement, folder: Path, parquet: bool, plots: bool) -
 
 def _draw(reports: list[Report], folder: Path) -> None:
     try:
-        # An extra of the distribution, and slow to import.
+        # matplotlib is an extra of the distribution, and slow to import.
         from benchmarks.plots import draw_all
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":

@@ -35,15 +35,15 @@ cli = typer.Typer(
 )
 console = Console()
 
-# Workloads whose lengths are known before they run.
+# The workloads whose lengths are known before they run.
 _KINDS = ("synthetic", "recorded")
-# What a plan for one rate shows besides: the same traffic so many times over.
+# A plan for one rate also shows what so many times that rate would need.
 _MULTIPLES = (2.0, 5.0, 10.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Impossible:
-    """In a plan's place, where no number of replicas would do."""
+    """Stands in a plan's place where no number of replicas would do."""
 
     rate_per_s: float
     reason: str
@@ -149,7 +149,7 @@ def plan(
         shares["provision"] = provision
         tiers = Tiers(own, own)
         each = _conversations_each(made)
-        # What is asked for has to be possible; what is shown besides need not be.
+        # An impossible rate is refused if it was asked for, and said of those shown besides.
         plans: list[Plan | Impossible] = [
             make_plan(demand, tiers, one * each, **shares) for one in rates
         ]
@@ -171,7 +171,7 @@ def _refuse(problem: str) -> NoReturn:
 
 
 def _other(own: Profile, source: str) -> Profile:
-    """Another tier's profile, of the same model."""
+    """Load another tier's profile, which has to be of the same model."""
     found = load_profile(source)
     if found.model != own.model:
         raise ProfileError(
@@ -232,7 +232,7 @@ def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
         dataclasses.replace(PRESETS[selection.preset or "conserve"], **changed),
         conversations=selection.conversations,
         arrivals=Arrivals(),
-        # Tokens are not looked at.
+        # A plan counts tokens and does not look at them, so two different ones will do.
         vocabulary=range(2),
         seed=selection.seed,
         scale_tokens=selection.scale_tokens or 1.0,
@@ -242,7 +242,7 @@ def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
 
 
 def _conversations_each(workload: Workload) -> float:
-    """Conversations that come with an arrival: a recorded session's sub-agents are such, too."""
+    """How many conversations an arrival brings: a recorded session's sub-agents are such, too."""
     sessions = workload.counts.get("sessions")
     return workload.counts["conversations"] / sessions if sessions else 1.0
 

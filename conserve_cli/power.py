@@ -96,7 +96,7 @@ def apply(
         uuids = [_uuid(nvml, gpu) for gpu in gpus]
         used = _or_exit(_used, url)
         with PowerCaps(nvml, "conserve power apply", records_in) as caps:
-            # All before the first is changed.
+            # All GPUs are checked before the first one is changed.
             for uuid in uuids:
                 _or_exit(caps.check, uuid, cap, used)
             try:
@@ -110,7 +110,7 @@ def apply(
 
 
 def _hold(caps: PowerCaps, url: str) -> None:
-    """Until the application uses none of the GPUs any more."""
+    """Keep the caps until the application uses none of the GPUs any more."""
     answered_s = time.monotonic()
     while caps.held:
         time.sleep(_LOOK_S)
@@ -145,11 +145,11 @@ def _report(done: list[Restored]) -> None:
 
 
 class _NoApplication(RuntimeError):
-    """There is none to say which GPUs are its own."""
+    """No application answers, so nobody says which GPUs are its own."""
 
 
 def _used(url: str) -> set[str]:
-    """GPUs that engines of this application run on, wherever they are."""
+    """The UUIDs of GPUs that engines of this application run on, on any node."""
     try:
         answer = httpx.get(url.rstrip("/") + "/v1/engines", timeout=10).raise_for_status()
         engines = answer.json()["data"]
@@ -190,7 +190,7 @@ def _fail(message: str, code: int = 1) -> Any:
 
 @contextlib.contextmanager
 def _ends_by_signal() -> Iterator[None]:
-    """A plain ``kill``, or a closed terminal, ends it as Ctrl-C does: limits are put back."""
+    """Have a plain ``kill`` or a closed terminal end it as Ctrl-C does: limits are put back."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

@@ -64,7 +64,7 @@ _WORDS = [
     "while",
     "yield",
 ]
-# Of all engines: ConServe starts its own with these, too.
+# All systems' engines are started with these, ConServe's by its own defaults.
 _ENGINE_ARGUMENTS = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 16384}
 
 
@@ -133,7 +133,7 @@ class ChatAgent:
         ended_s = time.perf_counter()
         if response.status != 200:
             raise RuntimeError(f"{self._url}: {response.status} {b''.join(parts)[:300]!r}")
-        # Parsed after the clock has stopped.
+        # The answer is parsed after the clock has stopped.
         content, tokens = _content(b"".join(parts))
         if tokens != OUTPUT_TOKENS:
             raise RuntimeError(f"{self._url}: {tokens} tokens, not {OUTPUT_TOKENS}")
@@ -211,7 +211,7 @@ def percentile(values: Iterable[float], q: float) -> float:
 
 
 def report(results: dict[int, dict[str, Samples]], console: Console) -> None:
-    """A table a number of clients."""
+    """Print a table for each number of clients."""
     for clients, systems in results.items():
         table = Table(title=f"{clients} client{'s' * (clients > 1)}, warm turns, milliseconds")
         table.add_column("system", no_wrap=True)
@@ -234,10 +234,11 @@ def _bare_engine(log: Path) -> Launch:
 
 
 def _ray_serve_llm(log: Path) -> Launch:
-    # As most people have it: Ray's own proxy, and none of the settings for high throughput that
-    # the peer `ray_serve_llm` has.
+    # This is its usual ingress, Ray's own proxy, without the settings for high throughput that the
+    # peer `ray_serve_llm` has.
     command = serving_command("build_openai_app", _port(RAY), 8, {"llm_configs": [_ray_config()]})
-    # As ConServe starts Ray; its default has the engine yield to the other systems.
+    # ConServe starts Ray with this niceness; by Ray's default the engine would yield to the other
+    # systems.
     return Launch([], log, {"HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"}, command)
 
 

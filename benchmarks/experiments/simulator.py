@@ -84,7 +84,7 @@ def measure(turns: int, prefillers: int) -> SimulatorSample:
 
 
 def run(turns: Sequence[int], prefillers: Sequence[int], console: Console) -> list[SimulatorSample]:
-    """Every size on every cluster, one after the other."""
+    """Measure every size on every cluster, one after the other."""
     cases = [(count, size) for size in prefillers for count in turns]
     samples = []
     with Progress(console=console) as progress:
@@ -104,7 +104,7 @@ def _in_own_process(turns: int, prefillers: int) -> SimulatorSample:
 
 
 def show(samples: Sequence[SimulatorSample], console: Console) -> None:
-    """The figures, and the target where a sample is large enough to judge it."""
+    """Print the figures, and the verdict on the target where a sample is large enough."""
     table = Table(title="Simulator, one core", box=SIMPLE_HEAD)
     for heading in ("engines", "turns", "CPU s", "turns/s", "peak MB", "simulated s", "target"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -52,7 +52,7 @@ def serving_part(name: str, options: Options, builder: str, arguments: Mapping[s
         "RAY_SERVE_SESSION_ID_HEADER_KEY": CONVERSATION_HEADER,
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        # As ConServe starts Ray; by default its engines yield to whatever else runs.
+        # ConServe starts Ray with this niceness; by default Ray's engines yield to all else.
         "RAY_worker_niceness": "0",
         **engine_environment(options),
     }

@@ -24,7 +24,7 @@ from conserve_cli.demo.demonstration import AgentAnswer, Demonstration, TurnRow
 
 _OUTPUT_TOKENS = 256
 _MOST_CALLS = 6
-# A tool takes a while; so the agents' turns interleave.
+# How long a tool takes: long enough for the agents' turns to interleave.
 _TOOL_S = 0.3
 _TIMEOUT_S = 120.0
 
@@ -78,7 +78,7 @@ class _Agent:
 
     @property
     def name(self) -> str:
-        """As the table shows it."""
+        """The agent's name, as the table shows it."""
         return f"agent-{self.number}" if self.number % 2 else f"agent-{self.number} (no id)"
 
     async def run(self) -> None:
@@ -104,7 +104,7 @@ class _Agent:
                 text = transcript.answer or ""
                 answer = AgentAnswer(self.name, text, self.ttfet_s, is_right(task, text))
                 self.seen.answers.append(answer)
-            # A model that took a short way gets another task.
+            # A model that needed fewer turns than asked for gets another task.
             if self.done >= self.turns:
                 return
 

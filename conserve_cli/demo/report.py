@@ -9,14 +9,14 @@ from conserve_cli.demo.demonstration import Demonstration
 
 
 def report(seen: Demonstration, console: Console) -> None:
-    """A row a turn, and a closing summary."""
+    """Print a row for each turn, and a summary."""
     table = Table(
         title="Where each prompt's KV came from, in tokens; TTFT in ms",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    # Narrow enough for 80 columns with what the agent does in them.
+    # The columns are so narrow that what the agent does fits into 80 columns with them.
     table.add_column("agent", no_wrap=True)
     for column in ("turn", "prompt", "own", "LMCache", "TTFT"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -38,10 +38,11 @@ cli = typer.Typer(
 )
 console = Console()
 
-# Beyond, latencies are kept without the conversations that they are of, 8 bytes each: of every
-# system and rate, the rest would be most of the memory. Ratios are exact enough long before.
+# With more conversations than this, latencies are kept as bare numbers of 8 bytes. To keep the
+# conversation of each would take most of the memory, for every system and rate. Only ratios need
+# it, and they are exact enough with far fewer.
 _MOST_SAMPLED = 10_000
-# With --reproduce; all else is the paper's.
+# The options that --reproduce heeds; all else is the paper's.
 _GO_WITH_REPRODUCE = ("profile", "conversations", "seed", "reproduce", "out")
 
 
@@ -164,11 +165,12 @@ def simulate(
 
 
 def _refuse_what_is_the_papers(context: typer.Context) -> None:
-    """An option that --reproduce would not heed."""
+    """Refuse an option that --reproduce would not heed."""
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        # By its name: the enumeration is click's, or typer's own copy of it.
+        # Compared by name, because the enumeration is Click's in some versions of Typer and Typer's
+        # own copy in others.
         given = source is not None and source.name == "COMMANDLINE"
         if given and name not in _GO_WITH_REPRODUCE:
             _refuse(
@@ -216,7 +218,7 @@ def _hand_out(reports: list[Report], out: Path | None, sampled: bool) -> None:
 
 
 def _can_draw() -> bool:
-    # An extra of the distribution.
+    # matplotlib is an extra of the distribution.
     if find_spec("matplotlib") is not None:
         return True
     console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
@@ -225,7 +227,7 @@ def _can_draw() -> bool:
 
 @contextmanager
 def _progress(conversations: int) -> Iterator[Any]:
-    """A function to be called at each conversation's end, with what runs."""
+    """Show a bar; yields a function to call at each conversation's end, with what runs."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -241,7 +243,7 @@ def _progress(conversations: int) -> Iterator[Any]:
         def show(what: str) -> None:
             nonlocal done
             done += 1
-            # Drawing costs more than a conversation.
+            # Drawing the bar takes longer than simulating a conversation.
             if done % 100 == 0:
                 bar.update(task, description=what, completed=done)
 
