@@ -69,7 +69,7 @@ _ENGINE_ARGUMENTS = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len"
 
 
 @dataclass
-class Samples:
+class WarmTurns:
     """Warm turns of one system with one number of clients; times in seconds."""
 
     latency_s: list[float] = field(default_factory=list)
@@ -90,7 +90,7 @@ class ChatAgent:
         self._messages: list[dict[str, str]] = []
         self._left = 0
 
-    async def warm_turn(self, samples: Samples | None) -> None:
+    async def warm_turn(self, samples: WarmTurns | None) -> None:
         """One later turn; a new conversation's first turn goes before it, unmeasured."""
         if self._left == 0:
             self._left = TURNS
@@ -105,7 +105,7 @@ class ChatAgent:
         if self._left == 0:
             await self.warm_turn(None)
 
-    async def _turn(self, words: int, samples: Samples | None) -> None:
+    async def _turn(self, words: int, samples: WarmTurns | None) -> None:
         prompt = " ".join(self._rng.choice(_WORDS) for _ in range(words))
         self._messages.append({"role": "user", "content": prompt})
         body = {
@@ -158,10 +158,10 @@ def _content(stream: bytes) -> tuple[str, int]:
 
 async def measure(
     systems: dict[str, str], clients: int, rounds: int, progress: Progress, seed: int
-) -> dict[str, Samples]:
+) -> dict[str, WarmTurns]:
     """Alternate the systems, `rounds` times, with so many clients at the same time."""
     order = random.Random(seed)
-    results = {name: Samples() for name in systems}
+    results = {name: WarmTurns() for name in systems}
     task = progress.add_task(f"{clients} client{'s' * (clients > 1)}", total=rounds)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120)
@@ -174,7 +174,7 @@ async def measure(
             names = list(systems)
             order.shuffle(names)
             for name in names:
-                here = Samples()
+                here = WarmTurns()
                 while len(here.latency_s) < ROUND_TURNS:
                     await asyncio.gather(*(agent.prepare() for agent in agents[name]))
                     await asyncio.gather(*(agent.warm_turn(here) for agent in agents[name]))
@@ -189,7 +189,7 @@ async def measure(
     return results
 
 
-def paired_ratio(system: Samples, bare: Samples) -> tuple[float, float, float]:
+def paired_ratio(system: WarmTurns, bare: WarmTurns) -> tuple[float, float, float]:
     """Median over rounds of this system's latency against the bare engine's.
 
     Returns:
@@ -210,7 +210,7 @@ def percentile(values: Iterable[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def report(results: dict[int, dict[str, Samples]], console: Console) -> None:
+def report(results: dict[int, dict[str, WarmTurns]], console: Console) -> None:
     """Print a table for each number of clients."""
     for clients, systems in results.items():
         table = Table(title=f"{clients} client{'s' * (clients > 1)}, warm turns, milliseconds")
@@ -293,7 +293,7 @@ def main() -> None:
     systems = dict(SYSTEMS)
     if options.without_ray_serve_llm:
         del systems[RAY]
-    results: dict[int, dict[str, Samples]] = {}
+    results: dict[int, dict[str, WarmTurns]] = {}
     bare = _bare_engine(logs / "bare.log")
     conserve = Launch(["decoders=1"], logs / "conserve.log")
     peer = _ray_serve_llm(logs / "ray-serve-llm.log")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.experiments import overhead
-from benchmarks.experiments.overhead import Samples, paired_ratio
+from benchmarks.experiments.overhead import WarmTurns, paired_ratio
 from conserve.engines import engine_arguments, engine_environment, flags
 from conserve.launch import Launch
 from conserve.settings import EMBEDDED_MODEL
@@ -60,8 +60,8 @@ def test_ray_serve_llm_has_its_usual_ingress_and_yields_to_nobody(
 
 
 def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
-    bare = Samples(round_median_s=[1.0, 2.0, 4.0])
-    system = Samples(round_median_s=[1.5, 2.2, 4.4])
+    bare = WarmTurns(round_median_s=[1.0, 2.0, 4.0])
+    system = WarmTurns(round_median_s=[1.5, 2.2, 4.4])
     ratio, low, high = paired_ratio(system, bare)
     assert ratio == pytest.approx(1.1)
     assert (low, high) == pytest.approx((1.1, 1.5))
