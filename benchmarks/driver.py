@@ -19,7 +19,7 @@ from benchmarks.client import Client, Endpoint, EndpointError, with_model
 from benchmarks.counters import rise
 from benchmarks.records import Script, TurnRecord
 
-Plan = Iterable[tuple[float, Script]]
+ArrivalPlan = Iterable[tuple[float, Script]]
 """Arrival in seconds from the run's start, ascending, and the conversation that arrives."""
 
 _LAG_PERIOD_S = 0.05
@@ -122,7 +122,7 @@ class Run:
 
 async def drive(
     endpoint: Endpoint,
-    plan: Plan,
+    plan: ArrivalPlan,
     options: DriveOptions | None = None,
     *,
     on_record: Callable[[TurnRecord], None] | None = None,
@@ -204,7 +204,7 @@ class _Driver:
         await asyncio.sleep(max(0.0, due_s - self._now()))
 
     async def run(
-        self, plan: Plan, stop: asyncio.Event, on_progress: Callable[[Progress], None] | None
+        self, plan: ArrivalPlan, stop: asyncio.Event, on_progress: Callable[[Progress], None] | None
     ) -> Run:
         async with self._client:
             counted, used_j = await self._client.counters(), self._energy_j()
@@ -262,7 +262,7 @@ class _Driver:
 
     # --- Conversations ----------------------------------------------------------------------------
 
-    async def _converse_all(self, plan: Plan) -> None:
+    async def _converse_all(self, plan: ArrivalPlan) -> None:
         room = asyncio.Semaphore(self._options.concurrency or 2**31)
         arrivals = iter(plan)
         latest_s = room_since_s = 0.0

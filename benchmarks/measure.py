@@ -18,7 +18,8 @@ from benchmarks.workloads import Workload, WorkloadError
 OnProgress = Callable[[str, int, Progress], None]
 """Takes what runs, how many conversations it has in all, and how far it has come."""
 
-# Other conversations than any round's, where the caches cannot be told to keep them apart.
+# Without a salt, caches do not keep the unloaded run apart from the load; so its conversations are
+# other ones than any round's.
 _UNLOADED_SEED_SHIFT = 1_000_003
 
 
@@ -27,7 +28,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class MeasurementSettings:
     """What to measure, and how.
 
     Attributes:
@@ -64,7 +65,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What came of it: runs and reports in the order of the endpoints."""
+    """What a measurement came to: runs and reports in the order of the endpoints."""
 
     runs: list[Run]
     reports: list[Report]
@@ -72,13 +73,13 @@ class Measurement:
 
 
 async def measure(
-    settings: Settings,
+    settings: MeasurementSettings,
     *,
     on_record: Callable[[TurnRecord], None] | None = None,
     on_progress: OnProgress | None = None,
     stop: asyncio.Event | None = None,
 ) -> Measurement:
-    """Do it.
+    """Run the unloaded reference, then the load, and report on each endpoint.
 
     Args:
         on_record: gets the records of the load, not those of the reference.
@@ -88,7 +89,7 @@ async def measure(
         EndpointError, WorkloadError, ValueError: it cannot be measured; the message says why.
     """
     stop = stop or asyncio.Event()
-    # Before anything else: none of them is found missing after minutes of measuring the others.
+    # All are asked first, so that none is found missing after minutes of measuring the others.
     named = [await with_model(endpoint) for endpoint in settings.endpoints]
     settings = replace(settings, endpoints=named)
     alone, floor = await _reference(settings, on_progress, stop)
@@ -126,7 +127,7 @@ async def measure(
 
 
 async def _several(
-    settings: Settings,
+    settings: MeasurementSettings,
     report: Callable[[Run], Report],
     on_record: Callable[[TurnRecord], None] | None,
     on_progress: OnProgress | None,
@@ -155,7 +156,7 @@ async def _several(
 
 
 async def _reference(
-    settings: Settings, on_progress: OnProgress | None, stop: asyncio.Event
+    settings: MeasurementSettings, on_progress: OnProgress | None, stop: asyncio.Event
 ) -> tuple[Reference | None, dict[str, float]]:
     """The reference, and by how much its own run violates the bounds made of it."""
     if settings.reference is not None:
@@ -194,7 +195,7 @@ async def _reference(
     return found, evaluate(run.records, objectives).violations
 
 
-def _described(settings: Settings) -> dict[str, Any]:
+def _described(settings: MeasurementSettings) -> dict[str, Any]:
     return {
         "endpoints": [
             # Headers may hold a key; their names are enough.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.client import Endpoint
-from benchmarks.driver import DriveOptions, Lag, Plan, Progress, Run, drive
+from benchmarks.driver import ArrivalPlan, DriveOptions, Lag, Progress, Run, drive
 from benchmarks.records import TurnRecord
 
 ROUND = "/"
@@ -17,7 +17,7 @@ ROUND = "/"
 
 async def alternate(
     endpoints: Sequence[Endpoint],
-    plan_of: Callable[[int], Plan],
+    plan_of: Callable[[int], ArrivalPlan],
     rounds: int,
     options: DriveOptions | None = None,
     *,

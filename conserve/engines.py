@@ -1,5 +1,8 @@
 """What every engine is started with, in this application and in what it is compared with."""
 
+import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +54,38 @@ def engine_environment(model: str, gpu: bool) -> dict[str, str]:
         # What lies in a folder is not looked for elsewhere.
         environment["HF_HUB_OFFLINE"] = "1"
     return environment
+
+
+def server_command(
+    source: str, served_model: str, port: int, arguments: Mapping[str, Any]
+) -> list[str]:
+    """The command line of vLLM's own OpenAI server on loopback: an engine without ConServe.
+
+    It runs by its module because ``vllm serve`` wants to be installed under the name ``vllm``,
+    which the CPU build is not. `engine_environment` belongs to it.
+
+    Args:
+        source: where the model is loaded from, see `model_source`.
+        served_model: the name to ask it for.
+        port: that it listens on.
+        arguments: vLLM's engine arguments.
+    """
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", source, "--served-model-name", served_model),
+        *("--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"),
+        *flags(arguments),
+    ]
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Engine arguments as vLLM's command line takes them."""
+    found = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            found += [f"--{option}", text]
+    return found

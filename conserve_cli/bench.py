@@ -22,7 +22,7 @@ from benchmarks.client import Endpoint, EndpointError
 from benchmarks.compare import compare as ratios_to_first
 from benchmarks.compare import labels, show_comparisons, write_comparisons
 from benchmarks.driver import DriveOptions, Progress
-from benchmarks.measure import Measurement, OnProgress, Settings, Stopped, measure
+from benchmarks.measure import Measurement, MeasurementSettings, OnProgress, Stopped, measure
 from benchmarks.report import (
     Report,
     ReportError,
@@ -34,9 +34,19 @@ from benchmarks.report import (
 )
 from benchmarks.selection import DEFAULT_VOCABULARY, Selection
 from benchmarks.storage import RecordWriter, write_parquet
-from benchmarks.workloads import PRESETS, WorkloadError
+from benchmarks.workloads import WorkloadError
+from conserve_cli.workload_options import (
+    ArrivalPattern,
+    MaxContextTokens,
+    MaxGap,
+    MaxTurns,
+    Preset,
+    ScaleGaps,
+    ScaleTokens,
+    Seed,
+)
 
-bench = typer.Typer(
+cli = typer.Typer(
     help="Measure an OpenAI-compatible endpoint with conversations of agents.",
     no_args_is_help=True,
     add_completion=False,
@@ -46,10 +56,9 @@ console = Console()
 
 _NAME = re.compile(r"[\w.+-]+")
 _STOPPED = 130
-_PRESET_NAMES = ", ".join(PRESETS)
 
 
-@bench.command()
+@cli.command()
 def run(
     endpoints: Annotated[
         list[str],
@@ -65,16 +74,14 @@ def run(
     data: Annotated[
         Path | None, typer.Option(help="Folder of recorded sessions, or file of dialogues.")
     ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help=f"Of synthetic conversations: {_PRESET_NAMES}.")
-    ] = None,
+    preset: Preset = None,
     conversations: Annotated[int, typer.Option(help="How many; of several rounds, in each.")] = 20,
     rate: Annotated[float, typer.Option(help="Arrivals: conversations a second.")] = 1.0,
-    arrivals: Annotated[str, typer.Option(help="poisson, even, or together.")] = "poisson",
+    arrivals: ArrivalPattern = "poisson",
     concurrency: Annotated[
         int | None, typer.Option(help="Open conversations at most; the others wait.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    seed: Seed = 0,
     vocabulary: Annotated[
         str | None,
         typer.Option(
@@ -83,16 +90,11 @@ def run(
             f"(default: {DEFAULT_VOCABULARY}).",
         ),
     ] = None,
-    scale_tokens: Annotated[float | None, typer.Option(help="Factor for lengths.")] = None,
-    scale_gaps: Annotated[float | None, typer.Option(help="Factor for gaps.")] = None,
-    max_gap: Annotated[float | None, typer.Option(help="Longest gap, seconds.")] = None,
-    max_context_tokens: Annotated[
-        int | None,
-        typer.Option(help="The model's context; longer turns are left out, and counted."),
-    ] = None,
-    max_turns: Annotated[
-        int | None, typer.Option(help="Leave recorded sessions with more turns out.")
-    ] = None,
+    scale_tokens: ScaleTokens = None,
+    scale_gaps: ScaleGaps = None,
+    max_gap: MaxGap = None,
+    max_context_tokens: MaxContextTokens = None,
+    max_turns: MaxTurns = None,
     mean_gap: Annotated[
         float | None, typer.Option(help="Of dialogues and agents, seconds.")
     ] = None,
@@ -176,7 +178,7 @@ def run(
             max_output_tokens=max_output_tokens,
             declare_tools=declare_tools or None,
         )
-        settings = Settings(
+        settings = MeasurementSettings(
             endpoints=_endpoints(
                 endpoints, model, header, conversation_header, release, min_tokens
             ),
@@ -212,7 +214,7 @@ def run(
         raise typer.Exit(1)
 
 
-@bench.command()
+@cli.command()
 def compare(
     reports: Annotated[list[Path], typer.Argument(help="Reports; the first is the baseline.")],
     out: Annotated[
@@ -307,7 +309,7 @@ def _prepare(core: int | None) -> None:
 # --- Running, and what comes of it ----------------------------------------------------------------
 
 
-def _measure(settings: Settings, folder: Path) -> Measurement:
+def _measure(settings: MeasurementSettings, folder: Path) -> Measurement:
     with RecordWriter(folder / "records.jsonl") as writer, _progress() as show:
         try:
             return asyncio.run(_stoppable(settings, writer, show))
@@ -321,13 +323,15 @@ def _measure(settings: Settings, folder: Path) -> Measurement:
     raise typer.Exit(status)
 
 
-async def _stoppable(settings: Settings, writer: RecordWriter, show: OnProgress) -> Measurement:
+async def _stoppable(
+    settings: MeasurementSettings, writer: RecordWriter, show: OnProgress
+) -> Measurement:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def ask_to_stop(number: signal.Signals) -> None:
         stop.set()
-        # The next one ends it at once.
+        # The next such signal has its usual effect: it ends the program at once.
         loop.remove_signal_handler(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -337,7 +341,7 @@ async def _stoppable(settings: Settings, writer: RecordWriter, show: OnProgress)
 
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
-    """A bar of conversations that ended; its function is a `benchmarks.measure.OnProgress`."""
+    """Show a bar of conversations that ended; yields the `OnProgress` that moves it."""
     bar = ProgressBar(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -387,7 +391,7 @@ def _hand_out(measured: Measurement, folder: Path, parquet: bool, plots: bool) -
 
 def _draw(reports: list[Report], folder: Path) -> None:
     try:
-        # An extra of the distribution, and slow to import.
+        # matplotlib is an extra of the distribution, and slow to import.
         from benchmarks.plots import draw_all
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args
 
 import typer
@@ -18,29 +17,39 @@ from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.selection import Selection
 from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
 from benchmarks.workloads.arrivals import Arrivals
+from conserve_cli.workload_options import (
+    KnownWorkload,
+    MaxGap,
+    MaxTurns,
+    Preset,
+    RecordedData,
+    ScaleGaps,
+    ScaleTokens,
+    Seed,
+)
 
-planning = typer.Typer(
+cli = typer.Typer(
     help="Plan prefillers, decoders and slots from a profile and a workload.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 console = Console()
 
-# Workloads whose lengths are known before they run.
+# The workloads whose lengths are known before they run.
 _KINDS = ("synthetic", "recorded")
-# What a plan for one rate shows besides: the same traffic so many times over.
+# A plan for one rate also shows what so many times that rate would need.
 _MULTIPLES = (2.0, 5.0, 10.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Impossible:
-    """In a plan's place, where no number of replicas would do."""
+    """Stands in a plan's place where no number of replicas would do."""
 
     rate_per_s: float
     reason: str
 
 
-@planning.command()
+@cli.command()
 def plan(
     profile: Annotated[
         str, typer.Option(help="A profile's file, or the name of one that comes along.")
@@ -52,11 +61,9 @@ def plan(
             "come besides. Several: a row each; one: also 2, 5 and 10 times as many."
         ),
     ] = None,
-    workload: Annotated[str, typer.Option(help="synthetic or recorded.")] = "synthetic",
-    data: Annotated[Path | None, typer.Option(help="Folder of recorded sessions.")] = None,
-    preset: Annotated[
-        str | None, typer.Option(help=f"Of synthetic conversations: {', '.join(PRESETS)}.")
-    ] = None,
+    workload: KnownWorkload = "synthetic",
+    data: RecordedData = None,
+    preset: Preset = None,
     turns: Annotated[
         str | None,
         typer.Option(
@@ -79,14 +86,14 @@ def plan(
     conversations: Annotated[
         int, typer.Option(help="How many are looked at; of recorded ones, sessions.")
     ] = 1000,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
-    scale_tokens: Annotated[float | None, typer.Option(help="Factor for lengths.")] = None,
-    scale_gaps: Annotated[float | None, typer.Option(help="Factor for gaps.")] = None,
-    max_gap: Annotated[float | None, typer.Option(help="Longest gap, seconds.")] = None,
-    max_context_tokens: Annotated[int | None, typer.Option(help="The model's context.")] = None,
-    max_turns: Annotated[
-        int | None, typer.Option(help="Leave recorded sessions with more turns out.")
+    seed: Seed = 0,
+    scale_tokens: ScaleTokens = None,
+    scale_gaps: ScaleGaps = None,
+    max_gap: MaxGap = None,
+    max_context_tokens: Annotated[
+        int | None, typer.Option(help="The model's context; longer turns are left out.")
     ] = None,
+    max_turns: MaxTurns = None,
     headroom: Annotated[
         float, typer.Option(help="Decoders beyond those needed, as a share.")
     ] = 0.2,
@@ -142,7 +149,7 @@ def plan(
         shares["provision"] = provision
         tiers = RoleProfiles(own, own)
         each = _conversations_each(made)
-        # What is asked for has to be possible; what is shown besides need not be.
+        # An impossible rate is refused if it was asked for, and said of those shown besides.
         plans: list[Plan | Impossible] = [
             make_plan(demand, tiers, one * each, **shares) for one in rates
         ]
@@ -164,7 +171,7 @@ def _refuse(problem: str) -> NoReturn:
 
 
 def _other(own: Profile, source: str) -> Profile:
-    """Another tier's profile, of the same model."""
+    """Load another tier's profile, which has to be of the same model."""
     found = load_profile(source)
     if found.model != own.model:
         raise ProfileError(
@@ -225,7 +232,7 @@ def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
         dataclasses.replace(PRESETS[selection.preset or "conserve"], **changed),
         conversations=selection.conversations,
         arrivals=Arrivals(),
-        # Tokens are not looked at.
+        # A plan counts tokens and does not look at them, so two different ones will do.
         vocabulary=range(2),
         seed=selection.seed,
         scale_tokens=selection.scale_tokens or 1.0,
@@ -235,7 +242,7 @@ def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
 
 
 def _conversations_each(workload: Workload) -> float:
-    """Conversations that come with an arrival: a recorded session's sub-agents are such, too."""
+    """How many conversations an arrival brings: a recorded session's sub-agents are such, too."""
     sessions = workload.counts.get("sessions")
     return workload.counts["conversations"] / sessions if sessions else 1.0
 

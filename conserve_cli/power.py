@@ -26,7 +26,7 @@ from hetero.power import (
     recover,
 )
 
-power = typer.Typer(
+cli = typer.Typer(
     help="Power limits of this machine's GPUs.", no_args_is_help=True, add_completion=False
 )
 console = Console()
@@ -42,7 +42,7 @@ Folder = Annotated[
 Url = Annotated[str, typer.Option(help="The ConServe application whose GPUs may be capped.")]
 
 
-@power.command()
+@cli.command()
 def status(records_in: Folder = None) -> None:
     """Show each GPU's draw, limit and bounds, and the caps on record."""
     folder = records_in or default_directory()
@@ -77,7 +77,7 @@ def _described(record: Record, folder: Path) -> str:
     return f"{record.caps_w[-1]:g}, left behind: conserve power restore"
 
 
-@power.command()
+@cli.command()
 def apply(
     gpus: Annotated[list[str], typer.Argument(help="Indices or UUIDs, as in the status.")],
     watts: Annotated[float | None, typer.Option(help="The limit.")] = None,
@@ -96,7 +96,7 @@ def apply(
         uuids = [_uuid(nvml, gpu) for gpu in gpus]
         used = _or_exit(_used, url)
         with PowerCaps(nvml, "conserve power apply", records_in) as caps:
-            # All before the first is changed.
+            # All GPUs are checked before the first one is changed.
             for uuid in uuids:
                 _or_exit(caps.check, uuid, cap, used)
             try:
@@ -110,7 +110,7 @@ def apply(
 
 
 def _hold(caps: PowerCaps, url: str) -> None:
-    """Until the application uses none of the GPUs any more."""
+    """Keep the caps until the application uses none of the GPUs any more."""
     answered_s = time.monotonic()
     while caps.held:
         time.sleep(_LOOK_S)
@@ -125,7 +125,7 @@ def _hold(caps: PowerCaps, url: str) -> None:
         _report([caps.restore(uuid) for uuid in caps.held if uuid not in used])
 
 
-@power.command()
+@cli.command()
 def restore(records_in: Folder = None) -> None:
     """Put back the limits whose owners died without doing so."""
     with _nvml() as nvml:
@@ -145,11 +145,11 @@ def _report(done: list[Restored]) -> None:
 
 
 class _NoApplication(RuntimeError):
-    """There is none to say which GPUs are its own."""
+    """No application answers, so nobody says which GPUs are its own."""
 
 
 def _used(url: str) -> set[str]:
-    """GPUs that engines of this application run on, wherever they are."""
+    """The UUIDs of GPUs that engines of this application run on, on any node."""
     try:
         answer = httpx.get(url.rstrip("/") + "/v1/engines", timeout=10).raise_for_status()
         engines = answer.json()["data"]
@@ -190,7 +190,7 @@ def _fail(message: str, code: int = 1) -> Any:
 
 @contextlib.contextmanager
 def _ends_by_signal() -> Iterator[None]:
-    """A plain ``kill``, or a closed terminal, ends it as Ctrl-C does: limits are put back."""
+    """Have a plain ``kill`` or a closed terminal end it as Ctrl-C does: limits are put back."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

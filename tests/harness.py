@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import psutil
 
-from conserve.embedded import model_path
+from conserve.engines import engine_environment, model_source, server_command
 from conserve.launch import Launch, LaunchError, require_free
+from conserve.settings import EMBEDDED_MODEL
 
 Message = dict[str, Any]
 
@@ -144,19 +145,11 @@ class Stage:
 
 def lone_engine(log: Path) -> Launch:
     """vLLM's own server on the same model, without ConServe: what outputs are compared with."""
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--model", str(model_path()), "--served-model-name", "conserve-embedded",
-        "--host", "127.0.0.1", "--port", str(LONE_PORT), "--dtype", "float32",
-        "--enforce-eager", "--max-model-len", "16384",
-    ]  # fmt: skip
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 16384}
+    command = server_command(
+        model_source(EMBEDDED_MODEL), "conserve-embedded", LONE_PORT, arguments
+    )
+    environment = engine_environment(EMBEDDED_MODEL, gpu=False)
     launch = Launch([], log, environment, command)
     launch.__enter__()
     return launch

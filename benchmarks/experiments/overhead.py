@@ -17,7 +17,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -31,8 +30,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from conserve.embedded import model_path
+from benchmarks.peers.ray_llm import serving_command
+from conserve.engines import engine_environment, model_source, server_command
 from conserve.launch import Launch, LaunchError
+from conserve.settings import EMBEDDED_MODEL
 
 MODEL = "conserve-embedded"
 OUTPUT_TOKENS = 64
@@ -63,18 +64,12 @@ _WORDS = [
     "while",
     "yield",
 ]
-_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONHASHSEED": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+# All systems' engines are started with these, ConServe's by its own defaults.
+_ENGINE_ARGUMENTS = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 16384}
 
 
 @dataclass
-class Samples:
+class WarmTurns:
     """Warm turns of one system with one number of clients; times in seconds."""
 
     latency_s: list[float] = field(default_factory=list)
@@ -83,7 +78,7 @@ class Samples:
     round_median_s: list[float] = field(default_factory=list)
 
 
-class Client:
+class ChatAgent:
     """One agent: a conversation of `TURNS` turns after another, with every system the same."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, seed: str) -> None:
@@ -95,7 +90,7 @@ class Client:
         self._messages: list[dict[str, str]] = []
         self._left = 0
 
-    async def warm_turn(self, samples: Samples | None) -> None:
+    async def warm_turn(self, samples: WarmTurns | None) -> None:
         """One later turn; a new conversation's first turn goes before it, unmeasured."""
         if self._left == 0:
             self._left = TURNS
@@ -110,7 +105,7 @@ class Client:
         if self._left == 0:
             await self.warm_turn(None)
 
-    async def _turn(self, words: int, samples: Samples | None) -> None:
+    async def _turn(self, words: int, samples: WarmTurns | None) -> None:
         prompt = " ".join(self._rng.choice(_WORDS) for _ in range(words))
         self._messages.append({"role": "user", "content": prompt})
         body = {
@@ -138,7 +133,7 @@ class Client:
         ended_s = time.perf_counter()
         if response.status != 200:
             raise RuntimeError(f"{self._url}: {response.status} {b''.join(parts)[:300]!r}")
-        # Parsed after the clock has stopped.
+        # The answer is parsed after the clock has stopped.
         content, tokens = _content(b"".join(parts))
         if tokens != OUTPUT_TOKENS:
             raise RuntimeError(f"{self._url}: {tokens} tokens, not {OUTPUT_TOKENS}")
@@ -163,23 +158,23 @@ def _content(stream: bytes) -> tuple[str, int]:
 
 async def measure(
     systems: dict[str, str], clients: int, rounds: int, progress: Progress, seed: int
-) -> dict[str, Samples]:
+) -> dict[str, WarmTurns]:
     """Alternate the systems, `rounds` times, with so many clients at the same time."""
     order = random.Random(seed)
-    results = {name: Samples() for name in systems}
+    results = {name: WarmTurns() for name in systems}
     task = progress.add_task(f"{clients} client{'s' * (clients > 1)}", total=rounds)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120)
     ) as session:
         agents = {
-            name: [Client(session, url, f"{seed}-{clients}-{n}") for n in range(clients)]
+            name: [ChatAgent(session, url, f"{seed}-{clients}-{n}") for n in range(clients)]
             for name, url in systems.items()
         }
         for number in range(rounds + 2):
             names = list(systems)
             order.shuffle(names)
             for name in names:
-                here = Samples()
+                here = WarmTurns()
                 while len(here.latency_s) < ROUND_TURNS:
                     await asyncio.gather(*(agent.prepare() for agent in agents[name]))
                     await asyncio.gather(*(agent.warm_turn(here) for agent in agents[name]))
@@ -194,7 +189,7 @@ async def measure(
     return results
 
 
-def paired_ratio(system: Samples, bare: Samples) -> tuple[float, float, float]:
+def paired_ratio(system: WarmTurns, bare: WarmTurns) -> tuple[float, float, float]:
     """Median over rounds of this system's latency against the bare engine's.
 
     Returns:
@@ -215,8 +210,8 @@ def percentile(values: Iterable[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def report(results: dict[int, dict[str, Samples]], console: Console) -> None:
-    """A table a number of clients."""
+def report(results: dict[int, dict[str, WarmTurns]], console: Console) -> None:
+    """Print a table for each number of clients."""
     for clients, systems in results.items():
         table = Table(title=f"{clients} client{'s' * (clients > 1)}, warm turns, milliseconds")
         table.add_column("system", no_wrap=True)
@@ -233,14 +228,37 @@ def report(results: dict[int, dict[str, Samples]], console: Console) -> None:
 
 
 def _bare_engine(log: Path) -> Launch:
-    port = SYSTEMS[BARE].rsplit(":", 1)[1]
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--model", str(model_path()), "--served-model-name", MODEL,
-        "--host", "127.0.0.1", "--port", port, "--dtype", "bfloat16",
-        "--enforce-eager", "--max-model-len", "16384", "--disable-uvicorn-access-log",
-    ]  # fmt: skip
-    return Launch([], log, _ENVIRONMENT, command)
+    source = model_source(EMBEDDED_MODEL)
+    command = server_command(source, MODEL, _port(BARE), _ENGINE_ARGUMENTS)
+    return Launch([], log, engine_environment(EMBEDDED_MODEL, gpu=False), command)
+
+
+def _ray_serve_llm(log: Path) -> Launch:
+    # This is its usual ingress, Ray's own proxy, without the settings for high throughput that the
+    # peer `ray_serve_llm` has.
+    command = serving_command("build_openai_app", _port(RAY), 8, {"llm_configs": [_ray_config()]})
+    # ConServe starts Ray with this niceness; by Ray's default the engine would yield to the other
+    # systems.
+    return Launch([], log, {"HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"}, command)
+
+
+def _ray_config() -> dict[str, Any]:
+    """Ray Serve LLM's `LLMConfig` with the embedded model on one engine."""
+    return {
+        "model_loading_config": {
+            "model_id": MODEL,
+            "model_source": model_source(EMBEDDED_MODEL),
+        },
+        "engine_kwargs": {**_ENGINE_ARGUMENTS, "distributed_executor_backend": "mp"},
+        "placement_group_config": {"bundles": [{"CPU": 0.5}]},
+        "deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0.5}},
+        "runtime_env": {"env_vars": engine_environment(EMBEDDED_MODEL, gpu=False)},
+        "log_engine_metrics": False,
+    }
+
+
+def _port(system: str) -> int:
+    return int(SYSTEMS[system].rsplit(":", 1)[1])
 
 
 async def _until_answering(launch: Launch, url: str, name: str) -> None:
@@ -275,25 +293,14 @@ def main() -> None:
     systems = dict(SYSTEMS)
     if options.without_ray_serve_llm:
         del systems[RAY]
-    results: dict[int, dict[str, Samples]] = {}
+    results: dict[int, dict[str, WarmTurns]] = {}
+    bare = _bare_engine(logs / "bare.log")
     conserve = Launch(["decoders=1"], logs / "conserve.log")
-    peer = Launch(
-        [],
-        logs / "ray-serve-llm.log",
-        # As ConServe starts Ray; its default has the engine yield to the other systems.
-        {"HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"},
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.experiments.ray_serve_llm",
-            SYSTEMS[RAY].rsplit(":", 1)[1],
-        ],
-    )
+    peer = _ray_serve_llm(logs / "ray-serve-llm.log")
     try:
         with console.status(f"starting the systems (logs: {logs})") as status:
-            with_bare = _bare_engine(logs / "bare.log")
-            with_bare.__enter__()
-            asyncio.run(_until_answering(with_bare, SYSTEMS[BARE], BARE))
+            bare.__enter__()
+            asyncio.run(_until_answering(bare, SYSTEMS[BARE], BARE))
             status.update("starting ConServe")
             conserve.__enter__()
             conserve.wait_until_serving(SYSTEMS[CONSERVE], 1, 1)
@@ -308,7 +315,7 @@ def main() -> None:
                 )
         report(results, console)
     finally:
-        for launch in (peer, conserve, with_bare):
+        for launch in (peer, conserve, bare):
             launch.stop()
     if options.json:
         body: dict[str, Any] = {

@@ -39,7 +39,7 @@ _TURNS_EACH = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SimulatorSample:
     """One run.
 
     Attributes:
@@ -55,7 +55,7 @@ class Sample:
     simulated_s: float
 
 
-def measure(turns: int, prefillers: int) -> Sample:
+def measure(turns: int, prefillers: int) -> SimulatorSample:
     """Simulate about so many turns on ``prefillers`` times four engines."""
     began_s = time.process_time()
     profile = load_profile(_PROFILE)
@@ -74,7 +74,7 @@ def measure(turns: int, prefillers: int) -> Sample:
             f"{completed} of {workload.counts['turns']} turns completed; this measurement means "
             "nothing"
         )
-    return Sample(
+    return SimulatorSample(
         engines=(1 + _DECODERS_EACH) * prefillers,
         turns=completed,
         cpu_s=time.process_time() - began_s,
@@ -83,8 +83,8 @@ def measure(turns: int, prefillers: int) -> Sample:
     )
 
 
-def run(turns: Sequence[int], prefillers: Sequence[int], console: Console) -> list[Sample]:
-    """Every size on every cluster, one after the other."""
+def run(turns: Sequence[int], prefillers: Sequence[int], console: Console) -> list[SimulatorSample]:
+    """Measure every size on every cluster, one after the other."""
     cases = [(count, size) for size in prefillers for count in turns]
     samples = []
     with Progress(console=console) as progress:
@@ -96,15 +96,15 @@ def run(turns: Sequence[int], prefillers: Sequence[int], console: Console) -> li
     return samples
 
 
-def _in_own_process(turns: int, prefillers: int) -> Sample:
+def _in_own_process(turns: int, prefillers: int) -> SimulatorSample:
     command = [sys.executable, "-m", "benchmarks.experiments.simulator", "--measure", str(turns)]
     command += ["--prefillers", str(prefillers)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=3600)
-    return Sample(**json.loads(done.stdout))
+    return SimulatorSample(**json.loads(done.stdout))
 
 
-def show(samples: Sequence[Sample], console: Console) -> None:
-    """The figures, and the target where a sample is large enough to judge it."""
+def show(samples: Sequence[SimulatorSample], console: Console) -> None:
+    """Print the figures, and the verdict on the target where a sample is large enough."""
     table = Table(title="Simulator, one core", box=SIMPLE_HEAD)
     for heading in ("engines", "turns", "CPU s", "turns/s", "peak MB", "simulated s", "target"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -126,7 +126,7 @@ def show(samples: Sequence[Sample], console: Console) -> None:
     )
 
 
-def _verdict(sample: Sample) -> str:
+def _verdict(sample: SimulatorSample) -> str:
     # The last conversations' lengths decide how many turns they are, to a few in a thousand.
     if sample.turns < 0.99 * TARGET_TURNS:
         return "-"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.peers.options import Options, engine_arguments, engine_environment
-from benchmarks.peers.plan import Part, Plan, free_port, module
+from benchmarks.peers.plan import Part, PeerPlan, free_port, module
 
 
 def application(
@@ -15,7 +15,7 @@ def application(
     prefillers: int,
     decoders: int,
     engine: Mapping[str, Any] | None = None,
-) -> Plan:
+) -> PeerPlan:
     """``serve run conserve.app`` with these settings.
 
     Args:
@@ -41,7 +41,7 @@ def application(
     ]
     all_arguments = engine_arguments(options) | own
     roles = {"prefiller": all_arguments, "decoder": all_arguments}
-    return Plan(
+    return PeerPlan(
         parts=(
             Part(
                 name,

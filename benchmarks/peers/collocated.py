@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from benchmarks.peers.application import application
 from benchmarks.peers.options import Options
-from benchmarks.peers.plan import Plan
+from benchmarks.peers.plan import PeerPlan
 
 NAME = "collocated"
 GPU_CHUNK_TOKENS = 2944
@@ -20,7 +20,7 @@ CPU_CHUNK_TOKENS = 512
 SLO_MULTIPLE = 5.0
 
 
-def plan(options: Options) -> Plan:
+def plan(options: Options) -> PeerPlan:
     """N engines, none of them a prefiller."""
     chunk_tokens = options.chunk_tokens or (GPU_CHUNK_TOKENS if options.gpu else CPU_CHUNK_TOKENS)
     return application(

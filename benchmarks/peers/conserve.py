@@ -6,12 +6,12 @@ paper has it on four GPUs (section 5.1). Everything else is what ``conserve serv
 
 from benchmarks.peers.application import application
 from benchmarks.peers.options import Options
-from benchmarks.peers.plan import Plan, require_two
+from benchmarks.peers.plan import PeerPlan, require_two
 
 NAME = "conserve"
 
 
-def plan(options: Options) -> Plan:
+def plan(options: Options) -> PeerPlan:
     """One prefiller and N - 1 decoders."""
     require_two(options.engines, NAME)
     return application(NAME, options, prefillers=1, decoders=options.engines - 1)

@@ -7,12 +7,12 @@ all that differs.
 
 from benchmarks.peers.application import application
 from benchmarks.peers.options import Options
-from benchmarks.peers.plan import Plan, require_two
+from benchmarks.peers.plan import PeerPlan, require_two
 
 NAME = "full_disaggregation"
 
 
-def plan(options: Options) -> Plan:
+def plan(options: Options) -> PeerPlan:
     """One prefiller and N - 1 decoders."""
     require_two(options.engines, NAME)
     return application(

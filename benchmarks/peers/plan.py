@@ -32,7 +32,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PeerPlan:
     """A peer's processes, in the order in which they start.
 
     Attributes:

@@ -52,13 +52,17 @@ def serving_part(name: str, options: Options, builder: str, arguments: Mapping[s
         "RAY_SERVE_SESSION_ID_HEADER_KEY": CONVERSATION_HEADER,
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        # As ConServe starts Ray; by default its engines yield to whatever else runs.
+        # ConServe starts Ray with this niceness; by default Ray's engines yield to all else.
         "RAY_worker_niceness": "0",
         **engine_environment(options),
     }
     # Ray's CPUs are a book-keeping of reservations; a small machine must not refuse to start.
     cpus = max(os.cpu_count() or 1, options.engines + 4)
-    command = module(
-        "benchmarks.peers.ray_app", builder, str(options.port), str(cpus), json.dumps(arguments)
-    )
-    return Part(name, command, environment)
+    return Part(name, serving_command(builder, options.port, cpus, arguments), environment)
+
+
+def serving_command(
+    builder: str, port: int, cpus: int, arguments: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The command line of `benchmarks.peers.ray_app`, which says what it takes."""
+    return module("benchmarks.peers.ray_app", builder, str(port), str(cpus), json.dumps(arguments))

@@ -16,7 +16,7 @@ import os
 from typing import Any
 
 from benchmarks.peers.options import Options, engine_arguments
-from benchmarks.peers.plan import Part, Plan, free_port, require_two
+from benchmarks.peers.plan import Part, PeerPlan, free_port, require_two
 from benchmarks.peers.ray_llm import llm_config, serving_part
 from conserve.settings import LMCacheSettings
 from deployments.node.lmcache_server import Address, lmcache_command, lmcache_environment
@@ -24,7 +24,7 @@ from deployments.node.lmcache_server import Address, lmcache_command, lmcache_en
 NAME = "ray_pd"
 
 
-def plan(options: Options) -> Plan:
+def plan(options: Options) -> PeerPlan:
     """An LMCache server, one prefill replica and N - 1 decode replicas."""
     require_two(options.engines, NAME)
     lmcache = LMCacheSettings(
@@ -37,7 +37,7 @@ def plan(options: Options) -> Plan:
         "prefill_config": llm_config(options, 1, prefill),
         "decode_config": llm_config(options, options.engines - 1, decode),
     }
-    return Plan(
+    return PeerPlan(
         parts=(
             _server(lmcache),
             serving_part(NAME, options, "build_pd_openai_app", arguments),

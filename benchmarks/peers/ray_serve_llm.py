@@ -5,17 +5,17 @@ the conversation's header; see `benchmarks.peers.ray_llm` for where they are doc
 """
 
 from benchmarks.peers.options import Options, engine_arguments
-from benchmarks.peers.plan import Plan
+from benchmarks.peers.plan import PeerPlan
 from benchmarks.peers.ray_llm import llm_config, serving_part
 
 NAME = "ray_serve_llm"
 
 
-def plan(options: Options) -> Plan:
+def plan(options: Options) -> PeerPlan:
     """N replicas."""
     engine = engine_arguments(options)
     arguments = {"llm_configs": [llm_config(options, options.engines, engine)]}
-    return Plan(
+    return PeerPlan(
         parts=(serving_part(NAME, options, "build_openai_app", arguments),),
         engine_arguments={"replica": engine},
         prefillers=0,

@@ -25,7 +25,7 @@ from benchmarks.peers import (
 )
 from benchmarks.peers.options import Options
 from benchmarks.peers.pinning import engine_processes, pin
-from benchmarks.peers.plan import PeerUnavailable, Plan
+from benchmarks.peers.plan import PeerPlan, PeerUnavailable
 from benchmarks.peers.waiting import answers, serves, until_ready, warm_up
 from conserve.launch import Launch
 
@@ -88,7 +88,7 @@ def start(
         raise ValueError(f"no peer {name!r}: there are {', '.join(PEERS)}")
     options = options or Options()
     report = on_progress or (lambda text: None)
-    plan: Plan = PEERS[name].plan(options)
+    plan: PeerPlan = PEERS[name].plan(options)
     url = f"http://127.0.0.1:{options.port}"
     _require_free(options.port)
     logs = options.logs or Path(tempfile.mkdtemp(prefix=f"peer-{name}-"))
@@ -157,7 +157,7 @@ def _pinned(engines: list[Any], options: Options) -> list[list[int]] | None:
 
 
 def _described(
-    options: Options, plan: Plan, cores: list[list[int]] | None, logs: Path
+    options: Options, plan: PeerPlan, cores: list[list[int]] | None, logs: Path
 ) -> dict[str, Any]:
     return {
         "processes": [

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.peers.plan import PeerUnavailable, Plan
+from benchmarks.peers.plan import PeerPlan, PeerUnavailable
 from conserve.launch import Launch
 
 _POLL_S = 0.5
@@ -53,7 +53,7 @@ def answers(url: str) -> bool:
     return False
 
 
-def serves(url: str, model: str, plan: Plan) -> bool:
+def serves(url: str, model: str, plan: PeerPlan) -> bool:
     """Whether all engines are up: as ``/health`` counts them, else as the model is listed."""
     if not plan.releases:
         names = [str(entry.get("id")) for entry in _body(url + "/v1/models").get("data", [])]
@@ -71,7 +71,7 @@ def _body(url: str) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def warm_up(url: str, model: str, plan: Plan, deadline_s: float) -> None:
+def warm_up(url: str, model: str, plan: PeerPlan, deadline_s: float) -> None:
     """Run conversations of two turns on all engines, and forget them.
 
     Raises:

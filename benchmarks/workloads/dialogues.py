@@ -66,7 +66,7 @@ class _RawDialogue(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RecordedTurn:
     """What is said before a turn, and how long its answer may be.
 
     Attributes:
@@ -141,7 +141,7 @@ class DialogueScript:
     def __init__(
         self,
         conversation: str,
-        turns: Sequence[Turn],
+        turns: Sequence[RecordedTurn],
         gaps_s: Sequence[float],
         tools: list[dict[str, Any]] | None,
     ) -> None:
@@ -189,7 +189,7 @@ class DialogueScript:
         return body if self._tools is None else body | {"tools": self._tools}
 
 
-def continuation(answer: Answer, turn: Turn, call_prefix: str) -> list[Message]:
+def continuation(answer: Answer, turn: RecordedTurn, call_prefix: str) -> list[Message]:
     """The answer and what is said after it, as messages that go on with any valid chat.
 
     Args:
@@ -264,14 +264,16 @@ def _check(messages: Sequence[_RawMessage], where: str) -> None:
     )
 
 
-def _turns(recorded: Sequence[_RawMessage], max_output_tokens: int | None) -> tuple[Turn, ...]:
+def _turns(
+    recorded: Sequence[_RawMessage], max_output_tokens: int | None
+) -> tuple[RecordedTurn, ...]:
     turns = []
     messages: list[Message] = []
     results: list[str] = []
     for message in recorded:
         if message.role == "assistant":
             limit = max_output_tokens or _approximate_tokens(message)
-            turns.append(Turn(tuple(messages), tuple(results), limit))
+            turns.append(RecordedTurn(tuple(messages), tuple(results), limit))
             messages, results = [], []
         elif message.role == "tool":
             results.append(message.content or "")

@@ -44,7 +44,7 @@ from benchmarks.workloads.errors import WorkloadError, require
 from benchmarks.workloads.plan import Arriving, Workload
 from benchmarks.workloads.replay import Changes, Replay
 from benchmarks.workloads.tokens import check_vocabulary, key
-from benchmarks.workloads.traces import Session, read_session, trace_files
+from benchmarks.workloads.traces import RecordedSession, read_session, trace_files
 
 _MAX_KEYS_TRIED = 1000
 
@@ -168,7 +168,7 @@ def _counts(chosen: Sequence[Replay]) -> dict[str, int]:
     }
 
 
-def _sessions(session: Session) -> Iterator[Session]:
+def _sessions(session: RecordedSession) -> Iterator[RecordedSession]:
     yield session
     for sub in session.sub_agents:
         yield from _sessions(sub.session)

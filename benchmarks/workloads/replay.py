@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.records import TurnRequest
 from benchmarks.workloads.errors import require
 from benchmarks.workloads.tokens import COMPLETIONS, completion, draw, key
-from benchmarks.workloads.traces import Call, Session
+from benchmarks.workloads.traces import RecordedCall, RecordedSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,15 @@ class Changes:
         """Where a position in a recorded prompt moves to; for integers and arrays of them."""
         return np.floor(np.asarray(tokens) * self.scale_tokens).astype(np.int64)
 
-    def prompt_tokens(self, call: Call) -> int:
+    def prompt_tokens(self, call: RecordedCall) -> int:
         """The length of a call's prompt."""
         return max(1, int(self.position(call.prompt_tokens)))
 
-    def output_tokens(self, call: Call) -> int:
+    def output_tokens(self, call: RecordedCall) -> int:
         """The length of a call's output."""
         return max(1, round(call.output_tokens * self.scale_tokens))
 
-    def fits(self, call: Call) -> bool:
+    def fits(self, call: RecordedCall) -> bool:
         """Whether a call fits into the model's context."""
         needed = self.prompt_tokens(call) + self.output_tokens(call)
         return self.max_context_tokens is None or needed <= self.max_context_tokens
@@ -94,7 +94,9 @@ class Replay:
         turns: how many of the session's calls are made.
     """
 
-    def __init__(self, session: Session, changes: Changes, vocabulary: range, seed: int) -> None:
+    def __init__(
+        self, session: RecordedSession, changes: Changes, vocabulary: range, seed: int
+    ) -> None:
         fitting = (index for index, call in enumerate(session.calls) if not changes.fits(call))
         self.session = session
         self.turns = next(fitting, len(session.calls))
@@ -196,7 +198,7 @@ def _rest(turn: int) -> int:
 
 
 def _timeline(
-    session: Session, changes: Changes, children: Sequence[Replay]
+    session: RecordedSession, changes: Changes, children: Sequence[Replay]
 ) -> tuple[list[float], list[float], float]:
     """When everything happens, were the calls to last as long as recorded, for their tokens.
 

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     """One model call.
 
     Attributes:
@@ -61,7 +61,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class RecordedSession:
     """The calls of one agent, in order, and the agents that it started.
 
     Attributes:
@@ -73,7 +73,7 @@ class Session:
     block_tokens: int
     tool_tokens: int
     system_tokens: int
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedCall, ...]
     sub_agents: tuple["SubAgent", ...]
 
 
@@ -90,7 +90,7 @@ class SubAgent:
     after: int
     started_s: float
     ended_s: float | None
-    session: Session
+    session: RecordedSession
 
 
 class _RawCall(msgspec.Struct, tag="n"):
@@ -161,7 +161,7 @@ def read_json(path: Path, kind: type[T]) -> T:
         raise WorkloadError(f"{path} is not JSON: {error}") from None
 
 
-def read_session(path: Path) -> Session:
+def read_session(path: Path) -> RecordedSession:
     """Read one recorded session, whole.
 
     Raises:
@@ -171,7 +171,7 @@ def read_session(path: Path) -> Session:
     return _session(raw.id, raw, raw.block_size, f"{path}: requests")
 
 
-def _session(name: str, raw: _RawSession | _RawSubAgent, block: int, where: str) -> Session:
+def _session(name: str, raw: _RawSession | _RawSubAgent, block: int, where: str) -> RecordedSession:
     require(bool(raw.requests), f"{where} is empty; a session needs at least one call")
     calls: list[_RawCall] = []
     sub_agents: list[SubAgent] = []
@@ -185,7 +185,7 @@ def _session(name: str, raw: _RawSession | _RawSubAgent, block: int, where: str)
     require(bool(calls), f"{where} has no call of its own")
     blocks = [np.array(call.hash_ids, dtype=np.int64) for call in calls]
     head = _head(blocks, raw.tool_tokens + raw.system_tokens, block)
-    return Session(
+    return RecordedSession(
         name=name,
         block_tokens=block,
         tool_tokens=raw.tool_tokens,
@@ -236,7 +236,7 @@ def _head(blocks: list[Any], tokens: int, block: int) -> Any:
     return next(ids for ids in long if ids[last] == most)[: -(-tokens // block)]
 
 
-def _calls(raw: list[_RawCall], blocks: list[Any], head: Any) -> tuple[Call, ...]:
+def _calls(raw: list[_RawCall], blocks: list[Any], head: Any) -> tuple[RecordedCall, ...]:
     known = [call.api_time for call in raw if call.api_time is not None]
     typical_s = statistics.median(known) if known else 0.0
     calls = []
@@ -249,7 +249,7 @@ def _calls(raw: list[_RawCall], blocks: list[Any], head: Any) -> tuple[Call, ...
                 took_s = min(took_s, raw[index + 1].t - call.t)
         kept = _common(before, ids)
         calls.append(
-            Call(
+            RecordedCall(
                 started_s=call.t,
                 took_s=took_s,
                 estimated=call.api_time is None,

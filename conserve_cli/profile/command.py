@@ -50,7 +50,7 @@ from conserve.embedded import model_path
 from conserve_cli.profile.draw import DrawMeter, NoDraw, measure_power
 from conserve_cli.profile.measure import Application, MeasureError, Probe, find_application
 
-profiling = typer.Typer(
+cli = typer.Typer(
     help="Measure a running application's engines, and write their profile.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -116,21 +116,22 @@ def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> 
         appends=[(n, c) for n in powers[:4] for c in contexts[1:] if n + c <= longest_tokens],
         decodes=decodes,
         beside=[
-            # Far apart: against a decode step of the same order, noise would hide the share.
+            # Sizes are far apart: an append that takes about as long as a decode step would be
+            # hidden by noise.
             (batch, contexts[1], new, contexts[1])
             for batch in batches[1:4:2]
             for new in (powers[0], powers[2], min(powers[3], longest_tokens - contexts[1]))
         ],
-        # Short ones tell little; but a line needs three.
+        # Short prompts tell little; but a line needs three points.
         handoffs=powers[min(2, len(powers) - 3) :],
-        # First prompts of some chunks, so that there is something to hand off.
+        # First prompts have some chunks, so that there is something to hand off.
         turns=[(n, 0) for n in powers[2:-1]] + [(c, powers[0]) for c in powers[2:-1]],
     )
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Points, each the median of what was repeated."""
+    """The points so far, each the median of its repetitions."""
 
     prefill: list[PrefillPoint] = field(default_factory=list)
     decode: list[DecodePoint] = field(default_factory=list)
@@ -139,7 +140,7 @@ class _Seen:
     turns: list[TurnPoint] = field(default_factory=list)
 
     def as_data(self) -> dict[str, list[dict[str, Any]]]:
-        """By curve, as a profile has them."""
+        """The points by curve, as a profile has them."""
         curves: dict[str, Sequence[Any]] = {
             "prefill": self.prefill,
             "decode": self.decode,
@@ -150,7 +151,7 @@ class _Seen:
         return {name: [asdict(point) for point in points] for name, points in curves.items()}
 
 
-@profiling.command()
+@cli.command()
 def profile(
     url: Annotated[str, typer.Argument(help="Of a running application: http://127.0.0.1:8000")],
     out: Annotated[Path, typer.Option(help="The profile's file; pictures go beside it.")],
@@ -211,7 +212,7 @@ def profile(
                 range(int(low), int(high)),
                 kv_bytes_per_token,
                 batched_tokens,
-                # For every curve; without, each has its own.
+                # If it is given it holds for every curve; otherwise each has its own default.
                 {} if min_r_squared is None else {"min_r_squared": min_r_squared},
                 seed,
             )
@@ -268,7 +269,7 @@ async def _measure(
         task = bar.add_task("", total=count * (repeats + 1))
 
         async def repeat(what: str, calls: Iterable[Callable[[], Awaitable[Point]]]) -> list[Point]:
-            """Each once to warm up, then all of them over and over, in random order."""
+            """Make each call once to warm up, then all over and over, in random order."""
             bar.update(task, description=what)
             calls = list(calls)
             found: dict[int, list[Point]] = defaultdict(list)
@@ -339,7 +340,7 @@ def _prepare(out: Path) -> None:
 def _batched_tokens(
     application: Application, given: int | None
 ) -> dict[Literal["prefiller", "decoder", "collocated"], int]:
-    """Most tokens of a step, by role, as far as known."""
+    """The most tokens of a step, by role, as far as they are known."""
     prefiller = application.prefiller.batched_tokens if given is None else given
     decoder = application.decoder.batched_tokens if given is None else given
     found: dict[Literal["prefiller", "decoder", "collocated"], int] = {}
@@ -347,16 +348,16 @@ def _batched_tokens(
         found["prefiller"] = prefiller
     if decoder is not None:
         found["decoder"] = decoder
-    # An engine that does both is started like these two, if they are started alike.
+    # If both are started alike, so is an engine that does the work of both.
     if prefiller is not None and prefiller == decoder:
         found["collocated"] = prefiller
     return found
 
 
 async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
-    """Under the limit that is set; nothing where it cannot be measured, which is said."""
+    """Measure draws under the limit that is set; where that cannot be, say why, and have none."""
 
-    # Short contexts and long outputs, so that little of it is prefill.
+    # Contexts are short and outputs long, so that little of the work is prefill.
     sequences, context_tokens = max(grid.decodes, key=lambda one: (one[0], -one[1]))
 
     async def prefill() -> None:
@@ -380,7 +381,7 @@ def _call(
 
 
 def _median(points: list[Point]) -> Point:
-    """The point with the medians of the times."""
+    """One point of several repetitions, with the medians of their times."""
     names = [name for name in ("seconds", "engines_s") if hasattr(points[0], name)]
     medians = {name: statistics.median(getattr(one, name) for one in points) for name in names}
     return replace(points[0], **medians)
@@ -394,7 +395,7 @@ def _embedded_kv_bytes_per_token(application: Application) -> float:
         )
     config = json.loads((model_path() / "config.json").read_text())
     heads = config["num_key_value_heads"] * config["head_dim"]
-    # bfloat16, as it is served unless told otherwise.
+    # The last 2 is the bytes of bfloat16, in which it is served unless told otherwise.
     return float(config["num_hidden_layers"] * 2 * heads * 2)
 
 
@@ -468,7 +469,7 @@ def _show(made: Profile) -> None:
 
 def _draw(made: Profile, out: Path) -> None:
     try:
-        # An extra of the distribution, and slow to import.
+        # matplotlib is an extra of the distribution, and slow to import.
         from conserve_cli.profile.pictures import draw_fits
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":

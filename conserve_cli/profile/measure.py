@@ -27,10 +27,10 @@ from benchmarks.workloads.tokens import COMPLETIONS, completion
 from conserve import wire
 
 _TIMEOUT_S = 600.0
-# Outputs that run while an append comes, and when it comes.
+# How long the outputs are that run while an append comes, and how long they run before it.
 _BESIDE_TOKENS = 160
 _UNDER_WAY_S = 0.3
-# For an engine to have told the conversation table how a turn went.
+# An engine has so long to tell the conversation table how a turn went.
 _REPORT_TIMEOUT_S = 10.0
 
 
@@ -39,7 +39,7 @@ class MeasureError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class MeasuredEngine:
     """An engine as ``GET /v1/engines`` describes it.
 
     Attributes:
@@ -59,8 +59,8 @@ class Application:
 
     url: str
     model: str
-    prefiller: Engine
-    decoder: Engine
+    prefiller: MeasuredEngine
+    decoder: MeasuredEngine
 
 
 async def find_application(url: str) -> Application:
@@ -86,12 +86,12 @@ async def find_application(url: str) -> Application:
         raise MeasureError(f"nothing answers at {base}: {said}") from None
     models, engines = found
     by_role = {
-        one["role"]: Engine(
+        one["role"]: MeasuredEngine(
             one["id"],
             one["role"],
             one["url"],
             one["capacity_tokens"],
-            # Nothing, or 0, where an application does not know.
+            # An application that does not know leaves it out, or says 0.
             one.get("max_batched_tokens") or None,
         )
         for one in engines
@@ -113,7 +113,7 @@ class Probe:
     def __init__(self, application: Application, vocabulary: range, seed: int) -> None:
         self._draws = np.random.default_rng(seed)
         self._vocabulary = vocabulary
-        # Other runs' KV must not be found.
+        # The salt keeps other runs' KV from being found.
         salt = f"profile-{random.SystemRandom().getrandbits(48):x}"
         self._common = {"model": application.model, "cache_salt": salt}
         self._prefiller, self._decoder = application.prefiller.url, application.decoder.url
@@ -142,17 +142,17 @@ class Probe:
         await self._session.close()
 
     async def cold_prefill(self, new_tokens: int) -> PrefillPoint:
-        """A prompt that the prefiller has never seen."""
+        """Prefill a prompt that the prefiller has never seen."""
         seen = await self._prefill(self._prefiller, self._prompt(new_tokens))
         return PrefillPoint(new_tokens, 0, seen.seconds)
 
     async def append(self, new_tokens: int, cached_tokens: int) -> PrefillPoint:
-        """A prompt of which the decoder has the beginning in its prefix cache."""
+        """Prefill a prompt of which the decoder has the beginning in its prefix cache."""
         history = self._prompt(cached_tokens)
         await self._prefill(self._decoder, history)
         prompt = history + self._prompt(new_tokens)
         seen = await self._prefill(self._decoder, prompt, turn1_tokens=cached_tokens)
-        # Caches keep whole blocks.
+        # Fewer than were sent may be found, because caches keep whole blocks; none is an error.
         if not seen.cached_tokens:
             raise MeasureError(
                 f"the decoder found none of {cached_tokens} tokens in its prefix cache; "
@@ -162,7 +162,7 @@ class Probe:
         return PrefillPoint(new, seen.cached_tokens, seen.seconds)
 
     async def decode(self, sequences: int, context_tokens: int, output_tokens: int) -> DecodePoint:
-        """Iterations in which so many sequences decode together, each after such a context."""
+        """Time iterations in which so many sequences decode, each after such a context."""
         contexts = await self._contexts(sequences, context_tokens)
         records = await self._together(contexts, output_tokens)
         starts = max(record.token_times_s[0] for record in records)
@@ -179,12 +179,12 @@ class Probe:
     async def append_beside(
         self, sequences: int, context_tokens: int, new_tokens: int, cached_tokens: int
     ) -> MixedPoint:
-        """The iteration in which an append is prefilled while others decode."""
+        """Time the iteration in which an append is prefilled while others decode."""
         history = self._prompt(cached_tokens)
         await self._prefill(self._decoder, history)
         contexts = await self._contexts(sequences, context_tokens)
         running = asyncio.create_task(self._together(contexts, _BESIDE_TOKENS))
-        # Until all of them decode; their contexts are cached.
+        # By then all of them decode, because their contexts are cached.
         await asyncio.sleep(_UNDER_WAY_S)
         prompt = history + self._prompt(new_tokens)
         seen = await self._prefill(self._decoder, prompt, turn1_tokens=cached_tokens)
@@ -202,7 +202,7 @@ class Probe:
     async def handoff(
         self, tokens: int, prefill_s: Callable[[float, float], float]
     ) -> HandoffPoint:
-        """KV of a prompt from the prefiller to the decoder, less what the decoder recomputes.
+        """Time a prompt's KV from the prefiller to the decoder, less what the decoder recomputes.
 
         Args:
             prefill_s: time of a prefill of new tokens after cached ones, as fitted.
@@ -220,7 +220,7 @@ class Probe:
         return HandoffPoint(found, max(seconds, 1e-6))
 
     async def turn(self, first_tokens: int, new_tokens: int) -> TurnPoint:
-        """A conversation's first turn, or its second, as a client has it; and its engines alone.
+        """Time a conversation's first turn, or its second, for a client and for the engines alone.
 
         Args:
             first_tokens: the first prompt's length.
@@ -272,7 +272,7 @@ class Probe:
             await asyncio.sleep(0.02)
 
     async def _contexts(self, sequences: int, tokens: int) -> list[list[int]]:
-        """Prompts that the decoder has in its cache."""
+        """Prompts that the decoder has in its cache, because they were just sent to it."""
         prompts = [self._prompt(tokens) for _ in range(sequences)]
         for prompt in prompts:
             await self._prefill(self._decoder, prompt)
@@ -281,7 +281,7 @@ class Probe:
     async def _prefill(
         self, url: str, prompt: list[int], turn1_tokens: int | None = None
     ) -> "_Prefill":
-        """A prompt, and the one token that comes with its prefill.
+        """Send a prompt, and wait for the one token that comes with its prefill.
 
         Args:
             turn1_tokens: of a later turn, how long the first one's prompt was: as live turns do,

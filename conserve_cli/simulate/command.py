@@ -17,23 +17,36 @@ from benchmarks.report import Report, show_run, show_side_by_side, write_report
 from benchmarks.selection import Selection
 from benchmarks.simulate.cluster import SimulationError
 from benchmarks.simulate.run import EngineCounts, simulate_selection
-from benchmarks.workloads import PRESETS, WorkloadError
+from benchmarks.workloads import WorkloadError
+from conserve_cli.workload_options import (
+    ArrivalPattern,
+    KnownWorkload,
+    MaxContextTokens,
+    MaxGap,
+    MaxTurns,
+    Preset,
+    RecordedData,
+    ScaleGaps,
+    ScaleTokens,
+    Seed,
+)
 
-simulation = typer.Typer(
+cli = typer.Typer(
     help="Simulate a cluster: the live system's policies, on engines that a profile describes.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 console = Console()
 
-# Beyond, latencies are kept without the conversations that they are of, 8 bytes each: of every
-# system and rate, the rest would be most of the memory. Ratios are exact enough long before.
+# With more conversations than this, latencies are kept as bare numbers of 8 bytes. To keep the
+# conversation of each would take most of the memory, for every system and rate. Only ratios need
+# it, and they are exact enough with far fewer.
 _MOST_SAMPLED = 10_000
-# With --reproduce; all else is the paper's.
+# The options that --reproduce heeds; all else is the paper's.
 _GO_WITH_REPRODUCE = ("profile", "conversations", "seed", "reproduce", "out")
 
 
-@simulation.command()
+@cli.command()
 def simulate(
     context: typer.Context,
     profile: Annotated[
@@ -53,11 +66,9 @@ def simulate(
     ] = None,
     decoder_cap: Annotated[float | None, typer.Option(help="The same of decoders.")] = None,
     wrong_decision_rate: Annotated[float, typer.Option(help="Of per_turn.")] = 0.1,
-    workload: Annotated[str, typer.Option(help="synthetic or recorded.")] = "synthetic",
-    data: Annotated[Path | None, typer.Option(help="Folder of recorded sessions.")] = None,
-    preset: Annotated[
-        str | None, typer.Option(help=f"Of synthetic conversations: {', '.join(PRESETS)}.")
-    ] = None,
+    workload: KnownWorkload = "synthetic",
+    data: RecordedData = None,
+    preset: Preset = None,
     conversations: Annotated[
         int | None,
         typer.Option(help="How many, at each rate (default: 500; with --reproduce 300)."),
@@ -66,15 +77,13 @@ def simulate(
         list[float] | None,
         typer.Option(help="Conversations a second (default: 1); may be given several times."),
     ] = None,
-    arrivals: Annotated[str, typer.Option(help="poisson, even, or together.")] = "poisson",
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
-    scale_tokens: Annotated[float | None, typer.Option(help="Factor for lengths.")] = None,
-    scale_gaps: Annotated[float | None, typer.Option(help="Factor for gaps.")] = None,
-    max_gap: Annotated[float | None, typer.Option(help="Longest gap, seconds.")] = None,
-    max_context_tokens: Annotated[int | None, typer.Option(help="The model's context.")] = None,
-    max_turns: Annotated[
-        int | None, typer.Option(help="Leave recorded sessions with more turns out.")
-    ] = None,
+    arrivals: ArrivalPattern = "poisson",
+    seed: Seed = 0,
+    scale_tokens: ScaleTokens = None,
+    scale_gaps: ScaleGaps = None,
+    max_gap: MaxGap = None,
+    max_context_tokens: MaxContextTokens = None,
+    max_turns: MaxTurns = None,
     block_tokens: Annotated[
         int, typer.Option(help="Of the engines' caches: 16 on a GPU, 128 on a CPU.")
     ] = 16,
@@ -156,11 +165,12 @@ def simulate(
 
 
 def _refuse_what_is_the_papers(context: typer.Context) -> None:
-    """An option that --reproduce would not heed."""
+    """Refuse an option that --reproduce would not heed."""
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        # By its name: the enumeration is click's, or typer's own copy of it.
+        # Compared by name, because the enumeration is Click's in some versions of Typer and Typer's
+        # own copy in others.
         given = source is not None and source.name == "COMMANDLINE"
         if given and name not in _GO_WITH_REPRODUCE:
             _refuse(
@@ -208,7 +218,7 @@ def _hand_out(reports: list[Report], out: Path | None, sampled: bool) -> None:
 
 
 def _can_draw() -> bool:
-    # An extra of the distribution.
+    # matplotlib is an extra of the distribution.
     if find_spec("matplotlib") is not None:
         return True
     console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
@@ -217,7 +227,7 @@ def _can_draw() -> bool:
 
 @contextmanager
 def _progress(conversations: int) -> Iterator[Any]:
-    """A function to be called at each conversation's end, with what runs."""
+    """Show a bar; yields a function to call at each conversation's end, with what runs."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -233,7 +243,7 @@ def _progress(conversations: int) -> Iterator[Any]:
         def show(what: str) -> None:
             nonlocal done
             done += 1
-            # Drawing costs more than a conversation.
+            # Drawing the bar takes longer than simulating a conversation.
             if done % 100 == 0:
                 bar.update(task, description=what, completed=done)
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,8 +19,7 @@ import openai
 from rich.progress import Progress
 
 from benchmarks.agent import Score, Session, client_complete, make_session, run_agent, score
-from conserve.embedded import model_path
-from conserve.engines import engine_environment
+from conserve.engines import engine_environment, model_source, server_command
 from conserve.settings import EMBEDDED_MODEL
 
 MODEL = "conserve-embedded"
@@ -33,12 +31,14 @@ _START_TIMEOUT_S = 300.0
 @contextlib.contextmanager
 def server(dtype: str, log: Path) -> Iterator[str]:
     """vLLM's own server on the embedded model; yields its URL."""
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path())),
-        *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(_PORT)),
-        *("--dtype", dtype, "--max-model-len", "16384", "--enforce-eager"),
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    ]
+    arguments = {
+        "dtype": dtype,
+        "max_model_len": 16384,
+        "enforce_eager": True,
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": "hermes",
+    }
+    command = server_command(model_source(EMBEDDED_MODEL), MODEL, _PORT, arguments)
     environment = engine_environment(EMBEDDED_MODEL, gpu=False)
     url = f"http://127.0.0.1:{_PORT}"
     with log.open("wb") as output:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.experiments.energy.model import Machine, Outcome, Speed, Step
+from benchmarks.experiments.energy.model import Machine, ModelledRun, Speed, Step
 from benchmarks.experiments.energy.rig import Accounted, Draw, Rig, Tier
 from benchmarks.records import Script
 from benchmarks.selection import Selection
@@ -45,15 +45,17 @@ SETUPS = (
 
 
 @dataclass(slots=True)
-class Run:
+class AccountedRun:
     """A setup, modelled, and accounted."""
 
     setup: Setup
-    outcome: Outcome
+    outcome: ModelledRun
     accounted: Accounted
 
 
-def run(setup: Setup, selection: Selection, draw: Draw, rig: Rig, progress: Progress) -> Run:
+def run(
+    setup: Setup, selection: Selection, draw: Draw, rig: Rig, progress: Progress
+) -> AccountedRun:
     """Serve the workload once."""
     machine = Machine(
         {_PREFILLER: _CAPPED if setup.prefiller else Speed()},
@@ -81,10 +83,10 @@ def run(setup: Setup, selection: Selection, draw: Draw, rig: Rig, progress: Prog
 
     accounted = rig.account(tiers, draw, steps(), _STEP_S)
     progress.remove_task(task)
-    return Run(setup, machine.outcome, accounted)
+    return AccountedRun(setup, machine.outcome, accounted)
 
 
-def modelled_j(outcome: Outcome, draw: Draw, setup: Setup) -> float:
+def modelled_j(outcome: ModelledRun, draw: Draw, setup: Setup) -> float:
     """What the GPUs use by the model's busy seconds, without a meter."""
     total_j = 0.0
     for name, busy in outcome.busy.items():
@@ -97,7 +99,7 @@ def modelled_j(outcome: Outcome, draw: Draw, setup: Setup) -> float:
     return total_j
 
 
-def gains(runs: list[Run], draws: list[Draw]) -> list[tuple[Draw, float]]:
+def gains(runs: list[AccountedRun], draws: list[Draw]) -> list[tuple[Draw, float]]:
     """How much more tokens a joule the heterogeneous setup gives, for each assumed draw."""
     homogeneous, heterogeneous = runs[0], runs[1]
     found = []
@@ -110,7 +112,7 @@ def gains(runs: list[Run], draws: list[Draw]) -> list[tuple[Draw, float]]:
     return found
 
 
-def show(runs: list[Run], draws: list[tuple[Draw, float]], console: Console) -> None:
+def show(runs: list[AccountedRun], draws: list[tuple[Draw, float]], console: Console) -> None:
     """The tables."""
     table = Table(title="Stand-in GPUs under a modelled load, metered by the node's keeper")
     table.add_column("")
@@ -137,7 +139,7 @@ def show(runs: list[Run], draws: list[tuple[Draw, float]], console: Console) -> 
     console.print(sweep)
 
 
-_ROWS: dict[str, Callable[[Run, Run], str]] = {
+_ROWS: dict[str, Callable[[AccountedRun, AccountedRun], str]] = {
     "limits that held, W": lambda run, _: ", ".join(
         f"{limit_w:.0f}" for limit_w in run.accounted.limits_w.values()
     ),
@@ -157,7 +159,7 @@ _ROWS: dict[str, Callable[[Run, Run], str]] = {
 }
 
 
-def _tokens_per_j(run: Run) -> float:
+def _tokens_per_j(run: AccountedRun) -> float:
     """Every turn's whole prompt, and its output."""
     return run.outcome.tokens / run.accounted.total_j
 

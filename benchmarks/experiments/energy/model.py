@@ -104,7 +104,7 @@ class _Engine:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ModelledRun:
     """A run of the model.
 
     Attributes:
@@ -145,7 +145,7 @@ class Machine:
         self._waiting: dict[str, _Turn] = {}
         self._number = 0
         self._open = 0
-        self.outcome = Outcome()
+        self.outcome = ModelledRun()
 
     def run(
         self, plan: Iterable[tuple[float, Script]], step_s: float = 0.05

@@ -22,7 +22,7 @@ from benchmarks.compare import (
     show_comparisons,
     write_comparisons,
 )
-from benchmarks.driver import DriveOptions, Lag, Plan, Run
+from benchmarks.driver import ArrivalPlan, DriveOptions, Lag, Run
 from benchmarks.metrics import Samples, reference, samples
 from benchmarks.plots import against_rate, distribution, draw_all, failures
 from benchmarks.records import TurnRecord
@@ -164,7 +164,7 @@ def test_rounds_alternate_with_the_same_slices() -> None:
     a, b = Stub(), Stub()
     started: list[str] = []
 
-    def plan(round_: int) -> Plan:
+    def plan(round_: int) -> ArrivalPlan:
         return [(0.0, Planned(f"c{n}", [(0.0, f"{round_} {n}", True)])) for n in range(2)]
 
     async def run() -> dict[str, list[Run]]:

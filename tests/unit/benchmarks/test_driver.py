@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.client import Endpoint, EndpointError
-from benchmarks.driver import DriveOptions, Lag, Plan, Progress, Run, drive, unloaded
+from benchmarks.driver import ArrivalPlan, DriveOptions, Lag, Progress, Run, drive, unloaded
 from benchmarks.records import Answer, TurnRecord, TurnRequest
 from tests.unit.benchmarks.stub import (
     Planned,
@@ -28,7 +28,9 @@ from tests.unit.benchmarks.stub import (
 )
 
 
-def _drive(stub: Stub, plan: Plan, options: DriveOptions | None = None, **endpoint: object) -> Run:
+def _drive(
+    stub: Stub, plan: ArrivalPlan, options: DriveOptions | None = None, **endpoint: object
+) -> Run:
     async def run() -> Run:
         async with serving(stub):
             return await drive(_endpoint(stub, **endpoint), plan, options)

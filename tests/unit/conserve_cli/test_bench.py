@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.report import read_report
 from benchmarks.storage import read_records
-from conserve_cli.bench import bench
+from conserve_cli.bench import cli
 from tests.checkout import DATA
 from tests.unit.benchmarks.stub import Behaviour, Stub, hang, refuse, served
 
@@ -27,7 +27,7 @@ QUICK = ["--scale-tokens", "0.01", "--scale-gaps", "0", "--arrivals", "together"
 
 def _bench(*arguments: str | Path) -> Result:
     environment = {"COLUMNS": "200", "NO_COLOR": "1"}
-    return CliRunner().invoke(bench, [str(argument) for argument in arguments], env=environment)
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments], env=environment)
 
 
 @contextmanager

@@ -8,14 +8,14 @@ from typer.testing import CliRunner, Result
 from autoscale.capacity.demand import DemandError
 from benchmarks.workloads import PRESETS, Arrivals, Workload, agents, recorded, synthetic
 from conserve_cli import plan as module
-from conserve_cli.plan import planned_turns, planning
+from conserve_cli.plan import cli, planned_turns
 from tests.checkout import DATA
 
 TRACES = DATA / "claude-code-traces"
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(planning, ["--profile", "a40-qwen3-0.6b", *arguments])
+    return CliRunner().invoke(cli, ["--profile", "a40-qwen3-0.6b", *arguments])
 
 
 def words(result: Result) -> str:

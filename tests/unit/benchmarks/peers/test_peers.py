@@ -26,8 +26,7 @@ from benchmarks.peers.collocated import largest_chunk
 from benchmarks.peers.command import peers
 from benchmarks.peers.options import engine_arguments, engine_environment
 from benchmarks.peers.pinning import pin, share_out
-from benchmarks.peers.plan import Part, Plan, free_port
-from benchmarks.peers.vllm import flags
+from benchmarks.peers.plan import Part, PeerPlan, free_port
 from benchmarks.peers.waiting import answers, last_words, serves, until_ready, warm_up
 from conserve.launch import Launch
 from conserve.settings import load
@@ -138,21 +137,6 @@ def test_ray_pd_has_one_prefill_replica_and_one_lmcache_server() -> None:
     assert not set(server.environment) & {"PATH", "HOME"}
 
 
-def test_engine_arguments_as_flags() -> None:
-    arguments = {
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "max_model_len": 8,
-        "config": {"a": [1]},
-    }
-    assert flags(arguments) == [
-        "--enforce-eager",
-        "--no-enable-prefix-caching",
-        *("--max-model-len", "8"),
-        *("--config", '{"a": [1]}'),
-    ]
-
-
 def test_the_largest_chunk_within_five_decode_steps() -> None:
     points = [(512, 0.060), (128, 0.020), (256, 0.050), (384, 0.051)]
     assert largest_chunk(points, 0.010) == 256
@@ -236,7 +220,7 @@ def test_last_words_are_errors_if_there_are_any(tmp_path: Path) -> None:
 
 def test_nobody_answers() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    plan = Plan((Part("x", ("x",)),), {}, prefillers=0, decoders=1)
+    plan = PeerPlan((Part("x", ("x",)),), {}, prefillers=0, decoders=1)
     assert not answers(url)
     assert not serves(url, "model", plan)
     with pytest.raises(PeerUnavailable, match="a first turn failed: ConnectError"):
@@ -290,7 +274,7 @@ def server() -> Iterator[Server]:
 
 
 def test_warming_up_is_conversations_of_two_turns_on_every_engine(server: Server) -> None:
-    plan = Plan((Part("x", ("x",)),), {}, prefillers=1, decoders=1, releases=True)
+    plan = PeerPlan((Part("x", ("x",)),), {}, prefillers=1, decoders=1, releases=True)
     warm_up(server.url, "model", plan, deadline_s=time.monotonic() + 60)
     turns = [(name, body) for path, name, body in server.seen if path == "/v1/chat/completions"]
     names = {name for name, _ in turns}
@@ -300,14 +284,14 @@ def test_warming_up_is_conversations_of_two_turns_on_every_engine(server: Server
 
 
 def test_a_peer_without_sessions_is_sent_no_name(server: Server) -> None:
-    plan = Plan((Part("x", ("x",)),), {}, prefillers=0, decoders=1, session_header=None)
+    plan = PeerPlan((Part("x", ("x",)),), {}, prefillers=0, decoders=1, session_header=None)
     warm_up(server.url, "model", plan, deadline_s=time.monotonic() + 60)
     assert {(path, name) for path, name, _ in server.seen} == {("/v1/chat/completions", None)}
 
 
 def test_a_peer_that_refuses_its_first_turn_is_not_available(server: Server) -> None:
     server.refuses = True
-    plan = Plan((Part("x", ("x",)),), {}, prefillers=0, decoders=1)
+    plan = PeerPlan((Part("x", ("x",)),), {}, prefillers=0, decoders=1)
     with pytest.raises(PeerUnavailable, match=r"a first turn was refused: 400 \{"):
         warm_up(server.url, "model", plan, deadline_s=time.monotonic() + 60)
 
@@ -357,7 +341,7 @@ def test_a_peer_that_dies_while_it_starts_takes_its_other_processes_along(
     first = (sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1")
     second = (sys.executable, "-c", "raise ValueError('unknown connector')")
     parts = (Part("first", first, ready_url=f"http://127.0.0.1:{port}"), Part("second", second))
-    plan = Plan(parts, {}, prefillers=0, decoders=1)
+    plan = PeerPlan(parts, {}, prefillers=0, decoders=1)
     monkeypatch.setitem(PEERS, "fake", SimpleNamespace(plan=lambda options: plan))
     with (
         pytest.raises(PeerUnavailable, match=r"second ended .* ValueError: unknown connector"),
@@ -371,10 +355,10 @@ _NEVER_READY = """
 import sys
 from types import SimpleNamespace
 from benchmarks.peers import Options, running
-from benchmarks.peers.plan import Part, Plan
+from benchmarks.peers.plan import Part, PeerPlan
 
 part = Part("part", (sys.executable, "-c", "import time; time.sleep(60)"))
-plan = Plan((part,), {}, prefillers=0, decoders=1)
+plan = PeerPlan((part,), {}, prefillers=0, decoders=1)
 running.PEERS["fake"] = SimpleNamespace(plan=lambda options: plan)
 with running.start("fake", Options(port=int(sys.argv[1]))):
     pass

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.records import Answer, TurnRequest
 from benchmarks.workloads import Arrivals, Workload, WorkloadError, dialogues
-from benchmarks.workloads.dialogues import NO_RESULT, Turn, continuation
+from benchmarks.workloads.dialogues import NO_RESULT, RecordedTurn, continuation
 from tests.checkout import DATA
 
 RECORDED = DATA / "tau-bench" / "gpt-4o-airline.json.gz"
@@ -178,13 +178,13 @@ def test_a_call_gets_the_recorded_result_under_its_own_id(tmp_path: Path) -> Non
 
 def test_calls_and_results_need_not_match() -> None:
     two = (called("a", "{}", "1"), called("b", "{}", "2"))
-    turn = Turn((say("user", "and?"),), ("r1",), 9)
+    turn = RecordedTurn((say("user", "and?"),), ("r1",), 9)
     assert continuation(Answer("", two), turn, "call")[1:] == [
         say("tool", "r1", tool_call_id="1"),
         say("tool", NO_RESULT, tool_call_id="2"),
         say("user", "and?"),
     ]
-    more = Turn((), ("r1", "r2", "r3"), 9)
+    more = RecordedTurn((), ("r1", "r2", "r3"), 9)
     assert continuation(Answer("", two[:1]), more, "call")[1:] == [
         say("tool", "r1", tool_call_id="1"),
         say("user", "r2\n\nr3"),
@@ -215,7 +215,7 @@ def test_any_answers_make_a_valid_chat(
 ) -> None:
     messages = [say("system", "s"), say("user", "u")]
     for number, (answer, results, users) in enumerate(turns):
-        turn = Turn(tuple(say("user", text) for text in users), tuple(results), 9)
+        turn = RecordedTurn(tuple(say("user", text) for text in users), tuple(results), 9)
         messages += continuation(answer, turn, f"call_{number}")
         check_chat(messages)
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from conserve.settings import Settings, load
+from conserve_cli.doctor import command
 from conserve_cli.doctor import observe as observing
 from conserve_cli.doctor.cluster import check_nodes
 from conserve_cli.doctor.facts import GpuFacts, MachineFacts, NodeFacts, PortFacts, SoftwareFacts
@@ -341,7 +342,7 @@ def test_this_machine_as_it_is() -> None:
 def test_the_command_exits_with_1_when_something_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     seen = NODE
-    monkeypatch.setattr(observing, "observe_node", lambda settings: seen)
+    monkeypatch.setattr(command, "observe_node", lambda settings: seen)
     sound = CliRunner().invoke(cli, ["doctor"])
     assert sound.exit_code == 0, sound.output
     seen = dataclasses.replace(NODE, machine=dataclasses.replace(MACHINE, shm_total_bytes=0))

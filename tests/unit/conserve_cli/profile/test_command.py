@@ -21,8 +21,8 @@ from autoscale.capacity.profile import load_profile
 from conserve import wire
 from conserve_cli.profile import command as module
 from conserve_cli.profile import measure
-from conserve_cli.profile.command import _batched_tokens, _median, make_grid, profiling
-from conserve_cli.profile.measure import Application, Engine, MeasureError, find_application
+from conserve_cli.profile.command import _batched_tokens, _median, cli, make_grid
+from conserve_cli.profile.measure import Application, MeasuredEngine, MeasureError, find_application
 
 
 @settings(max_examples=50, deadline=None)
@@ -65,7 +65,7 @@ def test_too_few_batches_for_a_curve_are_refused_before_anything_is_measured(
 
 def _application(batched: int | None = None, capacity: int = 400_000) -> Application:
     engines = (
-        Engine("e", role, "http://127.0.0.1:9", capacity, batched)
+        MeasuredEngine("e", role, "http://127.0.0.1:9", capacity, batched)
         for role in ("prefiller", "decoder")
     )
     return Application("http://a", "m", *engines)
@@ -99,7 +99,7 @@ def test_what_would_fail_after_measuring_is_refused_before(
     monkeypatch.setattr(module, "find_application", find)
     monkeypatch.setattr(module, "Probe", measured)
     given = ["http://a", "--kv-bytes-per-token", "1024", "--out", "p.json", *arguments]
-    done = CliRunner(env={"COLUMNS": "100"}).invoke(profiling, given)
+    done = CliRunner(env={"COLUMNS": "100"}).invoke(cli, given)
     assert done.exit_code == 2, done.output
     assert said in done.output
     assert len(done.output.strip().splitlines()) == 1
@@ -142,7 +142,7 @@ def test_what_was_measured_is_kept_in_a_folder_that_was_not_there(
     monkeypatch.setattr(module, "Probe", _RefusedProbe)
     out = tmp_path / "new" / "deep" / "p.json"
     done = CliRunner().invoke(
-        profiling, ["http://a", "--kv-bytes-per-token", "8", "--repeats", "1", "--out", str(out)]
+        cli, ["http://a", "--kv-bytes-per-token", "8", "--repeats", "1", "--out", str(out)]
     )
     assert done.exit_code == 2, done.output
     assert "no curve fits" in done.output
@@ -183,7 +183,7 @@ def test_what_cannot_be_measured_is_one_line_and_no_file(
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         filled = [argument.format(port=port) for argument in arguments]
-        done = CliRunner().invoke(profiling, [*filled, "--out", str(tmp_path / "p.json")])
+        done = CliRunner().invoke(cli, [*filled, "--out", str(tmp_path / "p.json")])
     assert done.exit_code == 2
     assert said in done.output
     assert len(done.output.strip().splitlines()) == 1

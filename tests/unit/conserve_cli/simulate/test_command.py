@@ -17,7 +17,7 @@ from benchmarks.simulate.costs import Costs
 from benchmarks.simulate.run import EngineCounts, make_system, serve, simulate_selection
 from benchmarks.workloads import Arrivals, synthetic
 from conserve_cli.simulate import command
-from conserve_cli.simulate.command import simulation
+from conserve_cli.simulate.command import cli
 from conserve_cli.simulate.published import draw, show, write
 from conserve_cli.simulate.reproduce import (
     RUNS,
@@ -32,7 +32,7 @@ PROFILE = "a40-qwen3-0.6b"
 
 
 def _simulate(*arguments: str) -> tuple[int, str]:
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(simulation, arguments)
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(cli, arguments)
     return done.exit_code, done.output
 
 
@@ -106,7 +106,7 @@ def test_reports_are_those_of_bench(tmp_path: Path, drawn: list[str]) -> None:
 
 
 def test_a_refusal_is_one_line_however_narrow_the_screen_is() -> None:
-    done = CliRunner(env={"COLUMNS": "40"}).invoke(simulation, ["--profile", "h200"])
+    done = CliRunner(env={"COLUMNS": "40"}).invoke(cli, ["--profile", "h200"])
     assert done.exit_code == 2
     assert len(done.output.strip().splitlines()) == 1
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from conserve_cli.demo import Answer, Outcome, TurnRow, report, write_json
+from conserve_cli.demo.demonstration import AgentAnswer, Demonstration, TurnRow, write_json
+from conserve_cli.demo.report import report
 
 
 def _rows(name: str, decoder: str = "d1", turns: int = 3) -> list[TurnRow]:
@@ -18,9 +19,9 @@ def _rows(name: str, decoder: str = "d1", turns: int = 3) -> list[TurnRow]:
     return [first, *later]
 
 
-def _kept() -> Outcome:
-    answers = [Answer("a", "It is 7.", 1.5, right=True)]
-    return Outcome(turns=[*_rows("a"), *_rows("b", "d2")], answers=answers, handoffs=2)
+def _kept() -> Demonstration:
+    answers = [AgentAnswer("a", "It is 7.", 1.5, right=True)]
+    return Demonstration(turns=[*_rows("a"), *_rows("b", "d2")], answers=answers, handoffs=2)
 
 
 def test_all_as_promised() -> None:
@@ -28,7 +29,7 @@ def test_all_as_promised() -> None:
 
 
 def test_each_broken_promise_is_named() -> None:
-    missing = Outcome(turns=_rows("a"))
+    missing = Demonstration(turns=_rows("a"))
     assert any("1 conversations" in wrong for wrong in missing.verdict(2, 3))
 
     short = _kept()
@@ -76,12 +77,12 @@ def test_the_json_has_the_documented_shape(tmp_path: Path) -> None:
 
 
 def test_the_table_tells_calls_answers_and_ttfet_in_80_columns() -> None:
-    told = Outcome(turns=_rows("agent-12 (no id)", "abcdefgh"), handoffs=1)
+    told = Demonstration(turns=_rows("agent-12 (no id)", "abcdefgh"), handoffs=1)
     told.turns[0] = replace(
         told.turns[0], prompt_tokens=12_345, ttft_s=12.345, does="get_price([bold]lamp)"
     )
-    told.answers.append(Answer("agent-12 (no id)", "It is 7.", 1.5, right=True))
-    told.answers.append(Answer("b", "It is [8].", None, right=False))
+    told.answers.append(AgentAnswer("agent-12 (no id)", "It is 7.", 1.5, right=True))
+    told.answers.append(AgentAnswer("b", "It is [8].", None, right=False))
     console = Console(width=80, record=True, file=io.StringIO())
     report(told, console)
     text = console.export_text()

@@ -1,0 +1,59 @@
+"""``conserve doctor``: look at this machine, or at a cluster's, and judge what was seen."""
+
+import os
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from conserve.settings import Settings
+from conserve_cli.doctor.findings import Finding, exit_status
+from conserve_cli.doctor.observe import observe_node
+from conserve_cli.doctor.report import line
+from conserve_cli.doctor.verdict import judge
+from conserve_cli.setting_arguments import SettingArguments, settings_from
+
+cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+
+
+@cli.command()
+def doctor(
+    settings: SettingArguments = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            envvar="RAY_ADDRESS",
+            help="A Ray cluster, whose nodes are examined; `auto`: the one on this machine.",
+        ),
+    ] = None,
+) -> None:
+    """Say what is wrong with this machine, or with a cluster, and what to do about it.
+
+    One line a finding; the exit status is 1 if something is wrong.
+    """
+    chosen = settings_from(settings)
+    with console.status("looking at this machine") as status:
+        findings = _examined(chosen, address, status.update)
+    for finding in findings:
+        console.print(line(finding), highlight=False, soft_wrap=True)
+    raise typer.Exit(exit_status(findings))
+
+
+def _examined(
+    settings: Settings, address: str | None, on_progress: Callable[[str], None]
+) -> list[Finding]:
+    if address is None:
+        return judge(settings, [observe_node(settings)])
+    # Ray tries twelve times, for eight minutes, unless it finds this when it is imported; so the
+    # import is here.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+    from conserve_cli.doctor.examine import examine_cluster
+
+    try:
+        return examine_cluster(settings, address, on_progress)
+    except ConnectionError as error:
+        console.print(f"[red]No Ray cluster at {escape(address)}: {escape(str(error))}[/red]")
+        raise typer.Exit(2) from None

@@ -1,0 +1,87 @@
+"""Starting the application for a command, and stopping it with the command."""
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from conserve.launch import Launch, LaunchError, require_free
+from conserve.settings import Settings
+
+console = Console()
+
+LogFile = Annotated[Path | None, typer.Option("--log", help="Where the application's log goes.")]
+
+
+@contextlib.contextmanager
+def launched(
+    settings: Settings, arguments: list[str], log: Path | None
+) -> Iterator[tuple[Launch, str]]:
+    """Have the application serve for the time of a ``with`` block: it, and its URL.
+
+    Args:
+        settings: what the arguments come to.
+        arguments: as for ``serve run conserve.app``.
+        log: where the application's log goes; None: a file among the temporary ones.
+
+    Raises:
+        typer.Exit: it did not come up (status 1), or was interrupted (status 130); either is said.
+    """
+    path = log or Path(tempfile.gettempdir()) / f"conserve-{os.getpid()}.log"
+    url = f"http://{_reachable(settings.host)}:{settings.port}"
+    started_s = time.monotonic()
+    # A plain `kill`, or a closed terminal, ends it as Ctrl-C does, with all that it started.
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, _interrupt) for number in signals}
+    try:
+        require_free(url)
+        with Launch(arguments, path) as application:
+            try:
+                _wait_until_serving(application, settings, url)
+                console.print(f"Serving after {time.monotonic() - started_s:.0f} s (log: {path}).")
+                yield application, url
+            except KeyboardInterrupt:
+                console.print("Stopping.")
+                raise typer.Exit(130) from None
+    except LaunchError as error:
+        console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
+        raise typer.Exit(1) from None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait_until_serving(application: Launch, settings: Settings, url: str) -> None:
+    last = ""
+    with console.status("starting") as status:
+
+        def on_progress(text: str) -> None:
+            nonlocal last
+            status.update(text)
+            if text != last and not console.is_terminal:
+                console.print(f"  {text}")
+            last = text
+
+        application.wait_until_serving(
+            url,
+            settings.prefiller_replicas,
+            settings.decoders.replicas,
+            timeout_s=1800,
+            on_progress=on_progress,
+        )
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host

@@ -1,0 +1,28 @@
+"""``conserve serve``: start the application, and stay until it ends or is interrupted."""
+
+import typer
+from rich.console import Console
+
+from conserve_cli.launching import LogFile, launched
+from conserve_cli.setting_arguments import SettingArguments, settings_from
+
+cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+
+
+@cli.command()
+def serve(settings: SettingArguments = None, log: LogFile = None) -> None:
+    """Start the application, say when it is ready, and stay until Ctrl-C."""
+    chosen = settings_from(settings)
+    with launched(chosen, settings or [], log) as (application, url):
+        console.print(f"[bold green]Ready[/bold green] at {url}/v1, model {chosen.model_id!r}:")
+        console.print(
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            '    -d \'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}\'',
+            highlight=False,
+        )
+        console.print("Ctrl-C ends it.")
+        status = application.wait()
+    if status:
+        console.print(f"[red]The application ended with status {status}.[/red]")
+        raise typer.Exit(1)

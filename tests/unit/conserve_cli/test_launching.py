@@ -1,0 +1,92 @@
+"""What `serve` and `demo` do with an application: how it ends, and what its user is told."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from conserve.launch import LaunchError
+from conserve.settings import load
+from conserve_cli import launching
+from conserve_cli.launching import launched
+
+_HANDLED = (signal.SIGTERM, signal.SIGHUP)
+
+
+class _Application:
+    """Stands in for an application that comes up at once."""
+
+    entered: int = 0
+    left: int = 0
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        pass
+
+    def __enter__(self) -> "_Application":
+        type(self).entered += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        type(self).left += 1
+
+    def wait_until_serving(self, url: str, *engines: int, **options: Any) -> None:
+        options["on_progress"]("loading engines")
+
+
+@pytest.fixture
+def application(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Application]]:
+    """An application that starts, and the check that handlers of signals are put back."""
+
+    class Application(_Application):
+        pass
+
+    monkeypatch.setattr(launching, "Launch", Application)
+    monkeypatch.setattr(launching, "require_free", lambda url: None)
+    before = [signal.getsignal(number) for number in _HANDLED]
+    yield Application
+    assert [signal.getsignal(number) for number in _HANDLED] == before
+
+
+def test_a_host_that_is_every_address_is_reached_on_loopback(
+    application: type[_Application], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with launched(load({"host": "0.0.0.0", "port": "8123"}), [], tmp_path / "log") as (_, url):
+        assert url == "http://127.0.0.1:8123"
+    assert (application.entered, application.left) == (1, 1)
+    said = capsys.readouterr().out
+    assert "loading engines" in said
+    assert "Serving after 0 s" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *_HANDLED])
+def test_a_signal_stops_the_application_and_the_status_is_130(
+    application: type[_Application],
+    number: signal.Signals,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(typer.Exit) as ended, launched(load({}), [], tmp_path / "log"):
+        signal.raise_signal(number)
+    assert ended.value.exit_code == 130
+    assert (application.entered, application.left) == (1, 1)
+    assert "Stopping." in capsys.readouterr().out
+
+
+def test_beside_another_application_nothing_is_started(
+    application: type[_Application],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(url: str) -> None:
+        raise LaunchError(f"something serves at {url} already")
+
+    monkeypatch.setattr(launching, "require_free", refuse)
+    with pytest.raises(typer.Exit) as ended, launched(load({}), [], tmp_path / "log"):
+        pass
+    assert ended.value.exit_code == 1
+    assert application.entered == 0
+    assert "something serves at http://127.0.0.1:8000 already" in capsys.readouterr().out

@@ -1,0 +1,80 @@
+"""``conserve`` itself: what its help says, and what it loads for a command."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from conserve_cli.main import COMMANDS, cli
+
+# Runs the command, then tells what was imported for it on the last line of the standard error.
+_SCRIPT = """
+import json, sys
+from conserve_cli.main import cli
+try:
+    cli(sys.argv[1:], prog_name="conserve")
+finally:
+    print(json.dumps(sorted(sys.modules)), file=sys.stderr)
+"""
+
+
+def _called(*arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """A command in a process of its own, and the modules that were loaded for it."""
+    command = [sys.executable, "-c", _SCRIPT, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done, set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def test_those_who_serve_do_not_wait_for_what_measures() -> None:
+    done, loaded = _called("serve", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "stay until Ctrl-C" in done.stdout
+    packages = {name.partition(".")[0] for name in loaded}
+    assert not packages & {"benchmarks", "matplotlib", "numpy", "ray"}
+
+
+def test_the_help_loads_no_command() -> None:
+    done, loaded = _called("--help")
+    assert done.returncode == 0, done.stderr
+    modules = {module for module, _ in COMMANDS.values()}
+    assert not loaded & modules
+
+
+def test_the_help_has_every_command_and_its_line_in_order() -> None:
+    shown = CliRunner(env={"COLUMNS": "120"}).invoke(cli, ["--help"])
+    assert shown.exit_code == 0
+    rows = [line.strip("│ \n").split(maxsplit=1) for line in shown.output.splitlines()]
+    said = [tuple(row) for row in rows if row and row[0] in COMMANDS]
+    assert said == [(name, line) for name, (_, line) in COMMANDS.items()]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_there_and_has_a_help_of_its_own(name: str) -> None:
+    shown = CliRunner().invoke(cli, [name, "--help"], prog_name="conserve")
+    assert shown.exit_code == 0, shown.output
+    assert f"Usage: conserve {name} " in shown.output
+
+
+@pytest.mark.parametrize("name", ["serve", "demo", "doctor", "power"])
+def test_the_help_says_what_the_command_says_of_itself(name: str) -> None:
+    shown = CliRunner(env={"COLUMNS": "120"}).invoke(cli, [name, "--help"])
+    _, line = COMMANDS[name]
+    assert line in shown.output
+
+
+def test_an_unknown_command_is_refused() -> None:
+    refused = CliRunner().invoke(cli, ["serv"])
+    assert refused.exit_code == 2
+    assert "No such command 'serv'. Did you mean 'serve'?" in refused.output
+
+
+@pytest.mark.parametrize("name", ["serve", "demo", "doctor"])
+def test_what_is_no_setting_is_refused(name: str) -> None:
+    refused = CliRunner().invoke(cli, [name, "decoders"])
+    assert refused.exit_code == 2
+    assert "'decoders' is not a setting; write name=value." in refused.output
+    unknown = CliRunner().invoke(cli, [name, "decodres=2"])
+    assert unknown.exit_code == 2
+    assert "decodres" in unknown.output
