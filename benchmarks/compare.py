@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.metrics import LABELS, Samples
+from benchmarks.latencies import LABELS, Samples
 from benchmarks.report import Report, seconds
 from benchmarks.rounds import ROUND
 
@@ -113,7 +113,7 @@ def _statistics(groups: Sequence[Any]) -> Any:
 
 
 def _statistics_of_rows(values: Any) -> Any:
-    # Of the values above 0 alone, as in `benchmarks.metrics.Summary`.
+    # Of the values above 0 alone, as in `benchmarks.latencies.Summary`.
     above = values > 0
     logs = np.log(np.where(above, values, 1.0)).sum(axis=1)
     gmeans = np.where(above.any(axis=1), np.exp(logs / np.maximum(above.sum(axis=1), 1)), 0.0)

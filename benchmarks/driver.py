@@ -161,7 +161,7 @@ async def unloaded(
     """Run conversations one at a time, without gaps: what the system does without load.
 
     Objectives are set relative to it (conserve, section 5.3: the baseline is measured "by executing
-    a single request without batching or interference"); see `benchmarks.metrics.Reference`.
+    a single request without batching or interference"); see `benchmarks.objectives.Reference`.
     Raises what `drive` raises.
     """
     return await drive(

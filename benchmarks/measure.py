@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmarks.client import Endpoint, with_model
 from benchmarks.driver import DriveOptions, Progress, Run, drive, unloaded
-from benchmarks.metrics import Objectives, Reference, evaluate, reference
+from benchmarks.metrics import evaluate
+from benchmarks.objectives import Objectives, Reference, reference
 from benchmarks.records import TurnRecord
 from benchmarks.report import Report, make_report
 from benchmarks.rounds import alternate, pooled

@@ -1,6 +1,7 @@
 """What a run's turns amount to: latencies, objectives met, goodput, throughput.
 
-Pure functions of `TurnRecord`; all times in seconds. How each kind of turn counts:
+Pure functions of `TurnRecord`; all times in seconds. What is measured of a turn and of a
+conversation is in `benchmarks.latencies`. How each kind of turn counts:
 
 - A turn that *failed* or ran into its time-out has no latency and violates every objective of a
   turn. Its conversation *failed*: it has no latency either, violates every objective of a
@@ -11,284 +12,32 @@ Pure functions of `TurnRecord`; all times in seconds. How each kind of turn coun
 - A completed turn counts among the turns, whatever became of its conversation.
 - A completed conversation without a turn for the user (a recording that ends in a tool call) has
   no TTFET and is in no rate of it; `Result.without_effective` counts these.
-
-What is measured (conserve: Ding et al., sections 1 and 5.1):
-
-- TTFT: from sending a turn to the first part of its stream with output. First turns (cold prefill)
-  and later ones (appends) are also kept apart.
-- TBT of a turn: between consecutive output tokens; its mean, 95th percentile and maximum. Tokens
-  that come together have no time between them, so a turn of n tokens has n - 1 times, however
-  few parts it came in. A turn of one token has no TBT.
-- TTFET of a conversation: from sending its first turn to the first token of its first turn whose
-  output is for the user. Turns before that one, with tool calls, count in full, and so do the gaps
-  between them. Text beside a tool call, and what a model thinks before it answers, are no turn of
-  their own: the first is not for the user, the second counts as its turn's first token, as in TTFT.
-- Last-turn TBT: the mean TBT of a conversation's last turn.
-- End to end: from sending the first turn to the last byte of the last.
-- The last two times of a conversation *less gaps*: without the gaps between its turns (tools, the
-  user), so the time that it waited for the system. Objectives are on these: the unloaded reference
-  runs without gaps, and gaps are the workload's, whatever system serves it.
 """
 
 import math
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-
-import numpy as np
 
 from benchmarks.counters import ServerFigures
+from benchmarks.latencies import (
+    LABELS,
+    TURN_METRICS,
+    Samples,
+    Summary,
+    by_conversation,
+    conversation_outcome,
+    known_decode_s,
+    latencies_of,
+    summarise,
+    time_served_s,
+    token_gaps,
+)
+from benchmarks.objectives import OBJECTIVES, Objectives, Reference
 from benchmarks.records import TurnRecord
 
-LABELS = {
-    "ttft": "TTFT",
-    "ttft_first": "TTFT, first turns",
-    "ttft_later": "TTFT, later turns",
-    "tbt": "TBT, mean of a turn",
-    "tbt_p95": "TBT, p95 of a turn",
-    "tbt_max": "TBT, longest of a turn",
-    "latency": "turn latency",
-    "ttfet": "TTFET",
-    "ttfet_less_gaps": "TTFET less gaps",
-    "last_tbt": "last-turn TBT",
-    "e2e": "end to end",
-    "e2e_less_gaps": "end to end less gaps",
-}
-"""Every latency, by the name it has in results; the first seven are of turns."""
-
-TURN_METRICS = tuple(LABELS)[:7]
-OBJECTIVES = ("ttft_first", "ttft_later", "tbt", "ttfet_less_gaps", "last_tbt", "e2e_less_gaps")
-"""The latencies that have a bound."""
-
 SLACK_FACTORS = (1.0, 2.0, 3.0)
-
-Samples = dict[str, dict[str, list[float]]]
-"""Metric, conversation, values in seconds: one a turn, or one alone for a conversation's own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A latency's distribution, in seconds. Percentiles are interpolated linearly.
-
-    The geometric mean is of the values above 0, and 0 without any: a turn's TBT is 0 when its
-    tokens came in one part, and would make it 0 for all.
-    """
-
-    count: int
-    mean: float
-    gmean: float
-    p50: float
-    p95: float
-    p99: float
-    max: float
-
-
-def summarise(values: Sequence[float]) -> Summary:
-    """The summary of at least one value."""
-    array = np.asarray(values, dtype=float)
-    p50, p95, p99 = (float(p) for p in np.percentile(array, (50, 95, 99)))
-    above = array[array > 0]
-    gmean = float(np.exp(np.log(above).mean())) if above.size else 0.0
-    return Summary(array.size, float(array.mean()), gmean, p50, p95, p99, float(array.max()))
-
-
-# --- One conversation -----------------------------------------------------------------------------
-
-
-def token_gaps(turn: TurnRecord) -> list[float]:
-    """Times between a turn's consecutive output tokens; empty with fewer than two, or unknown."""
-    if turn.last_token_s is not None:
-        return []
-    gaps = [later - earlier for earlier, later in pairwise(turn.token_times_s)]
-    return gaps + [0.0] * (turn.output_tokens - 1 - len(gaps))
-
-
-def by_conversation(records: Iterable[TurnRecord]) -> dict[str, list[TurnRecord]]:
-    """Each conversation's turns, in their order."""
-    found: dict[str, list[TurnRecord]] = defaultdict(list)
-    for record in records:
-        found[record.conversation].append(record)
-    for turns in found.values():
-        turns.sort(key=lambda turn: turn.turn)
-    return dict(found)
-
-
-def conversation_outcome(turns: Sequence[TurnRecord]) -> str:
-    """``completed``, ``failed`` or ``unfinished``."""
-    if any(turn.outcome in ("failed", "timeout") for turn in turns):
-        return "failed"
-    return "completed" if turns[-1].last and turns[-1].outcome == "completed" else "unfinished"
-
-
-def _served(turns: Iterable[TurnRecord]) -> float:
-    return sum(turn.ended_s - turn.sent_s for turn in turns)
-
-
-def _turn_latencies(turn: TurnRecord) -> dict[str, float]:
-    found = {"latency": turn.ended_s - turn.sent_s}
-    if turn.first_token_s is not None:
-        found["ttft"] = turn.first_token_s - turn.sent_s
-        found["ttft_first" if turn.turn == 1 else "ttft_later"] = found["ttft"]
-    gaps = token_gaps(turn)
-    if gaps:
-        found["tbt"] = math.fsum(gaps) / len(gaps)
-        found["tbt_p95"] = float(np.percentile(gaps, 95))
-        found["tbt_max"] = max(gaps)
-    elif (decode_s := _known_decode_s(turn)) is not None:
-        found["tbt"] = decode_s / (turn.output_tokens - 1)
-    return found
-
-
-def _known_decode_s(turn: TurnRecord) -> float | None:
-    """From first to last token, of a turn whose other tokens' times are not known."""
-    if turn.last_token_s is None or turn.first_token_s is None or turn.output_tokens < 2:
-        return None
-    return turn.last_token_s - turn.first_token_s
-
-
-def _conversation_latencies(turns: Sequence[TurnRecord]) -> dict[str, float]:
-    began_s = turns[0].sent_s
-    found = {"e2e": turns[-1].ended_s - began_s, "e2e_less_gaps": _served(turns)}
-    last = _turn_latencies(turns[-1])
-    if "tbt" in last:
-        found["last_tbt"] = last["tbt"]
-    for index, turn in enumerate(turns):
-        if turn.effective and turn.first_token_s is not None:
-            found["ttfet"] = turn.first_token_s - began_s
-            found["ttfet_less_gaps"] = _served(turns[:index]) + turn.first_token_s - turn.sent_s
-            break
-    return found
-
-
-def samples(records: Iterable[TurnRecord]) -> Samples:
-    """Every latency of every turn and conversation that has one."""
-    found: Samples = {metric: {} for metric in LABELS}
-    for conversation, turns in by_conversation(records).items():
-        for metric, value in _latencies(turns):
-            found[metric].setdefault(conversation, []).append(value)
-    return found
-
-
-def _latencies(turns: Sequence[TurnRecord]) -> Iterator[tuple[str, float]]:
-    """Every latency of a conversation's turns, and its own."""
-    for turn in turns:
-        if turn.outcome == "completed":
-            yield from _turn_latencies(turn).items()
-    if conversation_outcome(turns) == "completed":
-        yield from _conversation_latencies(turns).items()
-
-
-# --- The unloaded reference, and what is derived from it -----------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What the system does without load: the same workload, one conversation at a time, no gaps.
-
-    Attributes:
-        baseline_s: geometric mean of each latency in `OBJECTIVES` that was seen.
-        served_s: what each of its conversations took, by id.
-        fixed_s, per_new_token_s, per_output_token_s: a least-squares fit of a turn's latency, none
-            of them negative; estimates conversations that were not among those measured.
-    """
-
-    baseline_s: dict[str, float]
-    served_s: dict[str, float]
-    fixed_s: float
-    per_new_token_s: float
-    per_output_token_s: float
-
-    def ideal_s(self, turns: Sequence[TurnRecord]) -> float:
-        """How long a conversation would wait for the unloaded system, gaps not counted.
-
-        Measured if it was among the reference's conversations, else estimated from its tokens.
-        """
-        measured = self.served_s.get(turns[0].conversation)
-        if measured is not None:
-            return measured
-        return sum(
-            self.fixed_s + self.per_new_token_s * new + self.per_output_token_s * turn.output_tokens
-            for turn, new in zip(turns, _new_tokens(turns), strict=True)
-        )
-
-
-def reference(records: Sequence[TurnRecord]) -> Reference:
-    """The reference from a run without load.
-
-    Raises:
-        ValueError: no conversation of it completed.
-    """
-    complete = [
-        turns
-        for turns in by_conversation(records).values()
-        if conversation_outcome(turns) == "completed"
-    ]
-    if not complete:
-        raise ValueError("no conversation of the unloaded run completed; there is no reference")
-    turns = [turn for conversation in complete for turn in conversation]
-    seen = samples(turns)
-    baseline_s = {
-        metric: summarise(values).gmean
-        for metric in OBJECTIVES
-        if (values := _values(seen[metric]))
-    }
-    rows = [
-        (1.0, new, turn.output_tokens)
-        for conversation in complete
-        for turn, new in zip(conversation, _new_tokens(conversation), strict=True)
-    ]
-    latencies = [turn.ended_s - turn.sent_s for turn in turns]
-    served_s = {conversation[0].conversation: _served(conversation) for conversation in complete}
-    return Reference(baseline_s, served_s, *_non_negative_fit(rows, latencies))
-
-
-def _new_tokens(turns: Sequence[TurnRecord]) -> list[int]:
-    # Where the plan does not say what a prompt shares with the one before, it continues it.
-    previous = [0, *(turn.prompt_tokens for turn in turns)]
-    return [
-        max(0, turn.prompt_tokens - (before if turn.reused_tokens is None else turn.reused_tokens))
-        for turn, before in zip(turns, previous, strict=False)
-    ]
-
-
-def _non_negative_fit(
-    rows: Sequence[Sequence[float]], values: Sequence[float]
-) -> tuple[float, float, float]:
-    matrix, target = np.asarray(rows, dtype=float), np.asarray(values, dtype=float)
-    kept = [0, 1, 2]
-    while True:
-        # Columns of very different size: scaled, so that none is taken for noise.
-        scale = np.maximum(np.abs(matrix[:, kept]).max(axis=0), 1e-12)
-        solution = np.linalg.lstsq(matrix[:, kept] / scale, target, rcond=None)[0] / scale
-        if solution.min() >= 0:
-            break
-        del kept[int((solution * scale).argmin())]
-    fitted = [0.0, 0.0, 0.0]
-    for column, value in zip(kept, solution, strict=True):
-        fitted[column] = float(value)
-    return fitted[0], fitted[1], fitted[2]
-
-
-@dataclass(frozen=True, slots=True)
-class Objectives:
-    """Bounds in seconds, by the names in `OBJECTIVES`; a latency without one is not judged.
-
-    Conserve (section 5.3) sets each metric's bound at 5 times its baseline, measured with a single
-    request and no interference. The metrics there are TTFET, last-turn TBT and end to end; the
-    turns' own TTFT and TBT are judged in the same way here.
-    """
-
-    bounds_s: Mapping[str, float]
-
-    @classmethod
-    def from_reference(cls, unloaded: Reference, multiple: float = 5.0) -> "Objectives":
-        """``multiple`` times the unloaded latencies."""
-        return cls({metric: multiple * base for metric, base in unloaded.baseline_s.items()})
-
-
-# --- A whole run ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +158,7 @@ class Tally:
         self._conversations[outcome] += 1
         if outcome == "failed":
             self._failed.update(metric for metric in OBJECTIVES if metric not in TURN_METRICS)
-        for metric, value in _latencies(turns):
+        for metric, value in latencies_of(turns):
             self._values[metric].append(value)
             if self.samples is not None:
                 self.samples[metric].setdefault(turns[0].conversation, []).append(value)
@@ -481,7 +230,7 @@ class Tally:
             in_time = first is None or first - turns[0].sent_s <= ttft_s
             decode_s, gaps = 0.0, 0
             for turn in turns:
-                known_s = _known_decode_s(turn)
+                known_s = known_decode_s(turn)
                 decode_s += math.fsum(token_gaps(turn)) if known_s is None else known_s
                 gaps += len(token_gaps(turn)) if known_s is None else turn.output_tokens - 1
             self._attained += in_time and decode_s <= tbt_s * gaps
@@ -510,7 +259,7 @@ def _in_time(turns: Sequence[TurnRecord], unloaded: Reference, slack: float) -> 
     shorten, and what it waits for an unloaded system.
     """
     e2e_s = turns[-1].ended_s - turns[0].sent_s
-    gaps_s = e2e_s - _served(turns)
+    gaps_s = e2e_s - time_served_s(turns)
     return e2e_s <= slack * (gaps_s + unloaded.ideal_s(turns))
 
 
@@ -518,7 +267,3 @@ def _kind(record: TurnRecord) -> str:
     if record.outcome == "timeout":
         return "timeout"
     return (record.error or "unknown").partition(":")[0]
-
-
-def _values(by_conversation: Mapping[str, Sequence[float]]) -> list[float]:
-    return [value for values in by_conversation.values() for value in values]

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from benchmarks.metrics import LABELS, TURN_METRICS
+from benchmarks.latencies import LABELS, TURN_METRICS
 from benchmarks.report import Report
 
 # Okabe and Ito's colours, which colour-blind people can tell apart, less the yellow, which is too

@@ -14,16 +14,10 @@ from rich.table import Table
 
 from benchmarks.counters import server_figures
 from benchmarks.driver import Run
+from benchmarks.latencies import LABELS, Samples, samples
 from benchmarks.machine import environment
-from benchmarks.metrics import (
-    LABELS,
-    Objectives,
-    Reference,
-    Result,
-    Samples,
-    evaluate,
-    samples,
-)
+from benchmarks.metrics import Result, evaluate
+from benchmarks.objectives import Objectives, Reference
 
 _FORMAT = 1
 _DIGITS = 6

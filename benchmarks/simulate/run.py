@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 
 from autoscale.capacity.profile import Profile
 from benchmarks.machine import environment
-from benchmarks.metrics import Objectives, Reference, Tally, evaluate, reference
+from benchmarks.metrics import Tally, evaluate
+from benchmarks.objectives import Objectives, Reference, reference
 from benchmarks.records import Script, TurnRecord
 from benchmarks.report import Report
 from benchmarks.selection import Selection

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from autoscale.capacity.profile import Profile
 from benchmarks.compare import labels
-from benchmarks.metrics import LABELS
+from benchmarks.latencies import LABELS
 from conserve_cli.simulate.reproduce import (
     E2E,
     JUDGED,

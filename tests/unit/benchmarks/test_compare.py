@@ -23,7 +23,8 @@ from benchmarks.compare import (
     write_comparisons,
 )
 from benchmarks.driver import ArrivalPlan, DriveOptions, Lag, Run
-from benchmarks.metrics import Samples, reference, samples
+from benchmarks.latencies import Samples, samples
+from benchmarks.objectives import reference
 from benchmarks.plots import against_rate, distribution, draw_all, failures
 from benchmarks.records import TurnRecord
 from benchmarks.report import (

@@ -4,16 +4,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.metrics import (
-    OBJECTIVES,
-    Objectives,
-    Reference,
-    evaluate,
-    reference,
-    samples,
-    summarise,
-    token_gaps,
-)
+from benchmarks.latencies import samples, summarise, token_gaps
+from benchmarks.metrics import evaluate
+from benchmarks.objectives import OBJECTIVES, Objectives, Reference, reference
 from benchmarks.records import TurnRecord
 
 
