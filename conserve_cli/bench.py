@@ -69,17 +69,19 @@ def run(
         ),
     ],
     workload: Annotated[
-        str, typer.Option(help="recorded, dialogues, synthetic or agents.")
+        str, typer.Option(help="Kind of conversations: recorded, dialogues, synthetic or agents.")
     ] = "synthetic",
     data: Annotated[
         Path | None, typer.Option(help="Folder of recorded sessions, or file of dialogues.")
     ] = None,
     preset: Preset = None,
-    conversations: Annotated[int, typer.Option(help="How many; of several rounds, in each.")] = 20,
-    rate: Annotated[float, typer.Option(help="Arrivals: conversations a second.")] = 1.0,
+    conversations: Annotated[
+        int, typer.Option(help="How many there are; with several rounds, in each round.")
+    ] = 20,
+    rate: Annotated[float, typer.Option(help="Conversations that arrive in a second.")] = 1.0,
     arrivals: ArrivalPattern = "poisson",
     concurrency: Annotated[
-        int | None, typer.Option(help="Open conversations at most; the others wait.")
+        int | None, typer.Option(help="At most this many conversations are open; the others wait.")
     ] = None,
     seed: Seed = 0,
     vocabulary: Annotated[
@@ -96,24 +98,26 @@ def run(
     max_context_tokens: MaxContextTokens = None,
     max_turns: MaxTurns = None,
     mean_gap: Annotated[
-        float | None, typer.Option(help="Of dialogues and agents, seconds.")
+        float | None,
+        typer.Option(help="Mean gap between turns of dialogues and agents, in seconds."),
     ] = None,
     max_output_tokens: Annotated[
-        int | None, typer.Option(help="Of each answer in dialogues, and of agents.")
+        int | None, typer.Option(help="Longest answer in dialogues, and of agents.")
     ] = None,
     declare_tools: Annotated[
         bool, typer.Option("--declare-tools", help="Send tools in dialogues.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="Default: the first that the endpoint lists.")
+        str | None,
+        typer.Option(help="Model to ask for (default: the first that the endpoint lists)."),
     ] = None,
     header: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME:VALUE", help="Sent with each request (an API key)."),
+        typer.Option(metavar="NAME:VALUE", help="Header to send with each request (an API key)."),
     ] = None,
     conversation_header: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Carries the conversation's id."),
+        typer.Option(metavar="NAME", help="Header that carries the conversation's id."),
     ] = None,
     release: Annotated[
         bool, typer.Option(help="Tell the server when a conversation has ended.")
@@ -126,12 +130,14 @@ def run(
         bool, typer.Option(help="Force output lengths with min_tokens too, beside max_tokens.")
     ] = True,
     turn_timeout: Annotated[float, typer.Option(help="Seconds until a turn is given up.")] = 600,
-    duration: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
-    rounds: Annotated[int, typer.Option(help="With several endpoints.")] = 5,
+    duration: Annotated[float | None, typer.Option(help="Stop after this many seconds.")] = None,
+    rounds: Annotated[
+        int, typer.Option(help="How many rounds there are with several endpoints.")
+    ] = 5,
     unloaded: Annotated[
         int,
         typer.Option(
-            help="So many conversations are run alone first, on the first endpoint; SLOs and "
+            help="This many conversations are run alone first, on the first endpoint; SLOs and "
             "goodput are relative to them. 0: no SLOs."
         ),
     ] = 3,
@@ -139,11 +145,14 @@ def run(
         Path | None, typer.Option(help="Take the unloaded latencies from this report instead.")
     ] = None,
     slo_multiple: Annotated[
-        float, typer.Option(help="SLOs are so many times the unloaded latencies.")
+        float, typer.Option(help="SLOs are this many times the unloaded latencies.")
     ] = 5.0,
     kv_bytes_per_token: Annotated[
         float | None,
-        typer.Option(help="KV of a token, all layers: to give what was handed off in bytes."),
+        typer.Option(
+            help="Bytes of KV that a token takes in all layers; with it, reports say how many "
+            "bytes were handed off."
+        ),
     ] = None,
     core: Annotated[int | None, typer.Option(help="Pin this program to a core.")] = None,
     out: Annotated[

@@ -52,13 +52,13 @@ class Impossible:
 @cli.command()
 def plan(
     profile: Annotated[
-        str, typer.Option(help="A profile's file, or the name of one that comes along.")
+        str, typer.Option(help="A profile's file, or the name of one that comes with ConServe.")
     ],
     rate: Annotated[
         list[float] | None,
         typer.Option(
-            help="Conversations a second (default: 1); of recorded ones sessions, whose sub-agents "
-            "come besides. Several: a row each; one: also 2, 5 and 10 times as many."
+            help="Conversations a second (default: 1); if recorded, sessions a second, whose "
+            "sub-agents come besides. Several: a row each; one: also 2, 5 and 10 times as many."
         ),
     ] = None,
     workload: KnownWorkload = "synthetic",
@@ -68,48 +68,56 @@ def plan(
         str | None,
         typer.Option(
             metavar="LOW:MEAN:HIGH",
-            help="Instead of the preset's: turns of a conversation. One number: always so many.",
+            help="Turns of a conversation, instead of the preset's. One number: always that many.",
         ),
     ] = None,
     first_tokens: Annotated[
-        str | None, typer.Option(metavar="LOW:MEAN:HIGH", help="The same of first prompts.")
+        str | None,
+        typer.Option(metavar="LOW:MEAN:HIGH", help="Tokens of a first prompt, in the same way."),
     ] = None,
     append_tokens: Annotated[
-        str | None, typer.Option(metavar="LOW:MEAN:HIGH", help="The same of later turns' input.")
+        str | None,
+        typer.Option(
+            metavar="LOW:MEAN:HIGH", help="New input tokens of a later turn, in the same way."
+        ),
     ] = None,
     output_tokens: Annotated[
-        str | None, typer.Option(metavar="LOW:MEAN:HIGH", help="The same of outputs.")
+        str | None,
+        typer.Option(metavar="LOW:MEAN:HIGH", help="Tokens of an output, in the same way."),
     ] = None,
     tool_latency: Annotated[
-        str | None, typer.Option(metavar="P50:P95", help="The same of tools, seconds.")
+        str | None,
+        typer.Option(metavar="P50:P95", help="Seconds that a tool takes, in the same way."),
     ] = None,
     conversations: Annotated[
-        int, typer.Option(help="How many are looked at; of recorded ones, sessions.")
+        int, typer.Option(help="How many conversations (recorded: sessions) the plan looks at.")
     ] = 1000,
     seed: Seed = 0,
     scale_tokens: ScaleTokens = None,
     scale_gaps: ScaleGaps = None,
     max_gap: MaxGap = None,
     max_context_tokens: Annotated[
-        int | None, typer.Option(help="The model's context; longer turns are left out.")
+        int | None, typer.Option(help="The model's context. Longer turns are left out.")
     ] = None,
     max_turns: MaxTurns = None,
     headroom: Annotated[
-        float, typer.Option(help="Decoders beyond those needed, as a share.")
+        float, typer.Option(help="Add this share to the decoders that are needed.")
     ] = 0.2,
     prefill_headroom: Annotated[
-        float, typer.Option(help="The same of prefillers; 0 is an endless queue.")
+        float, typer.Option(help="Add this share to the prefillers; with 0 their queue has no end.")
     ] = 0.2,
     provision: Annotated[
         str,
         typer.Option(
-            help="Decoders for the rate at which the prefillers saturate, as in the paper "
+            help="Count decoders for the rate at which the prefillers saturate, as in the paper "
             "(saturation), or for the rate asked for (rate)."
         ),
     ] = "saturation",
     decoder_profile: Annotated[
         list[str] | None,
-        typer.Option(help="Another tier to compare decoders on; may be given several times."),
+        typer.Option(
+            help="Profile of another tier to compare decoders on; may be given several times."
+        ),
     ] = None,
 ) -> None:
     """From a profile and a workload to a number of replicas."""

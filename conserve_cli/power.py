@@ -80,7 +80,7 @@ def _described(record: Record, folder: Path) -> str:
 @cli.command()
 def apply(
     gpus: Annotated[list[str], typer.Argument(help="Indices or UUIDs, as in the status.")],
-    watts: Annotated[float | None, typer.Option(help="The limit.")] = None,
+    watts: Annotated[float | None, typer.Option(help="The limit, in watts.")] = None,
     fraction: Annotated[
         float | None, typer.Option(help="The limit, as a fraction of the GPU's default.")
     ] = None,

@@ -12,17 +12,19 @@ import typer
 from benchmarks.workloads import PRESETS
 
 # Of commands that have to know lengths before anything runs.
-KnownWorkload = Annotated[str, typer.Option(help="synthetic or recorded.")]
+KnownWorkload = Annotated[str, typer.Option(help="Kind of conversations: synthetic or recorded.")]
 RecordedData = Annotated[Path | None, typer.Option(help="Folder of recorded sessions.")]
 Preset = Annotated[
-    str | None, typer.Option(help=f"Of synthetic conversations: {', '.join(PRESETS)}.")
+    str | None, typer.Option(help=f"Shape of synthetic conversations: {', '.join(PRESETS)}.")
 ]
-ArrivalPattern = Annotated[str, typer.Option(help="poisson, even, or together.")]
-Seed = Annotated[int, typer.Option(help="Of all that is drawn.")]
-ScaleTokens = Annotated[float | None, typer.Option(help="Factor for lengths.")]
-ScaleGaps = Annotated[float | None, typer.Option(help="Factor for gaps.")]
-MaxGap = Annotated[float | None, typer.Option(help="Longest gap, seconds.")]
+ArrivalPattern = Annotated[
+    str, typer.Option(help="How conversations arrive: poisson, even, or together.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn at random.")]
+ScaleTokens = Annotated[float | None, typer.Option(help="Multiply all lengths by this.")]
+ScaleGaps = Annotated[float | None, typer.Option(help="Multiply the gaps between turns by this.")]
+MaxGap = Annotated[float | None, typer.Option(help="Cut longer gaps down to this, in seconds.")]
 MaxContextTokens = Annotated[
-    int | None, typer.Option(help="The model's context; longer turns are left out, and counted.")
+    int | None, typer.Option(help="The model's context. Longer turns are left out, and counted.")
 ]
 MaxTurns = Annotated[int | None, typer.Option(help="Leave recorded sessions with more turns out.")]

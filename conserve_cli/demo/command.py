@@ -23,8 +23,10 @@ def demo(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write what was seen to this file.")
     ] = None,
-    conversations: Annotated[int, typer.Option(min=1, help="At the same time.")] = 4,
-    turns: Annotated[int, typer.Option(min=2, help="At least so many of each.")] = 4,
+    conversations: Annotated[
+        int, typer.Option(min=1, help="How many conversations run at the same time.")
+    ] = 4,
+    turns: Annotated[int, typer.Option(min=2, help="How many turns each has at least.")] = 4,
     log: LogFile = None,
 ) -> None:
     """Have a few agents work, and show where every prompt's KV came from."""

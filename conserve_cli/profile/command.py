@@ -153,18 +153,29 @@ class _Seen:
 
 @cli.command()
 def profile(
-    url: Annotated[str, typer.Argument(help="Of a running application: http://127.0.0.1:8000")],
+    url: Annotated[str, typer.Argument(help="URL of a running application: http://127.0.0.1:8000")],
     out: Annotated[Path, typer.Option(help="The profile's file; pictures go beside it.")],
-    name: Annotated[str | None, typer.Option(help="Default: the file's name.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 5,
-    longest_tokens: Annotated[int, typer.Option(help="Longest prompt.")] = 8192,
-    largest_batch: Annotated[int, typer.Option(help="Most sequences at the same time.")] = 8,
+    name: Annotated[
+        str | None, typer.Option(help="The profile's name (default: the file's).")
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="How often each measurement is repeated.")
+    ] = 5,
+    longest_tokens: Annotated[int, typer.Option(help="Longest prompt that is measured.")] = 8192,
+    largest_batch: Annotated[
+        int, typer.Option(help="Most sequences that decode at the same time.")
+    ] = 8,
     vocabulary: Annotated[
-        str, typer.Option(metavar="FIRST:LAST", help="Token ids, without special ones.")
+        str,
+        typer.Option(
+            metavar="FIRST:LAST", help="Token ids that prompts are made of, without special ones."
+        ),
     ] = "1000:4000",
     kv_bytes_per_token: Annotated[
         float | None,
-        typer.Option(help="KV of a token, all layers; known for the embedded model."),
+        typer.Option(
+            help="Bytes of KV that a token takes in all layers; known for the embedded model."
+        ),
     ] = None,
     batched_tokens: Annotated[
         int | None,
@@ -181,7 +192,9 @@ def profile(
             f"{MIN_R_SQUARED:g}; for iterations {MIN_R_SQUARED_STEPS:g})."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts, and of the order.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the prompts, and of the order of measurements.")
+    ] = 0,
     plots: Annotated[bool, typer.Option(help="Draw the fits.")] = True,
 ) -> None:
     """Measure a running application; nothing else should use it, or the machine."""

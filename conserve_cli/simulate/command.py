@@ -50,7 +50,7 @@ _GO_WITH_REPRODUCE = ("profile", "conversations", "seed", "reproduce", "out")
 def simulate(
     context: typer.Context,
     profile: Annotated[
-        str, typer.Option(help="A profile's file, or the name of one that comes along.")
+        str, typer.Option(help="A profile's file, or the name of one that comes with ConServe.")
     ] = "a40-qwen3-0.6b",
     system: Annotated[
         list[str] | None,
@@ -59,19 +59,27 @@ def simulate(
             "given several times, the first is the baseline."
         ),
     ] = None,
-    prefillers: Annotated[int, typer.Option(help="Collocated: as many engines more.")] = 1,
-    decoders: Annotated[int, typer.Option()] = 3,
+    prefillers: Annotated[
+        int, typer.Option(help="How many prefillers; a collocated system has as many engines more.")
+    ] = 1,
+    decoders: Annotated[int, typer.Option(help="How many decoders.")] = 3,
     prefiller_cap: Annotated[
         float | None, typer.Option(help="Power cap of prefillers, W; of those in the profile.")
     ] = None,
-    decoder_cap: Annotated[float | None, typer.Option(help="The same of decoders.")] = None,
-    wrong_decision_rate: Annotated[float, typer.Option(help="Of per_turn.")] = 0.1,
+    decoder_cap: Annotated[
+        float | None, typer.Option(help="Power cap of decoders, in the same way.")
+    ] = None,
+    wrong_decision_rate: Annotated[
+        float, typer.Option(help="Share of later turns that per_turn sends to a prefiller.")
+    ] = 0.1,
     workload: KnownWorkload = "synthetic",
     data: RecordedData = None,
     preset: Preset = None,
     conversations: Annotated[
         int | None,
-        typer.Option(help="How many, at each rate (default: 500; with --reproduce 300)."),
+        typer.Option(
+            help="How many conversations at each rate (default: 500; with --reproduce 300)."
+        ),
     ] = None,
     rate: Annotated[
         list[float] | None,
@@ -85,13 +93,17 @@ def simulate(
     max_context_tokens: MaxContextTokens = None,
     max_turns: MaxTurns = None,
     block_tokens: Annotated[
-        int, typer.Option(help="Of the engines' caches: 16 on a GPU, 128 on a CPU.")
+        int,
+        typer.Option(help="Tokens in a block of the engines' caches: 16 on a GPU, 128 on a CPU."),
     ] = 16,
     handoff_chunk_tokens: Annotated[
-        int, typer.Option(help="Only whole chunks are handed off: 256 on a GPU, 128 on a CPU.")
+        int,
+        typer.Option(
+            help="Tokens in a chunk; only whole ones are handed off: 256 on a GPU, 128 on a CPU."
+        ),
     ] = 256,
     slo_multiple: Annotated[
-        float, typer.Option(help="SLOs are so many times the unloaded latencies.")
+        float, typer.Option(help="SLOs are this many times the unloaded latencies.")
     ] = 5.0,
     reproduce: Annotated[
         str | None,
