@@ -1,0 +1,104 @@
+"""A table of conversations, and what tests do with it and ask of it."""
+
+from dataclasses import dataclass
+
+from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.conversations import ConversationTable
+from conserve.placement import ConversationPlacement, PlacementPolicy
+
+IDLE_S = 100.0
+TURN_S = 150.0
+TAILS = (b"1" * 16,)
+OTHER_TAILS = (b"2" * 16,)
+
+
+def a_table(
+    decoders: int = 2,
+    prefillers: int = 1,
+    capacity_tokens: int = 1000,
+    policy: PlacementPolicy | None = None,
+) -> ConversationTable:
+    table = ConversationTable(policy or ConversationPlacement(), IDLE_S, TURN_S)
+    for i in range(1, decoders + 1):
+        table.add_decoder(f"d{i}", capacity_tokens)
+    for i in range(1, prefillers + 1):
+        table.add_prefiller(f"p{i}")
+    return table
+
+
+def the(table: ConversationTable, conversation_id: str) -> Conversation:
+    conversation = table.get(conversation_id)
+    assert conversation is not None
+    return conversation
+
+
+def stats(prompt_tokens: int, output_tokens: int = 10) -> TurnStats:
+    return TurnStats(prompt_tokens, output_tokens, 0, 0)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn that was started, as its router and decoder know it."""
+
+    conversation_id: str
+    incarnation: int
+    id: int
+    decoder_id: str
+
+    @classmethod
+    def last(cls, table: ConversationTable, conversation_id: str) -> "Turn":
+        conversation = the(table, conversation_id)
+        assert conversation.decoder_id is not None
+        return cls(
+            conversation_id,
+            conversation.incarnation,
+            conversation.running[-1],
+            conversation.decoder_id,
+        )
+
+    @property
+    def key(self) -> TurnKey:
+        return TurnKey(self.conversation_id, self.incarnation, self.id)
+
+    def advance(
+        self, table: ConversationTable, prompt_tokens: int,
+        tails: tuple[bytes, ...] = (), now_s: float = 0,
+    ) -> bool:  # fmt: skip
+        return table.advance(self.key, self.decoder_id, stats(prompt_tokens), tails, now_s)
+
+    def abandon(
+        self, table: ConversationTable, seen: TurnStats | None = None, now_s: float = 0
+    ) -> Conversation | None:
+        return table.abandon(self.key, self.decoder_id if seen else None, seen, now_s)
+
+
+def start(
+    table: ConversationTable, conversation_id: str, turn1_tokens: int = 100, now_s: float = 0
+) -> Turn:
+    """A turn of the conversation, bound first where it has to be."""
+    if table.begin(conversation_id, now_s) is None:
+        assert table.bind(conversation_id, turn1_tokens, now_s) is not None
+    return Turn.last(table, conversation_id)
+
+
+def turn(
+    table: ConversationTable, conversation_id: str, prompt_tokens: int = 100,
+    tails: tuple[bytes, ...] = (), now_s: float = 0,
+) -> Turn:  # fmt: skip
+    """A whole turn."""
+    started = start(table, conversation_id, prompt_tokens, now_s)
+    assert started.advance(table, prompt_tokens, tails, now_s)
+    return started
+
+
+def held(table: ConversationTable) -> dict[str, tuple[int, int]]:
+    return {d.id: (d.held_tokens, d.conversations) for d in table.decoders.values()}
+
+
+def binding(table: ConversationTable, conversation_id: str) -> str | None:
+    return the(table, conversation_id).decoder_id
+
+
+def listed(table: ConversationTable) -> list[str]:
+    """The ids that `expire` keeps, in all periods."""
+    return [id for ids in table._looks.values() for id in ids]

@@ -1,0 +1,196 @@
+"""Digests of histories: what they chain, that they differ, and that junk has them too."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conserve.recognition import TailIndex, candidate_digests, tail_digest
+from tests.unit.conserve.recognition.messages import (
+    IMAGE,
+    SYSTEM,
+    USER,
+    Message,
+    called,
+    never_busy,
+    said,
+)
+
+# --- The chain ----------------------------------------------------------------------------------
+
+
+def test_a_turn_names_the_tail_it_continues() -> None:
+    answer = said("Hi, how can I help?")
+    following = [SYSTEM, USER, answer, {"role": "user", "content": "Book a flight"}]
+    assert candidate_digests(following) == [tail_digest([SYSTEM, USER], answer)]
+
+
+def test_candidates_are_newest_first() -> None:
+    history = [SYSTEM, USER, said("a"), USER, called("{}"), {"role": "tool", "content": "ok"}]
+    assert candidate_digests(history) == [
+        tail_digest(history[:4], history[4]),
+        tail_digest(history[:2], history[2]),
+    ]
+
+
+def test_a_first_turn_has_no_candidates() -> None:
+    assert candidate_digests([]) == []
+    assert candidate_digests([SYSTEM, USER]) == []
+
+
+def test_nothing_was_said_after_the_last_answer() -> None:
+    # The agent asks for the answer again, or to go on with it: that is no later turn.
+    assert candidate_digests([USER, said("a")]) == []
+    assert len(candidate_digests([USER, said("a"), said("b")])) == 1
+
+
+def test_digests_are_16_bytes_and_hold_across_processes() -> None:
+    # One process computes a tail, another looks it up: neither hash seeds nor, by accident, a new
+    # version may change it.
+    digest = tail_digest([SYSTEM, USER], called('{"city": "Zürich", "n": 1}'))
+    assert digest.hex() == "0053b32644b230daa5d4e34c4a443e65"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [USER, said("a"), USER],
+        [{**SYSTEM, "content": "You are another agent."}, USER, said("a"), USER],
+        [SYSTEM, {"role": "user", "content": "Summary of what was said so far"}, said("a"), USER],
+        [SYSTEM, USER, said("b"), USER],
+        [SYSTEM, USER, USER, said("a"), USER],
+        [USER, SYSTEM, said("a"), USER],
+        [SYSTEM, {**USER, "role": "tool"}, said("a"), USER],
+        [SYSTEM, USER, {"role": "user", "content": "a"}, USER],
+    ],
+)
+def test_an_edited_or_compacted_history_is_not_recognised(changed: list[Message]) -> None:
+    index = TailIndex()
+    index.add("c", [tail_digest([SYSTEM, USER], said("a"))])
+    assert index.match(candidate_digests([SYSTEM, USER, said("a"), USER]), never_busy) == "c"
+    assert index.match(candidate_digests(changed), never_busy) is None
+
+
+# --- Different lists have different digests -----------------------------------------------------
+
+TEXTS = st.text(alphabet='ab":,[]{}01sld;', min_size=1, max_size=6).map(lambda s: f"x{s}x")
+CALLS = st.builds(
+    lambda name, key, value: {"function": {"name": name, "arguments": {key: value}}},
+    TEXTS, TEXTS, TEXTS,
+)  # fmt: skip
+MESSAGES = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+        "content": TEXTS,
+        "tool_calls": st.lists(CALLS, max_size=2),
+    }
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(MESSAGES, max_size=4), st.lists(MESSAGES, max_size=4))
+def test_different_histories_differ(one: list[Message], other: list[Message]) -> None:
+    assert (tail_digest(one, USER) == tail_digest(other, USER)) == (one == other)
+
+
+@given(st.lists(MESSAGES, min_size=1, max_size=5), st.data())
+def test_one_changed_message_changes_every_later_digest(
+    history: list[Message], data: st.DataObject
+) -> None:
+    place = data.draw(st.integers(0, len(history) - 1))
+    change = data.draw(st.sampled_from(["role", "content", "tool_calls", "gone", "twice"]))
+    edited = list(history)
+    if change == "gone":
+        del edited[place]
+    elif change == "twice":
+        edited.insert(place, {"role": "other", "content": "new"})
+    else:
+        other = {"role": "other", "content": "new", "tool_calls": [{"function": {"name": "new"}}]}
+        edited[place] = {**history[place], change: other[change]}
+    turn = [said("a"), USER, said("b"), USER]
+    assert not set(candidate_digests([*history, *turn])[:2]) & set(
+        candidate_digests([*edited, *turn])
+    )
+
+
+def test_text_cannot_imitate_structure() -> None:
+    tricky: list[list[Message]] = [
+        [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+        [{"role": "user", "content": "ab"}],
+        [{"role": "usera", "content": ""}, {"role": "user", "content": "b"}],
+        [{"role": "user", "content": ["a", IMAGE, "b"]}],
+        [{"role": "user", "content": 'a", "b'}],
+        [{"role": "user", "content": "al3:s4:user"}],
+        [said("a"), called("{}")],
+        [said("a", tool_calls=called("{}")["tool_calls"])],
+        [called({"a": "b", "c": "d"})],
+        [called({"a": "bs1:cs1:d"})],
+        [called({}, name="{}")],
+    ]
+    assert len({tail_digest(messages, USER) for messages in tricky}) == len(tricky)
+
+
+# --- Junk ---------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+    | st.sampled_from(["assistant", "developer", "text", "\ud800", "<think>"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
+        st.sampled_from(["role", "content", "tool_calls", "function_call", "function", "name",
+                         "arguments", "type", "text", "id"]) | st.text(max_size=3),
+        inner, max_size=5),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(JSON, JSON)
+def test_junk_is_hashed_the_same_each_time(messages: Any, answer: Any) -> None:
+    messages_copy: Any
+    messages_copy, answer_copy = json.loads(json.dumps([messages, answer]))
+    assert candidate_digests(messages) == candidate_digests(messages_copy)
+    assert tail_digest(messages, answer) == tail_digest(messages_copy, answer_copy)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, 7, "assistant", {"role": "assistant"}, [None, 7, "x"], [[], {}],
+     [{"role": ["assistant"], "content": {"a": object()}}, {1: 2, None: 3}, b"x"],
+     [{"role": "assistant", "tool_calls": "x", "content": 10**5000}, USER],
+     [{"role": "assistant", "tool_calls": {"a": 1}, "function_call": "f"}, USER]],
+)  # fmt: skip
+def test_junk_does_not_raise(messages: Any) -> None:
+    assert len(candidate_digests(messages)) <= 1
+    assert tail_digest(messages, messages) == tail_digest(messages, messages)
+
+
+def test_a_turn_is_recognised_in_spite_of_junk() -> None:
+    history: list[Any] = [
+        None,
+        {"role": 7},
+        {"content": [None, 3, {"type": "text", "text": 5}]},
+        "x",
+    ]
+    following = [*history, said("a"), 9]
+    assert candidate_digests(following) == [tail_digest(history, said("a"))]
+
+
+def test_deep_nesting_does_not_raise() -> None:
+    deep: Any = {}
+    for _ in range(50_000):
+        deep = {"a": [deep]}
+    text = '{"a":' * 50_000 + "1" + "}" * 50_000
+    for message in (
+        {"role": "user", "content": deep},
+        {"role": "user", "content": [deep]},
+        called(deep),
+        called(text),
+        said(None, tool_calls=deep),
+        deep,
+    ):
+        newest = candidate_digests([message, said("a"), USER])[0]
+        assert newest == tail_digest([message], said("a"))
+    while deep:  # freeing it in one go would recurse too
+        deep = deep.pop("a").pop()
