@@ -16,7 +16,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-placement bench-energy bench-slots bench-simulator test-autoscaler \
+	bench-overhead bench-table bench-energy bench-sm-slots bench-simulator test-autoscaler \
 	test-cluster clean
 .DELETE_ON_ERROR:
 
@@ -63,13 +63,13 @@ bench: $(INSTALLED) ## Compare with the peers, on two cores (DATA=folder of reco
 bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 	@$(BIN)/python -m benchmarks.experiments.overhead $(ARGS)
 
-bench-placement: $(INSTALLED) ## Measure the conversation table: decisions a second, bytes each
+bench-table: $(INSTALLED) ## Measure the conversation table: decisions a second, bytes each
 	@$(BIN)/python -m benchmarks.experiments.table $(ARGS)
 
 bench-energy: $(INSTALLED) ## Compare tiers' tokens per joule, on stand-in GPUs
 	@$(BIN)/python -m benchmarks.experiments.energy $(ARGS)
 
-bench-slots: $(INSTALLED) ## Measure the ledger of SM slots: operations a second
+bench-sm-slots: $(INSTALLED) ## Measure the ledger of SM slots: operations a second
 	@$(BIN)/python -m benchmarks.experiments.sm_slots $(ARGS)
 
 bench-simulator: $(INSTALLED) ## Measure the simulator: a million turns in how long, and how much memory
