@@ -42,7 +42,7 @@ test-engines: $(INSTALLED) ## Run only the tests on real engines: all but the un
 	@$(BIN)/python -m pytest tests --ignore=tests/unit $(ARGS)
 
 test-autoscaler: $(INSTALLED) ## Have Ray's autoscaler start and end nodes for decoders (six minutes)
-	@$(BIN)/python -m pytest tests/autoscaler $(ARGS)
+	@$(BIN)/python -m pytest tests/engines/autoscaler $(ARGS)
 
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
 	@scripts/test_cluster.sh $(ARGS)
