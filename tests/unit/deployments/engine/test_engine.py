@@ -2,8 +2,6 @@
 
 import pytest
 
-from deployments.engine.engine import EngineServer, LLMServer
-
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("server_fails", [True, False])
@@ -11,6 +9,9 @@ from deployments.engine.engine import EngineServer, LLMServer
 async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
     monkeypatch: pytest.MonkeyPatch, server_fails: bool, engine_fails: bool
 ) -> None:
+    # Here, since it takes ten seconds, and files are read for every test.
+    from deployments.engine.engine import EngineServer, LLMServer
+
     class Node:
         async def wait_until_healthy(self) -> None:
             if server_fails:
