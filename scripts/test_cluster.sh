@@ -119,7 +119,7 @@ inside() {
     [[ $answer == *'"content":"'[^\"]* ]] || fail "no answer in that"
     run "$ray" down cluster.yaml --yes
     local deadline=$((SECONDS + 30)) left
-    while left=$(pgrep -af 'raylet|gcs_server|ray::|VLLM::|deployments\.lmcache_main'); do
+    while left=$(pgrep -af 'raylet|gcs_server|ray::|VLLM::|deployments\.node\.lmcache_main'); do
         [ $SECONDS -lt $deadline ] || fail "ray down left these: $left"
         sleep 1
     done

@@ -1,7 +1,17 @@
-"""Where this checkout is, and where recorded sessions and conversations lie beside it."""
+"""Where this checkout is, and where recorded sessions and conversations lie beside it or in it."""
 
 import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = Path(os.environ.get("CONSERVE_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+
+def _data() -> Path:
+    if given := os.environ.get("CONSERVE_TEST_DATA"):
+        return Path(given)
+    beside, inside = (folder / "shared" / "data" for folder in (ROOT.parent, ROOT))
+    return inside if inside.is_dir() and not beside.is_dir() else beside
+
+
+# Tests that read it are skipped where there is none.
+DATA = _data()

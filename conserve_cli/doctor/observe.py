@@ -4,7 +4,6 @@ import glob
 import importlib.metadata
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -18,6 +17,7 @@ import psutil
 from conserve.settings import Settings
 from conserve_cli.doctor.facts import GpuFacts, MachineFacts, NodeFacts, PortFacts, SoftwareFacts
 from conserve_cli.doctor.software import ENGINES, PACKAGES
+from deployments.node.lmcache_server import SERVER_MODULE, SHARING_SERVER_MODULE
 from hetero.nvml import NoDriver, Nvml, NvmlError
 
 _CAP_SYS_ADMIN = 21
@@ -153,12 +153,14 @@ def _holder(port: int) -> tuple[str, bool]:
             command = psutil.Process(connection.pid).cmdline() or [""]
         except psutil.Error:
             break
-        line = " ".join(command)
-        ours = re.search(
-            r"-m (lmcache\.cli\.main|deployments\.lmcache_main) |ray::ServeReplica:", line
-        )
-        return f"{Path(command[0]).name} (pid {connection.pid})", ours is not None
+        return f"{Path(command[0]).name} (pid {connection.pid})", is_ours(" ".join(command))
     return "", False
+
+
+def is_ours(command_line: str) -> bool:
+    """Whether a process that listens is ConServe's own: a router's, or LMCache's server."""
+    servers = (f"-m {module} server " for module in (SERVER_MODULE, SHARING_SERVER_MODULE))
+    return "ray::ServeReplica:" in command_line or any(one in command_line for one in servers)
 
 
 def observe_gpus() -> GpuFacts:

@@ -23,9 +23,14 @@ from dataclasses import dataclass
 
 from conserve.settings import LMCacheSettings, Settings
 from deployments.messages import NodeCache
+from deployments.node import lmcache_main
 from deployments.node.lmcache_main import NIXL_MODULES
 
 logger = logging.getLogger("conserve.node")
+
+# What is run: LMCache's own command, or ours, which shares KV with other nodes.
+SERVER_MODULE = "lmcache.cli.main"
+SHARING_SERVER_MODULE = lmcache_main.__name__
 
 START_TIMEOUT_S = 120.0
 # A predecessor's port is free once its process is gone; another program's stays taken.
@@ -130,7 +135,7 @@ def lmcache_command(
         cache: how the server presents itself to those of other nodes; None: it shares with none.
         directory_url: where it learns of those.
     """
-    module = "lmcache.cli.main" if cache is None else "deployments.node.lmcache_main"
+    module = SERVER_MODULE if cache is None else SHARING_SERVER_MODULE
     command = [
         sys.executable, "-m", module, "server",
         "--host", address.host,

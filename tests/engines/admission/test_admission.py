@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from tests import harness
-from tests.harness import Agent
+from tests.engines.applications import SMALL
+from tests.engines.client import Agent, chat, prose
+from tests.engines.metrics import metric
+from tests.engines.waiting import eventually
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.application(SMALL)]
 
 # The decoder has room for 3,072 tokens.
 LARGE = 1200
@@ -19,91 +21,87 @@ LARGE = 1200
 async def _fill(client: httpx.AsyncClient, rng: random.Random) -> list[Agent]:
     agents = [Agent(client, f"full-{n}") for n in range(2)]
     for agent in agents:
-        await agent.say(harness.text(rng, LARGE), tokens=4)
+        await agent.say(prose(rng, LARGE), tokens=4)
     return agents
 
 
 async def test_waiting_in_line_and_being_turned_away(
-    small_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Two may wait; more are told when to come again; room goes to the first in line."""
     await _fill(client, rng)
     waiting = []
     for number in range(2):
         agent = Agent(client, f"waits-{number}")
-        waiting.append(asyncio.ensure_future(agent.say(harness.text(rng, LARGE), tokens=4)))
-        await harness.eventually(
+        waiting.append(asyncio.ensure_future(agent.say(prose(rng, LARGE), tokens=4)))
+        await eventually(
             "it waits",
-            lambda expected=number + 1: harness.metric("conserve_queue_length") == expected,  # type: ignore[misc]
+            lambda expected=number + 1: metric("conserve_queue_length") == expected,  # type: ignore[misc]
         )
-    refused = await harness.chat(
-        client, [{"role": "user", "content": harness.text(rng, LARGE)}], "late"
-    )
+    refused = await chat(client, [{"role": "user", "content": prose(rng, LARGE)}], "late")
     assert refused.status == 429
     assert refused.body["error"]["code"] == "queue_full"
     assert refused.body["error"]["type"] == "rate_limit_error"
     assert 1 <= int(refused.headers["retry-after"]) <= 60
 
-    await client.delete(small_app + "/v1/conversations/full-0")
+    await client.delete(application + "/v1/conversations/full-0")
     reply = await waiting[0]
     assert reply.conversation == "waits-0"
     assert not waiting[1].done()
-    await client.delete(small_app + "/v1/conversations/full-1")
+    await client.delete(application + "/v1/conversations/full-1")
     assert (await waiting[1]).conversation == "waits-1"
-    assert harness.metric("conserve_queue_length") == 0
+    assert metric("conserve_queue_length") == 0
 
 
 async def test_a_bound_conversation_never_waits(
-    small_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Its place is its own, however full the system is."""
     agents = await _fill(client, rng)
     queued = asyncio.ensure_future(
-        harness.chat(client, [{"role": "user", "content": harness.text(rng, LARGE)}], "queued")
+        chat(client, [{"role": "user", "content": prose(rng, LARGE)}], "queued")
     )
-    await harness.eventually("it waits", lambda: harness.metric("conserve_queue_length") == 1)
+    await eventually("it waits", lambda: metric("conserve_queue_length") == 1)
     for agent in agents:
         assert (await agent.say("go on", tokens=4)).status == 200
     queued.cancel()
-    await harness.eventually(
-        "who left waits no more", lambda: harness.metric("conserve_queue_length") == 0, 5
-    )
-    shown = (await client.get(small_app + "/v1/conversations")).json()["data"]
+    await eventually("who left waits no more", lambda: metric("conserve_queue_length") == 0, 5)
+    shown = (await client.get(application + "/v1/conversations")).json()["data"]
     assert {entry["id"] for entry in shown} == {"full-0", "full-1"}
 
 
 async def test_waiting_too_long_and_idle_conversations(
-    small_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """A wait ends with 429 at the time set; an unused conversation ends and makes room."""
     await _fill(client, rng)
 
-    tall = [{"role": "user", "content": harness.text(rng, LARGE)}]
-    late = await harness.chat(client, tall, "late")
+    tall = [{"role": "user", "content": prose(rng, LARGE)}]
+    late = await chat(client, tall, "late")
     assert late.status == 429
     assert late.body["error"]["code"] == "queue_timeout"
     assert int(late.headers["retry-after"]) >= 1
 
-    await harness.eventually(
+    await eventually(
         "idle conversations have ended",
-        lambda: harness.metric("conserve_conversations") == 0,
+        lambda: metric("conserve_conversations") == 0,
         60,
     )
-    assert harness.metric("conserve_decoder_held_tokens") == 0
-    assert (await harness.chat(client, tall, "late", tokens=2)).status == 200
-    assert harness.metric("conserve_conversations_ended_total", reason="idle") >= 2
+    assert metric("conserve_decoder_held_tokens") == 0
+    assert (await chat(client, tall, "late", tokens=2)).status == 200
+    assert metric("conserve_conversations_ended_total", reason="idle") >= 2
 
 
-async def test_a_body_over_the_limit(small_app: str, client: httpx.AsyncClient) -> None:
+async def test_a_body_over_the_limit(application: str, client: httpx.AsyncClient) -> None:
     """413, whether its length is announced or not."""
     body = b'{"messages": [{"role": "user", "content": "' + b"x" * 200_000 + b'"}]}'
-    announced = await client.post(small_app + "/v1/chat/completions", content=body)
+    announced = await client.post(application + "/v1/chat/completions", content=body)
     assert announced.status_code == 413
 
     async def parts() -> AsyncIterator[bytes]:
         for start in range(0, len(body), 10_000):
             yield body[start : start + 10_000]
 
-    chunked = await client.post(small_app + "/v1/chat/completions", content=parts())
+    chunked = await client.post(application + "/v1/chat/completions", content=parts())
     assert chunked.status_code == 413
     assert chunked.json()["error"]["code"] == "body_too_long"

@@ -8,18 +8,19 @@ import openai
 import pytest
 
 from benchmarks.agent import Transcript, client_complete, make_session, run_agent, score
-from tests import harness
+from tests.engines.applications import MAIN
+from tests.engines.metrics import metric
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
 AGENTS = 6
 
 
 async def test_agents_do_their_tasks_with_one_handoff_each(
-    main_app: str, client: httpx.AsyncClient
+    application: str, client: httpx.AsyncClient
 ) -> None:
-    handoffs = harness.metric("conserve_handoffs_total")
-    moves = harness.metric("conserve_moves_total")
+    handoffs = metric("conserve_handoffs_total")
+    moves = metric("conserve_moves_total")
     sessions = [make_session(f"integration/{n}", "held-out") for n in range(AGENTS)]
 
     async def work(number: int) -> tuple[Transcript, list[float]]:
@@ -42,7 +43,7 @@ async def test_agents_do_their_tasks_with_one_handoff_each(
         return run, ended_s
 
     async with openai.AsyncOpenAI(
-        base_url=main_app + "/v1", api_key="unused", max_retries=0
+        base_url=application + "/v1", api_key="unused", max_retries=0
     ) as official:
         runs = await asyncio.gather(*map(work, range(AGENTS)))
 
@@ -51,10 +52,10 @@ async def test_agents_do_their_tasks_with_one_handoff_each(
     for number, (run, ended_s) in enumerate(runs):
         assert len(run.turns) >= 2
         assert all(turn.calls for turn in run.turns[:-1])
-        shown = (await client.get(f"{main_app}/v1/conversations/agent-{number}")).json()
+        shown = (await client.get(f"{application}/v1/conversations/agent-{number}")).json()
         assert shown["turns"] == len(run.turns)
         # From the first request to the answer, which no call before it is.
         first_s, before_answer_s = ended_s[1], ended_s[-2]
         assert before_answer_s - first_s < shown["ttfet_s"] < ended_s[-1] - ended_s[0]
-    assert harness.metric("conserve_handoffs_total") == handoffs + AGENTS
-    assert harness.metric("conserve_moves_total") == moves
+    assert metric("conserve_handoffs_total") == handoffs + AGENTS
+    assert metric("conserve_moves_total") == moves

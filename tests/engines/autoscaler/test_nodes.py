@@ -17,8 +17,10 @@ import pytest
 import ray
 
 from conserve.launch import Launch, require_free
-from tests import harness
-from tests.harness import Agent
+from tests.engines.applications import START_S, URL
+from tests.engines.client import Agent, engines, prose
+from tests.engines.metrics import metric
+from tests.engines.waiting import eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -83,9 +85,9 @@ NODE_GOES_S = 400.0
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
-    """Of a head with Ray's autoscaler; nothing of it is left behind."""
-    require_free(harness.URL)
+def address(machine_alone: None, tmp_path: Path) -> Iterator[str]:
+    """Of a head with Ray's autoscaler."""
+    require_free(URL)
     address = f"{ray.util.get_node_ip_address()}:{_PORT}"
     provider = {
         "type": "fake_multinode",
@@ -118,7 +120,6 @@ def address(tmp_path: Path) -> Iterator[str]:
             assert time.monotonic() < deadline_s, f"Ray did not start: see {log}"
             time.sleep(0.2)
         yield address
-    harness.require_none_left()
 
 
 def nodes(address: str) -> int:
@@ -142,25 +143,23 @@ async def test_nodes_follow_decoders(
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(file)]
     log = tmp_path / "application.log"
     with Launch([], log, {"RAY_ADDRESS": address, **_UNAUTHENTICATED}, command) as application:
-        application.wait_until_serving(harness.URL, 1, 1, timeout_s=harness.START_S)
+        application.wait_until_serving(URL, 1, 1, timeout_s=START_S)
         assert nodes(address) == 2
 
         agents = [Agent(client, f"ramp-{number}") for number in range(5)]
         for agent in agents:
-            await agent.say(harness.text(rng, FIRST), tokens=4)
-        await harness.eventually(
-            "a second decoder", lambda: len(harness.engines("decoder")) == 2, harness.START_S
-        )
+            await agent.say(prose(rng, FIRST), tokens=4)
+        await eventually("a second decoder", lambda: len(engines("decoder")) == 2, START_S)
         assert nodes(address) == 3
         late = Agent(client, "late")
-        reply = await late.say(harness.text(rng, FIRST), tokens=4)
+        reply = await late.say(prose(rng, FIRST), tokens=4)
         assert reply.decoder != agents[0].replies[0].decoder
         assert late.stats[0]["lmcache_tokens"] > 0
         for agent in (*agents, late):
-            await client.delete(f"{harness.URL}/v1/conversations/{agent.id}")
-        await harness.eventually("one decoder", lambda: len(harness.engines("decoder")) == 1, 120)
-        await harness.eventually("its node is gone too", lambda: nodes(address) == 2, NODE_GOES_S)
+            await client.delete(f"{URL}/v1/conversations/{agent.id}")
+        await eventually("one decoder", lambda: len(engines("decoder")) == 1, 120)
+        await eventually("its node is gone too", lambda: nodes(address) == 2, NODE_GOES_S)
         after = Agent(client, "after")
-        await after.say(harness.text(rng, 100), tokens=4)
-        assert harness.metric("conserve_turns_total", outcome="failed") == 0
-        assert harness.metric("conserve_engines_lost_total") == 0
+        await after.say(prose(rng, 100), tokens=4)
+        assert metric("conserve_turns_total", outcome="failed") == 0
+        assert metric("conserve_engines_lost_total") == 0

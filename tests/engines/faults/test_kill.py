@@ -8,10 +8,23 @@ import httpx
 import pytest
 
 from conserve import shared_memory
-from tests import harness
-from tests.harness import Agent
+from tests.engines.applications import MAIN
+from tests.engines.client import (
+    TIMEOUT_S,
+    Agent,
+    Reply,
+    chat,
+    engines,
+    lone_answer,
+    new_client,
+    prose,
+)
+from tests.engines.metrics import metric
+from tests.engines.processes import kill, processes
+from tests.engines.stage import Stage
+from tests.engines.waiting import eventually
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN, last=True)]
 
 OUTPUT_TOKENS = 16
 
@@ -19,13 +32,13 @@ OUTPUT_TOKENS = 16
 async def _start(client: httpx.AsyncClient, rng: random.Random, names: list[str]) -> list[Agent]:
     agents = [Agent(client, None if name.startswith("nameless") else name) for name in names]
     for agent in agents:
-        await agent.say(harness.text(rng, 400), tokens=OUTPUT_TOKENS)
+        await agent.say(prose(rng, 400), tokens=OUTPUT_TOKENS)
     return agents
 
 
 async def _same_as_lone(client: httpx.AsyncClient, agent: Agent, turn: int) -> bool:
     asked, answer = agent.messages[: 2 * turn + 1], agent.messages[2 * turn + 1]
-    return await harness.lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"]
+    return await lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"]
 
 
 def _by_decoder(agents: list[Agent]) -> dict[str, list[Agent]]:
@@ -37,8 +50,8 @@ def _by_decoder(agents: list[Agent]) -> dict[str, list[Agent]]:
 
 @pytest.mark.parametrize("victim", ["replica", "engine core"])
 async def test_a_decoder_in_mid_turn(
-    main_app: str,
-    stage: harness.Stage,
+    application: str,
+    stage: Stage,
     client: httpx.AsyncClient,
     rng: random.Random,
     victim: str,
@@ -50,17 +63,17 @@ async def test_a_decoder_in_mid_turn(
     assert len(groups) == 2
     doomed, spared = groups.values()
     lost = doomed[0].replies[0].decoder
-    pid = next(engine["pid"] for engine in harness.engines("decoder") if engine["id"] == lost)
-    in_memory = shared_memory.mapped([pid, *(one.pid for one in harness.processes("", below=pid))])
+    pid = next(engine["pid"] for engine in engines("decoder") if engine["id"] == lost)
+    in_memory = shared_memory.mapped([pid, *(one.pid for one in processes("", below=pid))])
     assert in_memory
     if victim == "engine core":
-        pid = harness.processes("EngineCore", below=pid)[0].pid
-    moves = harness.metric("conserve_moves_total")
-    failed = harness.metric("conserve_turns_total", outcome="failed")
+        pid = processes("EngineCore", below=pid)[0].pid
+    moves = metric("conserve_moves_total")
+    failed = metric("conserve_turns_total", outcome="failed")
 
     began = asyncio.Event()
 
-    async def interrupted(agent: Agent) -> harness.Reply:
+    async def interrupted(agent: Agent) -> Reply:
         agent.messages.append({"role": "user", "content": "take your time"})
         reply = await agent.ask(tokens=4000, stream=True, began=began)
         agent.messages.pop()
@@ -68,8 +81,8 @@ async def test_a_decoder_in_mid_turn(
 
     streaming = asyncio.ensure_future(interrupted(doomed[0]))
     undisturbed = asyncio.ensure_future(spared[0].say("meanwhile", tokens=OUTPUT_TOKENS))
-    await asyncio.wait_for(began.wait(), harness.TIMEOUT_S)
-    harness.kill(pid)
+    await asyncio.wait_for(began.wait(), TIMEOUT_S)
+    kill(pid)
 
     events: Any = (await streaming).body
     error = events[-1]["error"]
@@ -83,10 +96,10 @@ async def test_a_decoder_in_mid_turn(
         assert reply.decoder != lost
         assert reply.conversation == agent.replies[0].conversation
         assert await _same_as_lone(client, agent, len(agent.replies) - 1)
-    assert harness.metric("conserve_moves_total") - moves == len(doomed)
-    await harness.eventually(
+    assert metric("conserve_moves_total") - moves == len(doomed)
+    await eventually(
         "the broken-off turn counts as failed",
-        lambda: harness.metric("conserve_turns_total", outcome="failed") == failed + 1,
+        lambda: metric("conserve_turns_total", outcome="failed") == failed + 1,
     )
     for agent in spared:
         assert {reply.decoder for reply in agent.replies} == {spared[0].replies[0].decoder}
@@ -94,7 +107,7 @@ async def test_a_decoder_in_mid_turn(
     for agent in doomed:
         # Prefilled again on the prefiller, handed over again.
         assert agent.stats[-1]["lmcache_tokens"] > 0
-    await harness.eventually(
+    await eventually(
         "the shared memory that it had is given back",
         lambda: not any(file.exists() for file in in_memory),
     )
@@ -102,15 +115,15 @@ async def test_a_decoder_in_mid_turn(
 
 
 async def test_a_decoder_before_its_answer_began(
-    main_app: str, stage: harness.Stage, client: httpx.AsyncClient, rng: random.Random
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """A turn of which the client has no byte yet is served elsewhere, without an error."""
     (agent,) = await _start(client, rng, ["unseen"])
     lost = agent.replies[0].decoder
-    pid = next(engine["pid"] for engine in harness.engines("decoder") if engine["id"] == lost)
+    pid = next(engine["pid"] for engine in engines("decoder") if engine["id"] == lost)
     waiting = asyncio.ensure_future(agent.say("a long answer, in one piece", tokens=600))
     await asyncio.sleep(0.7)
-    harness.kill(pid)
+    kill(pid)
     reply = await waiting
     assert reply.decoder != lost
     assert reply.body["usage"]["completion_tokens"] == 600
@@ -119,8 +132,8 @@ async def test_a_decoder_before_its_answer_began(
 
 @pytest.mark.parametrize("victim", ["replica", "worker"])
 async def test_the_prefiller(
-    main_app: str,
-    stage: harness.Stage,
+    application: str,
+    stage: Stage,
     client: httpx.AsyncClient,
     rng: random.Random,
     victim: str,
@@ -132,8 +145,8 @@ async def test_the_prefiller(
     """
     stage.wait_for_lone()
     (agent,) = await _start(client, rng, [f"warm-{victim}"])
-    (prefiller,) = harness.engines("prefiller")
-    prompts = [harness.text(rng, 2500) for _ in range(3)]
+    (prefiller,) = engines("prefiller")
+    prompts = [prose(rng, 2500) for _ in range(3)]
     colds = [Agent(client, f"cold-{victim}-{n}") for n in range(3)]
     running = [
         asyncio.ensure_future(cold.say(prompt, tokens=OUTPUT_TOKENS))
@@ -141,14 +154,14 @@ async def test_the_prefiller(
     ]
     await asyncio.sleep(0.3)
     if victim == "replica":
-        harness.kill(prefiller["pid"])
+        kill(prefiller["pid"])
     else:
-        (worker,) = harness.processes("Worker", below=prefiller["pid"])
+        (worker,) = processes("Worker", below=prefiller["pid"])
         worker.terminate()
     await asyncio.gather(*running)
     await agent.say("go on", tokens=OUTPUT_TOKENS)
     alone = Agent(client, f"without-{victim}")
-    await alone.say(harness.text(rng, 300), tokens=OUTPUT_TOKENS)
+    await alone.say(prose(rng, 300), tokens=OUTPUT_TOKENS)
     assert alone.stats[0]["lmcache_tokens"] == 0
     for served in (*colds, alone):
         assert await _same_as_lone(client, served, 0)
@@ -156,50 +169,50 @@ async def test_the_prefiller(
     for cold in colds:
         # What lies in LMCache now is right as well.
         cold.messages[1:] = []
-        reply = await harness.chat(client, cold.messages, f"again-{cold.id}", tokens=OUTPUT_TOKENS)
+        reply = await chat(client, cold.messages, f"again-{cold.id}", tokens=OUTPUT_TOKENS)
         cold.messages.append({"role": "assistant", "content": reply.content})
         assert await _same_as_lone(client, cold, 0)
     back = Agent(client, f"back-{victim}")
-    await back.say(harness.text(rng, 300), tokens=OUTPUT_TOKENS)
+    await back.say(prose(rng, 300), tokens=OUTPUT_TOKENS)
     assert back.stats[0]["lmcache_tokens"] > 0
 
 
 async def test_the_lmcache_server(
-    main_app: str, stage: harness.Stage, client: httpx.AsyncClient, rng: random.Random
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Engines recompute while it is down, and use it again when it is back."""
     stage.wait_for_lone()
     (agent,) = await _start(client, rng, ["cached"])
-    (server,) = harness.processes(r"lmcache\.cli\.main server")
+    (server,) = processes(r"lmcache\.cli\.main server")
     running = [
         asyncio.ensure_future(
-            Agent(client, f"during-{n}").say(harness.text(rng, 2000), tokens=OUTPUT_TOKENS)
+            Agent(client, f"during-{n}").say(prose(rng, 2000), tokens=OUTPUT_TOKENS)
         )
         for n in range(2)
     ]
     await asyncio.sleep(0.2)
-    harness.kill(server.pid)
+    kill(server.pid)
     await asyncio.gather(*running)
     await agent.say("go on", tokens=OUTPUT_TOKENS)
     down = Agent(client, "down")
-    await down.say(harness.text(rng, 300), tokens=OUTPUT_TOKENS)
+    await down.say(prose(rng, 300), tokens=OUTPUT_TOKENS)
     for served, turn in ((agent, 1), (down, 0)):
         assert await _same_as_lone(client, served, turn)
 
     for attempt in range(60):
         again = Agent(client, f"again-{attempt}")
-        await again.say(harness.text(rng, 300), tokens=4)
+        await again.say(prose(rng, 300), tokens=4)
         if again.stats[0]["lmcache_tokens"]:
             break
         await asyncio.sleep(0.5)
     else:
         pytest.fail("LMCache was not used again within 30 s of being killed")
-    (restarted,) = harness.processes(r"lmcache\.cli\.main server")
+    (restarted,) = processes(r"lmcache\.cli\.main server")
     assert restarted.pid != server.pid
 
 
 async def test_the_conversation_table(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Bindings are recovered from the decoders: no wrong routing, with an id or without."""
     agents = await _start(client, rng, ["one", "two", "nameless-1", "nameless-2"])
@@ -208,15 +221,15 @@ async def test_the_conversation_table(
         for agent in agents
     }
     gone = await _start(client, rng, ["gone"])
-    await client.delete(main_app + "/v1/conversations/gone")
+    await client.delete(application + "/v1/conversations/gone")
     await asyncio.sleep(2)  # The decoders have heard of it.
     agents[0].messages.append({"role": "user", "content": "this turn is under way"})
     running = asyncio.ensure_future(agents[0].ask(tokens=600, stream=True))
     # This one ends while nobody keeps the table.
     brief = asyncio.ensure_future(agents[2].say("in short", tokens=150))
     await asyncio.sleep(0.5)
-    (table,) = harness.processes("ray::TableService")
-    harness.kill(table.pid)
+    (table,) = processes("ray::TableService")
+    kill(table.pid)
 
     await brief
     replies = await asyncio.gather(
@@ -230,58 +243,60 @@ async def test_the_conversation_table(
     assert (await running).status == 200
     held = {
         entry["id"]: entry["held_tokens"]
-        for entry in (await client.get(main_app + "/v1/conversations")).json()["data"]
+        for entry in (await client.get(application + "/v1/conversations")).json()["data"]
     }
     assert set(held) == set(shown)
     assert gone[0].replies[0].conversation not in held
-    assert harness.metric("conserve_decoder_held_tokens") == sum(held.values())
+    assert metric("conserve_decoder_held_tokens") == sum(held.values())
     assert all(held[name] > tokens for name, tokens in shown.items())
 
 
 async def test_the_router(
-    main_app: str, stage: harness.Stage, client: httpx.AsyncClient, rng: random.Random
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Turns under way on it are lost; a new one listens within seconds and knows everybody."""
     (agent,) = await _start(client, rng, ["routed"])
-    (router,) = harness.processes("ray::ServeReplica:default:Router")
+    (router,) = processes("ray::ServeReplica:default:Router")
     cold = Agent(client, "cut-off")
     # Long enough to be under way when its router dies, on any machine.
-    cut_off = asyncio.ensure_future(cold.say(harness.text(rng, 4000), tokens=2000))
+    cut_off = asyncio.ensure_future(cold.say(prose(rng, 4000), tokens=2000))
     await asyncio.sleep(0.3)
-    harness.kill(router.pid)
+    kill(router.pid)
     with pytest.raises(httpx.HTTPError):
         await cut_off
     await asyncio.to_thread(stage.wait_until_whole)
-    async with harness.new_client() as fresh:
+    async with new_client() as fresh:
         agent.client = fresh
         reply = await agent.say("go on", tokens=OUTPUT_TOKENS)
     assert reply.decoder == agent.replies[0].decoder
     assert agent.stats[1]["lmcache_tokens"] == 0
     # What was promised for the turn that died with its router is given back.
-    await client.delete(main_app + "/v1/conversations/routed")
-    await harness.eventually(
+    await client.delete(application + "/v1/conversations/routed")
+    await eventually(
         "nothing is held any more",
         lambda: (
-            harness.metric("conserve_decoder_held_tokens") == 0
-            and harness.metric("conserve_prefiller_queued_tokens") == 0
+            metric("conserve_decoder_held_tokens") == 0
+            and metric("conserve_prefiller_queued_tokens") == 0
         ),
         40,
     )
 
 
-async def test_the_node_actor(main_app: str, client: httpx.AsyncClient, rng: random.Random) -> None:
+async def test_the_node_actor(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
     """Its LMCache server goes with it, and both come back."""
-    (actor,) = harness.processes("ray::NodeService")
-    (server,) = harness.processes(r"lmcache\.cli\.main server")
-    harness.kill(actor.pid)
-    await harness.eventually(
+    (actor,) = processes("ray::NodeService")
+    (server,) = processes(r"lmcache\.cli\.main server")
+    kill(actor.pid)
+    await eventually(
         "the server has gone with it",
-        lambda: server.pid not in [p.pid for p in harness.processes(r"lmcache\.cli\.main server")],
+        lambda: server.pid not in [p.pid for p in processes(r"lmcache\.cli\.main server")],
     )
     await _start(client, rng, ["orphaned"])
     for attempt in range(60):
         again = Agent(client, f"again-{attempt}")
-        await again.say(harness.text(rng, 300), tokens=4)
+        await again.say(prose(rng, 300), tokens=4)
         if again.stats[0]["lmcache_tokens"]:
             return
         await asyncio.sleep(1)

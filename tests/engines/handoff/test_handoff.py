@@ -6,10 +6,12 @@ import random
 import httpx
 import pytest
 
-from tests import harness
-from tests.harness import Agent
+from tests.engines.applications import MAIN
+from tests.engines.client import Agent, engines, last_turn, lone_answer, prose
+from tests.engines.metrics import metric
+from tests.engines.stage import Stage
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
 BLOCK_TOKENS = 128
 TURNS = 5
@@ -23,14 +25,14 @@ def _whole(tokens: int) -> int:
 async def _prefiller_requests(client: httpx.AsyncClient) -> float:
     """By the prefiller's own count."""
     total = 0.0
-    for engine in harness.engines("prefiller"):
+    for engine in engines("prefiller"):
         exposed = (await client.get(engine["url"] + "/metrics")).text
-        total += harness.metric("vllm:request_success_total", exposed)
+        total += metric("vllm:request_success_total", exposed)
     return total
 
 
 async def test_eight_conversations_of_five_turns(
-    main_app: str, stage: harness.Stage, client: httpx.AsyncClient, rng: random.Random
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """What the paper promises, measured by the engines, with outputs to the last token."""
     stage.wait_for_lone()
@@ -39,8 +41,7 @@ async def test_eight_conversations_of_five_turns(
     lengths = [4200, 60, 900, 4500, 300, 1500, 4100, 130]
     appended = [20, 80, 150, 300]
     prompts = [
-        [harness.text(rng, length), *(harness.text(rng, words) for words in appended)]
-        for length in lengths
+        [prose(rng, length), *(prose(rng, words) for words in appended)] for length in lengths
     ]
 
     async def run(agent: Agent, says: list[str]) -> None:
@@ -71,50 +72,52 @@ async def test_eight_conversations_of_five_turns(
     held_tokens = sum(
         agent.stats[-1]["prompt_tokens"] + agent.stats[-1]["output_tokens"] for agent in agents
     )
-    assert harness.metric("conserve_decoder_held_tokens") == held_tokens
+    assert metric("conserve_decoder_held_tokens") == held_tokens
 
     for agent in agents:
         for turn in range(TURNS):
             asked, answer = agent.messages[: 2 * turn + 1], agent.messages[2 * turn + 1]
-            assert await harness.lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"]
+            assert await lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"]
 
 
 async def test_completions_go_the_same_way(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """`/v1/completions`: with an id a conversation, without one a single turn."""
-    prompt = harness.text(rng, 500)
+    prompt = prose(rng, 500)
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
     first = await client.post(
-        main_app + "/v1/completions", json=body, headers={"X-Conversation-Id": "completion"}
+        application + "/v1/completions", json=body, headers={"X-Conversation-Id": "completion"}
     )
     assert first.status_code == 200, first.text
-    stats = await harness.last_turn(client, "completion")
+    stats = await last_turn(client, "completion")
     assert stats["lmcache_tokens"] == _whole(stats["prompt_tokens"] - 1) > 0
 
     again = {**body, "prompt": prompt + first.json()["choices"][0]["text"] + " and more"}
     second = await client.post(
-        main_app + "/v1/completions", json={**again, "conversation_id": "completion"}
+        application + "/v1/completions", json={**again, "conversation_id": "completion"}
     )
     assert second.status_code == 200, second.text
-    stats = await harness.last_turn(client, "completion")
+    stats = await last_turn(client, "completion")
     assert stats["lmcache_tokens"] == 0
     assert stats["decoder_cached_tokens"] >= _whole(stats["prompt_tokens"]) - BLOCK_TOKENS
 
-    single = await client.post(main_app + "/v1/completions", json={**body, "prompt": [5, 6, 7, 8]})
+    single = await client.post(
+        application + "/v1/completions", json={**body, "prompt": [5, 6, 7, 8]}
+    )
     assert single.status_code == 200, single.text
     name = single.headers["x-conversation-id"]
-    assert (await client.get(f"{main_app}/v1/conversations/{name}")).status_code == 404
+    assert (await client.get(f"{application}/v1/conversations/{name}")).status_code == 404
 
 
 async def test_a_shared_system_prompt_is_found_where_it_lies(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """A second conversation's prefix is in the decoder's cache or in LMCache, never computed."""
-    system = {"role": "system", "content": harness.text(rng, 400)}
+    system = {"role": "system", "content": prose(rng, 400)}
     for number in range(4):
         agent = Agent(client, f"shared-{number}", [system])
-        await agent.say(harness.text(rng, 50), tokens=4)
+        await agent.say(prose(rng, 50), tokens=4)
         stats = agent.stats[0]
         found = stats["lmcache_tokens"] + stats["decoder_cached_tokens"]
         assert found == _whole(stats["prompt_tokens"] - 1)

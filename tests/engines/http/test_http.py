@@ -11,9 +11,13 @@ import openai
 import psutil
 import pytest
 
-from tests import harness
+from tests.engines.applications import MAIN
+from tests.engines.client import Agent, chat, engines, prose
+from tests.engines.metrics import exposed, metric
+from tests.engines.processes import processes
+from tests.engines.waiting import eventually
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {
@@ -30,36 +34,38 @@ TOOL = {
 
 
 @pytest.fixture
-def official(main_app: str) -> openai.OpenAI:
+def official(application: str) -> openai.OpenAI:
     """The official client, which tests would otherwise only imitate."""
-    return openai.OpenAI(base_url=main_app + "/v1", api_key="unused", max_retries=0)
+    return openai.OpenAI(base_url=application + "/v1", api_key="unused", max_retries=0)
 
 
 def test_options_that_vllm_has(official: openai.OpenAI) -> None:
     """n, stop, seed, logprobs, usage in streams, and the model list."""
-    chat: Any = official.chat.completions
+    completions: Any = official.chat.completions
     model = "conserve-embedded"
     assert [entry.id for entry in official.models.list()] == [model]
     assert official.models.retrieve(model).id == model
-    answer = chat.create(
+    answer = completions.create(
         model=model, messages=HELLO, max_tokens=6, n=2, seed=7, temperature=1, logprobs=True,
         top_logprobs=2,
     )  # fmt: skip
     assert len(answer.choices) == 2
     assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
-    again = chat.create(model=model, messages=HELLO, max_tokens=6, n=2, seed=7, temperature=1)
+    again = completions.create(
+        model=model, messages=HELLO, max_tokens=6, n=2, seed=7, temperature=1
+    )
     assert [c.message.content for c in again.choices] == [c.message.content for c in answer.choices]
 
-    whole = chat.create(model=model, messages=HELLO, max_tokens=12, temperature=0)
+    whole = completions.create(model=model, messages=HELLO, max_tokens=12, temperature=0)
     words = whole.choices[0].message.content.split()
-    stopped = chat.create(
+    stopped = completions.create(
         model=model, messages=HELLO, max_tokens=12, temperature=0, stop=[f" {words[3]}"]
     )
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.choices[0].message.content.split() == words[:3]
 
     chunks = list(
-        chat.create(
+        completions.create(
             model=model, messages=HELLO, max_tokens=12, temperature=0, stream=True,
             stream_options={"include_usage": True},
         )
@@ -71,8 +77,8 @@ def test_options_that_vllm_has(official: openai.OpenAI) -> None:
 
 def test_tools_are_passed_through(official: openai.OpenAI) -> None:
     """A forced call of a named function has arguments that fit its schema."""
-    chat: Any = official.chat.completions
-    answer = chat.create(
+    completions: Any = official.chat.completions
+    answer = completions.create(
         model="conserve-embedded", messages=HELLO, max_tokens=200, temperature=0, tools=[TOOL],
         tool_choice={"type": "function", "function": {"name": "look_up"}},
     )  # fmt: skip
@@ -83,19 +89,21 @@ def test_tools_are_passed_through(official: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_ttfet_counts_from_the_first_answer_that_is_no_tool_call(
-    main_app: str, client: httpx.AsyncClient, stream: bool
+    application: str, client: httpx.AsyncClient, stream: bool
 ) -> None:
-    agent = harness.Agent(client, f"effective-{stream}")
-    counted = harness.metric("conserve_ttfet_seconds_count")
+    agent = Agent(client, f"effective-{stream}")
+    counted = metric("conserve_ttfet_seconds_count")
 
     async def turn(**body: Any) -> float | None:
         asked = {"messages": HELLO, "max_tokens": 200, "stream": stream, **body}
         reply = await client.post(
-            main_app + "/v1/chat/completions", json=asked, headers={"X-Conversation-Id": agent.id}
+            application + "/v1/chat/completions",
+            json=asked,
+            headers={"X-Conversation-Id": agent.id},
         )
         assert reply.status_code == 200
         assert (b'"tool_calls":[{' in reply.content) == ("tools" in body)
-        shown = (await client.get(f"{main_app}/v1/conversations/{agent.id}")).json()
+        shown = (await client.get(f"{application}/v1/conversations/{agent.id}")).json()
         found: float | None = shown["ttfet_s"]
         return found
 
@@ -103,13 +111,11 @@ async def test_ttfet_counts_from_the_first_answer_that_is_no_tool_call(
     assert await turn(tools=[TOOL], tool_choice=chosen) is None
     assert await turn(tools=[TOOL], tool_choice=chosen) is None
     await turn()
-    await harness.eventually(
-        "it is counted", lambda: harness.metric("conserve_ttfet_seconds_count") == counted + 1
-    )
+    await eventually("it is counted", lambda: metric("conserve_ttfet_seconds_count") == counted + 1)
     first = await turn()
     assert first is not None
     assert await turn() == first
-    assert harness.metric("conserve_ttfet_seconds_count") == counted + 1
+    assert metric("conserve_ttfet_seconds_count") == counted + 1
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,7 @@ async def test_ttfet_counts_from_the_first_answer_that_is_no_tool_call(
     ],
 )  # fmt: skip
 async def test_bad_bodies(
-    main_app: str,
+    application: str,
     client: httpx.AsyncClient,
     body: bytes,
     status: int,
@@ -152,7 +158,7 @@ async def test_bad_bodies(
     param: str | None,
 ) -> None:
     """A clear error in OpenAI's shape, and nothing held."""
-    response = await client.post(main_app + "/v1/chat/completions", content=body)
+    response = await client.post(application + "/v1/chat/completions", content=body)
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error["code"] == code
@@ -160,16 +166,14 @@ async def test_bad_bodies(
         assert error["param"] == param
     assert "Traceback" not in response.text
     assert len(error["message"]) < 500
-    await harness.eventually(
-        "nothing is held", lambda: harness.metric("conserve_conversations") == 0
-    )
+    await eventually("nothing is held", lambda: metric("conserve_conversations") == 0)
 
 
 @pytest.mark.parametrize("bad", ["x" * 10_000, "tab\there", "caf\u00e9"])
-async def test_bad_ids_in_headers(main_app: str, client: httpx.AsyncClient, bad: str) -> None:
+async def test_bad_ids_in_headers(application: str, client: httpx.AsyncClient, bad: str) -> None:
     """An id that could not be shown or routed by is refused, without echoing it whole."""
     response = await client.post(
-        main_app + "/v1/chat/completions",
+        application + "/v1/chat/completions",
         json={"messages": HELLO, "max_tokens": 2},
         headers={"X-Conversation-Id": bad.encode("latin-1")},  # type: ignore[dict-item]
     )
@@ -179,26 +183,26 @@ async def test_bad_ids_in_headers(main_app: str, client: httpx.AsyncClient, bad:
 
 
 async def test_a_prompt_over_the_context(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """`context_length_exceeded`, on a first turn and on a later one."""
-    long = harness.text(rng, 20_000)
-    reply = await harness.chat(client, [{"role": "user", "content": long}])
+    long = prose(rng, 20_000)
+    reply = await chat(client, [{"role": "user", "content": long}])
     assert reply.status == 400
     assert reply.body["error"]["code"] == "context_length_exceeded"
 
-    agent = harness.Agent(client, "grows")
+    agent = Agent(client, "grows")
     await agent.say("hello", tokens=4)
     agent.messages.append({"role": "user", "content": long})
     reply = await agent.ask()
     assert reply.status == 400
     assert reply.body["error"]["code"] == "context_length_exceeded"
-    shown = (await client.get(main_app + "/v1/conversations/grows")).json()
+    shown = (await client.get(application + "/v1/conversations/grows")).json()
     assert shown["turns"] == 1
     assert shown["phase"] == "acting"
 
 
-async def test_paths_and_methods(main_app: str, client: httpx.AsyncClient) -> None:
+async def test_paths_and_methods(application: str, client: httpx.AsyncClient) -> None:
     """What does not exist says so, in the same shape."""
     for method, path, status in [
         ("GET", "/v1/nothing", 404),
@@ -208,19 +212,19 @@ async def test_paths_and_methods(main_app: str, client: httpx.AsyncClient) -> No
         ("DELETE", "/v1/conversations/unknown", 404),
         ("POST", "/programs/release", 400),
     ]:
-        response = await client.request(method, main_app + path, json={})
+        response = await client.request(method, application + path, json={})
         assert response.status_code == status, path
         assert response.json()["error"]["message"]
-    health = (await client.get(main_app + "/health")).json()
+    health = (await client.get(application + "/health")).json()
     assert health == {"status": "ok", "prefillers": 1, "decoders": 2}
 
 
-async def test_nothing_listens_beyond_loopback(main_app: str) -> None:
+async def test_nothing_listens_beyond_loopback(application: str) -> None:
     """The router, every engine and LMCache are reachable on loopback alone."""
     ports = {8000, 7610, 7611}
-    ports |= {int(engine["url"].rsplit(":", 1)[1]) for engine in harness.engines()}
+    ports |= {int(engine["url"].rsplit(":", 1)[1]) for engine in engines()}
     listening = {}
-    for process in [psutil.Process(), *harness.processes("")]:
+    for process in [psutil.Process(), *processes("")]:
         try:
             for connection in process.net_connections("tcp"):
                 if connection.status == "LISTEN" and connection.laddr.port in ports:
@@ -233,66 +237,66 @@ async def test_nothing_listens_beyond_loopback(main_app: str) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random, stream: bool
+    application: str, client: httpx.AsyncClient, rng: random.Random, stream: bool
 ) -> None:
     """The engine stops, the conversation goes on, and its tokens are those computed."""
-    agent = harness.Agent(client, f"leaves-{stream}")
-    await agent.say(harness.text(rng, 300), tokens=8)
+    agent = Agent(client, f"leaves-{stream}")
+    await agent.say(prose(rng, 300), tokens=8)
     held = agent.stats[-1]["prompt_tokens"] + 8
     agent.messages.append({"role": "user", "content": "count to a million"})
-    cancelled = harness.metric("conserve_turns_total", outcome="cancelled")
+    cancelled = metric("conserve_turns_total", outcome="cancelled")
     running = asyncio.ensure_future(agent.ask(tokens=8000, stream=stream))
     decoder = next(
-        engine for engine in harness.engines("decoder") if engine["id"] == agent.replies[0].decoder
+        engine for engine in engines("decoder") if engine["id"] == agent.replies[0].decoder
     )
 
     def engine_runs() -> float:
-        return harness.metric("vllm:num_requests_running", harness.exposed(decoder["url"]))
+        return metric("vllm:num_requests_running", exposed(decoder["url"]))
 
-    await harness.eventually("the engine works", lambda: engine_runs() == 1)
+    await eventually("the engine works", lambda: engine_runs() == 1)
     await asyncio.sleep(0.5)
     running.cancel()
-    await harness.eventually("the engine has stopped", lambda: engine_runs() == 0)
-    await harness.eventually(
+    await eventually("the engine has stopped", lambda: engine_runs() == 0)
+    await eventually(
         "the turn counts as cancelled",
-        lambda: harness.metric("conserve_turns_total", outcome="cancelled") == cancelled + 1,
+        lambda: metric("conserve_turns_total", outcome="cancelled") == cancelled + 1,
     )
-    shown = (await client.get(f"{main_app}/v1/conversations/{agent.id}")).json()
+    shown = (await client.get(f"{application}/v1/conversations/{agent.id}")).json()
     assert shown["phase"] == "acting"
     assert shown["turns"] == 1
     assert held < shown["held_tokens"] < held + 4000
-    assert harness.metric("conserve_decoder_held_tokens") == shown["held_tokens"]
+    assert metric("conserve_decoder_held_tokens") == shown["held_tokens"]
 
     agent.messages[-1] = {"role": "user", "content": "never mind"}
     reply = await agent.say("go on", tokens=4)
     assert reply.decoder == decoder["id"]
 
 
-async def test_a_client_that_leaves_before_its_request_is_whole(main_app: str) -> None:
+async def test_a_client_that_leaves_before_its_request_is_whole(application: str) -> None:
     """Half a body, then gone: no trace of it."""
     with socket.create_connection(("127.0.0.1", 8000)) as connection:
         connection.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
         )
     await asyncio.sleep(0.3)
-    assert harness.metric("conserve_conversations") == 0
+    assert metric("conserve_conversations") == 0
 
 
 async def test_metrics_tell_what_happened(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """A scripted conversation, and what each metric says of it."""
-    before = harness.exposed(main_app)
-    agent = harness.Agent(client, "measured")
-    await agent.say(harness.text(rng, 600), tokens=20, stream=True)
-    await agent.say(harness.text(rng, 60), tokens=20, stream=True)
+    before = exposed(application)
+    agent = Agent(client, "measured")
+    await agent.say(prose(rng, 600), tokens=20, stream=True)
+    await agent.say(prose(rng, 60), tokens=20, stream=True)
     first, second = agent.stats
 
     def grown(name: str, **labels: str) -> float:
-        now = harness.exposed(main_app)
-        return harness.metric(name, now, **labels) - harness.metric(name, before, **labels)
+        now = exposed(application)
+        return metric(name, now, **labels) - metric(name, before, **labels)
 
-    await harness.eventually(
+    await eventually(
         "both turns are counted",
         lambda: grown("conserve_turns_total", outcome="completed") == 2,
     )
@@ -305,11 +309,11 @@ async def test_metrics_tell_what_happened(
     assert 20 <= grown("conserve_tbt_seconds_count") <= 2 * 24
     assert grown("conserve_queue_wait_seconds_count") == 1
     assert grown("conserve_moves_total") == 0
-    now = harness.exposed(main_app)
+    now = exposed(application)
     held = second["prompt_tokens"] + second["output_tokens"]
-    assert harness.metric("conserve_decoder_held_tokens", now) == held
-    assert harness.metric("conserve_conversations", now, phase="acting") == 1
-    assert harness.metric("conserve_queue_length", now) == 0
-    for engine in harness.engines("decoder"):
-        capacity = harness.metric("conserve_decoder_capacity_tokens", now, decoder=engine["id"])
+    assert metric("conserve_decoder_held_tokens", now) == held
+    assert metric("conserve_conversations", now, phase="acting") == 1
+    assert metric("conserve_queue_length", now) == 0
+    for engine in engines("decoder"):
+        capacity = metric("conserve_decoder_capacity_tokens", now, decoder=engine["id"])
         assert capacity == engine["capacity_tokens"]

@@ -13,7 +13,9 @@ import psutil
 from ray.cluster_utils import Cluster
 
 from conserve.launch import Launch, require_free
-from tests import harness
+from tests.engines.applications import START_S, URL
+from tests.engines.metrics import metric
+from tests.engines.processes import processes
 
 # Nodes that share a machine share its ports: those of LMCache are left open. That there are
 # several is for the application to notice.
@@ -48,10 +50,10 @@ class TwoNodes:
 
     def lose_second_node(self) -> None:
         """Ray's processes there are killed, and with them goes everything that they started."""
-        processes = self._on_second()
+        found = self._on_second()
         self.cluster.remove_node(self.second, allow_graceful=False)
         self.second = None
-        _, left = psutil.wait_procs(processes, timeout=60)
+        _, left = psutil.wait_procs(found, timeout=60)
         assert not left, f"outlive their node: {left}"
 
     @contextlib.contextmanager
@@ -62,7 +64,7 @@ class TwoNodes:
         command = [sys.executable, "-m", "ray.serve.scripts", "run", str(file)]
         environment = {"RAY_ADDRESS": self.cluster.address}
         with Launch([], self._logs / "application.log", environment, command) as launch:
-            launch.wait_until_serving(harness.URL, 1, 2, timeout_s=harness.START_S)
+            launch.wait_until_serving(URL, 1, 2, timeout_s=START_S)
             yield launch
 
     def node_actor(self) -> psutil.Process:
@@ -75,7 +77,7 @@ class TwoNodes:
         second = {one.pid for one in self._on_second()}
         return {
             "second" if server.pid in second else "first": server
-            for server in harness.processes(r"deployments\.lmcache_main server")
+            for server in processes(r"deployments\.node\.lmcache_main server")
         }
 
     def is_on_second(self, pid: int) -> bool:
@@ -86,13 +88,13 @@ class TwoNodes:
         if self.second is None:
             return []
         (raylet,) = self.second.all_processes["raylet"]
-        return harness.processes(pattern, below=raylet.process.pid)
+        return processes(pattern, below=raylet.process.pid)
 
 
 @contextlib.contextmanager
 def two_nodes(logs: Path) -> Iterator[TwoNodes]:
     """A cluster of two nodes; nothing of it is left behind."""
-    require_free(harness.URL)
+    require_free(URL)
     before = dict(os.environ)
     os.environ.update(_ENVIRONMENT)
     nodes = TwoNodes(logs)
@@ -109,4 +111,4 @@ def crossed(server: psutil.Process) -> int:
     """How many chunks an LMCache server has taken from another, by its own count."""
     (port,) = re.findall(r"--http-port (\d+)", " ".join(server.cmdline()))
     text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
-    return int(harness.metric("lmcache_mp_l2_prefetch_load_completed_chunks_total", text))
+    return int(metric("lmcache_mp_l2_prefetch_load_completed_chunks_total", text))

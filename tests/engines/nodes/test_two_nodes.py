@@ -9,11 +9,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests import harness
+from tests.engines.applications import START_S
+from tests.engines.client import Agent, Message, engines, lone_answer, prose
+from tests.engines.lone import lone_engine, wait_for_lone
+from tests.engines.metrics import metric
 from tests.engines.nodes.nodes import crossed, two_nodes
-from tests.harness import Agent
+from tests.engines.processes import kill
+from tests.engines.waiting import eventually
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("machine_alone")]
 
 BLOCK_TOKENS = 128
 OUTPUT_TOKENS = 16
@@ -27,7 +31,7 @@ def _whole(tokens: int) -> int:
 
 def _says(rng: random.Random) -> dict[str, list[str]]:
     return {
-        name: [harness.text(rng, words), *(harness.text(rng, 60) for _ in range(SAYS - 1))]
+        name: [prose(rng, words), *(prose(rng, 60) for _ in range(SAYS - 1))]
         for name, words in WORDS.items()
     }
 
@@ -36,15 +40,15 @@ async def _lone_answers(
     client: httpx.AsyncClient, logs: Path, says: dict[str, list[str]]
 ) -> dict[str, list[str]]:
     """What a lone engine answers in the same conversations; it is gone before the nodes come."""
-    lone = harness.lone_engine(logs / "lone.log")
+    lone = lone_engine(logs / "lone.log")
     try:
-        harness.wait_for_lone(lone, logs)
+        wait_for_lone(lone, logs)
         answers: dict[str, list[str]] = {}
         for name, contents in says.items():
-            messages: list[harness.Message] = []
+            messages: list[Message] = []
             for content in contents:
                 messages.append({"role": "user", "content": content})
-                answer = await harness.lone_answer(client, messages, OUTPUT_TOKENS)
+                answer = await lone_answer(client, messages, OUTPUT_TOKENS)
                 messages.append({"role": "assistant", "content": answer})
             answers[name] = [message["content"] for message in messages[1::2]]
         return answers
@@ -69,14 +73,13 @@ async def _at_home(agent: Agent, content: str) -> None:
 
 
 async def test_handoffs_cross_once_and_a_lost_node_costs_no_conversation(
-    stage: harness.Stage, client: httpx.AsyncClient, rng: random.Random, tmp_path: Path
+    client: httpx.AsyncClient, rng: random.Random, tmp_path: Path
 ) -> None:
-    stage.clear()
     says = _says(rng)
     expected = await _lone_answers(client, tmp_path, says)
     with two_nodes(tmp_path) as nodes, nodes.application():
         agents = {name: Agent(client, name) for name in WORDS}
-        where = {engine["role"]: nodes.is_on_second(engine["pid"]) for engine in harness.engines()}
+        where = {engine["role"]: nodes.is_on_second(engine["pid"]) for engine in engines()}
         assert where == {"prefiller": False, "decoder": True}
         servers = nodes.servers()
         assert set(servers) == {"first", "second"}
@@ -85,10 +88,10 @@ async def test_handoffs_cross_once_and_a_lost_node_costs_no_conversation(
             await _handed_over(agent, says[name][0])
         for name, agent in agents.items():
             await _at_home(agent, says[name][1])
-        assert harness.metric("conserve_handoffs_total") == len(agents)
+        assert metric("conserve_handoffs_total") == len(agents)
         # As the servers count: every chunk went over once, and none the other way.
         chunks = sum(agent.stats[0]["lmcache_tokens"] for agent in agents.values()) // BLOCK_TOKENS
-        await harness.eventually(
+        await eventually(
             "every chunk counted by the server that took it",
             lambda: crossed(servers["second"]) >= chunks,
         )
@@ -96,10 +99,10 @@ async def test_handoffs_cross_once_and_a_lost_node_costs_no_conversation(
         assert crossed(servers["first"]) == 0
 
         # The second node's actor dies, and its LMCache server with it.
-        harness.kill(nodes.node_actor().pid)
+        kill(nodes.node_actor().pid)
         for name, agent in agents.items():
             await _at_home(agent, says[name][2])
-        await harness.eventually(
+        await eventually(
             "a new LMCache server on the second node",
             lambda: nodes.servers().get("second", servers["second"]) != servers["second"],
             timeout_s=120,
@@ -112,10 +115,10 @@ async def test_handoffs_cross_once_and_a_lost_node_costs_no_conversation(
         assert refused.status == 503, refused.body
         assert refused.body["error"]["message"]
         nodes.add_second_node()
-        await harness.eventually(
+        await eventually(
             "two decoders on the new node",
-            lambda: len(harness.engines("decoder")) == 2,
-            timeout_s=harness.START_S,
+            lambda: len(engines("decoder")) == 2,
+            timeout_s=START_S,
         )
         await _until_handoffs_cross(client, rng)
         for name, agent in agents.items():
@@ -131,7 +134,7 @@ async def _until_handoffs_cross(client: httpx.AsyncClient, rng: random.Random) -
     """A restarted server and the others find each other within seconds."""
     for _ in range(60):
         agent = Agent(client)
-        await agent.say(harness.text(rng, 300), tokens=4)
+        await agent.say(prose(rng, 300), tokens=4)
         if agent.stats[0]["lmcache_tokens"]:
             return
     pytest.fail("no handoff crossed nodes again")

@@ -12,17 +12,13 @@ import pytest
 from benchmarks.peers import Options, Peer, start
 from benchmarks.peers.pinning import engine_processes
 from benchmarks.peers.plan import free_port
-from tests.harness import START_S, Stage, metric, require_none_left
+from tests.engines.applications import START_S
+from tests.engines.metrics import metric
+
+pytestmark = pytest.mark.usefixtures("machine_alone")
 
 FIRST = "open read file class return import value index " * 60
 LATER = "close the file and print what was read"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_else_runs(stage: Stage) -> Iterator[None]:
-    stage.clear()
-    yield
-    require_none_left()
 
 
 @contextmanager
@@ -32,7 +28,6 @@ def _started(name: str, logs: Path, **options: object) -> Iterator[Peer]:
         assert peer.model == "conserve-embedded"
         assert peer.described["engines"] == len(engine_processes())
         yield peer
-    require_none_left()
 
 
 def _converse(peer: Peer, name: str, turns: int = 3, later: str = LATER) -> list[int]:

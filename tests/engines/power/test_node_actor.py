@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from hetero.power import DIRECTORY_VARIABLE, records
-from tests import harness
 from tests.checkout import ROOT
+from tests.engines.processes import processes
 from tests.nvml import standin
 from tests.nvml.standin import Machine
 
@@ -66,7 +66,9 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @pytest.fixture
-def engine(machine: Machine, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def engine(
+    machine_alone: None, machine: Machine, tmp_path: Path
+) -> Iterator[subprocess.Popen[str]]:
     library = standin.compile_library(tmp_path)
     environment = machine.environment(library)
     environment[DIRECTORY_VARIABLE] = str(tmp_path / "power")
@@ -75,15 +77,15 @@ def engine(machine: Machine, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     yield process
-    left = harness.processes("", below=process.pid) if process.poll() is None else []
+    left = processes("", below=process.pid) if process.poll() is None else []
     process.kill()
     process.communicate()
     _kill(left)
 
 
-def _kill(processes: list[psutil.Process]) -> None:
+def _kill(doomed: list[psutil.Process]) -> None:
     # Some end by themselves when the one that started them dies.
-    for process in processes:
+    for process in doomed:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
@@ -135,7 +137,8 @@ def test_caps_energy_and_slots_live_and_die_with_the_actor(
     assert again["agent_pid"] != killed
     assert again["gpus"]["sm_leases"] == 0
     # The whole of Ray goes, at once.
-    _kill(harness.processes("", below=engine.pid))
+    _kill(processes("", below=engine.pid))
     engine.kill()
     eventually("the limit is put back", lambda: limits(machine) == [300, 300])
     eventually("no record is left", lambda: records(folder) == [])
+    eventually("no process is left", lambda: not processes(""))

@@ -8,11 +8,12 @@ import random
 import httpx
 import pytest
 
-from tests import harness
 from tests.checkout import DATA
-from tests.harness import Message
+from tests.engines.applications import MAIN
+from tests.engines.client import Agent, Message, chat, prose
+from tests.engines.metrics import metric
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
 TRAJECTORIES = DATA / "tau-bench" / "gpt-4o-airline.json.gz"
 REPLAYED = 12
@@ -20,7 +21,9 @@ LONGEST_TURNS = 8
 
 
 @pytest.mark.skipif(not TRAJECTORIES.exists(), reason=f"no recorded conversations at {DATA}")
-async def test_recorded_conversations_without_ids(main_app: str, client: httpx.AsyncClient) -> None:
+async def test_recorded_conversations_without_ids(
+    application: str, client: httpx.AsyncClient
+) -> None:
     """Replayed turn by turn with the model's own answers, all at the same time."""
     with gzip.open(TRAJECTORIES, "rt") as file:
         recorded = [entry["traj"] for entry in json.load(file)]
@@ -31,7 +34,7 @@ async def test_recorded_conversations_without_ids(main_app: str, client: httpx.A
         names, turns = set(), 0
         for message in trajectory:
             if message["role"] == "assistant":
-                reply = await harness.chat(client, said, tokens=16, stream=turns % 2 == 0)
+                reply = await chat(client, said, tokens=16, stream=turns % 2 == 0)
                 assert reply.status == 200, reply.body
                 names.add(reply.conversation)
                 said.append({"role": "assistant", "content": reply.content})
@@ -46,19 +49,19 @@ async def test_recorded_conversations_without_ids(main_app: str, client: httpx.A
     names = await asyncio.gather(*map(replay, chosen))
     assert all(len(seen) == 1 for seen in names)
     assert len(set.union(*names)) == REPLAYED
-    assert harness.metric("conserve_conversations") == REPLAYED
+    assert metric("conserve_conversations") == REPLAYED
 
 
 async def test_a_hundred_conversations_with_the_same_beginning(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Same system prompt, and for half of them the same first message and answer: never mixed."""
-    system = {"role": "system", "content": harness.text(rng, 60)}
-    same = harness.text(rng, 20)
-    agents = [harness.Agent(client, None, [system]) for _ in range(100)]
+    system = {"role": "system", "content": prose(rng, 60)}
+    same = prose(rng, 20)
+    agents = [Agent(client, None, [system]) for _ in range(100)]
     for turn in range(3):
         contents = [
-            same if turn == 0 and number < 50 else f"{number}: {harness.text(rng, 10)}"
+            same if turn == 0 and number < 50 else f"{number}: {prose(rng, 10)}"
             for number in range(100)
         ]
         await asyncio.gather(
@@ -71,19 +74,19 @@ async def test_a_hundred_conversations_with_the_same_beginning(
     assert all(len(seen) == 1 for seen in later)
     assert len(set.union(*later)) == 100
     assert all(len(seen) == 1 for seen in names[50:])
-    assert harness.metric("conserve_conversations") == 100
+    assert metric("conserve_conversations") == 100
 
 
 async def test_an_edited_history_starts_over(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """A compacted conversation is a new one; an imperfect echo is not."""
-    agent = harness.Agent(client)
-    first = await agent.say(harness.text(rng, 300))
+    agent = Agent(client)
+    first = await agent.say(prose(rng, 300))
     agent.messages[-1] = {"role": "assistant", "content": f"  {first.content}\n", "reasoning": "x"}
     second = await agent.say("go on")
     assert second.conversation == first.conversation
-    agent.messages = [{"role": "user", "content": "summary: " + harness.text(rng, 100)}]
+    agent.messages = [{"role": "user", "content": "summary: " + prose(rng, 100)}]
     third = await agent.ask()
     assert third.conversation != first.conversation
 
@@ -100,7 +103,7 @@ async def test_an_edited_history_starts_over(
     ],
 )
 async def test_where_an_id_may_stand(
-    main_app: str,
+    application: str,
     client: httpx.AsyncClient,
     headers: dict[str, str],
     body: dict[str, str],
@@ -108,6 +111,6 @@ async def test_where_an_id_may_stand(
 ) -> None:
     """The headers and fields that agents and gateways send already."""
     messages = [{"role": "user", "content": "hello"}]
-    reply = await harness.chat(client, messages, tokens=2, headers=headers, **body)
+    reply = await chat(client, messages, tokens=2, headers=headers, **body)
     assert reply.status == 200, reply.body
     assert reply.conversation == expected

@@ -7,10 +7,11 @@ import httpx
 import psutil
 import pytest
 
-from tests import harness
-from tests.harness import Agent
+from tests.engines.applications import WIDE
+from tests.engines.client import TIMEOUT_S, Agent, prose
+from tests.engines.metrics import metric
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.application(WIDE)]
 
 LONG, SHORT = 900, 20
 
@@ -22,45 +23,41 @@ async def _served(client: httpx.AsyncClient, url: str) -> dict[str, int]:
     for engine in engines:
         if engine["role"] == "prefiller":
             text = (await client.get(engine["url"] + "/metrics")).text
-            counts[engine["id"]] = sum(
-                int(float(line.split()[-1]))
-                for line in text.splitlines()
-                if line.startswith("vllm:request_success_total{")
-            )
+            counts[engine["id"]] = int(metric("vllm:request_success_total", text))
     return counts
 
 
 async def test_whatever_router_and_prefiller_a_conversation_meets(
-    wide_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """A connection a turn, so that turns of one conversation come through both routers."""
-    served = await _served(client, wide_app)
+    served = await _served(client, application)
     assert len(served) == 2
-    handoffs = harness.metric("conserve_handoffs_total")
+    handoffs = metric("conserve_handoffs_total")
 
     async def converse(number: int) -> list[dict[str, int]]:
         agent = Agent(client, f"wide-{number}")
         for turn in range(4):
-            async with httpx.AsyncClient(timeout=harness.TIMEOUT_S) as fresh:
+            async with httpx.AsyncClient(timeout=TIMEOUT_S) as fresh:
                 agent.client = fresh
                 words = (LONG if number % 2 else SHORT) if turn == 0 else SHORT
-                await agent.say(harness.text(rng, words), tokens=4)
+                await agent.say(prose(rng, words), tokens=4)
         return agent.stats
 
     stats = await asyncio.gather(*(converse(number) for number in range(8)))
-    assert harness.metric("conserve_handoffs_total") == handoffs + 4
+    assert metric("conserve_handoffs_total") == handoffs + 4
     for number, turns in enumerate(stats):
         first, *later = turns
         assert (first["lmcache_tokens"] > 0) == (number % 2 == 1)
         assert all(turn["lmcache_tokens"] == 0 for turn in later)
     # The four long ones, and nothing else, are shared between the prefillers.
-    more = {id: count - served[id] for id, count in (await _served(client, wide_app)).items()}
+    more = {id: count - served[id] for id, count in (await _served(client, application)).items()}
     assert sum(more.values()) == 4
     assert min(more.values()) >= 1
 
 
-async def test_both_routers_listen(wide_app: str) -> None:
-    port = int(wide_app.rsplit(":", 1)[1])
+async def test_both_routers_listen(application: str) -> None:
+    port = int(application.rsplit(":", 1)[1])
     listeners = {
         connection.pid
         for connection in psutil.net_connections("tcp")

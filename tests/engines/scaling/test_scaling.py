@@ -7,8 +7,10 @@ import time
 import httpx
 import pytest
 
-from tests import harness
-from tests.harness import DRAIN_S, Agent
+from tests.engines.applications import BURSTS, DRAIN_S, SCALING
+from tests.engines.client import Agent, engines, prose
+from tests.engines.metrics import metric
+from tests.engines.waiting import eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -18,7 +20,7 @@ START_S = 900.0
 
 
 def replicas(kind: str, role: str) -> float:
-    return harness.metric(f"conserve_{kind}", role=role)
+    return metric(f"conserve_{kind}", role=role)
 
 
 async def keep_talking(
@@ -34,14 +36,15 @@ async def keep_talking(
         answered_s: when each answer was whole is appended to it.
     """
     while not stop.is_set():
-        await agent.say(harness.text(rng, 5), tokens=4)
+        await agent.say(prose(rng, 5), tokens=4)
         if answered_s is not None:
             answered_s.append(time.monotonic())
         await asyncio.sleep(pause_s)
 
 
+@pytest.mark.application(SCALING)
 async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
-    scaling_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """1, 3, 1: no failed turn, and no conversation moves until its decoder's time is over."""
     assert replicas("replicas", "decoder") == 1
@@ -49,7 +52,7 @@ async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
     stops = [asyncio.Event() for _ in agents]
 
     async def live(number: int) -> None:
-        await agents[number].say(harness.text(rng, FIRST), tokens=4)
+        await agents[number].say(prose(rng, FIRST), tokens=4)
         # Engines take minutes to start, and its context is short.
         await keep_talking(agents[number], rng, stops[number], 8.0)
 
@@ -57,13 +60,11 @@ async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
     for number in range(len(agents)):
         lives.append(asyncio.create_task(live(number)))
         await asyncio.sleep(2)
-    await harness.eventually(
-        "three decoders serve", lambda: replicas("replicas", "decoder") == 3, START_S
-    )
+    await eventually("three decoders serve", lambda: replicas("replicas", "decoder") == 3, START_S)
     # Those that came first are on the first decoder; some more for the new ones.
     late = [Agent(client, f"late-{number}") for number in range(2)]
     for agent in late:
-        await agent.say(harness.text(rng, FIRST), tokens=4)
+        await agent.say(prose(rng, FIRST), tokens=4)
     stop_late = asyncio.Event()
     answered_s: dict[str, list[float]] = {agent.id or "": [0.0] for agent in late}
     late_lives = [
@@ -76,28 +77,26 @@ async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
     assert not any(task.done() for task in late_lives)
     all_stay_until_s = time.monotonic()
     for agent in agents:
-        await client.delete(f"{scaling_app}/v1/conversations/{agent.id}")
+        await client.delete(f"{application}/v1/conversations/{agent.id}")
 
-    await harness.eventually(
+    await eventually(
         "one decoder is wanted", lambda: replicas("wanted_replicas", "decoder") == 1, 120
     )
-    await harness.eventually(
-        "two leave, or have left", lambda: replicas("replicas", "decoder") == 1, 60
-    )
-    leaving = {engine["id"] for engine in harness.engines("decoder") if engine["leaving"]}
+    await eventually("two leave, or have left", lambda: replicas("replicas", "decoder") == 1, 60)
+    leaving = {engine["id"] for engine in engines("decoder") if engine["leaving"]}
     outlasting = {agent.id or "": agent for agent in late if agent.replies[-1].decoder in leaving}
     assert outlasting, "no conversation was on a decoder that leaves: the test tests nothing"
     turns = {name: len(agent.replies) for name, agent in outlasting.items()}
 
     # It goes on where it was, turn after turn, until its decoder's time is over.
-    await harness.eventually(
+    await eventually(
         "the others have left",
-        lambda: any(task.done() for task in late_lives) or len(harness.engines("decoder")) == 1,
+        lambda: any(task.done() for task in late_lives) or len(engines("decoder")) == 1,
         DRAIN_S + 120,
     )
-    await harness.eventually(
+    await eventually(
         "each has gone on elsewhere",
-        lambda: harness.metric("conserve_moves_total") == len(outlasting),
+        lambda: metric("conserve_moves_total") == len(outlasting),
     )
     assert not any(task.done() for task in late_lives)
     stop_late.set()
@@ -114,16 +113,17 @@ async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
     for agent in late:
         if agent.id not in outlasting:
             assert len({reply.decoder for reply in agent.replies}) == 1
-        await client.delete(f"{scaling_app}/v1/conversations/{agent.id}")
-    assert harness.metric("conserve_engines_lost_total") == 0
-    assert harness.metric("conserve_turns_total", outcome="failed") == 0
-    assert harness.metric("conserve_turns_total", outcome="refused") == 0
+        await client.delete(f"{application}/v1/conversations/{agent.id}")
+    assert metric("conserve_engines_lost_total") == 0
+    assert metric("conserve_turns_total", outcome="failed") == 0
+    assert metric("conserve_turns_total", outcome="refused") == 0
     answered = Agent(client, "after")
-    await answered.say(harness.text(rng, 50), tokens=4)
+    await answered.say(prose(rng, 50), tokens=4)
 
 
+@pytest.mark.application(BURSTS)
 async def test_first_prompts_make_a_second_prefiller(
-    bursts_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """On input tokens alone, measured by the profiled curve; nothing fails meanwhile."""
     assert replicas("replicas", "prefiller") == 1
@@ -133,10 +133,10 @@ async def test_first_prompts_make_a_second_prefiller(
         assert time.monotonic() < deadline_s
         agents = [Agent(client, f"burst-{bursts}-{number}") for number in range(8)]
         bursts += 1
-        await asyncio.gather(*(agent.say(harness.text(rng, 5000), tokens=1) for agent in agents))
+        await asyncio.gather(*(agent.say(prose(rng, 5000), tokens=1) for agent in agents))
         for agent in agents:
-            await client.delete(f"{bursts_app}/v1/conversations/{agent.id}")
-    assert len(harness.engines("prefiller")) == 2
-    assert len(harness.engines("decoder")) == 1
-    assert harness.metric("conserve_cold_prefills_total") == 8 * bursts
-    assert harness.metric("conserve_turns_total", outcome="failed") == 0
+            await client.delete(f"{application}/v1/conversations/{agent.id}")
+    assert len(engines("prefiller")) == 2
+    assert len(engines("decoder")) == 1
+    assert metric("conserve_cold_prefills_total") == 8 * bursts
+    assert metric("conserve_turns_total", outcome="failed") == 0

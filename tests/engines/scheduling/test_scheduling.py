@@ -6,79 +6,79 @@ import random
 import httpx
 import pytest
 
-from tests import harness
-from tests.harness import Agent
+from tests.engines.applications import MAIN
+from tests.engines.client import Agent, chat, engines, prose
+from tests.engines.metrics import metric
+from tests.engines.waiting import eventually
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
 
 async def test_twenty_at_the_same_moment_spread_by_occupancy(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Each goes to the emptier decoder, counting those that were promised and are under way."""
     agents = [Agent(client, f"burst-{n}") for n in range(20)]
     lengths = [rng.choice((60, 200, 500, 800)) for _ in agents]
     await asyncio.gather(
         *(
-            agent.say(harness.text(rng, length), tokens=4)
+            agent.say(prose(rng, length), tokens=4)
             for agent, length in zip(agents, lengths, strict=True)
         )
     )
-    held = [engine["held_tokens"] for engine in harness.engines("decoder")]
+    held = [engine["held_tokens"] for engine in engines("decoder")]
     longest = max(agent.stats[0]["prompt_tokens"] + 4 for agent in agents)
     # Greedy least-occupied placement never lets decoders differ by more than one conversation.
     assert abs(held[0] - held[1]) <= longest
-    assert min(engine["conversations"] for engine in harness.engines("decoder")) >= 4
+    assert min(engine["conversations"] for engine in engines("decoder")) >= 4
 
 
 async def test_the_emptier_decoder_gets_the_next_and_release_counts_at_once(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """A long conversation makes its decoder the fuller one until it is deleted."""
     long_one = Agent(client, "long")
-    big = await long_one.say(harness.text(rng, 3000), tokens=4)
+    big = await long_one.say(prose(rng, 3000), tokens=4)
     decoders = set()
     for number in range(3):
-        reply = await Agent(client, f"short-{number}").say(harness.text(rng, 100), tokens=4)
+        reply = await Agent(client, f"short-{number}").say(prose(rng, 100), tokens=4)
         decoders.add(reply.decoder)
-    assert decoders == {engine["id"] for engine in harness.engines("decoder")} - {big.decoder}
+    assert decoders == {engine["id"] for engine in engines("decoder")} - {big.decoder}
 
-    deleted = await client.delete(f"{main_app}/v1/conversations/long")
+    deleted = await client.delete(f"{application}/v1/conversations/long")
     assert deleted.json() == {"id": "long", "object": "conversation.deleted", "deleted": True}
-    occupancy = {engine["id"]: engine["held_tokens"] for engine in harness.engines("decoder")}
+    occupancy = {engine["id"]: engine["held_tokens"] for engine in engines("decoder")}
     assert occupancy[big.decoder] == 0
-    reply = await Agent(client, "next").say(harness.text(rng, 100), tokens=4)
+    reply = await Agent(client, "next").say(prose(rng, 100), tokens=4)
     assert reply.decoder == big.decoder
-    assert (await client.delete(f"{main_app}/v1/conversations/long")).status_code == 404
+    assert (await client.delete(f"{application}/v1/conversations/long")).status_code == 404
 
 
 async def test_the_ways_to_end_a_conversation(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """ThunderAgent's release, and Dynamo's header on the last turn."""
-    await Agent(client, "program").say(harness.text(rng, 50), tokens=4)
-    released = await client.post(main_app + "/programs/release", json={"program_id": "program"})
+    await Agent(client, "program").say(prose(rng, 50), tokens=4)
+    released = await client.post(application + "/programs/release", json={"program_id": "program"})
     assert released.json() == {"program_id": "program", "released": True}
-    again = await client.post(main_app + "/programs/release", json={"program_id": "program"})
+    again = await client.post(application + "/programs/release", json={"program_id": "program"})
     assert again.json()["released"] is False
 
     agent = Agent(client, "last")
-    await agent.say(harness.text(rng, 50), tokens=4)
+    await agent.say(prose(rng, 50), tokens=4)
     agent.messages.append({"role": "user", "content": "bye"})
     reply = await agent.ask(tokens=4, headers={"X-Dynamo-Session-Final": "true"})
     assert reply.status == 200
-    await harness.eventually(
-        "the conversation has ended", lambda: harness.metric("conserve_conversations") == 0
-    )
+    await eventually("the conversation has ended", lambda: metric("conserve_conversations") == 0)
 
 
 async def test_a_conversation_as_the_interface_shows_it(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """`GET /v1/conversations/{id}`: phase, turns, tokens, decoder, age, last use."""
     agent = Agent(client, "shown")
-    reply = await agent.say(harness.text(rng, 200))
-    shown = (await client.get(main_app + "/v1/conversations/shown")).json()
+    reply = await agent.say(prose(rng, 200))
+    shown = (await client.get(application + "/v1/conversations/shown")).json()
     assert shown["phase"] == "acting"
     assert shown["turns"] == 1
     assert shown["decoder"] == reply.decoder
@@ -88,22 +88,22 @@ async def test_a_conversation_as_the_interface_shows_it(
 
     agent.messages.append({"role": "user", "content": "go on"})
     running = asyncio.ensure_future(agent.ask(tokens=400))
-    await harness.eventually(
+    await eventually(
         "a running turn shows",
-        lambda: httpx.get(main_app + "/v1/conversations/shown").json()["phase"] == "reasoning",
+        lambda: httpx.get(application + "/v1/conversations/shown").json()["phase"] == "reasoning",
     )
     await running
-    listed = (await client.get(main_app + "/v1/conversations")).json()
+    listed = (await client.get(application + "/v1/conversations")).json()
     assert [entry["id"] for entry in listed["data"]] == ["shown"]
-    assert (await client.get(main_app + "/v1/conversations?limit=x")).status_code == 400
+    assert (await client.get(application + "/v1/conversations?limit=x")).status_code == 400
 
 
 async def test_two_turns_of_one_conversation_at_the_same_time(
-    main_app: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Both are served, on one decoder, with one prefill between them."""
-    prompt = [{"role": "user", "content": harness.text(rng, 600)}]
-    replies = await asyncio.gather(*(harness.chat(client, prompt, "twice") for _ in range(2)))
+    prompt = [{"role": "user", "content": prose(rng, 600)}]
+    replies = await asyncio.gather(*(chat(client, prompt, "twice") for _ in range(2)))
     assert [reply.status for reply in replies] == [200, 200]
     assert len({reply.decoder for reply in replies}) == 1
     assert replies[0].content == replies[1].content

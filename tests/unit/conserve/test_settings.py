@@ -230,6 +230,25 @@ def test_a_placement_brings_its_policy_and_its_engines() -> None:
     assert per_turn.policy().prefill_later_turn([Prefiller("p")]) == "p"
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"profile": None}, "prefillers scale by the profiled curve; set profile"),
+        ({"placement": "full_disaggregation"}, "only with placement conversation"),
+        ({"decoders": {"replicas": 3, "max_replicas": 2}}, "decoders.max_replicas: 2 is fewer"),
+        ({"autoscaling": {"down_at": 0.7}}, "give down_at below target"),
+    ],
+)
+def test_scaling_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
+    scaled = {
+        "prefillers": {"max_replicas": 2},
+        "model": "Qwen/Qwen3-0.6B",
+        "profile": "a40-qwen3-0.6b",
+    }
+    with pytest.raises(ValueError, match=said):
+        Settings(**(scaled | changes))
+
+
 def test_all_problems_are_told_at_once() -> None:
     message = refusal(port=0, decoder=1, routers=0)
     assert len(message.splitlines()) == 4

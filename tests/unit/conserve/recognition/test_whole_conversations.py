@@ -3,17 +3,15 @@
 import gzip
 import itertools
 import json
-import os
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.recognition import Digest, TailIndex, candidate_digests, tail_digest
-from tests.checkout import ROOT
+from tests.checkout import DATA
 from tests.unit.conserve.recognition.messages import (
     SEEDS,
     SYSTEM,
@@ -24,6 +22,8 @@ from tests.unit.conserve.recognition.messages import (
     said,
     text_of,
 )
+
+TRAJECTORIES = DATA / "tau-bench" / "gpt-4o-airline.json.gz"
 
 
 class Server:
@@ -155,20 +155,9 @@ def test_equal_conversations_one_after_another_never_merge() -> None:
     assert server.recognise(following) is None
 
 
-def find_airline_trajectories() -> Path:
-    name = "tau-bench/gpt-4o-airline.json.gz"
-    root = ROOT
-    folders = [root.parent / "shared" / "data", root / "shared" / "data"]
-    if given_folder := os.environ.get("CONSERVE_TEST_DATA"):
-        folders.insert(0, Path(given_folder))
-    for folder in folders:
-        if (folder / name).is_file():
-            return folder / name
-    pytest.skip(f"no {name}: set CONSERVE_TEST_DATA to the folder that holds it")
-
-
+@pytest.mark.skipif(not TRAJECTORIES.exists(), reason=f"no recorded conversations at {DATA}")
 def test_real_conversations_interleaved_are_recognised_on_every_turn() -> None:
-    with gzip.open(find_airline_trajectories()) as file:
+    with gzip.open(TRAJECTORIES) as file:
         trajectories = [run["traj"] for run in json.load(file)]
     assert len(trajectories) == 200
 

@@ -1,3 +1,5 @@
+"""How many replicas, from one need after the other: bounded, steady, and never too few for long."""
+
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -6,11 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscale.autoscaler import Autoscaler
-from autoscale.capacity.profile import PrefillCurve
 from autoscale.scaling import Limits, Scaling, scale
-from autoscale.signals import ConversationFlow, Pool, PrefillLoad, Rate
-from conserve.placement import Decoder
 
 limits = st.builds(
     lambda least, more, down, target, up, delay_s, cool_s: Limits(
@@ -146,118 +144,3 @@ def test_why_says_what_was_needed() -> None:
 def test_settings_that_would_oscillate_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="give"):
         Limits(**bad)  # type: ignore[arg-type]
-
-
-# --- Signals --------------------------------------------------------------------------------------
-
-CURVE = PrefillCurve(constant_s=0.1, per_token_s=1e-4, per_token_squared_s=1e-8)
-
-
-def test_a_rate_forgets_what_is_older_than_its_window() -> None:
-    rate = Rate(10)
-    for at_s in range(5):
-        rate.add(2, at_s)
-    assert rate.per_s(4) == 1.0
-    assert rate.per_s(11.5) == pytest.approx(0.6)
-    assert rate.per_s(100) == 0.0
-
-
-def test_prefillers_are_needed_for_the_curves_seconds_not_for_tokens() -> None:
-    long, short = PrefillLoad(CURVE, 10), PrefillLoad(CURVE, 10)
-    long.arrived(20_000, 0)
-    for _ in range(10):
-        short.arrived(2_000, 0)
-    assert long.tokens_per_s(1) == short.tokens_per_s(1) == 2_000
-    assert long.need(0, 1).replicas == pytest.approx((0.1 + 2 + 4) / 10)
-    assert short.need(0, 1).replicas == pytest.approx(10 * (0.1 + 0.2 + 0.04) / 10)
-    assert long.need(0, 1).signal == "input_tokens"
-
-
-def test_what_is_queued_has_to_be_worked_off_besides() -> None:
-    load = PrefillLoad(CURVE, 10)
-    load.arrived(20_000, 0)
-    assert load.need(10_000, 1).replicas == pytest.approx(0.61 + 6.1 / 2 / 10)
-    # The window is empty, and the queue is not.
-    assert load.need(1_000, 50).replicas == pytest.approx((0.1 + 0.1 + 0.01) / 10)
-    assert load.need(0, 50).replicas == 0
-
-
-def test_a_capped_prefiller_takes_longer() -> None:
-    load = PrefillLoad(CURVE, 10, slowdown=1.5)
-    load.arrived(20_000, 0)
-    assert load.need(0, 1).replicas == pytest.approx(1.5 * 0.61)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    held=st.floats(0, 1e7),
-    waiting=st.floats(0, 1e6),
-    more=st.floats(0, 1e6),
-    arrivals=st.integers(0, 30),
-)
-def test_decoders_needed_grow_with_every_signal(
-    held: float, waiting: float, more: float, arrivals: int
-) -> None:
-    def need(held: float, waiting: float, arrivals: int, lifetime_s: float) -> float:
-        flow = ConversationFlow(60)
-        flow.ended(lifetime_s, 9_000)
-        for _ in range(arrivals):
-            flow.arrived(1)
-        return flow.need(Pool(100_000, held, waiting), 2).replicas
-
-    plain = need(held, waiting, arrivals, 30)
-    assert need(held + more, waiting, arrivals, 30) >= plain
-    assert need(held, waiting + more, arrivals, 30) >= plain
-    assert need(held, waiting, arrivals + 1, 30) >= plain
-    assert need(held, waiting, arrivals, 60) >= plain
-
-
-def test_occupancy_or_inequality_2_whichever_needs_more() -> None:
-    flow = ConversationFlow(10)
-    for _ in range(20):
-        flow.arrived(5)
-    pool = Pool(capacity_tokens=100_000, held_tokens=150_000, waiting_tokens=20_000)
-    held = flow.need(pool, 6)
-    assert (held.replicas, held.signal) == (pytest.approx(1.7), "occupancy")
-    # R = 2/s, W = 40 s, B = 100,000 / 5,000 = 20 slots: N = 4.
-    flow.ended(30, 4_000)
-    flow.ended(50, 6_000)
-    coming = flow.need(pool, 6)
-    assert (coming.replicas, coming.signal) == (pytest.approx(4.0), "arrivals")
-
-
-# --- Both roles -----------------------------------------------------------------------------------
-
-
-def decoders(*held_tokens: int) -> list[Decoder]:
-    return [
-        Decoder(f"d{number}", 10_000, held, conversations=1)
-        for number, held in enumerate(held_tokens)
-    ]
-
-
-def test_a_conversation_that_fits_nowhere_makes_one_more_wanted_and_no_further() -> None:
-    autoscaler = Autoscaler({"decoder": Limits(1, 8)}, {"decoder": 2}, None, 30)
-    # 4,500 tokens fit on neither, and there is room for 8,000 in all.
-    for now_s in range(5):
-        autoscaler.decide(decoders(6_000, 6_000), [], 4_500, now_s)
-        assert autoscaler.replicas("decoder") == 3
-    need = autoscaler.wanted["decoder"].need
-    assert need is not None
-    assert need.signal == "no room"
-    autoscaler.decide(decoders(6_000, 6_000, 4_500), [], 0, 6)
-    assert autoscaler.replicas("decoder") == 3
-
-
-def test_what_a_predecessor_wanted_holds_for_the_cool_down() -> None:
-    limits = Limits(1, 4, down_delay_s=5, cool_down_s=20)
-    autoscaler = Autoscaler({"decoder": limits}, {"decoder": 1, "prefiller": 1}, None, 30)
-    autoscaler.adopt("decoder", 3, 100)
-    autoscaler.adopt("prefiller", 3, 100)  # Does not scale.
-    autoscaler.adopt("decoder", 9, 100)  # Of other settings.
-    seen = []
-    for now_s in range(100, 130):
-        autoscaler.decide(decoders(100, 100, 100), [], 0, now_s)
-        seen.append(autoscaler.replicas("decoder"))
-    assert seen == [3] * 20 + [1] * 10
-    assert autoscaler.replicas("prefiller") == 1

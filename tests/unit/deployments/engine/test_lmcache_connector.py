@@ -1,4 +1,4 @@
-"""What LMCache's connector does when a forward pass was broken off."""
+"""LMCache's connector when the server is not there yet, or a forward pass was broken off."""
 
 import socket
 import threading
@@ -44,37 +44,3 @@ def test_a_broken_forward_pass_stores_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert stores == []
     connector.wait_for_save()
     assert stores == [connector]
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("server_fails", [True, False])
-@pytest.mark.parametrize("engine_fails", [True, False])
-async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
-    monkeypatch: pytest.MonkeyPatch, server_fails: bool, engine_fails: bool
-) -> None:
-    from deployments.engine.engine import EngineServer, LLMServer
-
-    class Node:
-        async def wait_until_healthy(self) -> None:
-            if server_fails:
-                raise RuntimeError("port 7610 is in use")
-
-    async def load(self: object, config: object) -> None:
-        if engine_fails:
-            raise ValueError("engine core initialization failed")
-
-    class Server(EngineServer):
-        def __del__(self) -> None:
-            """Serve would await an engine's; nothing was started here."""
-
-    monkeypatch.setattr(LLMServer, "__init__", load)
-    server = object.__new__(Server)
-    server._node = Node()
-    if server_fails:
-        with pytest.raises(RuntimeError, match="port 7610 is in use"):
-            await server._load_engine(None)
-    elif engine_fails:
-        with pytest.raises(ValueError, match="engine core"):
-            await server._load_engine(None)
-    else:
-        await server._load_engine(None)

@@ -1,0 +1,108 @@
+"""The applications that tests on engines use; `application(MAIN)` marks the tests of one."""
+
+from dataclasses import dataclass
+
+# Where each of them serves.
+URL = "http://127.0.0.1:8000"
+# A minute on a free machine; a shared one may take many.
+START_S = 1200.0
+# How long a decoder of `SCALING` that leaves keeps its conversations.
+DRAIN_S = 40
+
+
+@dataclass(frozen=True)
+class Application:
+    """What is started, and how many engines it has when it is whole.
+
+    Args:
+        name: of its log, too.
+        arguments: as for ``serve run conserve.app``.
+        file: text of a Serve config file that is run instead, as ``serve deploy`` would.
+        prefillers: how many it begins with.
+        decoders: how many it begins with.
+        lone_engine: whether a bare engine runs beside it, to compare answers with.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    file: str | None = None
+    prefillers: int = 1
+    decoders: int = 1
+    lone_engine: bool = False
+
+
+# float32, so that batches of different sizes do not change which token is the most likely. And
+# LMCache makes sure of all its memory when it starts.
+_COMMON = ("engine.dtype=float32", "lmcache.size_gb=0.5")
+
+# One prefiller, two decoders.
+MAIN = Application("main", (*_COMMON, "decoders=2"), decoders=2, lone_engine=True)
+
+# One decoder that is full soon, a short queue, and conversations that end by themselves.
+SMALL = Application(
+    "small",
+    (
+        *_COMMON,
+        "decoders=1",
+        "engine.max_model_len=2048",
+        "decoders.engine.num_gpu_blocks_override=24",
+        "queue_limit=2",
+        "queue_timeout_s=5",
+        "idle_timeout_s=15",
+        "max_body_bytes=100000",
+    ),
+)
+
+# Several of what the others have one of; turn 1 is prefilled remotely from 200 tokens.
+WIDE = Application(
+    "wide",
+    file="""
+proxy_location: Disabled
+applications:
+  - name: default
+    import_path: conserve:app
+    args:
+      routers: 2
+      prefillers: {replicas: 2, num_cpus: 0.1}
+      decoders: {replicas: 1, num_cpus: 0.1}
+      min_remote_prefill_tokens: 200
+      engine: {dtype: float32}
+      lmcache: {size_gb: 0.5}
+""",
+    prefillers=2,
+)
+
+# One decoder to begin with, which may become three, and each is full soon.
+SCALING = Application(
+    "scaling",
+    (
+        *_COMMON,
+        "decoders=1",
+        "decoders.max_replicas=3",
+        "prefillers.num_cpus=0.1",
+        "decoders.num_cpus=0.1",
+        "engine.max_model_len=2944",
+        "decoders.engine.num_gpu_blocks_override=24",
+        "queue_timeout_s=900",
+        "autoscaling.window_s=6",
+        "autoscaling.down_delay_s=5",
+        "autoscaling.cool_down_s=5",
+        f"autoscaling.drain_timeout_s={DRAIN_S}",
+    ),
+)
+
+# One prefiller to begin with, which may become two: bursts of prompts are soon too much for it.
+BURSTS = Application(
+    "bursts",
+    (
+        *_COMMON,
+        "profile=cpu-embedded",
+        "prefillers.max_replicas=2",
+        "decoders=1",
+        "prefillers.num_cpus=0.1",
+        "autoscaling.window_s=4",
+    ),
+)
+
+# In the order in which they are started.
+APPLICATIONS = (MAIN, SMALL, WIDE, SCALING, BURSTS)

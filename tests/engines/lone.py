@@ -1,0 +1,39 @@
+"""A bare vLLM engine on the same model, which answers are compared with."""
+
+import time
+from pathlib import Path
+
+import httpx
+
+from conserve.engines import engine_environment, model_source, server_command
+from conserve.launch import Launch, LaunchError
+from conserve.settings import EMBEDDED_MODEL
+from tests.engines.applications import START_S
+
+LONE_PORT = 8190
+
+
+def lone_engine(log: Path) -> Launch:
+    """vLLM's own server on the same model, without ConServe: what outputs are compared with."""
+    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 16384}
+    command = server_command(
+        model_source(EMBEDDED_MODEL), "conserve-embedded", LONE_PORT, arguments
+    )
+    environment = engine_environment(EMBEDDED_MODEL, gpu=False)
+    launch = Launch([], log, environment, command)
+    launch.__enter__()
+    return launch
+
+
+def wait_for_lone(lone: Launch, logs: Path) -> None:
+    """Return when a lone engine answers."""
+    deadline_s = time.monotonic() + START_S
+    while True:
+        try:
+            if httpx.get(f"http://127.0.0.1:{LONE_PORT}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        if not lone.running or time.monotonic() > deadline_s:
+            raise LaunchError(f"the lone engine did not start; see {logs}/lone.log")
+        time.sleep(0.5)

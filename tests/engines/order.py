@@ -1,0 +1,72 @@
+"""Which tests are on engines, and in which order tests run: both follow from a test's fixtures."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines.applications import APPLICATIONS, Application
+
+
+def arrange(items: list[pytest.Item], folder: Path) -> None:
+    """Mark the tests on engines, and sort all tests so that each application starts once.
+
+    First come tests that need no engine; then those of one application after the other; then
+    those that need the machine for themselves.
+
+    Args:
+        folder: where every test is on engines.
+
+    Raises:
+        pytest.UsageError: a test there is not, or a test does not say what it wants to run.
+    """
+    for item in items:
+        if _is_on_engines(item):
+            item.add_marker("engines")
+        elif item.path.is_relative_to(folder):
+            raise pytest.UsageError(
+                f"{item.nodeid} uses neither `application` nor `machine_alone`: "
+                "a test without engines belongs in tests/unit"
+            )
+    items.sort(key=_place)
+
+
+def application_of(item: pytest.Item) -> Application:
+    """The application that a test's marker names.
+
+    Raises:
+        pytest.UsageError: none does.
+    """
+    return _wanted(item)[0]
+
+
+def _is_on_engines(item: pytest.Item) -> bool:
+    # Whatever starts Ray or an engine uses `stage`; a test's names are those of all fixtures that
+    # it uses, directly or not.
+    return "stage" in _fixtures(item)
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    return getattr(item, "fixturenames", [])
+
+
+def _wanted(item: pytest.Item) -> tuple[Application, bool]:
+    """The application, and whether the test comes after its others."""
+    marker = item.get_closest_marker("application")
+    if marker is None or len(marker.args) != 1 or marker.args[0] not in APPLICATIONS:
+        raise pytest.UsageError(
+            f"{item.nodeid} does not say which application: mark it so, "
+            "by `@pytest.mark.application(MAIN)` for instance"
+        )
+    return marker.args[0], bool(marker.kwargs.get("last", False))
+
+
+def _place(item: pytest.Item) -> tuple[int, bool]:
+    if not _is_on_engines(item):
+        return 0, False
+    fixtures = {"application", "machine_alone"}.intersection(_fixtures(item))
+    if len(fixtures) != 1:
+        raise pytest.UsageError(f"{item.nodeid} uses `application` or `machine_alone`, one of them")
+    if fixtures == {"machine_alone"}:
+        return 1 + len(APPLICATIONS), False
+    application, last = _wanted(item)
+    return 1 + APPLICATIONS.index(application), last

@@ -1,0 +1,50 @@
+"""Processes below this one: found, killed, and none left."""
+
+import os
+import re
+import signal
+import time
+
+import psutil
+
+
+def processes(pattern: str, below: int | None = None) -> list[psutil.Process]:
+    """The processes below this one, or that one, whose command line matches; none if it is gone."""
+    found: list[psutil.Process] = []
+    try:
+        descendants = psutil.Process(below).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return found
+    for process in descendants:
+        try:
+            if re.search(pattern, " ".join(process.cmdline())):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def require_none_left() -> None:
+    """Fails if a process still runs below this one.
+
+    Those that have ended and that nobody waits for do not count: Ray, once imported, makes this
+    process the parent of orphans.
+    """
+    left = [str(process) for process in processes("")]
+    assert not left, f"left behind: {left}"
+
+
+def kill(pid: int) -> None:
+    """``kill -9``, and the process is gone."""
+    os.kill(pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + 10
+    while _runs(pid):
+        assert time.monotonic() < deadline_s, f"{pid} outlives its kill"
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

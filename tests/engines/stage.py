@@ -1,0 +1,65 @@
+"""The one application that runs at a time."""
+
+import sys
+from pathlib import Path
+
+from conserve.launch import Launch, require_free
+from tests.engines.applications import START_S, URL, Application
+from tests.engines.lone import lone_engine, wait_for_lone
+from tests.engines.processes import require_none_left
+
+
+class Stage:
+    """The application that runs now; another one replaces it."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._application: Application | None = None
+        self._launch: Launch | None = None
+        self._lone: Launch | None = None
+
+    def use(self, application: Application) -> str:
+        """Have this application running, all engines ready; returns its URL."""
+        if self._application != application:
+            self.clear()
+            require_free(URL)
+            launch = self._launch_of(application)
+            launch.__enter__()
+            self._launch = launch
+            if application.lone_engine:
+                self._lone = lone_engine(self._logs / "lone.log")
+            self._application = application
+        self.wait_until_whole()
+        return URL
+
+    def _launch_of(self, application: Application) -> Launch:
+        log = self._logs / f"{application.name}.log"
+        if application.file is None:
+            return Launch(application.arguments, log)
+        file = self._logs / "conserve.yaml"
+        file.write_text(application.file)
+        return Launch([], log, None, [sys.executable, "-m", "ray.serve.scripts", "run", str(file)])
+
+    def wait_until_whole(self, timeout_s: float = START_S) -> None:
+        """Return when every engine of the application is ready."""
+        assert self._launch is not None
+        assert self._application is not None
+        self._launch.wait_until_serving(
+            URL,
+            self._application.prefillers,
+            self._application.decoders,
+            timeout_s=timeout_s,
+        )
+
+    def clear(self) -> None:
+        """Stop what runs; fails if a process of it is left."""
+        for launch in (self._lone, self._launch):
+            if launch is not None:
+                launch.stop()
+        self._launch = self._lone = self._application = None
+        require_none_left()
+
+    def wait_for_lone(self) -> None:
+        """Return when the lone engine answers."""
+        assert self._lone is not None
+        wait_for_lone(self._lone, self._logs)

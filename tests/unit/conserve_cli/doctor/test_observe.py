@@ -1,0 +1,62 @@
+"""This very machine, observed."""
+
+import os
+import socket
+import subprocess
+import sys
+
+from conserve.settings import load
+from conserve_cli.doctor import observe as observing
+from deployments.messages import NodeCache
+from deployments.node.lmcache_server import Address, lmcache_command
+from tests.unit.conserve_cli.doctor.sound import SETTINGS
+
+
+def test_the_hash_is_that_of_an_engines_process() -> None:
+    """Whatever the seed of this process."""
+    code = "from conserve_cli.doctor.observe import observe_software as o; print(o().string_hash)"
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True, timeout=60,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(hashes) == 1
+
+
+def test_a_port_that_this_very_process_holds() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        settings = load({"port": port, "lmcache": {"port": 0, "http_port": 0}})
+        (taken,) = observing.observe_ports(settings)
+        assert not taken.free
+        assert not taken.ours
+        assert f"pid {os.getpid()}" in taken.holder
+        assert observing.observe_ports(settings, router_here=False) == []
+    (free,) = observing.observe_ports(settings)
+    assert free.free
+
+
+def test_this_machine_as_it_is() -> None:
+    seen = observing.observe_node(SETTINGS)
+    assert seen.software.packages["ray"].startswith("2.60.")
+    assert 0 < seen.machine.memory_available_bytes <= seen.machine.memory_total_bytes
+    assert seen.machine.open_files > 0
+    assert all(free > 0 for _, free in seen.machine.disk.values())
+
+
+def test_the_servers_that_nodes_start_are_known_for_ours() -> None:
+    """By their command lines, whether they share KV with other nodes or not."""
+    lmcache, address = load({}).lmcache, Address("127.0.0.1", 7610, 7611)
+    alone = lmcache_command(lmcache, address)
+    sharing = lmcache_command(
+        lmcache, address, NodeCache("id", "10.0.0.1", 7610, 20_000), "http://127.0.0.1:1"
+    )
+    assert alone[:3] != sharing[:3]
+    for command in (alone, sharing):
+        assert observing.is_ours(" ".join(command))
+    assert observing.is_ours("ray::ServeReplica:default:Router")
+    assert not observing.is_ours(f"{sys.executable} -m http.server 7610")

@@ -1,0 +1,38 @@
+"""An engine's replica: what it says when it does not start."""
+
+import pytest
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("server_fails", [True, False])
+@pytest.mark.parametrize("engine_fails", [True, False])
+async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
+    monkeypatch: pytest.MonkeyPatch, server_fails: bool, engine_fails: bool
+) -> None:
+    # Here, since it takes ten seconds, and files are read for every test.
+    from deployments.engine.engine import EngineServer, LLMServer
+
+    class Node:
+        async def wait_until_healthy(self) -> None:
+            if server_fails:
+                raise RuntimeError("port 7610 is in use")
+
+    async def load(self: object, config: object) -> None:
+        if engine_fails:
+            raise ValueError("engine core initialization failed")
+
+    class Server(EngineServer):
+        def __del__(self) -> None:
+            """Serve would await an engine's; nothing was started here."""
+
+    monkeypatch.setattr(LLMServer, "__init__", load)
+    server = object.__new__(Server)
+    server._node = Node()
+    if server_fails:
+        with pytest.raises(RuntimeError, match="port 7610 is in use"):
+            await server._load_engine(None)
+    elif engine_fails:
+        with pytest.raises(ValueError, match="engine core"):
+            await server._load_engine(None)
+    else:
+        await server._load_engine(None)
