@@ -2,6 +2,9 @@
 
 import pytest
 
+# So that an assertion in what tests share says as much when it fails as one in a test.
+pytest.register_assert_rewrite("tests")
+
 
 @pytest.fixture
 def anyio_backend() -> str:
