@@ -35,7 +35,7 @@ serve: $(INSTALLED) ## Serve until interrupted (ARGS='decoders=3 port=9000': set
 test: $(INSTALLED) ## Run all tests, on real engines too (ARGS=...: for pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-unit: $(INSTALLED) ## Run the unit tests alone (seconds)
+test-unit: $(INSTALLED) ## Run the unit tests alone: no engine, two minutes
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 
 test-engines: $(INSTALLED) ## Run only the tests on real engines: all but the unit tests (minutes)

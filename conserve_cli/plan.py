@@ -155,18 +155,18 @@ def plan(
         demand = measure_demand(_watched(made))
         shares: dict[str, Any] = {"headroom": headroom, "prefill_headroom": prefill_headroom}
         shares["provision"] = provision
-        tiers = RoleProfiles(own, own)
+        profiles = RoleProfiles(own, own)
         each = _conversations_each(made)
         # An impossible rate is refused if it was asked for, and said of those shown besides.
         plans: list[Plan | Impossible] = [
-            make_plan(demand, tiers, one * each, **shares) for one in rates
+            make_plan(demand, profiles, one * each, **shares) for one in rates
         ]
         first = plans[0]
         choices = [RoleProfiles(own, own, None, power.cap_w) for power in own.power[1:]]
         choices += [RoleProfiles(own, other) for other in others]
         multiples = _MULTIPLES if len(rates) == 1 else ()
-        plans += [_attempt(demand, tiers, more * rates[0] * each, shares) for more in multiples]
-        alternatives = [(tiers, first)]
+        plans += [_attempt(demand, profiles, more * rates[0] * each, shares) for more in multiples]
+        alternatives = [(profiles, first)]
         alternatives += [(one, _attempt(demand, one, rates[0] * each, shares)) for one in choices]
     except (DemandError, PlanError, ProfileError, WorkloadError) as error:
         _refuse(str(error))
@@ -190,10 +190,10 @@ def _other(own: Profile, source: str) -> Profile:
 
 
 def _attempt(
-    demand: Demand, tiers: RoleProfiles, rate_per_s: float, shares: dict[str, Any]
+    demand: Demand, profiles: RoleProfiles, rate_per_s: float, shares: dict[str, Any]
 ) -> Plan | Impossible:
     try:
-        return make_plan(demand, tiers, rate_per_s, **shares)
+        return make_plan(demand, profiles, rate_per_s, **shares)
     except PlanError as error:
         return Impossible(rate_per_s, str(error))
 
@@ -303,10 +303,10 @@ def _show(
     plans: Sequence[Plan | Impossible],
     alternatives: Sequence[tuple[RoleProfiles, Plan | Impossible]],
 ) -> None:
-    tiers, first = alternatives[0]
+    profiles, first = alternatives[0]
     assert isinstance(first, Plan)
     console.print(_workload_table(demand, workload, first))
-    console.print(_engine_table(tiers, first))
+    console.print(_engine_table(profiles, first))
     console.print(_rates_table(plans))
     for plan in plans:
         if isinstance(plan, Impossible):
@@ -331,9 +331,13 @@ def _say_why(what: str, plan: Impossible) -> None:
     )
 
 
-def _decoders(tiers: RoleProfiles) -> str:
-    name = tiers.decoder.name
-    return name if tiers.decoder_cap_w is None else f"{name}, capped at {tiers.decoder_cap_w:g} W"
+def _decoders(profiles: RoleProfiles) -> str:
+    name = profiles.decoder.name
+    return (
+        name
+        if profiles.decoder_cap_w is None
+        else f"{name}, capped at {profiles.decoder_cap_w:g} W"
+    )
 
 
 def _counted(plan: Plan) -> str:
@@ -342,7 +346,7 @@ def _counted(plan: Plan) -> str:
     return f"{prefillers}, {decoders}"
 
 
-def _facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+def _figures(title: str, rows: Sequence[tuple[str, str]]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
     table.add_column("")
     table.add_column("", justify="right", no_wrap=True)
@@ -359,7 +363,7 @@ def _workload_table(demand: Demand, workload: Workload, plan: Plan) -> Table:
         ("sessions that arrive", f"{plan.rate_per_s / each:g} a second"),
         ("so, conversations that arrive", f"{plan.rate_per_s:g} a second"),
     ]
-    return _facts(
+    return _figures(
         f"a conversation, workload {workload.name}",
         [
             *(sessions if "sessions" in workload.counts else ()),
@@ -378,15 +382,15 @@ def _workload_table(demand: Demand, workload: Workload, plan: Plan) -> Table:
     )
 
 
-def _engine_table(tiers: RoleProfiles, plan: Plan) -> Table:
+def _engine_table(profiles: RoleProfiles, plan: Plan) -> Table:
     one = plan.cost
-    return _facts(
-        f"an engine ({tiers.prefiller.name})",
+    return _figures(
+        f"an engine ({profiles.prefiller.name})",
         [
             ("prefiller, T_p", f"{one.prefill_tokens_per_s:,.0f} input tokens/s"),
             ("it saturates at R* = T_p / L_in", f"{one.saturation_per_s:,.3f} conversations/s"),
             ("decoder, T_d for this mix", f"{one.decoder_tokens_per_s:,.0f} tokens/s"),
-            ("KV of a decoder", f"{tiers.decoder.kv_capacity_tokens:,} tokens"),
+            ("KV of a decoder", f"{profiles.decoder.kv_capacity_tokens:,} tokens"),
             ("slots, B", f"{one.slots:,}"),
             ("TBT of a full batch", f"{one.tbt_s * 1e3:,.1f} ms"),
         ],
@@ -431,13 +435,13 @@ def _alternatives_table(alternatives: Sequence[tuple[RoleProfiles, Plan | Imposs
     )
     for heading in ("decoders on", "prefillers", "decoders", "TBT, full batch", "W", "J/conv."):
         table.add_column(heading, justify="left" if heading == "decoders on" else "right")
-    for tiers, plan in alternatives:
+    for profiles, plan in alternatives:
         if isinstance(plan, Impossible):
-            table.add_row(_decoders(tiers), *("-",) * 5)
+            table.add_row(_decoders(profiles), *("-",) * 5)
             continue
         joules = plan.joules_per_conversation
         table.add_row(
-            _decoders(tiers),
+            _decoders(profiles),
             f"{plan.prefillers:,}",
             f"{plan.decoders:,}",
             f"{plan.cost.tbt_s * 1e3:,.1f} ms",

@@ -21,7 +21,7 @@ class AnsweredWithError(Exception):
     """The engine ended its stream with an error, which the client has."""
 
 
-class Answer:
+class RelayedAnswer:
     """What a client gets for one turn, and what can be seen of it in passing.
 
     Args:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conserve.errors import ApiError
-from deployments.router.request import TurnRequest
+from deployments.router.request import ClientRequest
 from deployments.router.upstream import Upstream
 
 
@@ -23,7 +23,7 @@ class CountedPrompt:
     longest_tokens: int
 
 
-async def count_prompt(request: TurnRequest, upstream: Upstream, url: str) -> CountedPrompt:
+async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> CountedPrompt:
     """Have an engine count a turn's prompt.
 
     Args:

@@ -27,7 +27,7 @@ _NOT_FORWARDED = ("kv_transfer_params",)
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRequest:
+class ClientRequest:
     """A turn as its client asked for it.
 
     Attributes:
@@ -75,7 +75,7 @@ class TurnRequest:
         return rendered
 
 
-async def read_request(scope: Scope, receive: Receive, settings: Settings) -> TurnRequest | None:
+async def read_request(scope: Scope, receive: Receive, settings: Settings) -> ClientRequest | None:
     """Read a request to its end; None if the client leaves while it sends.
 
     Raises:
@@ -116,7 +116,7 @@ async def read_request(scope: Scope, receive: Receive, settings: Settings) -> Tu
         own.pop(name, None)
     if "model" not in own:
         own["model"] = model
-    return TurnRequest(
+    return ClientRequest(
         path=scope["path"],
         raw=raw if own == body else json.dumps(own).encode(),
         body=own,

@@ -17,9 +17,9 @@ from deployments.messages import (
     TurnTiming,
     Unplaced,
 )
-from deployments.router.answer import Answer, AnsweredWithError, RawHeaders
+from deployments.router.answer import AnsweredWithError, RawHeaders, RelayedAnswer
 from deployments.router.prompt import CountedPrompt, count_prompt
-from deployments.router.request import TurnRequest
+from deployments.router.request import ClientRequest
 from deployments.router.responses import TABLE_RESTARTING
 from deployments.router.upstream import EngineUnreachable, Upstream, engine_error
 from deployments.table.table_client import TableClient, TableUnavailable
@@ -42,7 +42,7 @@ class Turn:
 
     def __init__(
         self,
-        request: TurnRequest,
+        request: ClientRequest,
         arrived_s: float,
         send: Send,
         table: TableClient,
@@ -54,7 +54,7 @@ class Turn:
         self._table = table
         self._upstream = upstream
         self._router_id = router_id
-        self._answer = Answer(request.chat, arrived_s, send)
+        self._answer = RelayedAnswer(request.chat, arrived_s, send)
         # None until the table has said which conversation it is, if the request does not.
         self._conversation_id: str | None = None
         self._plan: TurnPlan | None = None
