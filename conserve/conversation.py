@@ -1,7 +1,7 @@
 """One conversation, as the table and the decoder that holds it keep it, and its turns.
 
-Without the cyclic garbage collector, which would visit each of a million of them: nothing in them
-can lead back to them.
+What a table keeps a million of goes without the cyclic garbage collector, which would visit each of
+them (``gc=False``): nothing in them can lead back to them.
 """
 
 import struct

@@ -255,7 +255,11 @@ class ConversationTable:
         return prefiller_id
 
     def prefilled(self, turn: TurnKey) -> None:
-        """A turn's remote prefill is over, done or failed: the prefiller's queue is shorter."""
+        """The remote prefill that a turn waited for is over, done or failed.
+
+        The prefiller's queue is shorter then. A conversation has one such prefill at a time,
+        whichever of its turns says so.
+        """
         conversation = self._current(turn.conversation_id, turn.incarnation)
         if conversation is not None:
             self._leave_prefiller(conversation)

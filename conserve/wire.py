@@ -61,7 +61,8 @@ def transfer_params(turn1_tokens: int | None = None) -> dict[str, Any]:
         turn1_tokens: set where the conversation had a turn on this engine before; see
             `TURN1_TOKENS`.
     """
-    return {_STATS: True, TURN1_TOKENS: turn1_tokens}
+    known = {} if turn1_tokens is None else {TURN1_TOKENS: turn1_tokens}
+    return {_STATS: True, **known}
 
 
 def cached_tokens(params: Mapping[str, Any] | None) -> CachedTokens:

@@ -276,7 +276,9 @@ class Cluster:
     def _start(self, one: _Open, admitted: Admitted, now_s: float) -> None:
         """Have the first turn prefilled where it was placed."""
         placement = admitted.placement
-        one.key = admitted.conversation.newest_turn
+        # Otherwise two scripts have one id.
+        assert admitted.newly_bound, admitted.conversation.id
+        one.key = admitted.turn
         one.decoder = self.decoders[placement.decoder_id]
         if placement.prefiller_id is None:
             self._submit(self._work(one), one.decoder, now_s, self.system.direct_s)

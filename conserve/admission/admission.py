@@ -3,25 +3,27 @@
 from dataclasses import dataclass
 
 from conserve.admission.waiting import Ticket, WaitingLine
-from conserve.conversation import Conversation
+from conserve.conversation import Conversation, TurnKey
 from conserve.conversations import ConversationTable
 from conserve.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A conversation that goes to a decoder, with a turn of its under way there.
+    """A conversation that goes to a decoder.
 
     Attributes:
+        turn: the turn of it that has begun with that.
         turn1_tokens: the prompt's length that was asked for.
-        bound: False where it was bound already: the decoder that was taken for lost is back, and
-            has its KV.
+        newly_bound: False where it was bound already: the decoder that was taken for lost is back,
+            and has its KV.
     """
 
     conversation: Conversation
+    turn: TurnKey
     turn1_tokens: int
     placement: Placement
-    bound: bool = True
+    newly_bound: bool = True
 
 
 class Admission:
@@ -105,10 +107,11 @@ class Admission:
     ) -> Admitted | None:
         known = self._table.begin(conversation_id, now_s)
         if known is not None and known.decoder_id is not None:
-            return Admitted(known, turn1_tokens, Placement(known.decoder_id, None), bound=False)
+            where = Placement(known.decoder_id, None)
+            return Admitted(known, known.newest_turn, turn1_tokens, where, newly_bound=False)
         placement = self._table.bind(conversation_id, turn1_tokens, now_s, arrived_s)
         if placement is None:
             return None
         conversation = self._table.get(conversation_id)
         assert conversation is not None
-        return Admitted(conversation, turn1_tokens, placement)
+        return Admitted(conversation, conversation.newest_turn, turn1_tokens, placement)

@@ -34,7 +34,7 @@ async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> 
         EngineUnreachable: try another engine.
     """
     if request.chat:
-        return _whole(await upstream.count_tokens(url, request.rendered()))
+        return _whole(await upstream.count_tokens(url, request.tokenizer_body()))
     prompt, model = request.body["prompt"], {"model": request.model}
     if isinstance(prompt, str):
         return _whole(await upstream.count_tokens(url, {**model, "prompt": prompt}))

@@ -57,7 +57,7 @@ class ClientRequest:
         """The name by which it asks for the model."""
         return str(self.body["model"])
 
-    def rendered(self) -> dict[str, Any]:
+    def tokenizer_body(self) -> dict[str, Any]:
         """What of a chat decides its prompt, as the tokenizer endpoint takes it."""
         rendered = {name: self.body[name] for name in ("model", *_RENDERED) if name in self.body}
         # vLLM hands these to the chat template, as arguments; that endpoint has no fields for them.

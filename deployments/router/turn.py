@@ -1,6 +1,7 @@
 """One turn: where it goes, on a first turn the prefill before it, its answer, and how it ended."""
 
 import asyncio
+import functools
 import logging
 import time
 from typing import Any
@@ -140,7 +141,7 @@ class Turn:
         try:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            asking.add_done_callback(self._give_back)
+            asking.add_done_callback(functools.partial(_give_back, self._table))
             raise
         if isinstance(answer, Refusal):
             raise ApiError(
@@ -148,15 +149,6 @@ class Turn:
             )
         assert isinstance(answer, TurnPlan | Unplaced)
         return answer
-
-    def _give_back(self, asking: "asyncio.Future[Any]") -> None:
-        if asking.cancelled() or asking.exception() is not None:
-            return
-        answer = asking.result()
-        if isinstance(answer, TurnPlan):
-            _abandon(self._table, answer)
-        elif isinstance(answer, Unplaced):
-            self._table.tell("forgo", answer.conversation_id)
 
     async def _count(self, url: str, engine_id: str) -> CountedPrompt:
         try:
@@ -271,9 +263,22 @@ class Turn:
         )
 
 
-# Without the turn: what is still to be done later must not keep its request.
+# These know no `Turn`: what is still to be done after it must not keep its request.
+
+
 def _abandon(table: TableClient, plan: TurnPlan) -> None:
     table.tell("abandon", plan.turn, None, None)
+
+
+def _give_back(table: TableClient, asking: "asyncio.Future[Any]") -> None:
+    """What the table was asked for is not wanted any more, now that it has answered."""
+    if asking.cancelled() or asking.exception() is not None:
+        return
+    answer = asking.result()
+    if isinstance(answer, TurnPlan):
+        _abandon(table, answer)
+    elif isinstance(answer, Unplaced):
+        table.tell("forgo", answer.conversation_id)
 
 
 async def _disconnected(receive: Receive) -> None:

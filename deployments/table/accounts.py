@@ -39,7 +39,7 @@ class Accounts:
 
     def bound(self, admitted: Admitted) -> None:
         """A conversation goes to a decoder."""
-        if not admitted.bound:
+        if not admitted.newly_bound:
             return
         if admitted.conversation.moves:
             self.metrics.moves.inc()
@@ -132,7 +132,7 @@ class Accounts:
     def _replica_counts(self) -> dict[str, ReplicaCounts]:
         counts: dict[str, ReplicaCounts] = {}
         for role, wanted in self._autoscaler.wanted.items():
-            living, leaving = self._registry.count(role)
+            living, leaving = self._registry.living_and_leaving(role)
             need = wanted.need
             counts[role] = ReplicaCounts(
                 living - leaving,

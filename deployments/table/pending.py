@@ -8,13 +8,16 @@ from conserve.admission import Admitted
 
 @dataclass(slots=True, eq=False)
 class PendingTurn:
-    """A turn from `TableService.begin`, which found its conversation unbound, to the binding.
+    """A turn whose conversation is bound nowhere, until it is bound or given up.
+
+    It is made by `TableService.begin`, or by `place` where that knows nothing of the turn.
 
     Attributes:
-        router_id: the router that asked; if it dies, nobody wants the turn placed.
+        router_id: the router that asked first; if it dies, the turn is given up.
         settled: done once it is bound or given up; other turns of the conversation wait for that.
         arrived_s: when the conversation's first request came, in Unix time.
-        granted: None unless it waits in line; done when it is bound, cancelled when given up.
+        granted: None unless `place` waits for room; done when there is room, cancelled when the
+            turn is given up.
     """
 
     conversation_id: str
@@ -25,7 +28,7 @@ class PendingTurn:
 
     @property
     def waits(self) -> bool:
-        """Whether it is in line, or has been told so recently that it does not know better."""
+        """Whether `place` waits for room: in line, or just out of it and not resumed yet."""
         return self.granted is not None
 
     def settle(self) -> None:

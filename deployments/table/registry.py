@@ -66,7 +66,7 @@ class Registry:
         """Ids of those that have to be taken for lost."""
         return _silent(self._engine_beats_s, now_s)
 
-    def count(self, role: Role) -> tuple[int, int]:
+    def living_and_leaving(self, role: Role) -> tuple[int, int]:
         """How many engines of a role live, and how many of them are leaving."""
         found = [engine.id for engine in self.engines.values() if engine.role == role]
         return len(found), sum(map(self._table.is_leaving, found))
@@ -88,10 +88,10 @@ class Registry:
         if conversation.decoder_id in self._ended:
             self._ended[conversation.decoder_id].append((conversation.id, conversation.incarnation))
 
-    def take_ended(self, decoder_id: str) -> list[tuple[str, int]]:
-        """What has been noted for a decoder, once."""
-        ended = self._ended.get(decoder_id, [])
-        self._ended[decoder_id] = []
+    def take_ended(self, engine_id: str) -> list[tuple[str, int]]:
+        """What has been noted for an engine, once; nothing for a prefiller."""
+        ended = self._ended.get(engine_id, [])
+        self._ended[engine_id] = []
         return ended
 
     # --- routers -----------------------------------------------------------------------------

@@ -184,7 +184,7 @@ class TableService:
         conversation = self._table.begin(conversation_id, unix_s())
         if conversation is not None:
             prefiller_id = self._table.prefill_later_turn(conversation)
-            return self._plan(conversation, prefiller_id, router_id, later=True)
+            return self._plan(conversation.newest_turn, conversation, prefiller_id, router_id, True)
         counter = self._registry.tokenizer()
         if counter is None:
             return _UNAVAILABLE
@@ -203,7 +203,7 @@ class TableService:
         called_s = unix_s()
         pending = self._pending.get(conversation_id)
         if pending is not None and pending.waits:
-            # Both were told `Unplaced`, the second when the first had seemed lost.
+            # Both were told `Unplaced`, the second when it had waited for the first for too long.
             return Refusal(
                 429,
                 "another turn of this conversation is still waiting for room; send one at a time",
@@ -211,14 +211,15 @@ class TableService:
                 self._admission.line.retry_after_s(called_s),
             )
         if pending is None:
-            # This table was lost between the two calls.
+            # Of this turn nothing is known (any more): the table before this one was asked to begin
+            # it, or another router has given it up.
             pending = self._pend(conversation_id, router_id)
         pending.arrived_s = called_s - waited_s
         try:
             bound = self._table.begin(conversation_id, called_s)
             if bound is not None:
-                # So it was, and a decoder had it still.
-                return self._plan(bound, None, router_id, later=True)
+                # Another turn of it was placed meanwhile, or a decoder had it still.
+                return self._plan(bound.newest_turn, bound, None, router_id, True)
             admitted = await self._admitted(pending, turn1_tokens)
             conversation = self._table.get(conversation_id)
             while conversation is None or conversation.decoder_id is None:
@@ -240,17 +241,19 @@ class TableService:
         finally:
             self._settle(pending)
         self._accounts.metrics.queue_wait_s.observe(unix_s() - called_s)
-        return self._plan(conversation, admitted.placement.prefiller_id, router_id)
+        return self._plan(admitted.turn, conversation, admitted.placement.prefiller_id, router_id)
 
     async def forgo(self, conversation_id: str) -> None:
         """The turn for which `begin` answered `Unplaced` is not to be placed any more."""
         pending = self._pending.get(conversation_id)
         if pending is None:
             return
-        if pending.granted is not None and not pending.granted.done():
+        if pending.granted is None:
+            self._settle(pending)
+        elif not pending.granted.done():
+            # `place`, which waits for it, settles it: who is in line is always in `_pending`.
             self._admission.leave(conversation_id)
             pending.granted.cancel()
-        self._settle(pending)
 
     async def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
         """The remote prefill is over; None: it failed."""
@@ -348,23 +351,24 @@ class TableService:
     def _complete(self) -> bool:
         """Whether all engines that a predecessor had are known; of itself, those to start with."""
         return all(
-            self._registry.count(role)[0] >= self._autoscaler.replicas(role)
+            self._registry.living_and_leaving(role)[0] >= self._autoscaler.replicas(role)
             for role in self._autoscaler.wanted
         )
 
     def _plan(
         self,
+        turn: TurnKey,
         conversation: Conversation,
         prefiller_id: str | None,
         router_id: str,
         later: bool = False,
     ) -> TurnPlan:
-        """Where the turn that the conversation has just begun goes."""
+        """Where a turn that has just begun goes."""
         assert conversation.decoder_id is not None
         engines = self._registry.engines
         prefiller = engines.get(prefiller_id) if prefiller_id else None
         plan = TurnPlan(
-            turn=conversation.newest_turn,
+            turn=turn,
             decoder_id=conversation.decoder_id,
             decoder_url=engines[conversation.decoder_id].url,
             prefiller_id=prefiller.id if prefiller else None,
@@ -406,11 +410,17 @@ class TableService:
         granted: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
         pending.granted = granted
         try:
-            # Not wait_for, which can lose what comes at the moment in which its time is up.
+            # Not wait_for, which on Python 3.12 can lose what comes at the moment in which its time
+            # is up.
             await asyncio.wait([granted], timeout=self._settings.queue_timeout_s)
             if not granted.done():
                 raise TimeoutError
             return granted.result()
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                # This call is being ended, and nobody else knows of the turn.
+                await self.abandon(granted.result().turn, None, None)
+            raise
         finally:
             pending.granted = None
             if not granted.done():

@@ -217,7 +217,7 @@ class Machine:
             self._start(self._waiting.pop(admitted.conversation.id), admitted)
 
     def _start(self, turn: _Turn, admitted: Admitted) -> None:
-        turn.key = admitted.conversation.newest_turn
+        turn.key = admitted.turn
         prefiller_id = admitted.placement.prefiller_id
         assert prefiller_id is not None
         self._prefillers[prefiller_id].prefill(turn, turn.prompt_tokens)

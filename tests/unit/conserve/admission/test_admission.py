@@ -25,8 +25,9 @@ def test_who_fits_is_bound_at_once() -> None:
     admitted = Admission(table, 8, 60).enter("c", 300, 5.0, arrived_s=3.0)
     assert isinstance(admitted, Admitted)
     assert admitted.placement == Placement("d1", "p1")
-    assert (admitted.turn1_tokens, admitted.bound) == (300, True)
+    assert (admitted.turn1_tokens, admitted.newly_bound) == (300, True)
     assert admitted.conversation is table.get("c")
+    assert admitted.turn == admitted.conversation.newest_turn
     assert admitted.conversation.asked_s == 3.0
     assert table.decoders["d1"].held_tokens == 300
 
@@ -103,7 +104,7 @@ def test_a_decoder_that_is_back_has_its_conversation_whoever_waits_before_it() -
     assert isinstance(admission.enter("c", 120, 2.0), Ticket)
     table.add_decoder("d1", 1000, [held])
     (admitted,) = admission.admit(3.0)
-    assert (admitted.bound, admitted.placement) == (False, Placement("d1", None))
+    assert (admitted.newly_bound, admitted.placement) == (False, Placement("d1", None))
     conversation = table.get("c")
     assert conversation is not None
     assert (conversation.moves, conversation.held_tokens) == (0, 110)
@@ -118,6 +119,6 @@ def test_one_that_lost_its_decoder_is_bound_again_and_counts_as_moved() -> None:
     table.remove_decoder(began.placement.decoder_id)
     again = admission.enter("c", 120, 1.0)
     assert isinstance(again, Admitted)
-    assert again.bound
+    assert again.newly_bound
     assert again.conversation.moves == 1
     assert again.placement.decoder_id != began.placement.decoder_id

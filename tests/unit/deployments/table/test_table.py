@@ -273,3 +273,60 @@ def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the_next(
         assert not service._pending
 
     asyncio.run(scenario())
+
+
+def test_a_turn_that_is_given_up_and_unbound_as_it_gets_room_hurts_nobody_else() -> None:
+    """All before the call that waits for room has noticed: it goes on, and is in line again."""
+
+    async def scenario() -> None:
+        service = await a_full_service()
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        waiting = asyncio.create_task(service.place("r", "c", TOKENS))
+        await asyncio.sleep(0)
+        await service.release("full")  # Room for it.
+        await service.forgo("c")
+        await service.engine_lost("decoder#1", "as it happens")
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        assert b"conserve_queue_length 1.0" in await service.metrics()
+        await service.register(engine("decoder"))
+        placed = await asyncio.wait_for(waiting, 5)
+        assert isinstance(placed, TurnPlan)
+        assert not service._pending
+
+    asyncio.run(scenario())
+
+
+def test_two_turns_of_a_conversation_never_get_the_same_key() -> None:
+    """The second comes after room was found for the first, and before the first has noticed."""
+
+    async def scenario() -> None:
+        service = await a_full_service()
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        first = asyncio.create_task(service.place("r", "c", TOKENS))
+        await asyncio.sleep(0)
+        await service.release("full")
+        await service.forgo("c")
+        second = await service.begin("r", "c", [])
+        placed = await first
+        assert isinstance(placed, TurnPlan)
+        assert isinstance(second, TurnPlan)
+        assert placed.turn != second.turn
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_is_ended_as_it_gets_room_leaves_no_turn_running() -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        waiting = asyncio.create_task(service.place("r", "c", TOKENS))
+        await asyncio.sleep(0)
+        await service.release("full")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await service.conversation("c") is None
+        assert not service._pending
+
+    asyncio.run(scenario())
