@@ -107,12 +107,14 @@ class Unplaced:
         tokenizer_url: the HTTP server of an engine that can count.
         tokenizer_id: that engine's id.
         max_model_len: the longest that prompt plus output may be, in tokens.
+        claim: with it this turn, and no other of the conversation, is given up.
     """
 
     conversation_id: str
     tokenizer_url: str
     tokenizer_id: str
     max_model_len: int
+    claim: int
 
 
 @dataclass(frozen=True, slots=True)

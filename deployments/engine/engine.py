@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import time
+from typing import Any
 
 import aiohttp
 import psutil
@@ -81,7 +82,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             role=role,
             url=url,
             pid=os.getpid(),
-            capacity_tokens=int(cache.num_gpu_blocks) * int(cache.block_size),
+            capacity_tokens=capacity_tokens(cache),
             max_model_len=int(client.vllm_config.model_config.max_model_len),
             max_batched_tokens=int(client.vllm_config.scheduler_config.max_num_batched_tokens),
             tier=tier.name,
@@ -271,6 +272,18 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             except Exception:
                 # Without beats the engine would be taken for lost, and stay so.
                 logger.exception("%s %s: a beat failed", self._role, self._id)
+
+
+def capacity_tokens(cache_config: Any) -> int:
+    """How many tokens of KV an engine holds, by its vLLM ``CacheConfig``.
+
+    Not blocks times their size: with several kinds of layers (sliding windows, Mamba) a token takes
+    a block in each kind's table, and those share one pool.
+    """
+    counted = cache_config.kv_cache_size_tokens
+    if counted is None:
+        counted = cache_config.num_gpu_blocks * cache_config.block_size
+    return int(counted)
 
 
 def _use_server(config: LLMConfig, address: Address) -> None:

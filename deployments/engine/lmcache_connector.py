@@ -4,8 +4,9 @@ LMCacheMPConnector as it comes waits for a dead server for up to its message tim
 engine step, never registers again after a quick restart, and lets a failed store end the engine.
 Here a lost connection is noticed when it breaks, whatever was under way fails at once (vLLM then
 recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the connection back, run
-from the start. What a broken-off forward pass left behind is not stored. And later turns, which
-find their history in the decoder's own cache, do not ask the server.
+from the start. What a broken-off forward pass left behind is not stored. A request that is aborted
+before it was looked up does not end the engine. And later turns, which find their history in the
+decoder's own cache, do not ask the server.
 
 It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
 ``_health_event``, ``_ensure_heartbeat_started``, ``_can_store``, the request trackers): check it
@@ -83,6 +84,21 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             request, num_computed_tokens
         )
         return matched
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended, however it did; whether its blocks are still needed, and statistics.
+
+        LMCacheMPConnector 0.5.6 makes a tracker when the scheduler looks a request up, and fails
+        without one where ``cached_token_stats`` are asked for ("Request tracker ... not found"). So
+        a request that is aborted while it waits for its first look-up would end the engine. At any
+        later moment there is a tracker: during the look-up, while KV is loaded or stored, and after
+        a preemption, which keeps it until the next look-up.
+        """
+        self._get_or_create_request_tracker(request)
+        ended: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        return ended
 
     def wait_for_save(self) -> None:
         """Return when this step's KV is stored, so that the decoder's look-up finds all of it.

@@ -79,7 +79,9 @@ class FrontDoor:
 
     async def _conversations(self, request: Request) -> Response:
         text = request.query_params.get("limit", "1000")
-        if not text.isdigit() or not 1 <= int(text) <= _LISTED_AT_MOST:
+        # Only ASCII's digits, and few: `isdigit` holds of "²" too, and `int` refuses thousands.
+        plain = text.isascii() and text.isdigit() and len(text) <= len(str(_LISTED_AT_MOST))
+        if not plain or not 1 <= int(text) <= _LISTED_AT_MOST:
             raise ApiError(
                 400, f"limit must be a number from 1 to {_LISTED_AT_MOST}", param="limit"
             )

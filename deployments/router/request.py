@@ -114,6 +114,10 @@ async def read_request(scope: Scope, receive: Receive, settings: Settings) -> Cl
     own = {**identity.without_identity(body)}
     for name in _NOT_FORWARDED:
         own.pop(name, None)
+    # The other way into the engine's arguments.
+    extra = own.get("vllm_xargs")
+    if isinstance(extra, dict) and any(name in extra for name in _NOT_FORWARDED):
+        own["vllm_xargs"] = {k: v for k, v in extra.items() if k not in _NOT_FORWARDED}
     if "model" not in own:
         own["model"] = model
     return ClientRequest(

@@ -120,14 +120,14 @@ class Turn:
             if counted.longest_tokens >= answer.max_model_len:
                 raise context_length_exceeded(counted.longest_tokens, answer.max_model_len)
         except BaseException:
-            self._table.tell("forgo", answer.conversation_id)
+            _forgo(self._table, answer)
             raise
         try:
             waited_s = time.perf_counter() - self._arrived_s
             placed = await self._claim("place", answer.conversation_id, counted.tokens, waited_s)
         except asyncio.CancelledError:
             # A refusal has settled it already; only who leaves is still in line.
-            self._table.tell("forgo", answer.conversation_id)
+            _forgo(self._table, answer)
             raise
         assert isinstance(placed, TurnPlan)
         if placed.prefiller_url is not None:
@@ -270,6 +270,10 @@ def _abandon(table: TableClient, plan: TurnPlan) -> None:
     table.tell("abandon", plan.turn, None, None)
 
 
+def _forgo(table: TableClient, answer: Unplaced) -> None:
+    table.tell("forgo", answer.conversation_id, answer.claim)
+
+
 def _give_back(table: TableClient, asking: "asyncio.Future[Any]") -> None:
     """What the table was asked for is not wanted any more, now that it has answered."""
     if asking.cancelled() or asking.exception() is not None:
@@ -278,7 +282,7 @@ def _give_back(table: TableClient, asking: "asyncio.Future[Any]") -> None:
     if isinstance(answer, TurnPlan):
         _abandon(table, answer)
     elif isinstance(answer, Unplaced):
-        table.tell("forgo", answer.conversation_id)
+        _forgo(table, answer)
 
 
 async def _disconnected(receive: Receive) -> None:

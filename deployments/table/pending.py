@@ -14,17 +14,21 @@ class PendingTurn:
 
     Attributes:
         router_id: the router that asked first; if it dies, the turn is given up.
+        claim: tells it from other turns of the conversation, to whoever may give it up.
         settled: done once it is bound or given up; other turns of the conversation wait for that.
         arrived_s: when the conversation's first request came, in Unix time.
         granted: None unless `place` waits for room; done when there is room, cancelled when the
             turn is given up.
+        given_up: too late for that: there was room, and nobody wants it any more.
     """
 
     conversation_id: str
     router_id: str
+    claim: int
     settled: asyncio.Future[None]
     arrived_s: float = 0.0
     granted: asyncio.Future[Admitted] | None = None
+    given_up: bool = False
 
     @property
     def waits(self) -> bool:

@@ -23,6 +23,7 @@ class Registry:
         self.last_beat_s = now_s
         self._engine_beats_s: dict[str, float] = {}
         self._router_beats_s: dict[str, float] = {}
+        self._lost_routers: set[str] = set()
         # Conversations (and incarnations) that a decoder's next beat tells it to forget.
         self._ended: dict[str, list[tuple[str, int]]] = {}
 
@@ -104,10 +105,16 @@ class Registry:
     def router_beat(self, router_id: str, now_s: float) -> None:
         """A router was heard of."""
         self.last_beat_s = self._router_beats_s[router_id] = now_s
+        self._lost_routers.discard(router_id)
 
     def remove_router(self, router_id: str) -> None:
         """A router is lost."""
         del self._router_beats_s[router_id]
+        self._lost_routers.add(router_id)
+
+    def router_is_lost(self, router_id: str) -> bool:
+        """Whether it was lost, and not heard of since: what it asked for is for nobody."""
+        return router_id in self._lost_routers
 
     def silent_routers(self, now_s: float) -> list[str]:
         """Ids of those that have to be taken for lost."""

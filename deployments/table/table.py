@@ -74,6 +74,7 @@ class TableService:
         # conversation.
         self._routers_of: dict[TurnKey, str] = {}
         self._pending: dict[str, PendingTurn] = {}
+        self._claims = 0
         # Not yet: a predecessor's engines are still to say how many were wanted.
         self._decided_s = 0.0
         self._recovered = asyncio.Event()
@@ -181,6 +182,8 @@ class TableService:
                     # A router that died in between never settles it.
                     self._settle(pending)
                 break
+        if self._registry.router_is_lost(router_id):
+            return _UNAVAILABLE
         conversation = self._table.begin(conversation_id, unix_s())
         if conversation is not None:
             prefiller_id = self._table.prefill_later_turn(conversation)
@@ -188,9 +191,10 @@ class TableService:
         counter = self._registry.tokenizer()
         if counter is None:
             return _UNAVAILABLE
+        claim = 0  # Of no turn: one that could not wait any longer for the one in line.
         if conversation_id not in self._pending:
-            self._pend(conversation_id, router_id)
-        return Unplaced(conversation_id, counter.url, counter.id, counter.max_model_len)
+            claim = self._pend(conversation_id, router_id).claim
+        return Unplaced(conversation_id, counter.url, counter.id, counter.max_model_len, claim)
 
     async def place(
         self, router_id: str, conversation_id: str, turn1_tokens: int, waited_s: float = 0.0
@@ -222,7 +226,9 @@ class TableService:
                 return self._plan(bound.newest_turn, bound, None, router_id, True)
             admitted = await self._admitted(pending, turn1_tokens)
             conversation = self._table.get(conversation_id)
-            while conversation is None or conversation.decoder_id is None:
+            while not pending.given_up and (
+                conversation is None or conversation.decoder_id is None
+            ):
                 # Its decoder was lost between the binding and now.
                 admitted = await self._admitted(pending, turn1_tokens)
                 conversation = self._table.get(conversation_id)
@@ -240,20 +246,32 @@ class TableService:
             )
         finally:
             self._settle(pending)
+        if pending.given_up or conversation is None:
+            await self.abandon(admitted.turn, None, None)
+            return _UNAVAILABLE
         self._accounts.metrics.queue_wait_s.observe(unix_s() - called_s)
         return self._plan(admitted.turn, conversation, admitted.placement.prefiller_id, router_id)
 
-    async def forgo(self, conversation_id: str) -> None:
-        """The turn for which `begin` answered `Unplaced` is not to be placed any more."""
+    async def forgo(self, conversation_id: str, claim: int) -> None:
+        """The turn for which `begin` answered `Unplaced` is not to be placed any more.
+
+        Args:
+            claim: that answer's; another turn of the conversation is left alone.
+        """
         pending = self._pending.get(conversation_id)
-        if pending is None:
-            return
+        if pending is not None and pending.claim == claim:
+            self._give_up(pending)
+
+    def _give_up(self, pending: PendingTurn) -> None:
         if pending.granted is None:
             self._settle(pending)
         elif not pending.granted.done():
             # `place`, which waits for it, settles it: who is in line is always in `_pending`.
-            self._admission.leave(conversation_id)
+            self._admission.leave(pending.conversation_id)
             pending.granted.cancel()
+        else:
+            # There is room for it, and `place` does not know yet.
+            pending.given_up = True
 
     async def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
         """The remote prefill is over; None: it failed."""
@@ -385,7 +403,9 @@ class TableService:
 
     def _pend(self, conversation_id: str, router_id: str) -> PendingTurn:
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        pending = self._pending[conversation_id] = PendingTurn(conversation_id, router_id, settled)
+        self._claims += 1
+        pending = PendingTurn(conversation_id, router_id, self._claims, settled)
+        self._pending[conversation_id] = pending
         return pending
 
     def _settle(self, pending: PendingTurn) -> None:
@@ -483,7 +503,7 @@ class TableService:
         self._registry.remove_router(router_id)
         for pending in list(self._pending.values()):
             if pending.router_id == router_id:
-                await self.forgo(pending.conversation_id)
+                self._give_up(pending)
         for turn, router in list(self._routers_of.items()):
             if router == router_id:
                 await self.abandon(turn, None, None)

@@ -1,5 +1,7 @@
 """An engine's replica: what it says when it does not start."""
 
+from types import SimpleNamespace
+
 import pytest
 
 
@@ -36,3 +38,20 @@ async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
             await server._load_engine(None)
     else:
         await server._load_engine(None)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "counted", "expected"),
+    [
+        # Half of the layers have a sliding window: every token takes two blocks' worth.
+        (1000, 64_000, 64_000),
+        (1000, None, 128_000),
+    ],
+)
+def test_an_engine_holds_what_vllm_has_counted(
+    blocks: int, counted: int | None, expected: int
+) -> None:
+    from deployments.engine.engine import capacity_tokens
+
+    cache = SimpleNamespace(num_gpu_blocks=blocks, block_size=128, kv_cache_size_tokens=counted)
+    assert capacity_tokens(cache) == expected

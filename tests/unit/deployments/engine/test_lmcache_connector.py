@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from conserve import wire
+
 
 def test_an_engine_waits_for_a_server_that_starts_beside_it() -> None:
     from deployments.engine.lmcache_connector import _wait_for_server
@@ -44,3 +46,41 @@ def test_a_broken_forward_pass_stores_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert stores == []
     connector.wait_for_save()
     assert stores == [connector]
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_request_that_is_aborted_before_it_was_looked_up_ends_as_any_other(stores: bool) -> None:
+    """A prefiller's queue of prompts whose clients leave: LMCache's connector fails on each."""
+    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    from deployments.engine.lmcache_connector import ResilientMPConnector
+
+    ended: list[str] = []
+
+    class Adapter:
+        def cleanup_lookup_result(self, request_id: str) -> None:
+            ended.append(f"look-up of {request_id}")
+
+        def end_session(self, request_id: str) -> None:
+            ended.append(f"session of {request_id}")
+
+    connector = object.__new__(ResilientMPConnector)
+    connector.request_trackers = {}
+    connector.lazy_offload = False
+    connector.scheduler_adapter = Adapter()
+    connector._can_store = stores
+    parameters = SamplingParams(
+        max_tokens=1, extra_args={"kv_transfer_params": wire.transfer_params()}
+    )
+    request = Request("r", [1, 2, 3], parameters, None)
+    request.status = RequestStatus.FINISHED_ABORTED
+    with pytest.raises(AssertionError, match="not found"):
+        LMCacheMPConnector.request_finished(connector, request, [])
+    delayed, params = connector.request_finished(request, [])
+    # Of an engine that stores, the worker reports each end, and the scheduler waits for that.
+    assert delayed is stores
+    assert wire.cached_tokens(params).lmcache_tokens == 0
+    assert ended == ["look-up of r", "session of r"]
+    assert not connector.request_trackers

@@ -205,10 +205,11 @@ def test_a_turn_that_is_given_up_leaves_the_line_at_once() -> None:
 
     async def scenario() -> None:
         service = await a_full_service()
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        asked = await service.begin("r", "c", [])
+        assert isinstance(asked, Unplaced)
         first = asyncio.create_task(service.place("r", "c", TOKENS))
         await asyncio.sleep(0)
-        await service.forgo("c")
+        await service.forgo("c", asked.claim)
         # Before the first call has noticed.
         assert isinstance(await service.begin("r", "c", []), Unplaced)
         second = asyncio.create_task(service.place("r", "c", TOKENS))
@@ -276,23 +277,23 @@ def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the_next(
 
 
 def test_a_turn_that_is_given_up_and_unbound_as_it_gets_room_hurts_nobody_else() -> None:
-    """All before the call that waits for room has noticed: it goes on, and is in line again."""
+    """All before the call that waits for room has noticed."""
 
     async def scenario() -> None:
         service = await a_full_service()
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        asked = await service.begin("r", "c", [])
+        assert isinstance(asked, Unplaced)
         waiting = asyncio.create_task(service.place("r", "c", TOKENS))
         await asyncio.sleep(0)
         await service.release("full")  # Room for it.
-        await service.forgo("c")
+        await service.forgo("c", asked.claim)
         await service.engine_lost("decoder#1", "as it happens")
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        assert b"conserve_queue_length 1.0" in await service.metrics()
+        assert isinstance(await asyncio.wait_for(waiting, 5), Refusal)
+        assert b"conserve_queue_length 0.0" in await service.metrics()
         await service.register(engine("decoder"))
-        placed = await asyncio.wait_for(waiting, 5)
-        assert isinstance(placed, TurnPlan)
         assert not service._pending
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        assert isinstance(await service.place("r", "c", TOKENS), TurnPlan)
 
     asyncio.run(scenario())
 
@@ -302,16 +303,25 @@ def test_two_turns_of_a_conversation_never_get_the_same_key() -> None:
 
     async def scenario() -> None:
         service = await a_full_service()
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        asked = await service.begin("r", "c", [])
+        assert isinstance(asked, Unplaced)
         first = asyncio.create_task(service.place("r", "c", TOKENS))
         await asyncio.sleep(0)
         await service.release("full")
-        await service.forgo("c")
+        await service.forgo("c", asked.claim)
         second = await service.begin("r", "c", [])
-        placed = await first
+        # Nobody wants the first one any more, and it is over.
+        assert isinstance(await first, Refusal)
+        assert isinstance(second, Unplaced)
+        placed = await service.place("r", "c", TOKENS)
         assert isinstance(placed, TurnPlan)
-        assert isinstance(second, TurnPlan)
-        assert placed.turn != second.turn
+        found = await service.conversation("c")
+        assert found is not None
+        assert found["phase"] == "reasoning"
+        assert await service.advance(placed.turn, "decoder#1", TurnStats(TOKENS, 1, 0, 0), ())
+        found = await service.conversation("c")
+        assert found is not None
+        assert found["phase"] == "acting"
 
     asyncio.run(scenario())
 
@@ -328,5 +338,45 @@ def test_a_call_that_is_ended_as_it_gets_room_leaves_no_turn_running() -> None:
             await waiting
         assert await service.conversation("c") is None
         assert not service._pending
+
+    asyncio.run(scenario())
+
+
+def test_who_gives_up_its_turn_leaves_another_turn_of_the_conversation_alone() -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        asked = await service.begin("r", "c", [])
+        assert isinstance(asked, Unplaced)
+        waiting = asyncio.create_task(service.place("r", "c", TOKENS))
+        await asyncio.sleep(0)
+        await service.forgo("c", asked.claim + 1)
+        await service.forgo("c", 0)
+        assert not waiting.done()
+        await service.release("full")
+        assert isinstance(await waiting, TurnPlan)
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -> None:
+    """One gets room just then, the other waits for its conversation's first turn."""
+
+    async def scenario() -> None:
+        service = await a_full_service()
+        await service.router_beat("lost")
+        assert isinstance(await service.begin("lost", "c", []), Unplaced)
+        placing = asyncio.create_task(service.place("lost", "c", TOKENS))
+        later = asyncio.create_task(service.begin("lost", "c", []))
+        await asyncio.sleep(0)
+        await service.release("full")
+        await service._router_lost("lost")
+        assert isinstance(await placing, Refusal)
+        assert isinstance(await later, Refusal)
+        assert await service.conversation("c") is None
+        assert not service._pending
+        assert not service._routers_of or all(key[0] == "full" for key in service._routers_of)
+        # One that was only silent is served again.
+        await service.router_beat("lost")
+        assert isinstance(await service.begin("lost", "d", []), Unplaced)
 
     asyncio.run(scenario())
