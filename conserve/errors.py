@@ -13,6 +13,8 @@ class ApiError(Exception):
         code: for a program (OpenAI's ``error.code``).
         param: the request's field, if one is to blame.
         retry_after_s: when to try again, sent as ``Retry-After``.
+        final: the same request will not do any better later; sent as ``x-should-retry: false``, by
+            which OpenAI's clients leave it at that.
     """
 
     def __init__(
@@ -23,6 +25,7 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         retry_after_s: int | None = None,
+        final: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -30,6 +33,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.final = final
 
     def body(self) -> dict[str, Any]:
         """The response's JSON body."""

@@ -27,8 +27,10 @@ from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 
-# A turn whose engine dies before the client got a byte starts again elsewhere, so often.
+# A turn whose engine cannot be reached, before the client got a byte, starts again, so often.
 _ATTEMPTS = 3
+# A prompt that may be what kills engines is given to so many, and to no other.
+_LOST_AT_MOST = 2
 # A decoder reports a cancelled turn itself; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
 
@@ -60,6 +62,8 @@ class Turn:
         self._conversation_id: str | None = None
         self._plan: TurnPlan | None = None
         self._at_decoder = False
+        # Engines that were lost while they had this turn's prompt.
+        self._lost = 0
 
     async def run(self, receive: Receive) -> None:
         """Serve the turn to its end, whatever that is, or until its client leaves."""
@@ -96,10 +100,26 @@ class Turn:
                         "engine_lost",
                     ) from None
                 self._plan = None
+                self._require_another_try()
         raise ApiError(
             503, f"engines failed {_ATTEMPTS} times on this turn; try again shortly",
             "engine_lost", retry_after_s=5,
         )  # fmt: skip
+
+    def _require_another_try(self) -> None:
+        """Refuse to give the prompt to one more engine, where it may be what ended the others.
+
+        Raises:
+            ApiError: it may.
+        """
+        if self._lost >= _LOST_AT_MOST:
+            raise ApiError(
+                500,
+                f"{self._lost} engines were lost while they worked on this request, so it is not "
+                "given to another one; do not send it again as it is",
+                "engines_lost",
+                final=True,
+            )
 
     # --- where it goes -----------------------------------------------------------------------
 
@@ -174,6 +194,7 @@ class Turn:
                 await self._report_if_lost(plan.prefiller_id, plan.prefiller_url, str(error))
         finally:
             self._table.tell("prefilled", plan, done)
+        self._require_another_try()
 
     # --- the answer --------------------------------------------------------------------------
 
@@ -245,6 +266,7 @@ class Turn:
 
     async def _report_if_lost(self, engine_id: str, url: str, why: str) -> None:
         if not await self._upstream.healthy(url):
+            self._lost += 1
             await self._table.call("engine_lost", engine_id, why)
 
     def _timing(self, outcome: TurnOutcome) -> TurnTiming:
