@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from conserve import identity
 from conserve.recognition import Digest
 
 
@@ -107,6 +108,12 @@ class Conversation(msgspec.Struct, gc=False):
             IndexError: none is.
         """
         return TurnKey(self.id, self.incarnation, self.running[-1])
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether its client can come back to it: by an id of its own, or by an answer it has."""
+        began = bool(self.running or self.turns or self.tails)
+        return began or not identity.is_generated(self.id)
 
     @property
     def phase(self) -> str:

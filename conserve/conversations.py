@@ -313,7 +313,8 @@ class ConversationTable:
             stats: what the engine had done by then, if it got so far.
 
         Returns:
-            The conversation if this ended it: no turn of it is known to have left anything.
+            The conversation if this ended it: no turn of it is known to have left anything, or
+            its client cannot come back to it.
         """
         conversation = self._current(turn.conversation_id, turn.incarnation)
         if conversation is None:
@@ -329,7 +330,7 @@ class ConversationTable:
             self._next_id = max(self._next_id, turn.turn_id + 1)
             self._finish_turn(conversation, turn.turn_id, stats, now_s)
         if not conversation.running:
-            if not conversation.packed_last_turn:
+            if not conversation.packed_last_turn or not conversation.can_go_on:
                 return self.release(turn.conversation_id)
             if conversation.promised:
                 # Nothing of it ever got to the decoder that it was to move to.

@@ -5,6 +5,7 @@ understood, in order of precedence. A request without any of them is recognised 
 instead (see ``conserve.recognition``).
 """
 
+import re
 import secrets
 import unicodedata
 from collections.abc import Mapping
@@ -102,6 +103,11 @@ def without_identity(body: Mapping[str, Any]) -> dict[str, Any]:
 def new_id() -> str:
     """A fresh id, such as ``conv-0f3a...`` (24 hexadecimal digits)."""
     return f"conv-{secrets.token_hex(12)}"
+
+
+def is_generated(conversation_id: str) -> bool:
+    """Whether an id is one of `new_id`, and no client's own."""
+    return re.fullmatch(r"conv-[0-9a-f]{24}", conversation_id) is not None
 
 
 def _checked(source: str, value: str) -> str:

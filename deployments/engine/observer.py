@@ -192,7 +192,7 @@ class _Turn:
         stats = self.observation.stats()
         tails = self._tails() if completed else ()
         self.holdings.finish(self.key, stats, tails, completed)
-        patience = {"patience_s": _REPORT_PATIENCE_S}
+        patience = {"patience_s": _REPORT_PATIENCE_S, "answer_s": _REPORT_PATIENCE_S}
         try:
             if not completed:
                 await self.table.call("abandon", self.key, self.engine_id, stats, **patience)

@@ -117,7 +117,7 @@ class FrontDoor:
         return JSONResponse({"object": "list", "data": await self._table.call("engines")})
 
     async def _health(self, request: Request) -> Response:
-        alive = await self._table.call("health", patience_s=5.0)
+        alive = await self._table.call("health", patience_s=5.0, answer_s=10.0)
         prefills = alive["prefillers"] > 0 or not self._settings.prefiller_replicas
         healthy = prefills and alive["decoders"] > 0
         return JSONResponse(

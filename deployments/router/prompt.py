@@ -7,6 +7,9 @@ from conserve.errors import ApiError
 from deployments.router.request import ClientRequest
 from deployments.router.upstream import Upstream
 
+# Prompts of one completion: each is counted by a call of its own.
+_MOST_PROMPTS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class CountedPrompt:
@@ -42,6 +45,13 @@ async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> 
         raise ApiError(400, "prompt must be a string or a list", param="prompt")
     if all(isinstance(item, int) for item in prompt):
         return _whole(prompt)
+    if len(prompt) > _MOST_PROMPTS:
+        raise ApiError(
+            400,
+            f"a completion may have {_MOST_PROMPTS} prompts, and this one has {len(prompt)}; send "
+            "several",
+            param="prompt",
+        )
     lengths = []
     for item in prompt:
         if isinstance(item, str):

@@ -35,6 +35,7 @@ from deployments.messages import (
     TurnTiming,
     Unplaced,
 )
+from deployments.table import refusals
 from deployments.table.accounts import Accounts
 from deployments.table.pending import PendingTurn
 from deployments.table.registry import Registry
@@ -183,14 +184,14 @@ class TableService:
                     self._settle(pending)
                 break
         if self._registry.router_is_lost(router_id):
-            return _UNAVAILABLE
+            return refusals.UNAVAILABLE
         conversation = self._table.begin(conversation_id, unix_s())
         if conversation is not None:
             prefiller_id = self._table.prefill_later_turn(conversation)
             return self._plan(conversation.newest_turn, conversation, prefiller_id, router_id, True)
         counter = self._registry.tokenizer()
         if counter is None:
-            return _UNAVAILABLE
+            return refusals.UNAVAILABLE
         claim = 0  # Of no turn: one that could not wait any longer for the one in line.
         if conversation_id not in self._pending:
             claim = self._pend(conversation_id, router_id).claim
@@ -208,18 +209,16 @@ class TableService:
         pending = self._pending.get(conversation_id)
         if pending is not None and pending.waits:
             # Both were told `Unplaced`, the second when it had waited for the first for too long.
-            return Refusal(
-                429,
-                "another turn of this conversation is still waiting for room; send one at a time",
-                "conversation_busy",
-                self._admission.line.retry_after_s(called_s),
-            )
+            return refusals.busy(self._admission.line.retry_after_s(called_s))
         if pending is None:
             # Of this turn nothing is known (any more): the table before this one was asked to begin
             # it, or another router has given it up.
             pending = self._pend(conversation_id, router_id)
         pending.arrived_s = called_s - waited_s
         try:
+            largest = max((one.capacity_tokens for one in self._table.decoders.values()), default=0)
+            if largest and turn1_tokens > largest:
+                return refusals.never_fits(turn1_tokens, largest)
             bound = self._table.begin(conversation_id, called_s)
             if bound is not None:
                 # Another turn of it was placed meanwhile, or a decoder had it still.
@@ -234,21 +233,16 @@ class TableService:
                 conversation = self._table.get(conversation_id)
         except QueueFull as full:
             self._accounts.metrics.refusals.labels("queue_full").inc()
-            return Refusal(429, str(full), "queue_full", full.retry_after_s)
+            return refusals.queue_full(full)
         except TimeoutError:
             self._accounts.metrics.refusals.labels("timeout").inc()
-            return Refusal(
-                429,
-                f"no decoder had room for {turn1_tokens} tokens within "
-                f"{self._settings.queue_timeout_s:g} s; try again later",
-                "queue_timeout",
-                self._admission.line.retry_after_s(unix_s()),
-            )
+            retry_after_s = self._admission.line.retry_after_s(unix_s())
+            return refusals.timed_out(turn1_tokens, self._settings.queue_timeout_s, retry_after_s)
         finally:
             self._settle(pending)
         if pending.given_up or conversation is None:
             await self.abandon(admitted.turn, None, None)
-            return _UNAVAILABLE
+            return refusals.UNAVAILABLE
         self._accounts.metrics.queue_wait_s.observe(unix_s() - called_s)
         return self._plan(admitted.turn, conversation, admitted.placement.prefiller_id, router_id)
 
@@ -364,13 +358,14 @@ class TableService:
                 # Not all may come back: then those that did serve.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._recovered.wait(), left_s)
-        return None if self._table.decoders else _UNAVAILABLE
+        return None if self._table.decoders else refusals.UNAVAILABLE
 
     def _complete(self) -> bool:
         """Whether all engines that a predecessor had are known; of itself, those to start with."""
+        wanted = self._autoscaler.wanted
         return all(
-            self._registry.living_and_leaving(role)[0] >= self._autoscaler.replicas(role)
-            for role in self._autoscaler.wanted
+            self._registry.living_and_leaving(role)[0] >= wanted[role].scaling.replicas
+            for role in wanted
         )
 
     def _plan(
@@ -508,8 +503,3 @@ class TableService:
             if router == router_id:
                 await self.abandon(turn, None, None)
         logger.warning("router %s is lost (silent for %g s)", router_id, SILENCE_S)
-
-
-_UNAVAILABLE = Refusal(
-    503, "no engine is ready to serve; try again shortly", "unavailable", retry_after_s=5
-)

@@ -27,19 +27,32 @@ class TableClient:
         self._settings = settings
         self._actor: Any = None
 
-    async def call(self, method: str, *arguments: Any, patience_s: float = 30.0) -> Any:
+    async def call(
+        self,
+        method: str,
+        *arguments: Any,
+        patience_s: float = 30.0,
+        answer_s: float | None = None,
+    ) -> Any:
         """Call a method of `TableService`.
 
         Args:
             patience_s: how long to wait for a table that is down.
+            answer_s: how long to wait for one that lives and does not answer; None: for as long as
+                it takes, as with what waits for room.
 
         Raises:
-            TableUnavailable: it stayed down.
+            TableUnavailable: it stayed down, or did not answer.
         """
         deadline_s = time.monotonic() + patience_s
         while True:
             try:
-                return await getattr(self._connect(), method).remote(*arguments)
+                async with asyncio.timeout(answer_s):
+                    return await getattr(self._connect(), method).remote(*arguments)
+            except TimeoutError:
+                raise TableUnavailable(
+                    f"the conversation table did not answer within {answer_s:g} s"
+                ) from None
             except ray.exceptions.RayActorError as error:
                 self._actor = None
                 if time.monotonic() > deadline_s:

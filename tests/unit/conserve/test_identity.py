@@ -13,6 +13,7 @@ from conserve.identity import (
     InvalidConversationId,
     explicit_id,
     is_final,
+    is_generated,
     new_id,
     without_identity,
 )
@@ -179,6 +180,8 @@ def test_without_identity_gives_a_copy() -> None:
 
 def test_new_ids_are_valid_and_differ() -> None:
     ids = {new_id() for _ in range(1000)}
+    assert all(map(is_generated, ids))
+    assert not any(map(is_generated, ("conv-1", "task-42", "conv-" + "x" * 24)))
     assert len(ids) == 1000
     for one in ids:
         assert re.fullmatch(r"conv-[0-9a-f]{24}", one)

@@ -380,3 +380,60 @@ def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -> None
         assert isinstance(await service.begin("lost", "d", []), Unplaced)
 
     asyncio.run(scenario())
+
+
+# --- What nobody may do to others ----------------------------------------------------------------
+
+
+def test_what_fits_on_no_decoder_is_refused_instead_of_keeping_others_waiting() -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        await service.release("full")
+        assert isinstance(await service.begin("r", "huge", []), Unplaced)
+        refused = await service.place("r", "huge", 1001)
+        assert isinstance(refused, Refusal)
+        assert (refused.status, refused.code) == (400, "context_length_exceeded")
+        assert "1001 tokens" in refused.message
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        assert isinstance(await service.place("r", "c", 1000), TurnPlan)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_cut_first_turn_counts_only_if_the_conversation_can_go_on(named: bool) -> None:
+    """Without an id of its own, and without an answer, its client cannot come back to it."""
+
+    async def scenario() -> None:
+        service = await a_full_service()
+        await service.release("full")
+        asked = await service.begin("r", "task-42" if named else None, [])
+        assert isinstance(asked, Unplaced)
+        plan = await service.place("r", asked.conversation_id, TOKENS)
+        assert isinstance(plan, TurnPlan)
+        await service.abandon(plan.turn, "decoder#1", TurnStats(TOKENS, 5, 0, 512))
+        shown = await service.conversation(asked.conversation_id)
+        assert (shown is not None) is named
+        heard = await service.beat("decoder#1")
+        assert heard is not None
+        assert ((asked.conversation_id, plan.turn.incarnation) in heard.ended) is not named
+
+    asyncio.run(scenario())
+
+
+def test_a_cut_later_turn_ends_nothing() -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        await service.release("full")
+        asked = await service.begin("r", None, [])
+        assert isinstance(asked, Unplaced)
+        first = await service.place("r", asked.conversation_id, TOKENS)
+        assert isinstance(first, TurnPlan)
+        stats = TurnStats(TOKENS, 5, 0, 512)
+        assert await service.advance(first.turn, "decoder#1", stats, (b"t" * 16,))
+        second = await service.begin("r", None, [b"t" * 16])
+        assert isinstance(second, TurnPlan)
+        await service.abandon(second.turn, "decoder#1", stats)
+        assert await service.conversation(asked.conversation_id) is not None
+
+    asyncio.run(scenario())

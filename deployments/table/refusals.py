@@ -1,0 +1,43 @@
+"""What a turn is told that cannot be served, now or ever."""
+
+from conserve.admission import QueueFull
+from deployments.messages import Refusal
+
+UNAVAILABLE = Refusal(
+    503, "no engine is ready to serve; try again shortly", "unavailable", retry_after_s=5
+)
+
+
+def busy(retry_after_s: int) -> Refusal:
+    """Another turn of the conversation is in line."""
+    return Refusal(
+        429,
+        "another turn of this conversation is still waiting for room; send one at a time",
+        "conversation_busy",
+        retry_after_s,
+    )
+
+
+def queue_full(full: QueueFull) -> Refusal:
+    """There is neither room nor a place in the line."""
+    return Refusal(429, str(full), "queue_full", full.retry_after_s)
+
+
+def timed_out(turn1_tokens: int, timeout_s: float, retry_after_s: int) -> Refusal:
+    """There was no room for as long as anybody may wait."""
+    return Refusal(
+        429,
+        f"no decoder had room for {turn1_tokens} tokens within {timeout_s:g} s; try again later",
+        "queue_timeout",
+        retry_after_s,
+    )
+
+
+def never_fits(turn1_tokens: int, largest_tokens: int) -> Refusal:
+    """It would wait, and keep others waiting, for room that is nowhere."""
+    return Refusal(
+        400,
+        f"this request has {turn1_tokens} tokens, and a decoder holds {largest_tokens} at most; "
+        "send fewer prompts at a time",
+        "context_length_exceeded",
+    )

@@ -1,0 +1,46 @@
+"""Clients that leave: whatever stage their turns are at, no engine goes with them."""
+
+import asyncio
+import random
+
+import httpx
+import pytest
+
+from tests.engines.applications import MAIN
+from tests.engines.client import Agent, chat, engines, prose
+from tests.engines.metrics import metric
+from tests.engines.waiting import eventually
+
+pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN, last=True)]
+
+CLIENTS = 64
+WORDS = 3000
+
+
+def _pids() -> dict[str, int]:
+    return {engine["id"]: engine["pid"] for engine in engines()}
+
+
+@pytest.mark.parametrize("after_s", [0.5, 4.0])
+async def test_first_turns_that_are_cancelled_together_lose_no_engine(
+    application: str, client: httpx.AsyncClient, rng: random.Random, after_s: float
+) -> None:
+    """Most of them wait for the prefiller, some for their look-up, and one is prefilled."""
+    before, lost = _pids(), metric("conserve_engines_lost_total")
+    prompts = [prose(rng, WORDS) for _ in range(CLIENTS)]
+    turns = [
+        asyncio.ensure_future(chat(client, [{"role": "user", "content": prompt}], tokens=4))
+        for prompt in prompts
+    ]
+    await asyncio.sleep(after_s)
+    for turn in turns:
+        turn.cancel()
+    await asyncio.gather(*turns, return_exceptions=True)
+    # None of them said who it was, so none of them can come back.
+    await eventually(
+        "nothing is counted", lambda: metric("conserve_conversations") == 0, timeout_s=60
+    )
+    reply = await Agent(client, "after").say("hello", tokens=4)
+    assert reply.status == 200
+    assert _pids() == before
+    assert metric("conserve_engines_lost_total") == lost
