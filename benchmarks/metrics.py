@@ -45,7 +45,7 @@ class Result:
     """A run in figures.
 
     Attributes:
-        duration_s: from the first request to the last answer; what rates are relative to.
+        duration_s: time from the first request to the last answer; what rates are relative to.
         turns: number of turns by outcome.
         conversations: number of conversations by outcome.
         without_effective: completed conversations that had no turn for the user.

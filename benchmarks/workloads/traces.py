@@ -25,7 +25,7 @@ from benchmarks.workloads.errors import WorkloadError, require
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
-# It becomes a part of a request header and of a URL.
+# A name becomes a part of a request header and of a URL.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,80}$")]
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def read_json(path: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
-        # It quotes what it found, line ends included.
+        # The error quotes what was found, line ends included.
         raise WorkloadError(f"{path}: {' '.join(str(error).split())}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WorkloadError(f"{path} is not JSON: {error}") from None
