@@ -10,7 +10,7 @@ from conserve.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A conversation that goes to a decoder, with a turn of its under way there.
+    """A conversation that goes to a decoder, with one of its turns under way there.
 
     Attributes:
         turn1_tokens: the prompt's length that was asked for.
@@ -75,8 +75,8 @@ class Admission:
             Where it goes, or the last place in the line.
 
         Raises:
-            QueueFull: there is neither room nor a place.
-            ValueError: it waits already.
+            QueueFull: there is neither room at a decoder nor a place in the line.
+            ValueError: the conversation waits already.
         """
         arrived_s = now_s if arrived_s is None else arrived_s
         if not self.line:
@@ -97,7 +97,7 @@ class Admission:
         return admitted
 
     def leave(self, conversation_id: str) -> Ticket | None:
-        """Give its place up; None if it has none. The next one may fit: see `admit`."""
+        """Give a conversation's place up; None if it has none. The next may fit: see `admit`."""
         return self.line.leave(conversation_id)
 
     def _bind(

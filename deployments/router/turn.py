@@ -26,7 +26,8 @@ from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 
-# A turn whose engine dies before the client got a byte starts again elsewhere, so often.
+# How often a turn is tried: it starts again elsewhere if its engine dies before the client got a
+# byte.
 _ATTEMPTS = 3
 # A decoder reports a cancelled turn itself; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
@@ -37,7 +38,7 @@ class Turn:
 
     Args:
         arrived_s: when the request came, by `time.perf_counter`.
-        send: the client's end.
+        send: sends to the client.
     """
 
     def __init__(
@@ -271,7 +272,7 @@ class Turn:
         )
 
 
-# Without the turn: what is still to be done later must not keep its request.
+# It takes no `Turn`: a call that is yet to come must not keep a turn's request in memory.
 def _abandon(table: TableClient, plan: TurnPlan) -> None:
     table.tell("abandon", plan.turn, None, None)
 
