@@ -27,7 +27,8 @@ from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 
-# A turn whose engine dies before the client got a byte starts again elsewhere, so often.
+# How often a turn is tried: it starts again elsewhere if its engine dies before the client got a
+# byte.
 _ATTEMPTS = 3
 # A decoder reports a cancelled turn itself; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
@@ -38,7 +39,7 @@ class Turn:
 
     Args:
         arrived_s: when the request came, by `time.perf_counter`.
-        send: the client's end.
+        send: sends to the client.
     """
 
     def __init__(
@@ -263,7 +264,7 @@ class Turn:
         )
 
 
-# These know no `Turn`: what is still to be done after it must not keep its request.
+# These take no `Turn`: a call that is yet to come must not keep a turn's request in memory.
 
 
 def _abandon(table: TableClient, plan: TurnPlan) -> None:
