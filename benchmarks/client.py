@@ -39,8 +39,8 @@ class Endpoint:
 
     Attributes:
         system: its name in the records.
-        url: without a path: ``http://127.0.0.1:8000``.
-        model: put into every request that names none; None: `with_model` asks for it.
+        url: its base URL, without a path: ``http://127.0.0.1:8000``.
+        model: its name, put into every request that names none; None: `with_model` asks for it.
         conversation_headers: request headers that carry the conversation's id.
         server_header: response header that names the replica.
         headers: sent with every request (an API key, say).
@@ -61,7 +61,7 @@ class Endpoint:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is on this machine, as far as its address tells."""
+        """Whether the endpoint is on this machine, as far as its address tells."""
         host = urlsplit(self.url).hostname or ""
         try:
             return ipaddress.ip_address(host).is_loopback
@@ -101,9 +101,9 @@ class Client:
     """A connection pool to an endpoint, as an asynchronous context manager.
 
     Args:
-        endpoint: with its model.
+        endpoint: what to send turns to; its model is known (see `with_model`).
         now: the run's clock, seconds.
-        turn_timeout_s: for a turn in all.
+        turn_timeout_s: the longest time that a whole turn may take.
         cache_salt: see `benchmarks.driver.DriveOptions`.
         id_prefix: put before each conversation's id.
     """
@@ -143,7 +143,7 @@ class Client:
         await self._session.close()
 
     def encode(self, request: TurnRequest) -> bytes:
-        """The request's body; what it does not say itself is the model and the cache salt."""
+        """The request's JSON body, with the model and the cache salt where it names none."""
         body = {**self._defaults, **request.body()}
         if not self._endpoint.min_tokens:
             body.pop("min_tokens", None)
@@ -178,7 +178,7 @@ class Client:
     async def _stream(
         self, path: str, body: bytes, stream: AnswerStream, record: TurnRecord
     ) -> str | None:
-        """What went wrong, as ``kind: what was said``, or None."""
+        """Read the stream; returns what went wrong, as ``kind: what was said``, or None."""
         conversation = self._id_prefix + record.conversation
         headers = dict.fromkeys(self._endpoint.conversation_headers, conversation)
         headers["Content-Type"] = "application/json"
@@ -205,7 +205,7 @@ class Client:
         return None
 
     async def release(self, conversation: str) -> bool:
-        """Tell a conversation's end; whether the endpoint answered, whatever it said."""
+        """Tell a conversation's end; returns whether the endpoint answered, whatever it said."""
         name = quote(self._id_prefix + conversation, safe="")
         try:
             async with (

@@ -33,11 +33,11 @@ class Ratio:
     """A system's latency against the baseline's; below 1 is better.
 
     Attributes:
-        baseline_s, value_s: the statistic of each (of rounds: the median over rounds).
-        ratio: of the two; of rounds, the median of the rounds' ratios.
-        low, high: ends of the 95 % interval.
+        baseline_s, value_s: the statistic for each (with rounds, its median over them).
+        ratio: ``value_s`` over ``baseline_s``; with rounds, the median of the rounds' ratios.
+        low, high: ends of the ratio's 95 % interval.
         kind: ``paired`` by conversation, ``unpaired``, or ``rounds``.
-        count: conversations (the fewer of the two systems), or rounds.
+        count: number of conversations (of the system that has fewer), or of rounds.
     """
 
     metric: str
@@ -57,7 +57,7 @@ def ratios(
     """Ratios of every metric that both have, for every statistic.
 
     Args:
-        paired: the two ran the same conversations.
+        paired: whether the two ran the same conversations.
     """
     found = []
     for metric in LABELS:
@@ -113,7 +113,7 @@ def _statistics(groups: Sequence[Any]) -> Any:
 
 
 def _statistics_of_rows(values: Any) -> Any:
-    # Of the values above 0 alone, as in `benchmarks.latencies.Summary`.
+    # The geometric mean is of the values above 0 alone, as in `benchmarks.latencies.Summary`.
     above = values > 0
     logs = np.log(np.where(above, values, 1.0)).sum(axis=1)
     gmeans = np.where(above.any(axis=1), np.exp(logs / np.maximum(above.sum(axis=1), 1)), 0.0)
@@ -160,7 +160,7 @@ def compare(reports: Sequence[Report], draws: int = DRAWS) -> list[Comparison]:
 
 def _ratios(baseline: Report, other: Report, draws: int) -> list[Ratio]:
     paired = baseline.workload == other.workload
-    # Options name the call that they were given to, by what it put before conversation ids.
+    # Equal options mean one call: they include what that call put before conversation ids.
     if paired and baseline.options.get("rounds") and baseline.options == other.options:
         ours, theirs = _by_round(baseline.samples), _by_round(other.samples)
         both = sorted(ours.keys() & theirs.keys())
@@ -169,7 +169,7 @@ def _ratios(baseline: Report, other: Report, draws: int) -> list[Ratio]:
 
 
 def _by_round(pooled: Samples) -> dict[str, Samples]:
-    """Samples of each round, as `pooled` names its conversations."""
+    """Samples by round, which `benchmarks.rounds.pooled` puts before conversation ids."""
     found: dict[str, Samples] = defaultdict(lambda: {metric: {} for metric in LABELS})
     for metric, values in pooled.items():
         for conversation, times_s in values.items():
@@ -197,7 +197,7 @@ def write_comparisons(comparisons: Sequence[Comparison], path: Path) -> None:
 
 
 def show_comparisons(comparisons: Sequence[Comparison], console: Console) -> None:
-    """A table for each comparison."""
+    """Print a table for each comparison."""
     for comparison in comparisons:
         kinds = {ratio.kind for ratio in comparison.ratios}
         unit = "rounds" if kinds == {"rounds"} else "conversations"

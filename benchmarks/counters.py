@@ -44,15 +44,15 @@ class ServerFigures:
             placement.
         handoff_tokens: tokens of KV that moved: to decoders, and to prefillers from what decoders
             had left of the history.
-        handoff_tokens_per_conversation: of the conversations that were started.
-        handoff_bytes: the tokens times the bytes of a token's KV, where these are given.
+        handoff_tokens_per_conversation: ``handoff_tokens`` over the conversations started.
+        handoff_bytes: ``handoff_tokens`` times the bytes of a token's KV, where these are given.
         later_prefills: later turns that were prefilled on a prefiller.
         moves: conversations bound again because their decoder was lost.
-        cold_prefill_tokens: of first turns, prefilled on a prefiller.
-        prefix_cache_share: of the prompt tokens that vLLM's engines looked up in their own prefix
-            cache, those found.
+        cold_prefill_tokens: tokens of first turns that were prefilled on a prefiller.
+        prefix_cache_share: share of the prompt tokens that vLLM's engines looked up in their own
+            prefix cache and found there.
         tier_energy_j: what the GPUs of each tier used, in joules; empty without GPUs.
-        tier_tokens_per_j: tokens that each tier's engines prefilled or decoded, a joule.
+        tier_tokens_per_j: tokens per joule that each tier's engines prefilled or decoded.
     """
 
     handoffs: float | None = None
@@ -70,9 +70,9 @@ class ServerFigures:
 def read(text: str) -> dict[str, float] | None:
     """The counters in `NAMES` that a page of Prometheus' text format has, summed over labels.
 
-    And those of tiers, each tier's under a name of its own (`of_tier`).
+    Counters of tiers come besides, each tier's under a name of its own (`of_tier`).
 
-    None where it has none of them, or is no such page.
+    None where the text has none of them, or is no such page.
     """
     found: dict[str, float] = defaultdict(float)
     try:
@@ -115,7 +115,7 @@ def server_figures(
 
     Args:
         conversations: how many were started.
-        kv_bytes_per_token: of the model on that server, all layers and heads.
+        kv_bytes_per_token: KV of one token of that server's model, in all layers and heads.
     """
     known = counters or {}
     tokens, queries = known.get(_HANDOFF_TOKENS), known.get(_PREFIX_QUERIES)

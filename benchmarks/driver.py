@@ -37,8 +37,8 @@ class DriveOptions:
     Attributes:
         turn_timeout_s: a turn that takes longer is given up, and recorded as ``timeout``.
         duration_s: the run is stopped after that time; open turns are ``unfinished``.
-        concurrency: open conversations at the same time, at most; those that have arrived wait.
-        gaps: False: turns follow each other at once.
+        concurrency: most conversations open at the same time; others that have arrived wait.
+        gaps: whether gaps between turns are kept; False: turns follow each other at once.
         cache_salt: a prefix-cache namespace (vLLM's ``cache_salt``) for the whole run, so that what
             earlier runs left in the caches is not found. None: none is sent.
         id_prefix: put before conversation ids on the wire, so that no two runs share one.
@@ -69,10 +69,10 @@ class Lag:
     """How late the driver itself was, in seconds.
 
     Attributes:
-        loop_p50_s, loop_p99_s, loop_max_s: by how much a periodic task of the event loop woke late;
-            every time in the records may be off by that much.
+        loop_p50_s, loop_p99_s, loop_max_s: how late a periodic task of the event loop woke; every
+            time in the records may be off by that much.
         send_p99_s: how long after its planned time a turn was sent.
-        cpu_share: of one core.
+        cpu_share: share of one core's time that the driver took.
     """
 
     loop_p50_s: float
@@ -100,12 +100,14 @@ class Run:
         records: every turn that was sent, in the order of their ends; times count from the run's
             start.
         arrived: conversations that started.
-        interrupted: it was stopped, or its duration was over, before all conversations ended.
-        wrong_lengths: completed turns whose output had not the length that was forced.
+        interrupted: whether it was stopped, or its duration was over, before all conversations
+            ended.
+        wrong_lengths: completed turns whose output did not have the length that was forced.
         not_released: conversations whose end could not be told.
-        counters: by how much the server's own counters rose, see `benchmarks.counters`; None: not
+        counters: how much the server's own counters rose, see `benchmarks.counters`; None: not
             available.
-        energy_j: of all GPUs of this machine, if the endpoint is here too; None: not available.
+        energy_j: what all GPUs of this machine used, if the endpoint is here too; None: not
+            available.
     """
 
     system: str
@@ -136,10 +138,10 @@ async def drive(
     ends the run.
 
     Args:
-        on_record: gets each record when its turn has ended.
+        on_record: called with each record when its turn has ended.
         on_progress: called a few times a second.
-        proven: the endpoint has answered turns before, so that even a first answer that is an
-            error is a failure like any other, and no reason to break off.
+        proven: whether the endpoint has answered turns before, so that even a first answer that is
+            an error is a failure like any other, and no reason to break off.
 
     Raises:
         EndpointError: nothing answers at the URL, or the run's first answer is an error.
@@ -200,7 +202,7 @@ class _Driver:
         return time.perf_counter() - self._began_s
 
     async def _sleep_until(self, due_s: float) -> None:
-        # Also when it is due already, so that others get their turn.
+        # It yields even when the time has come already, so that other tasks run.
         await asyncio.sleep(max(0.0, due_s - self._now()))
 
     async def run(
@@ -238,7 +240,7 @@ class _Driver:
         work: Awaitable[None],
         on_progress: Callable[[Progress], None] | None,
     ) -> bool:
-        """Do the work; whether it was broken off. None of it is running afterwards."""
+        """Do the work; returns whether it was broken off. None of it is running afterwards."""
         working = asyncio.ensure_future(work)
         others = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._watch_lag())]
         if on_progress is not None:

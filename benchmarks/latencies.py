@@ -124,7 +124,7 @@ def _turn_latencies(turn: TurnRecord) -> dict[str, float]:
 
 
 def known_decode_s(turn: TurnRecord) -> float | None:
-    """From first to last token, of a turn whose other tokens' times are not known."""
+    """Seconds from first to last token of a turn whose other tokens' times are not known."""
     if turn.last_token_s is None or turn.first_token_s is None or turn.output_tokens < 2:
         return None
     return turn.last_token_s - turn.first_token_s

@@ -34,11 +34,11 @@ class MeasurementSettings:
 
     Attributes:
         endpoints: one, or several to alternate between; the first is the baseline.
-        rounds: of several endpoints; each has other conversations.
-        unloaded: conversations that are run alone first, on the first endpoint.
+        rounds: how many rounds several endpoints have; each has other conversations.
+        unloaded: how many conversations are run alone first, on the first endpoint.
         reference: a report whose unloaded reference is used instead.
         slo_multiple: bounds are so many times the unloaded latencies.
-        kv_bytes_per_token: of the model, for bytes handed off.
+        kv_bytes_per_token: KV of one token of the model; with it, bytes handed off are reported.
     """
 
     endpoints: list[Endpoint]
@@ -83,7 +83,7 @@ async def measure(
     """Run the unloaded reference, then the load, and report on each endpoint.
 
     Args:
-        on_record: gets the records of the load, not those of the reference.
+        on_record: called with each record of the load, not with those of the reference.
 
     Raises:
         Stopped: ``stop`` was set, and there is nothing to report.

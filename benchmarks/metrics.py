@@ -45,12 +45,12 @@ class Result:
     """A run in figures.
 
     Attributes:
-        duration_s: from the first request to the last answer; what rates are relative to.
+        duration_s: time from the first request to the last answer; what rates are relative to.
         turns: number of turns by outcome.
         conversations: number of conversations by outcome.
         without_effective: completed conversations that had no turn for the user.
         failures: number of failed turns by kind, the part of the error before its colon.
-        latencies: by the names in `LABELS`, those that were seen.
+        latencies: distributions of the latencies that were seen, by the names in `LABELS`.
         violations: share of turns or conversations over each bound; empty without bounds.
         attainment: share of sessions (finished conversations) that met both bounds (agentserve,
             section IV-C): the TTFT of the session's first turn, its initial response delay, and
@@ -58,13 +58,15 @@ class Result:
             `tbt`. None without these bounds, or without sessions.
         goodput: conversations a second that finished within ``slack`` times their ideal time, by
             slack (mars, equations 1 and 2; gaps count in both times); empty without a reference.
-        output_tokens_per_s, total_tokens_per_s: of completed turns; the total counts whole prompts.
-        cached_share: of prompt tokens, found in the server's caches; None where it does not say.
-        reusable_share: of prompt tokens, what each shares with its conversation's previous one;
-            None where the workload does not say.
+        output_tokens_per_s, total_tokens_per_s: throughput of completed turns; the total counts
+            whole prompts.
+        cached_share: share of prompt tokens found in the server's caches; None where it does not
+            say.
+        reusable_share: share of prompt tokens that prompts have in common with their conversation's
+            previous one; None where the workload does not say.
         servers: completed turns by the replica that answered, where the server says so.
         server: what the server itself counted.
-        energy_j, output_tokens_per_j: of the GPUs; None: not available.
+        energy_j, output_tokens_per_j: use of the GPUs, and yield of it; None: not available.
     """
 
     duration_s: float
@@ -113,7 +115,7 @@ class Tally:
 
     Args:
         objectives, unloaded: what violations and goodput are relative to; None: there are none.
-        keep_samples: for a report, which has every latency by conversation.
+        keep_samples: whether to keep every latency by conversation, as a report has them.
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class Tally:
         """All figures of what was added.
 
         Raises:
-            ValueError: nothing was.
+            ValueError: nothing was added.
         """
         if not self._turns:
             raise ValueError("the run has no turns; nothing can be said of it")
@@ -220,7 +222,7 @@ class Tally:
     def _attain(
         self, turns: Sequence[TurnRecord], outcome: str, bounds_s: Mapping[str, float]
     ) -> None:
-        """Whether a session kept within both: AgentServe's definition."""
+        """Count a session, and whether it kept within both bounds: AgentServe's definition."""
         ttft_s, tbt_s = bounds_s.get("ttft_first"), bounds_s.get("tbt")
         if ttft_s is None or tbt_s is None:
             return
@@ -238,7 +240,7 @@ class Tally:
 
 @dataclass(slots=True)
 class _Share:
-    """Some tokens as a share of prompts', of the turns that say how many these are."""
+    """Some tokens as a share of prompt tokens, over the turns that say how many they are."""
 
     tokens: int = 0
     prompt_tokens: int = 0

@@ -24,7 +24,7 @@ class Reference:
 
     Attributes:
         baseline_s: geometric mean of each latency in `OBJECTIVES` that was seen.
-        served_s: what each of its conversations took, by id.
+        served_s: how long each of its conversations took, by id.
         fixed_s, per_new_token_s, per_output_token_s: a least-squares fit of a turn's latency, none
             of them negative; estimates conversations that were not among those measured.
     """
@@ -82,7 +82,8 @@ def reference(records: Sequence[TurnRecord]) -> Reference:
 
 
 def _new_tokens(turns: Sequence[TurnRecord]) -> list[int]:
-    # Where the plan does not say what a prompt shares with the one before, it continues it.
+    # Where the plan does not say what a prompt shares with the one before, it is taken to
+    # continue it.
     previous = [0, *(turn.prompt_tokens for turn in turns)]
     return [
         max(0, turn.prompt_tokens - (before if turn.reused_tokens is None else turn.reused_tokens))
@@ -121,7 +122,7 @@ class Objectives:
 
     @classmethod
     def from_reference(cls, unloaded: Reference, multiple: float = 5.0) -> "Objectives":
-        """``multiple`` times the unloaded latencies."""
+        """Bounds of ``multiple`` times the unloaded latencies."""
         return cls({metric: multiple * base for metric, base in unloaded.baseline_s.items()})
 
 

@@ -29,7 +29,7 @@ _WIDE = 100  # A log axis pays where the largest value is so many times the smal
 
 
 def draw_all(reports: Sequence[Report], labels: Sequence[str], folder: Path) -> list[Path]:
-    """Every picture that the reports have something for.
+    """Draw every picture that the reports have something for.
 
     Distributions of runs at different rates are pictures of their own.
 
@@ -83,7 +83,7 @@ def _draw_against_rate(reports: Sequence[Report], folder: Path) -> list[Path]:
 
 
 Lines = dict[str, list[tuple[float, float]]]
-"""By system: rate in conversations/s, and a value."""
+"""For each system, points: a rate in conversations/s, and a value."""
 
 
 def _by_system(reports: Sequence[Report], value_of: Callable[[Report], float | None]) -> Lines:
@@ -108,7 +108,7 @@ def _violations(metric: str) -> Callable[[Report], float | None]:
 
 
 def failures(report: Report, metric: str) -> int:
-    """How many turns or conversations failed, whichever the metric is of."""
+    """How many turns or conversations failed, whichever of them the metric is about."""
     result = report.result
     if metric in TURN_METRICS:
         return result.turns.get("failed", 0) + result.turns.get("timeout", 0)
@@ -121,12 +121,13 @@ def distribution(
     title: str = "",
     failed: Mapping[str, int] | None = None,
 ) -> Figure:
-    """A cumulative distribution a system.
+    """Draw each system's cumulative distribution.
 
     Args:
-        curves: values in seconds.
-        title: goes behind the name.
-        failed: of each system, what never came to an end; its curve ends below 100 % by as much.
+        curves: each system's values, in seconds.
+        title: stands behind the name.
+        failed: how many of each system's never came to an end; its curve ends below 100 % by as
+            much.
     """
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
@@ -137,7 +138,7 @@ def distribution(
         lost = (failed or {}).get(label, 0)
         share = np.arange(1, ordered.size + 1) / (ordered.size + lost)
         axes.plot(
-            # From zero up, so that the first step is seen.
+            # Curves begin at zero, so that the first step is seen.
             np.concatenate(([ordered[0]], ordered)),
             np.concatenate(([0.0], share)),
             drawstyle="steps-post",
@@ -158,10 +159,10 @@ def distribution(
 
 
 def against_rate(panels: dict[str, Lines], title: str, ylabel: str, share: bool = False) -> Figure:
-    """Panels side by side, each with a line a system over the rate of arrivals.
+    """Draw panels side by side, each with a line for each system over the rate of arrivals.
 
     Args:
-        share: the values are shares of 1, drawn as percentages; else seconds.
+        share: whether the values are shares of 1, drawn as percentages; else they are seconds.
     """
     figure = Figure(figsize=(1.2 + 4.0 * len(panels), 4.0), layout="constrained")
     systems = list(dict.fromkeys(system for lines in panels.values() for system in lines))
@@ -189,7 +190,7 @@ def against_rate(panels: dict[str, Lines], title: str, ylabel: str, share: bool 
             _name_seconds(axes.yaxis)
         quiet(axes)
     figure.suptitle(title)
-    # Of all panels: a system need not have something in each.
+    # The legend is that of all panels: a system need not have something in each.
     handles = {
         label: handle
         for axes in all_axes
@@ -215,7 +216,7 @@ def _name_seconds(axis: Any) -> None:
 
 
 def quiet(axes: Any) -> None:
-    """A light grid, and no box around."""
+    """Give the axes a light grid, and no box around."""
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -223,7 +224,7 @@ def quiet(axes: Any) -> None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write a picture as PNG and SVG; the files."""
+    """Write a picture as PNG and SVG; returns the files."""
     paths = [folder / f"{name.replace('_', '-')}{ending}" for ending in (".png", ".svg")]
     for path in paths:
         # No date in the file: equal figures are equal files.

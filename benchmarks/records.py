@@ -24,7 +24,7 @@ class TurnRequest:
         body: makes the JSON body; called when the turn is sent, so that long prompts do not wait
             in memory.
         prompt_tokens: the prompt's length where it is known exactly.
-        reused_tokens: of these, the prefix shared with the conversation's previous prompt.
+        reused_tokens: length of the prefix that it shares with the conversation's previous prompt.
         output_tokens: forced output length, if any.
         effective: whether this turn's output is for the user rather than a tool call; None: to
             be told from the answer.
@@ -66,23 +66,23 @@ class TurnRecord:
     """One turn as its client saw it.
 
     Attributes:
-        turn: from 1.
+        turn: its number in the conversation, from 1.
         planned_s: when the workload wanted it sent.
         sent_s: when it was sent; later than planned where the driver lagged.
-        first_token_s: the first part of the stream that carries output, reasoning and tool calls
-            included; None if there was none.
+        first_token_s: when the first part of the stream that carries output came, reasoning and
+            tool calls included; None if there was none.
         token_times_s: when each output token's part of the stream came. A server that sends
             several tokens in one part gives them one time.
-        last_token_s: the last token's, of a simulated turn: it ends as a whole, and the times of
-            the tokens between first and last are not known.
-        ended_s: last byte, or when it was given up.
+        last_token_s: when the last token of a simulated turn came: such a turn ends as a whole, and
+            the times of the tokens between first and last are not known.
+        ended_s: when its last byte came, or it was given up.
         outcome: ``unfinished``: the run ended first.
         error: what the server or the connection said.
-        effective: the output was for the user, not a tool call (TTFET counts from it).
-        prompt_tokens, output_tokens: as the server counted, else as planned.
-        cached_tokens: of the prompt, found in the server's caches, where it says so.
+        effective: whether the output was for the user, not a tool call (TTFET counts from it).
+        prompt_tokens, output_tokens: lengths as the server counted, else as planned.
+        cached_tokens: prompt tokens found in the server's caches, where it says so.
         server: which replica answered, where it says so.
-        reused_tokens: as planned, of the prompt; see `TurnRequest`.
+        reused_tokens: prompt tokens shared with the previous prompt, as planned; see `TurnRequest`.
     """
 
     system: str

@@ -40,8 +40,9 @@ class Report:
         options: everything else that was set.
         environment: see `benchmarks.machine.environment`.
         samples: every latency by conversation, seconds.
-        unloaded: the reference that bounds and goodput are relative to; and by how much the
-            unloaded run itself violates the bounds, which a heavy-tailed workload may do.
+        unloaded: the reference that bounds and goodput are relative to.
+        unloaded_violations: by how much the unloaded run itself violates the bounds, which a
+            heavy-tailed workload may do.
         driver: lag, and what was odd about the run.
     """
 
@@ -77,12 +78,12 @@ def make_report(
     slo_multiple: float = 5.0,
     kv_bytes_per_token: float | None = None,
 ) -> Report:
-    """Everything about a run.
+    """Report everything about a run.
 
     Args:
         workload, arrivals, options, unloaded, unloaded_violations: see `Report`.
         slo_multiple: bounds are so many times the unloaded latencies.
-        kv_bytes_per_token: of the model, for bytes handed off.
+        kv_bytes_per_token: KV of one token of the model; with it, bytes handed off are reported.
 
     Raises:
         ValueError: the run has no records.
@@ -177,7 +178,7 @@ def read_report(path: Path) -> Report:
 
 
 def show_run(report: Report, console: Console) -> None:
-    """One run: its latencies, its rates, and what there is to know about it."""
+    """Print one run: its latencies, its rates, and what there is to know about it."""
     result = report.result
     table = Table(title=f"{report.system}: latencies", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
@@ -201,7 +202,7 @@ def show_run(report: Report, console: Console) -> None:
 def show_side_by_side(
     reports: Sequence[Report], console: Console, labels: Sequence[str] | None = None
 ) -> None:
-    """Several runs, a column each.
+    """Print several runs, each in a column.
 
     Args:
         labels: what to call them; None: their systems.
@@ -298,14 +299,14 @@ def _server_facts(result: Result) -> dict[str, str]:
 
 
 def _say_warnings(reports: Sequence[Report], names: Sequence[str], console: Console) -> None:
-    """What makes the figures doubtful."""
+    """Print what makes the figures doubtful."""
     for name, report in zip(names, reports, strict=True):
         for warning in report.warnings:
             console.print(f"[yellow]{name}:[/yellow] {escape(warning)}", highlight=False)
 
 
 def seconds(value_s: float) -> str:
-    """A time for a person, in milliseconds below one second."""
+    """A time as a person reads it, in milliseconds below one second."""
     return f"{value_s * 1e3:.1f} ms" if value_s < 1 else f"{value_s:,.2f} s"
 
 

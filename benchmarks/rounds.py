@@ -12,7 +12,7 @@ from benchmarks.driver import ArrivalPlan, DriveOptions, Lag, Progress, Run, dri
 from benchmarks.records import TurnRecord
 
 ROUND = "/"
-"""Between a round's number and a conversation's id, where rounds are pooled."""
+"""Stands between a round's number and a conversation's id, where rounds are pooled."""
 
 
 async def alternate(

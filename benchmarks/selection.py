@@ -35,7 +35,7 @@ class Selection:
     """A workload, as chosen; None is an option's default.
 
     Attributes:
-        conversations: of recorded sessions, their sub-agents are conversations besides.
+        conversations: how many; recorded sessions' sub-agents are conversations besides.
         data: a folder of recorded sessions, or a file of dialogues.
         vocabulary: token ids for prompts, ``first:last`` (the last is not used).
         others: see `benchmarks.workloads`.
@@ -80,10 +80,11 @@ class Selection:
             )
 
     def workload(self, seed_shift: int = 0) -> Workload:
-        """Make it.
+        """Make the workload.
 
         Args:
-            seed_shift: other conversations of the same kind, with other arrivals.
+            seed_shift: added to the seed: gives other conversations of the same kind, with other
+                arrivals.
 
         Raises:
             WorkloadError: an option is wrong, or a file is broken.
@@ -159,12 +160,12 @@ class Selection:
         }
 
     def describe_arrivals(self, concurrency: int | None) -> dict[str, Any]:
-        """When they arrive, for the report."""
+        """When the conversations arrive, for the report."""
         rate_per_s = None if self.pattern == "together" else self.rate_per_s
         return {"pattern": self.pattern, "rate_per_s": rate_per_s, "concurrency": concurrency}
 
 
-# Making one may mean reading many files, and it can be iterated over again.
+# Kept, because making one may mean reading many files, and it can be iterated over again.
 @lru_cache(maxsize=2)
 def _workload(selection: Selection, seed_shift: int) -> Workload:
     seed = selection.seed + seed_shift

@@ -98,10 +98,11 @@ class AnswerStream:
             its token is a piece of a character that cannot be shown yet. If it is the one with
             the finish reason, it does where usage has one token more than was seen: vLLM sends
             an end-of-sequence token so, and others none.
-        finish_reason: as the server said.
-        prompt_tokens, output_tokens, cached_tokens: of the server's usage, where it says so.
+        finish_reason: why the answer ended, as the server said.
+        prompt_tokens, output_tokens, cached_tokens: counts from the server's usage, where it has
+            them.
         error: what an error event said, or what is wrong with the stream.
-        done: the stream said ``[DONE]``, without an error before.
+        done: whether the stream said ``[DONE]``, without an error before.
     """
 
     def __init__(self) -> None:

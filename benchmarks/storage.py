@@ -56,8 +56,8 @@ def read_records(path: Path) -> list[TurnRecord]:
 
 
 def write_parquet(records: Sequence[TurnRecord], path: Path) -> None:
-    """All records as one Parquet file, a column a field."""
-    # Takes a while to import, and is rarely asked for.
+    """Write all records as one Parquet file, with a column for each field."""
+    # pyarrow takes a while to import, and is rarely asked for.
     import pyarrow
     import pyarrow.parquet
 

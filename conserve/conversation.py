@@ -14,7 +14,7 @@ from conserve.recognition import Digest
 
 
 class TurnKey(NamedTuple):
-    """Which turn: one of a conversation, of one of the conversations that had its id.
+    """Names one turn: of a conversation, and of that one among all conversations that had its id.
 
     Attributes:
         incarnation: tells the conversation from an earlier one of the same id.
@@ -31,9 +31,9 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         prompt_tokens: the turn's whole prompt, history included.
-        output_tokens: generated (of the longest choice, with several).
-        decoder_cached_tokens: of the prompt, found in the decoder's own prefix cache.
-        lmcache_tokens: of the prompt, taken from LMCache.
+        output_tokens: tokens generated (by the longest choice, where there are several).
+        decoder_cached_tokens: prompt tokens found in the decoder's own prefix cache.
+        lmcache_tokens: prompt tokens taken from LMCache.
     """
 
     prompt_tokens: int
@@ -42,7 +42,7 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
     lmcache_tokens: int
 
     def pack(self) -> bytes:
-        """One small object instead of five, for a table of a million conversations."""
+        """The numbers in one small object, not five, for a table of a million conversations."""
         return _PACKED.pack(
             self.prompt_tokens, self.output_tokens, self.decoder_cached_tokens, self.lmcache_tokens
         )
@@ -57,20 +57,20 @@ class Conversation(msgspec.Struct, gc=False):
     Attributes:
         incarnation: tells it from an earlier conversation of the same id.
         decoder_id: where it is bound; None before its first turn and after a decoder was lost.
-        held_tokens: of KV on that decoder; from binding to the first turn's end, the promised
+        held_tokens: its KV on that decoder; from binding to the first turn's end, the promised
             turn-1 length.
-        turns: completed ones.
+        turns: number of completed turns.
         running: ids of the turns under way.
         moves: how often it was bound again because its decoder was lost.
         prefiller_id, prefill_tokens: the remote prefill under way, if any.
         packed_last_turn: `last_turn`, as it is kept; empty before a turn has left anything.
         tails: digests by which its next turn is recognised.
-        finished: the latest turn known to have ended.
-        promised: what it holds is a promise: no turn on this decoder has computed it yet.
+        finished: id of the latest turn known to have ended.
+        promised: whether what it holds is a promise: no turn on this decoder has computed it yet.
         asked_s: when its first request came; None where that is not known, because the table was
             lost since.
-        ttfet_s: from then to the first token of its first answer that was not a tool call.
-        period: the table's, in which to look next whether it is idle.
+        ttfet_s: time from then to the first token of its first answer that was not a tool call.
+        period: the period of the table in which to look next whether it is idle.
         energy_j: its share of what its engines' GPUs have used, estimated; 0 where none report.
     """
 
@@ -105,7 +105,7 @@ class Conversation(msgspec.Struct, gc=False):
         """The turn that began last, of those under way.
 
         Raises:
-            IndexError: none is.
+            IndexError: no turn is under way.
         """
         return TurnKey(self.id, self.incarnation, self.running[-1])
 

@@ -51,8 +51,8 @@ class ConversationTable:
         self._turn_timeout_s = turn_timeout_s
         self._first_id = self._next_id = first_id
         self._conversations: dict[str, Conversation] = {}
-        # In which period to look whether one is idle: ids by period. Using a conversation does not
-        # touch this; ending it, or moving it to another period, leaves its id behind.
+        # Ids of conversations, by the period in which to look whether they are idle. Using one does
+        # not touch this; ending it, or moving it to another period, leaves its id behind.
         self._looks: defaultdict[int, list[str]] = defaultdict(list)
         self._listed = 0
         self._period_s = max(1.0, idle_timeout_s / 256)
@@ -80,13 +80,13 @@ class ConversationTable:
     # --- engines -----------------------------------------------------------------------------
 
     def add_prefiller(self, prefiller_id: str) -> None:
-        """A prefiller is ready."""
+        """Take in a prefiller that is ready."""
         self.prefillers.setdefault(prefiller_id, Prefiller(prefiller_id))
 
     def add_decoder(
         self, decoder_id: str, capacity_tokens: int, holds: Iterable[Conversation] = ()
     ) -> list[str]:
-        """A decoder is ready, and holds these conversations (after this table was lost).
+        """Take in a decoder that is ready, and holds these conversations (after a table was lost).
 
         Returns:
             Ids among ``holds`` that live elsewhere by now, or have ended: the decoder is to forget
@@ -110,24 +110,24 @@ class ConversationTable:
 
     @property
     def accepting_decoders(self) -> list[Decoder]:
-        """Those to which conversations may be bound."""
+        """The decoders to which conversations may be bound."""
         return [one for one in self.decoders.values() if one.id not in self._leaving]
 
     @property
     def accepting_prefillers(self) -> list[Prefiller]:
-        """Those to which prompts may be sent."""
+        """The prefillers to which prompts may be sent."""
         return [one for one in self.prefillers.values() if one.id not in self._leaving]
 
     def leave(self, engine_id: str) -> None:
-        """An engine is to go: it gets nothing new, and keeps what it has."""
+        """Let an engine go: it gets nothing new, and keeps what it has."""
         self._leaving.add(engine_id)
 
     def is_leaving(self, engine_id: str) -> bool:
-        """Whether `leave` was called for it."""
+        """Whether `leave` was called for this engine."""
         return engine_id in self._leaving
 
     def evict(self, decoder_id: str) -> list[str]:
-        """Unbind a decoder's conversations, each as soon as no turn of its runs.
+        """Unbind a decoder's conversations, each as soon as none of its turns runs.
 
         Returns:
             Ids of those unbound now: their next turns bind again, as do those of the others.
@@ -143,20 +143,20 @@ class ConversationTable:
         return [conversation.id for conversation in idle]
 
     def remove_prefiller(self, prefiller_id: str) -> None:
-        """A prefiller is lost or has left."""
+        """Remove a prefiller that is lost or has left."""
         if self.prefillers.pop(prefiller_id, None) is None:
             return
         self._leaving.discard(prefiller_id)
-        # It may come back under its id, with an empty queue: these must not count against that.
+        # It may come back under its id, with an empty queue: these prefills must not count then.
         for conversation in self._conversations.values():
             if conversation.prefiller_id == prefiller_id:
                 self._leave_prefiller(conversation)
 
     def remove_decoder(self, decoder_id: str) -> list[str]:
-        """A decoder is lost: unbind what it held.
+        """Remove a decoder that is lost, and unbind what it held.
 
         Returns:
-            Ids of the conversations that lost their KV; turns of theirs are over.
+            Ids of the conversations that lost their KV; their turns are over.
         """
         if self.decoders.pop(decoder_id, None) is None:
             return []
@@ -243,7 +243,7 @@ class ConversationTable:
         return conversation
 
     def prefill_later_turn(self, conversation: Conversation) -> str | None:
-        """Where the turn that it has just begun is prefilled; None: on its decoder.
+        """Where the turn that a conversation has just begun is prefilled; None: on its decoder.
 
         In the prefiller's queue the turn counts with what the conversation holds: what it adds is
         not known yet.
@@ -255,7 +255,7 @@ class ConversationTable:
         return prefiller_id
 
     def prefilled(self, turn: TurnKey) -> None:
-        """The remote prefill that a turn waited for is over, done or failed.
+        """Note that the remote prefill that a turn waited for is over, done or failed.
 
         The prefiller's queue is shorter then. A conversation has one such prefill at a time,
         whichever of its turns says so.
@@ -272,7 +272,7 @@ class ConversationTable:
         tails: tuple[Digest, ...],
         now_s: float,
     ) -> bool:
-        """A turn is complete: its tokens are what the conversation holds now.
+        """Complete a turn: its tokens are what the conversation holds now.
 
         A turn of which this table does not know that it runs counts too, if it is newer than all
         that have ended: it began under a table that was lost.
@@ -292,7 +292,7 @@ class ConversationTable:
         if tails:
             self._tails.discard(conversation.id, conversation.tails)
             conversation.tails = tails
-            # Its own id, not the caller's equal one: a million copies are 80 MB.
+            # This is the table's own id, not the caller's equal one: a million copies are 80 MB.
             self._tails.add(conversation.id, tails)
         self._finish_turn(conversation, turn.turn_id, stats, now_s)
         return True
@@ -304,7 +304,7 @@ class ConversationTable:
         stats: TurnStats | None,
         now_s: float,
     ) -> Conversation | None:
-        """A turn ended without completing: refused, failed, or its client went away.
+        """End a turn that did not complete: it was refused, or failed, or its client went away.
 
         As with `advance`, a turn may have begun under a table that was lost.
 
@@ -338,7 +338,7 @@ class ConversationTable:
         return None
 
     def answered(self, turn: TurnKey, at_s: float) -> float | None:
-        """A turn's first token that is not a tool call's came.
+        """Note that a turn's first token came that is not a tool call's.
 
         Returns:
             The conversation's TTFET, if it was its first such, as far as is known.
@@ -350,7 +350,7 @@ class ConversationTable:
         return conversation.ttfet_s
 
     def used_energy(self, conversation_id: str, incarnation: int, joules: float) -> None:
-        """A live conversation has taken so much of its engines' energy."""
+        """Note that a live conversation has taken so many joules of its engines' energy."""
         conversation = self._current(conversation_id, incarnation)
         if conversation is not None:
             conversation.energy_j += joules
@@ -373,7 +373,7 @@ class ConversationTable:
         """End the conversations that were not used for the idle time.
 
         Returns:
-            Those, the longest unused first.
+            The conversations that it ended, the longest unused first.
         """
         ended = []
         due = [period for period in self._looks if period <= now_s // self._period_s]
@@ -439,8 +439,8 @@ class ConversationTable:
         self._looks[conversation.period].append(conversation.id)
         self._listed += 1
         if self._listed > 2 * len(self._conversations) + 1000:
-            # Most were left behind. A period at a time, in turns: all at once takes seconds for a
-            # million.
+            # Most ids were left behind. One period at a time is cleared, in turns: all at once
+            # takes seconds for a million.
             period = next(iter(self._looks))
             ids = [found.id for found in self._take(period)]
             if ids:
@@ -448,7 +448,7 @@ class ConversationTable:
                 self._listed += len(ids)
 
     def _take(self, period: int) -> list[Conversation]:
-        """Those to look at in this period, each once; it is forgotten that they were."""
+        """Take out the conversations to look at in this period, each once."""
         ids = self._looks.pop(period)
         self._listed -= len(ids)
         found = (self._conversations.get(id) for id in dict.fromkeys(ids))

@@ -29,7 +29,8 @@ def engine_arguments(model: str, gpu: bool) -> dict[str, Any]:
             "max_model_len": 16384,
             "enable_auto_tool_choice": True,
             "tool_call_parser": "hermes",
-            # Unsure of what comes next, it would fill the white space that JSON allows for ever.
+            # Unsure of what comes next, the model would write white space, which JSON allows,
+            # for ever.
             "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         }
     return arguments
@@ -38,7 +39,7 @@ def engine_arguments(model: str, gpu: bool) -> dict[str, Any]:
 def engine_environment(model: str, gpu: bool) -> dict[str, str]:
     """The environment of an engine's processes; what an operator sets goes over it."""
     environment = {
-        # The same prefix hashes in every process, or nothing is found in LMCache.
+        # Prefix hashes have to be the same in every process, or nothing is found in LMCache.
         "PYTHONHASHSEED": "0",
         "LMCACHE_TRACK_USAGE": "false",
         "LMCACHE_DISABLE_BANNER": "1",
@@ -62,12 +63,12 @@ def server_command(
     """The command line of vLLM's own OpenAI server on loopback: an engine without ConServe.
 
     It runs by its module because ``vllm serve`` wants to be installed under the name ``vllm``,
-    which the CPU build is not. `engine_environment` belongs to it.
+    which the CPU build is not. It needs the environment that `engine_environment` gives.
 
     Args:
         source: where the model is loaded from, see `model_source`.
         served_model: the name to ask it for.
-        port: that it listens on.
+        port: the port that it listens on.
         arguments: vLLM's engine arguments.
     """
     return [

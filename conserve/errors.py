@@ -10,7 +10,7 @@ class ApiError(Exception):
     Args:
         status: HTTP status.
         message: what is wrong and what to do, for a person.
-        code: for a program (OpenAI's ``error.code``).
+        code: what is wrong, for a program (OpenAI's ``error.code``).
         param: the request's field, if one is to blame.
         retry_after_s: when to try again, sent as ``Retry-After``.
         final: the same request will not do any better later; sent as ``x-should-retry: false``, by
@@ -101,7 +101,7 @@ def from_engine(status: int, body: Any) -> ApiError:
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
-    """404, and what there is instead."""
+    """The 404 that says which model there is instead."""
     return ApiError(
         404,
         f"the model {asked[:100]!r} is not served here; use {served!r}",
@@ -111,7 +111,7 @@ def unknown_model(asked: str, served: str) -> ApiError:
 
 
 def context_length_exceeded(prompt_tokens: int, max_model_len: int) -> ApiError:
-    """The prompt leaves no room for an answer within the model's context."""
+    """The error of a prompt that leaves no room for an answer within the model's context."""
     return ApiError(
         400,
         f"This model's maximum context length is {max_model_len} tokens, and the messages "

@@ -23,7 +23,7 @@ class Holdings:
         return [copy.copy(conversation) for conversation in self._held.values()]
 
     def begin(self, turn: TurnKey) -> None:
-        """A turn arrives."""
+        """Note that a turn arrives."""
         held = self._held.get(turn.conversation_id)
         if held is None or held.incarnation != turn.incarnation:
             now_s = unix_s()
@@ -40,7 +40,7 @@ class Holdings:
         tails: tuple[Digest, ...],
         completed: bool,
     ) -> None:
-        """A turn ends. Without ``stats``, the engine did nothing for it."""
+        """Note that a turn has ended. Without ``stats``, the engine did nothing for it."""
         held = self._held.get(turn.conversation_id)
         if held is None or held.incarnation != turn.incarnation:
             return
@@ -60,7 +60,7 @@ class Holdings:
             self.drop(turn.conversation_id, turn.incarnation)
 
     def drop(self, conversation_id: str, incarnation: int) -> None:
-        """It has ended, or lives elsewhere. A later conversation of the same id stays."""
+        """Drop a conversation that ended, or lives elsewhere. A later one of the same id stays."""
         held = self._held.get(conversation_id)
         if held is not None and held.incarnation == incarnation:
             del self._held[conversation_id]

@@ -39,9 +39,9 @@ class Launch:
     process for good, so that `stop` finds all of it, whatever died on the way.
 
     Args:
-        arguments: as for ``serve run conserve.app``: ``decoders=3``, ...
+        arguments: what ``serve run conserve.app`` is given: ``decoders=3``, ...
         log: file for the application's output.
-        environment: on top of this process's own.
+        environment: variables on top of this process's own.
         command: what to run instead of ``serve run``, for peers.
     """
 
@@ -62,7 +62,7 @@ class Launch:
         _adopt_orphans()
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("wb") as log:
-            # A session of its own, so that Ctrl-C reaches it when we say so, and once.
+            # It has a session of its own, so that Ctrl-C reaches it when we say so, and once.
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -87,7 +87,7 @@ class Launch:
         return self._process is not None and self._process.poll() is None
 
     def wait(self) -> int:
-        """Wait for the application to end by itself; its exit status."""
+        """Wait for the application to end by itself; returns its exit status."""
         assert self._process is not None
         return self._process.wait()
 
@@ -174,7 +174,7 @@ def require_free(url: str) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore the signals that would leave processes behind. In the main thread alone."""
+    """Ignore the signals that would leave processes behind; works in the main thread alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

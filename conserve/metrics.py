@@ -114,8 +114,9 @@ class Replicas(Collector):
     """How many engines of each role there are, and are to be.
 
     Args:
-        read: by role: alive, leaving, wanted, and, where a signal is observed, the need that it
-            says (engines that, fully used, would just be enough) and its name.
+        read: gives, by role, how many are alive, leaving and wanted, and, where a signal is
+            observed, its name and the need that it says (engines that, fully used, would just be
+            enough).
     """
 
     def __init__(self, read: Callable[[], dict[str, "ReplicaCounts"]]) -> None:
@@ -152,7 +153,7 @@ class Replicas(Collector):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCounts:
-    """One role's, for `Replicas`."""
+    """One role's counts, for `Replicas`."""
 
     actual: int
     leaving: int

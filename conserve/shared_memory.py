@@ -30,7 +30,7 @@ def mapped(pids: Iterable[int]) -> set[Path]:
             # address, permissions, offset, device, inode, path
             if "/dev/shm/" in line:
                 inodes.add(int(line.split(maxsplit=5)[4]))
-    # Not by the name that is shown: that of a semaphore was another when it was mapped.
+    # Names as shown there would not do: a semaphore had another name when it was mapped.
     return {file for file in _files() if _inode(file) in inodes} if inodes else set()
 
 
@@ -46,7 +46,7 @@ def _inode(file: Path) -> int | None:
 
 
 def remove(files: Iterable[Path]) -> int:
-    """Remove those that are still there; returns how many."""
+    """Remove the files that are still there; returns how many they were."""
     removed = 0
     for file in files:
         with contextlib.suppress(FileNotFoundError):
@@ -64,11 +64,11 @@ class Leftovers:
 
     def __init__(self) -> None:
         self._files: dict[int, set[Path]] = {}
-        # The first of each is the replica: one with its number, later, is somebody else.
+        # The first of each is the replica: a later process with its number is somebody else.
         self._processes: dict[int, list[psutil.Process]] = {}
 
     def watch(self, pid: int) -> None:
-        """An engine lives; its processes are this one and all below it."""
+        """Watch a living engine; its processes are this one and all below it."""
         self._files.setdefault(pid, set())
 
     def look(self) -> None:
@@ -91,7 +91,7 @@ class Leftovers:
 
 def _lives(process: psutil.Process) -> bool:
     try:
-        # A number can be another process's by now: only the former knows.
+        # The number can be another process's by now, which `is_running` can tell.
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

@@ -15,8 +15,8 @@ Role = Literal["prefiller", "decoder"]
 
 # Engines and routers tell the table that they live, and engines their node's actor.
 BEAT_S = 1.0
-# Whose beats stop for so long is lost. Long, because a busy machine starves processes; a dead
-# engine is usually found at once, by a router whose connection broke.
+# Whoever sends no beat for so long is lost. It is long, because a busy machine starves processes; a
+# dead engine is usually found at once, by a router whose connection broke.
 SILENCE_S = 15.0
 
 # --- Headers of a turn, from a router to a decoder ------------------------------------------------
@@ -37,7 +37,7 @@ TURN1_TOKENS = "conserve.turn1_tokens"
 # LMCacheMPConnector answers a request that carries it with an object of the same name.
 _STATS = "cached_token_stats"
 _OWN = "num_vllm_cached_tokens"
-# Beyond what the engine had itself; num_lmcache_cached_tokens counts that part too.
+# It counts what lies beyond the engine's own tokens; num_lmcache_cached_tokens counts those too.
 _LOADED = "num_lmcache_extra_cached_tokens"
 
 
@@ -46,8 +46,8 @@ class CachedTokens:
     """Where a prompt's KV was found, in tokens; None where the engine does not say.
 
     Attributes:
-        own_tokens: in the engine's own prefix cache.
-        lmcache_tokens: beyond that, loaded from LMCache.
+        own_tokens: tokens found in the engine's own prefix cache.
+        lmcache_tokens: tokens beyond those, loaded from LMCache.
     """
 
     own_tokens: int | None

@@ -25,11 +25,11 @@ LogFile = Annotated[Path | None, typer.Option("--log", help="Where the applicati
 def launched(
     settings: Settings, arguments: list[str], log: Path | None
 ) -> Iterator[tuple[Launch, str]]:
-    """Have the application serve for the time of a ``with`` block: it, and its URL.
+    """Have the application serve for the time of a ``with`` block; yields it and its URL.
 
     Args:
         settings: what the arguments come to.
-        arguments: as for ``serve run conserve.app``.
+        arguments: what ``serve run conserve.app`` is given.
         log: where the application's log goes; None: a file among the temporary ones.
 
     Raises:

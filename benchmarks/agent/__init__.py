@@ -1,6 +1,6 @@
 """A small family of agents' tasks, and an agent's loop to do them in.
 
-What the embedded model is trained on and tested with. Nothing here needs an engine.
+The embedded model is trained on these tasks and tested with them. Nothing here needs an engine.
 """
 
 from benchmarks.agent.loop import (

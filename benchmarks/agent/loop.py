@@ -6,8 +6,8 @@ With the official client, against any server of OpenAI's API that parses tool ca
     complete = client_complete(client, "conserve-embedded", extra_headers={...})
     transcript = await run_agent(complete, messages, schemas, toolbox.run, on_turn=print)
 
-Where ``messages`` begin with the system prompt and the user's question. What the server said
-beside the message (usage, ids, headers) is in each turn's ``info``.
+``messages`` begin with the system prompt and the user's question. What the server said beside the
+message (usage, ids, headers) is in each turn's ``info``.
 """
 
 import json
@@ -35,7 +35,7 @@ class Reply:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Given the messages and the tools, the model's reply.
+# Takes the messages and the tools, and returns the model's reply.
 Complete = Callable[[Sequence[Message], Sequence[Schema]], Awaitable[Reply]]
 # Carries out a call; raises ToolError for one that it refuses.
 RunTool = Callable[[Call], Value]
@@ -48,7 +48,7 @@ class Turn:
     Attributes:
         number: counted from 1.
         reply: what the model said.
-        calls: what it called; None where the arguments were no JSON object.
+        calls: the calls that it made; None for one whose arguments were no JSON object.
         results: what each tool said, as the model is told it.
         duration_s: how long the model took.
     """
@@ -65,7 +65,7 @@ class Transcript:
     """How an agent's run went.
 
     Attributes:
-        messages: all of them, those it began with included.
+        messages: all messages, those that the run began with included.
         turns: one for each request.
         answer: the final sentence; None if the agent was stopped before it gave one.
     """
@@ -76,7 +76,7 @@ class Transcript:
 
     @property
     def calls(self) -> list[Call | None]:
-        """What was called, in order."""
+        """All calls that the model made, in order."""
         return [call for turn in self.turns for call in turn.calls]
 
 
@@ -107,8 +107,8 @@ async def run_agent(
     """Have a model work on the last message until it answers without a call.
 
     Args:
-        run_tool: the tools; what raises ToolError is told to the model, which may go on.
-        on_turn: is told of each turn when its tools have run.
+        run_tool: carries out a call; if it raises ToolError the model is told, and may go on.
+        on_turn: called with each turn when its tools have run.
         max_turns: after so many turns the agent is stopped.
 
     Raises:
@@ -153,10 +153,10 @@ def client_complete(client: Any, model: str, **options: Any) -> Complete:
     """Ask through ``openai.AsyncOpenAI``, in streams, greedily unless the options say otherwise.
 
     Args:
-        options: for ``chat.completions.create``, such as ``extra_headers`` or ``max_tokens``.
+        options: passed to ``chat.completions.create``: ``extra_headers``, ``max_tokens``, ...
 
     Returns:
-        A function whose replies' ``info`` has ``headers``, ``usage`` (of vLLM, a dictionary),
+        A function whose replies' ``info`` has ``headers``, ``usage`` (a dictionary),
         ``finish_reason``, and ``ttft_s``, the time to the first piece of the answer.
     """
     sent = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, **options}

@@ -30,7 +30,7 @@ Report = Literal["last", "all"]
 
 MIN_STEPS, MAX_STEPS = 2, 6
 MIN_SCHEMA_TOKENS, MAX_SCHEMA_TOKENS = 200, 2000
-# Of the schemas, as the embedded model's tokenizer has them.
+# How long a token of the schemas is with the embedded model's tokenizer.
 _CHARS_PER_TOKEN = 8.8
 _LARGEST = 99_999
 
@@ -243,7 +243,7 @@ class _Maker:
             else:
                 kind, subject = self._kinds[source], str(self._results[source])
                 mention = f"result {source + 1}"
-            # A chain is more of one when it goes on to names.
+            # Only a look-up that finds a name can be followed by a look-up of what it found.
             names = [field for field, result in FIELDS[kind].items() if result != NUMBER]
             field = rng.choice(names if rng.random() < self._goes_on else list(FIELDS[kind]))
             call = style.lookup(field, subject)
@@ -301,7 +301,7 @@ class _Maker:
 def _schemas(
     rng: random.Random, toolbox: Toolbox, tasks: Sequence[Task], tokens: int
 ) -> tuple[Schema, ...]:
-    """The needed tools', and others' until they are so long, in random order."""
+    """Schemas of the tools that are needed, and of others up to this length, in random order."""
     needed = {call.name for task in tasks for call in task.calls}
     own = [toolbox.lookup_schema(rng, name) for name in KIND_OF_FIELD]
     own += [toolbox.operation_schema(rng, name) for name in OPERATIONS]

@@ -152,16 +152,16 @@ class Style:
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Style":
-        """One of all the ways."""
+        """Draw one of all the ways."""
         return cls(*map(rng.choice, (_VERBS, _SUFFIXES, _OPERANDS, _KEYS)))  # type: ignore[arg-type]
 
     def lookup(self, name: str, subject: str) -> Call:
-        """A look-up of a field of something."""
+        """The call that looks up a field of a subject."""
         key = self.key.format(kind=KIND_OF_FIELD[name])
         return Call(f"{self.verb}_{name}", {key: subject})
 
     def operation(self, name: str, first: int, second: int) -> Call:
-        """A calculation with two numbers."""
+        """The call that calculates with two numbers."""
         operands: dict[str, Value] = dict(zip(self.operands, (first, second), strict=True))
         return Call(f"{name}_{self.suffix}", operands)
 
@@ -177,7 +177,7 @@ class Toolbox:
         """Carry out a call.
 
         Raises:
-            ToolError: as a model that called wrongly would be told.
+            ToolError: the call is wrong; the message is what the model is told.
         """
         for name in KIND_OF_FIELD:
             expected = self.style.lookup(name, "")

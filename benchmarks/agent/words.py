@@ -150,7 +150,7 @@ def split_of_number(number: int) -> Split:
 
 
 def draw_name(rng: random.Random, kind: str, split: Split, taken: Sequence[str] = ()) -> str:
-    """A name of this split that is not taken."""
+    """Draw a name of this split that is not taken."""
     while True:
         name = " ".join(rng.choice(column) for column in COLUMNS[kind])
         if split_of_name(kind, name) == split and name not in taken:
@@ -158,7 +158,7 @@ def draw_name(rng: random.Random, kind: str, split: Split, taken: Sequence[str] 
 
 
 def draw_number(rng: random.Random, low: int, high: int, split: Split) -> int:
-    """A number of this split in a range, both ends included; 7 or more numbers wide."""
+    """Draw a number of this split from a range of 7 or more numbers, both ends included."""
     if high - low + 1 < _NUMBER_EVERY:
         raise ValueError(f"a range of {_NUMBER_EVERY} numbers or more is needed, not {low}-{high}")
     while True:

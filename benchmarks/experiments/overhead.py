@@ -91,7 +91,7 @@ class ChatAgent:
         self._left = 0
 
     async def warm_turn(self, samples: WarmTurns | None) -> None:
-        """One later turn; a new conversation's first turn goes before it, unmeasured."""
+        """Run one later turn; a new conversation's first turn goes before it, unmeasured."""
         if self._left == 0:
             self._left = TURNS
             self._number += 1

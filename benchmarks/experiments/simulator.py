@@ -40,11 +40,11 @@ _TURNS_EACH = 10
 
 @dataclass(frozen=True, slots=True)
 class SimulatorSample:
-    """One run.
+    """What one run took.
 
     Attributes:
         cpu_s: processor time, workload included; what one core alone would take.
-        peak_bytes: of resident memory, the interpreter's included.
+        peak_bytes: the most resident memory, the interpreter's included.
         simulated_s: how long the cluster would have been busy.
     """
 

@@ -47,7 +47,7 @@ SYSTEMS = (
     "ray_pd",
     "vllm",
 )
-# What a first conversation costs an engine, it costs it before the measurement.
+# First conversations cost an engine more than later ones; these come before the measurement.
 _WARM_UP_CONVERSATIONS = 2
 _WARM_UP_SEED_SHIFT = 500_009
 
@@ -131,7 +131,7 @@ def main(
                 missing.append(found)
             else:
                 reports.append(found)
-            # After each, so that a stop loses nothing.
+            # Written after each system, so that a stop loses nothing.
             text = results(reports, missing)
             (out / "results.md").write_text(text)
     except (WorkloadError, ValueError, OSError) as error:
@@ -227,7 +227,8 @@ class _FirstTurn:
 async def _sustained_rate(peer: Peer, selection: Selection) -> float:
     """Sessions a second whose first turns, sub-agents' included, ConServe gets done in a row."""
     endpoint = await with_model(_endpoint(peer))
-    # The very ones that are measured later: others' prompts have another mean length.
+    # These are the very conversations that are measured later: others' prompts have another mean
+    # length.
     workload: Workload = selection.workload()
     salted = DriveOptions(cache_salt=f"rate-{time.time_ns()}", id_prefix="rate-")
     # The first ones also pay for what engines do once.
@@ -248,7 +249,7 @@ def _endpoint(peer: Peer) -> Endpoint:
 
 
 def _warm_up(peer: Peer, selection: Selection, out: Path) -> None:
-    """Some conversations that do not count."""
+    """Run some conversations that do not count."""
     warming = replace(
         selection,
         seed=selection.seed + _WARM_UP_SEED_SHIFT,
@@ -344,7 +345,7 @@ def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in PEERS]:
         raise ValueError(f"systems: no {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
-    # What all is relative to comes first.
+    # ConServe comes first, because everything is relative to it.
     return ["conserve", *(name for name in names if name != "conserve")]
 
 

@@ -59,12 +59,13 @@ class Sample:
     """One size, measured once.
 
     Attributes:
-        cycles_per_s: conversations that came and went.
-        cycle_p50_us, cycle_p99_us: of single cycles. The slowdown is told from the median, which
-            neither other processes nor the collector's pauses move much.
+        cycles_per_s: conversations that came and went in a second.
+        cycle_p50_us, cycle_p99_us: duration of single cycles. The slowdown is told from the median,
+            which neither other processes nor the collector's pauses move much.
         begin_us, recognise_us: median latency of the call, for a random live conversation.
-        bytes_each: growth of the resident memory a live conversation.
-        gc_pause_ms: a full run of Python's cyclic garbage collector, with all of them alive.
+        bytes_each: growth of the resident memory for each live conversation.
+        gc_pause_ms: duration of a full run of Python's cyclic garbage collector, with all of them
+            alive.
         cycles_per_s_frozen: the same as `cycles_per_s`, after ``gc.freeze()``.
         fill_s: how long the table took to fill.
     """
@@ -121,7 +122,7 @@ def measure(size: int, seconds: float) -> Sample:
 
 
 class _Population:
-    """Who is alive, kept in 8 bytes each: ids and digests follow from a number.
+    """The live conversations, kept in 8 bytes each: ids and digests follow from a number.
 
     So looking for a victim does not bring the table's own objects into the processor's caches.
     """
@@ -195,7 +196,7 @@ class _Population:
         seen = []
         left = min(_LATENCY_SAMPLES, 20 * len(self._alive))
         while left > 0:
-            # Distinct ones: the second visit to a conversation would find it in the caches.
+            # They are distinct: a second visit to a conversation would find it in the caches.
             chosen = self._random.sample(self._alive, min(_BATCH, len(self._alive), left))
             left -= len(chosen)
             for number, run in [(number, call(number)) for number in chosen]:
@@ -251,7 +252,7 @@ class _Population:
 
 
 def _conversation_id(number: int) -> str:
-    # As `conserve.identity.new_id` makes them. The factor scatters neighbours.
+    # Ids look as `conserve.identity.new_id` makes them. The factor scatters neighbours.
     return f"conv-{number * 0x9E3779B97F4A7C15F39CC0605 % 2**96:024x}"
 
 
@@ -289,7 +290,7 @@ def run(sizes: Sequence[int], seconds: float, rounds: int, console: Console) -> 
 def _in_own_process(size: int, seconds: float) -> Sample:
     command = [sys.executable, "-m", "benchmarks.experiments.table"]
     command += ["--measure", str(size), "--seconds", str(seconds)]
-    # As the actor runs; see there.
+    # The table's actor runs with the same memory settings; see `MEMORY_ENVIRONMENT`.
     environment = {**os.environ, **MEMORY_ENVIRONMENT}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600, env=environment)
     return Sample(**json.loads(done.stdout))

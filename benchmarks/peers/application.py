@@ -19,11 +19,11 @@ def application(
     """``serve run conserve.app`` with these settings.
 
     Args:
-        name: of the log.
-        options: as for all peers.
-        settings: of the application, beside model, port and engine arguments.
-        prefillers: 0 where the placement has none.
-        decoders: one or more.
+        name: names the log file.
+        options: what all peers are started with.
+        settings: ``name=value`` settings beside model, port and engine arguments.
+        prefillers: how many; 0 where the placement has none.
+        decoders: how many; one or more.
         engine: engine arguments of this peer's own, over those of the options.
     """
     own = {"enable_prompt_tokens_details": True, **(engine or {}), **options.engine}

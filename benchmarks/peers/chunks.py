@@ -34,10 +34,10 @@ async def iterations(
     """Measure; takes some ten seconds and more.
 
     Args:
-        url: of the server.
-        model: as it calls it.
-        sizes: of prompts, in tokens.
-        repeats: prompts of each size; the median counts.
+        url: the server's URL.
+        model: the model's name on that server.
+        sizes: lengths of the prompts, in tokens.
+        repeats: number of prompts of each size; the median counts.
         unloaded_s: how long only the stream runs, for the step without load.
 
     Returns:
@@ -66,7 +66,7 @@ async def iterations(
             async with client.stream("POST", "/v1/completions", json=body) as reply:
                 reply.raise_for_status()
                 async for line in reply.aiter_lines():
-                    # Not an extend: the others read it while it grows.
+                    # Appended one by one: others read the list while it grows.
                     if line.startswith("data: {"):
                         arrivals.append(time.perf_counter())  # noqa: PERF401
 

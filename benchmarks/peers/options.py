@@ -23,9 +23,9 @@ class Options:
         engines: engine replicas in all. Systems that disaggregate have one prefiller of them.
         model: path or Hugging Face id; ``embedded`` needs no download.
         engine: vLLM engine arguments, over the defaults of `engine_arguments`.
-        port: of the server on loopback.
+        port: the server's port on loopback.
         cores: one CPU core an engine, to which its processes are pinned; None: not pinned.
-        device: ``auto`` is ``gpu`` where NVIDIA's driver has any.
+        device: ``auto`` is ``gpu`` where NVIDIA's driver has a GPU.
         logs: folder for logs; None: a temporary one.
         wrong_decision_rate: share of later turns sent to a prefiller (``per_turn`` alone).
         chunk_tokens: most tokens an engine computes in a step (``collocated`` alone); None:
@@ -33,7 +33,7 @@ class Options:
         timeout_s: longest wait for the peer to be up and warm.
 
     Raises:
-        ValueError: a value is not usable; says which and why.
+        ValueError: a value is not usable; the message says which and why.
     """
 
     engines: int = 2
@@ -102,8 +102,8 @@ def _check_cores(cores: tuple[int, ...], engines: int) -> None:
 def engine_arguments(options: Options) -> dict[str, Any]:
     """vLLM's arguments for every engine of every peer: those that ConServe starts its own with.
 
-    To them comes ``enable_prompt_tokens_details``, by which answers tell how many prompt tokens
-    were found in caches.
+    ``enable_prompt_tokens_details`` is added, by which answers tell how many prompt tokens were
+    found in caches.
     """
     return {
         **engines.engine_arguments(options.model, options.gpu),

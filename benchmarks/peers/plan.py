@@ -18,9 +18,9 @@ class Part:
     """A process of a peer.
 
     Attributes:
-        name: of its log file.
+        name: names its log file.
         command: its command line.
-        environment: on top of this process's own.
+        environment: variables on top of this process's own.
         ready_url: answers 200 when the next part may start. The last part has none: it is
             ready when it lists the model.
     """
@@ -36,8 +36,8 @@ class PeerPlan:
     """A peer's processes, in the order in which they start.
 
     Attributes:
-        parts: the last one serves.
-        engine_arguments: vLLM's, by role.
+        parts: the processes; the last one serves.
+        engine_arguments: vLLM's arguments, by role.
         prefillers: engines that only prefill.
         decoders: the other engines.
         session_header: the request header by which it tells conversations apart, if it does.
@@ -71,8 +71,8 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
 def free_port() -> int:
     """A port on loopback that nobody has, and that was not given to another part before.
 
-    Not one that the system hands out: a part binds it many seconds later, and by then an outgoing
-    connection could have it, or the next caller.
+    It is not one that the system hands out: a part binds it many seconds later, and by then an
+    outgoing connection could have it, or the next caller.
     """
     port = free_listening_port("127.0.0.1", _given)
     _given.add(port)

@@ -49,7 +49,7 @@ class Peer:
 
     Attributes:
         name: its key in `PEERS`.
-        url: of its server, without ``/v1``.
+        url: its server's URL, without ``/v1``.
         model: the name to ask it for.
         session_header: the request header by which it tells conversations apart, if it does.
         min_tokens: whether it takes requests with ``min_tokens``.
@@ -78,7 +78,7 @@ def start(
     Args:
         name: a key of `PEERS`.
         options: what every peer is started with.
-        on_progress: is told what is waited for.
+        on_progress: called with what is waited for.
 
     Raises:
         ValueError: there is no such peer.
@@ -101,7 +101,7 @@ def start(
             report(f"starting {part.name}")
             log = logs / f"{part.name}.log"
             launch = Launch([], log, part.environment, part.command)
-            # Before it is entered: an interrupt in between must not leave its process behind.
+            # Its stop is noted first: an interrupt in between must not leave its process behind.
             stack.callback(launch.stop)
             launch.__enter__()
             if part.ready_url is not None:
@@ -124,7 +124,7 @@ def start(
 def _ended_by_signals() -> Iterator[None]:
     """Have a plain `kill` or a closed terminal end the block as Ctrl-C does: with its processes.
 
-    In the main thread alone, and only where the caller has not said otherwise.
+    This works in the main thread alone, and only where the caller has not said otherwise.
     """
     previous = {}
     if threading.current_thread() is threading.main_thread():

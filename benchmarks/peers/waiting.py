@@ -29,14 +29,14 @@ def until_ready(
     """Return when a part of a peer is ready.
 
     Args:
-        part: its name.
-        launch: its process.
-        log: that process's.
-        ready: asks it.
-        deadline_s: by the monotonic clock.
+        part: the part's name.
+        launch: the part's process.
+        log: that process's log file.
+        ready: asks the part whether it is ready.
+        deadline_s: when to give up, by the monotonic clock.
 
     Raises:
-        PeerUnavailable: it ended, or was not ready in time.
+        PeerUnavailable: the part ended, or was not ready in time.
     """
     while not ready():
         if not launch.running:

@@ -42,16 +42,16 @@ class System:
         prefillers, decoders: the costs of each.
         placement, wrong_decision_rate, min_remote_prefill_tokens, queue_limit, queue_timeout_s: as
             in `conserve.settings.Settings`.
-        prefiller, decoder: of each of them.
-        history: of a later turn that is prefilled on a prefiller. ``kept``: found in its own cache,
-            and for the rest brought from the decoder, as in the live system; ``moved``: brought
-            from the decoder each time; ``recomputed``: with the whole prompt.
-        transfers_block: the engine that takes KV over waits for it within a step, as with a
+        history: how a prefiller that prefills a later turn gets the turn's history. ``kept``: it
+            finds it in its own cache, and the rest is brought from the decoder, as in the live
+            system; ``moved``: it is brought from the decoder each time; ``recomputed``: it is
+            computed again with the whole prompt.
+        transfers_block: whether the engine that takes KV over waits for it within a step, as with a
             connector that loads synchronously; else its other turns go on meanwhile.
         direct_s, handed_off_s: what a turn takes beside its engines, as in
-            `autoscale.capacity.profile.Overhead`; before it gets to the first of them.
-        handoff_chunk_tokens: only whole chunks travel.
-        max_sequences, block_tokens: of the engines.
+            `autoscale.capacity.profile.Overhead`; it passes before the turn gets to the first.
+        handoff_chunk_tokens: length of a chunk; only whole chunks are handed off.
+        max_sequences, block_tokens: each engine's, as in `SimulatedEngine`.
     """
 
     name: str
@@ -84,9 +84,9 @@ class _Open:
         self.records: list[TurnRecord] = []
         self.sent_s = 0.0
         self.decoder: SimulatedEngine | None = None
-        # The table's, of the turn under way.
+        # The table's key for the turn under way.
         self.key = TurnKey(script.conversation, 0, 0)
-        # Tokens of the turn's prompt that were in whatever cache.
+        # Tokens of the turn's prompt that were found in any cache.
         self.found_tokens = 0
 
 
@@ -95,11 +95,11 @@ class Cluster:
 
     Args:
         on_conversation: called with the turns of each conversation, when it ends.
-        gaps: False: turns follow each other at once.
+        gaps: whether gaps between turns are kept; False: turns follow each other at once.
 
     Attributes:
         ended_s: when the last conversation ended.
-        arrived, turns: conversations that came, and turns that are over.
+        arrived, turns: number of conversations that came, and of turns that are over.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Cluster:
             act(now_s, what)
 
     def energy_j(self) -> float | None:
-        """Of all engines, up to the last conversation's end; None if the profile has no power."""
+        """Energy used up to the last conversation's end; None if the profile has no power."""
         total_j = 0.0
         for engine in (*self.prefillers.values(), *self.decoders.values()):
             costs = engine.costs
@@ -231,7 +231,7 @@ class Cluster:
         return request.gap_s if self._gaps else 0.0
 
     def _send(self, now_s: float, one: _Open) -> None:
-        """A turn comes."""
+        """Send a conversation's next turn."""
         one.sent_s = now_s
         request = one.request
         prompt_tokens, output_tokens = request.prompt_tokens, request.output_tokens
@@ -289,7 +289,7 @@ class Cluster:
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
 
     def _admit(self, now_s: float) -> None:
-        """Somebody left: those in line may fit."""
+        """Place those in line who fit now that somebody has left."""
         for admitted in self._admission.admit(now_s):
             self._start(self._in_line.pop(admitted.conversation.id), admitted, now_s)
 
@@ -318,7 +318,7 @@ class Cluster:
         )
 
     def _reusable(self, one: _Open) -> int:
-        """What the prompt shares with the one before; all of that, where it is not said."""
+        """Tokens that the prompt shares with the one before; all of that one, where not said."""
         if one.request.reused_tokens is not None:
             return one.request.reused_tokens
         return one.records[-1].prompt_tokens if one.records else 0
@@ -328,7 +328,7 @@ class Cluster:
         return tokens // chunk * chunk
 
     def _prefill_later(self, one: _Open, prefiller: SimulatedEngine, now_s: float) -> None:
-        """A later turn, on a prefiller: its history first, if that is to be had."""
+        """Prefill a later turn on a prefiller; its history is brought first, if there is any."""
         work = EngineTurn(one.script.conversation, one.request.prompt_tokens or 0, 1, turn=one)
         if self.system.history == "recomputed":
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
@@ -341,7 +341,7 @@ class Cluster:
         self._move(work, prefiller, moved, now_s, self.system.handed_off_s)
 
     def _prefilled(self, work: EngineTurn, prefiller: SimulatedEngine, now_s: float) -> None:
-        """A prefiller is done: the KV goes to the conversation's decoder."""
+        """A prefiller is done with a turn: the KV goes to the conversation's decoder."""
         one = work.turn
         assert isinstance(one, _Open)
         assert one.decoder is not None
@@ -374,7 +374,7 @@ class Cluster:
     def _submit(
         self, work: EngineTurn, engine: SimulatedEngine, now_s: float, after_s: float
     ) -> None:
-        """Have a turn at an engine, after so many seconds."""
+        """Give a turn to an engine after so many seconds."""
         if after_s:
             self._later(now_s + after_s, self._come, (work, engine))
         else:
@@ -432,7 +432,7 @@ class Cluster:
             self._admit(now_s)
 
     def _refuse(self, one: _Open, now_s: float, error: str) -> None:
-        """A turn fails, and its conversation with it."""
+        """Have a turn fail, and its conversation with it."""
         one.records.append(
             TurnRecord(
                 system=self.system.name,

@@ -22,10 +22,10 @@ class Costs:
     ``prefill_share`` of what its chunks add (see `autoscale.capacity.profile.Interference`).
 
     Attributes:
-        per_token_s, per_pair_s, per_cached_token_s: what a prefill adds a new token, a pair of new
-            token and token before it, and a token found in a cache.
-        batched_tokens: of one step, decodes and prefills' chunks together.
-        idle_w, prefill_w, decode_w: None where the profile has no power.
+        per_token_s, per_pair_s, per_cached_token_s: what a prefill adds for each new token, each
+            pair of a new token and a token before it, and each token found in a cache.
+        batched_tokens: most tokens of one step, decodes and prefills' chunks together.
+        idle_w, prefill_w, decode_w: draw in each phase; None where the profile has no power.
     """
 
     step_s: float
@@ -79,5 +79,5 @@ class Costs:
         )
 
     def handoff(self, tokens: int) -> float:
-        """Seconds until KV of so many tokens has arrived here; nothing for none."""
+        """Seconds until KV of so many tokens has arrived here; 0 for none."""
         return self.handoff_s + self.handoff_per_token_s * tokens if tokens else 0.0

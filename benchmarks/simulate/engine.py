@@ -28,11 +28,11 @@ class EngineTurn:
     Attributes:
         conversation: its id.
         prompt_tokens, output_tokens: whole lengths; a prefiller's output is one token.
-        reusable_tokens: of the prompt, the prefix that an earlier turn had as well.
-        loaded_tokens: of the prompt, what was brought here by a handoff.
-        load_s: how long the engine itself is kept by that; 0 where it goes on meanwhile.
+        reusable_tokens: length of the prompt's prefix that an earlier turn had as well.
+        loaded_tokens: prompt tokens whose KV a handoff brought here.
+        load_s: how long loading that KV keeps the engine busy; 0 where it goes on meanwhile.
         turn: whatever the caller wants to find the turn by.
-        cached_tokens: of the prompt, what was here already, a handoff not counted.
+        cached_tokens: prompt tokens whose KV was here already, a handoff not counted.
         first_token_s: when its first token came; negative before.
     """
 
@@ -62,7 +62,8 @@ class EngineTurn:
         self.cached_tokens = 0
         self.first_token_s = -1.0
         self.made_tokens = 0
-        # Of the tokens to prefill (the prompt; after a preemption what was put out, too).
+        # How many of the tokens to prefill (the prompt; after a preemption what was put out, too)
+        # are there, and how many are left.
         self.past_tokens = 0
         self.left_tokens = 0
         self.begun = False
@@ -75,19 +76,19 @@ class SimulatedEngine:
     """One engine.
 
     Args:
-        costs: of its role.
+        costs: its role's costs.
         schedule: called with a time and a version; the caller then calls `wake` with both.
         finished: called with a turn that has ended, and when.
         keeps: whether a conversation's KV stays for its next turn.
-        max_sequences: in one step.
-        block_tokens: only whole blocks of KV are found again.
+        max_sequences: most sequences in one step.
+        block_tokens: length of a block; only whole blocks of KV are found again.
 
     Attributes:
         busy_prefill_s, busy_decode_s: how long it ran steps with and without a prefill.
         active_tokens: KV of turns that run or are prefilled.
         idle_tokens: KV of conversations between turns.
-        evicted_tokens, preemptions: idle KV dropped, and turns sent back to be computed again,
-            because KV ran out.
+        evicted_tokens, preemptions: idle KV dropped, and number of turns sent back to be computed
+            again, because KV ran out.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class SimulatedEngine:
         # (finish_step, number, turn); one whose turn has another number by now was preempted.
         self._finishes: list[tuple[int, int, EngineTurn]] = []
         self._idle: dict[str, int] = {}
-        self._kv_tokens = 0  # That the next step's decodes read.
+        self._kv_tokens = 0  # What the next step's decodes read.
         self._step = 0
         self._admitted = 0
         # The steps under way: when they began, how many, and whose prefill ends with them.
@@ -134,7 +135,7 @@ class SimulatedEngine:
         self.preemptions = 0
 
     def submit(self, work: EngineTurn, now_s: float) -> None:
-        """A turn comes in; it waits for the step under way to end."""
+        """Take a turn in; it waits for the step under way to end."""
         self._waiting.append(work)
         if self._changing:
             return
@@ -148,11 +149,11 @@ class SimulatedEngine:
         return self._idle.get(conversation, 0)
 
     def forget(self, conversation: str) -> None:
-        """The conversation has ended; its KV is dropped."""
+        """Drop the KV of a conversation that has ended."""
         self.idle_tokens -= self._idle.pop(conversation, 0)
 
     def wake(self, now_s: float, version: int) -> None:
-        """The steps under way are over, if they are still those that were scheduled."""
+        """End the steps under way, if they are still those that were scheduled."""
         if version != self._version:
             return
         self._under_way = False
@@ -189,7 +190,7 @@ class SimulatedEngine:
         decoding = self._decoding
         preempted = False
         while decoding and not (
-            # A block each, if idle KV is dropped anyway; else a token.
+            # If idle KV is dropped anyway, room is made for a block each; else for a token.
             self._make_room(len(decoding) * self._block_tokens) or self._make_room(len(decoding))
         ):
             self._preempt()
@@ -206,7 +207,8 @@ class SimulatedEngine:
             if sequences:
                 taken_s = first_s + costs.prefill_share * added_s
             elif begun:
-                # The constant is that of a whole prompt: once each, however many steps it takes.
+                # The constant is that of a whole prompt: it counts once for each, however many
+                # steps that takes.
                 taken_s = begun * costs.prefill_s + added_s
             else:
                 # No step takes less than one of nothing.
@@ -280,7 +282,7 @@ class SimulatedEngine:
         return added_s, loads_s, begun
 
     def _prefilled(self, work: EngineTurn, now_s: float) -> None:
-        """Its prompt is computed, and with it one token of output."""
+        """A turn's prompt is computed, and with it one token of output."""
         if work.first_token_s < 0:
             work.first_token_s = now_s
         work.made_tokens += 1
@@ -313,7 +315,7 @@ class SimulatedEngine:
             tokens = work.prompt_tokens + work.made_tokens
             kept = self._idle.pop(work.conversation, 0)
             self.idle_tokens -= kept
-            # With the token that comes of it, and what those that decode add meanwhile.
+            # Room is needed for the token that comes of it, and for those that decodes add.
             if not self._make_room(tokens + 1 + len(self._decoding)):
                 if kept:
                     self._idle[work.conversation] = kept

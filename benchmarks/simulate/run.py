@@ -18,9 +18,9 @@ from benchmarks.workloads import Workload
 from conserve.placement import PolicyName
 
 Name = Literal["conserve", "collocated", "full_disaggregation", "per_turn"]
-"""Systems, as they are called in `benchmarks.peers`."""
+"""A system's name, as it is called in `benchmarks.peers`."""
 
-# More are quick, but they tell no more.
+# More conversations are quick, but they tell no more.
 UNLOADED = 100
 
 OnConversation = Callable[[list[TurnRecord]], None]
@@ -28,7 +28,7 @@ OnConversation = Callable[[list[TurnRecord]], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """How many, and under which power caps (W; None: the profile's highest).
+    """How many engines there are, and under which power caps (W; None: the profile's highest).
 
     A collocated system has as many engines as the others have in all, under the same caps.
     """
@@ -81,14 +81,14 @@ def serve(
     *,
     gaps: bool = True,
 ) -> Cluster:
-    """Run all conversations of a plan to their ends; the cluster, as it is then."""
+    """Run all conversations of a plan to their ends; returns the cluster as it is then."""
     cluster = Cluster(system, on_conversation, gaps=gaps)
     cluster.run(plan)
     return cluster
 
 
 def unloaded_records(system: System, workload: Workload, conversations: int) -> list[TurnRecord]:
-    """A few conversations, each alone and without gaps: what bounds are relative to."""
+    """Turns of a few conversations, each alone and without gaps: what bounds are relative to."""
     records: list[TurnRecord] = []
     for _, script in islice(workload, conversations):
         serve(system, [(0.0, script)], records.extend, gaps=False)
@@ -111,7 +111,7 @@ class Baseline:
         conversations: int = UNLOADED,
         slo_multiple: float = 5.0,
     ) -> "Baseline":
-        """From a few of the workload's conversations.
+        """Run a few of the workload's conversations unloaded.
 
         Raises:
             SimulationError: none of them can be served even alone.
@@ -139,12 +139,12 @@ def simulate(
     keep_samples: bool = True,
     on_conversation: OnConversation | None = None,
 ) -> Report:
-    """One system under one workload.
+    """Simulate one system under one workload.
 
     Args:
-        described, arrivals: of the workload, as `Selection` says it, for the report.
-        keep_samples: every latency by conversation in the report; without, only distributions.
-        on_conversation: also gets the turns of each conversation, when it ends.
+        described, arrivals: what `Selection` says of the workload, for the report.
+        keep_samples: whether the report has every latency by conversation, or distributions alone.
+        on_conversation: called with the turns of each conversation too, when it ends.
 
     Raises:
         SimulationError: the workload cannot be simulated, or has nothing in it.
@@ -212,12 +212,12 @@ def simulate_selection(
     keep_samples: bool = True,
     on_conversation: Callable[[str], None] | None = None,
 ) -> list[Report]:
-    """Every system at every rate; bounds are those of the first system, unloaded.
+    """Simulate every system at every rate; bounds are those of the first system, unloaded.
 
     Args:
-        options: for each system's name, fields of `System`.
+        options: fields of `System` that are to be other than its defaults, by the system's name.
         keep_samples: see `simulate`; those of every system and rate are kept at the same time.
-        on_conversation: told, at each conversation's end, what runs.
+        on_conversation: called at each conversation's end with what runs.
 
     Raises:
         SimulationError, ProfileError, WorkloadError: see there.

@@ -37,10 +37,10 @@ def agents(
     """Agents with a session each; none has another's task.
 
     Args:
-        mean_gap_s: of the exponential times that tools take.
-        max_output_tokens: for every answer.
-        tasks: asked for one after another in each conversation.
-        seed: which sessions, and the gaps.
+        mean_gap_s: mean of the exponential times that tools take.
+        max_output_tokens: limit on every answer's length.
+        tasks: how many are asked for one after another in each conversation.
+        seed: chooses the sessions, and draws the gaps.
 
     Raises:
         WorkloadError: a setting is wrong.
@@ -68,7 +68,7 @@ class AgentScript:
     """One agent.
 
     Attributes:
-        right: for each task that has been answered, whether rightly.
+        right: for each task that has been answered, whether the answer was right.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AgentScript:
 
     @property
     def conversation(self) -> str:
-        """Its id."""
+        """The conversation's id."""
         return self._conversation
 
     def next(self, answer: Answer | None) -> TurnRequest | None:

@@ -24,7 +24,7 @@ class Arrivals:
         pattern: ``poisson``: independent exponential intervals; ``even``: equal intervals, the
             first conversation at 0; ``together``: all at 0.
         rate_per_s: conversations per second; of no effect where all come together.
-        seed: of the intervals' lengths.
+        seed: seeds the intervals' lengths.
 
     Raises:
         WorkloadError: an unknown pattern, or a rate that is not a positive number.

@@ -71,7 +71,7 @@ class RecordedTurn:
 
     Attributes:
         messages: system and user messages.
-        results: of tools, which were called in the answer before.
+        results: results of the tools that the answer before called.
     """
 
     messages: tuple[Message, ...]
@@ -93,12 +93,13 @@ def dialogues(
 
     Args:
         path: a file of dialogues, plain JSON or compressed with gzip.
-        mean_gap_s: of the exponential gaps between an answer and the next turn.
-        max_output_tokens: for every answer; None: the recorded answer's approximate length.
-        declare_tools: send ``tools``, which the recordings do not have: their names and parameters
-            are inferred from the recorded calls. Without, models make no tool calls; with, the
-            server must have a tool-call parser.
-        seed: which dialogues, in which order, and the gaps.
+        mean_gap_s: mean of the exponential gaps between an answer and the next turn.
+        max_output_tokens: limit on every answer's length; None: the recorded answer's approximate
+            length.
+        declare_tools: whether to send ``tools``, which the recordings do not have: their names and
+            parameters are inferred from the recorded calls. Without, models make no tool calls;
+            with, the server must have a tool-call parser.
+        seed: chooses the dialogues and their order, and draws the gaps.
 
     Raises:
         WorkloadError: a setting is wrong, or the file is broken.
@@ -134,7 +135,7 @@ class DialogueScript:
     """One dialogue.
 
     Args:
-        gaps_s: before each turn.
+        gaps_s: the gap before each turn.
         tools: sent with every turn, unless None.
     """
 
@@ -154,7 +155,7 @@ class DialogueScript:
 
     @property
     def conversation(self) -> str:
-        """Its id."""
+        """The conversation's id."""
         return self._conversation
 
     def next(self, answer: Answer | None) -> TurnRequest | None:
@@ -193,7 +194,7 @@ def continuation(answer: Answer, turn: RecordedTurn, call_prefix: str) -> list[M
     """The answer and what is said after it, as messages that go on with any valid chat.
 
     Args:
-        call_prefix: of the ids of calls that have none.
+        call_prefix: begins the ids that are made for calls without one.
     """
     calls, said = _calls(answer, call_prefix)
     messages: list[Message] = [{"role": "assistant", "content": said}]
@@ -205,7 +206,7 @@ def continuation(answer: Answer, turn: RecordedTurn, call_prefix: str) -> list[M
     spare = turn.results[len(calls) :]
     texts = [*spare, *(message["content"] for message in turn.messages)]
     if texts:
-        # One message: some templates refuse two of the user's in a row.
+        # All in one message: some templates refuse two of the user's in a row.
         messages.append({"role": "user", "content": "\n\n".join(texts)})
     return messages
 

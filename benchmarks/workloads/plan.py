@@ -14,7 +14,7 @@ class Workload:
     """Conversations, in ascending order of arrival. Each iteration starts them all anew.
 
     Attributes:
-        name: of the kind of workload.
+        name: names the kind of workload.
         counts: what it comprises, and what was left out or assumed on the way, for the report.
         make: makes the conversations one by one, as they are asked for.
     """

@@ -61,7 +61,7 @@ class RecordedScript:
 
     @property
     def conversation(self) -> str:
-        """Its id."""
+        """The conversation's id."""
         return self._conversation
 
     def next(self, answer: Answer | None) -> TurnRequest | None:
@@ -91,10 +91,10 @@ def recorded(
 
     Args:
         source: a folder of recordings, or recordings.
-        sessions: how many; their sub-agents are conversations besides.
+        sessions: how many are drawn; their sub-agents are conversations besides.
         vocabulary: token ids to use; it should leave out the model's special tokens.
         max_turns: sessions with more turns, sub-agents' not counted, are left out. None: none are.
-        seed: which sessions, in which order, and of which tokens.
+        seed: chooses the sessions, their order and their tokens.
 
     Returns:
         The workload, whose counts are: sessions, conversations (with sub-agents) and turns to be
@@ -150,7 +150,7 @@ def recorded(
 
 def _counts(chosen: Sequence[Replay]) -> dict[str, int]:
     agents = [replay for root in chosen for _, _, replay in root.agents("", 0.0)]
-    # Sub-agents that the cut calls would have started included.
+    # These include the sub-agents that the cut calls would have started.
     planned = [session for root in chosen for session in _sessions(root.session)]
     turns = sum(replay.turns for replay in agents)
     made = [call for replay in agents for call in replay.session.calls[: replay.turns]]
@@ -175,7 +175,7 @@ def _sessions(session: RecordedSession) -> Iterator[RecordedSession]:
 
 
 def _arrive(chosen: Sequence[Replay], arrivals: Arrivals, seed: int) -> Iterator[Arriving]:
-    """In the order of arrival; sub-agents arrive between the sessions that come later."""
+    """Conversations as they arrive; sub-agents arrive between the sessions that come later."""
     waiting: list[tuple[float, str, Replay, int]] = []
     for index, (replay, at_s) in enumerate(zip(chosen, arrivals.times_s(), strict=False)):
         while waiting and waiting[0][0] <= at_s:

@@ -17,12 +17,12 @@ from benchmarks.workloads.traces import RecordedCall, RecordedSession
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is changed of the recording; nothing, by default.
+    """What is changed in the recording; nothing, by default.
 
     Attributes:
-        scale_tokens: for prompts and outputs.
-        scale_gaps: for the gaps.
-        max_gap_s: for each gap, after scaling.
+        scale_tokens: factor for the lengths of prompts and outputs.
+        scale_gaps: factor for the gaps.
+        max_gap_s: longest gap, after scaling.
         max_context_tokens: the model's context. A conversation ends before the first turn whose
             prompt and output together are longer; a session whose first turn is, is left out. Both
             are counted.
@@ -109,7 +109,7 @@ class Replay:
         self._system_key = key(seed, "tools and system prompt", tools, system)
         children = [Replay(sub.session, changes, vocabulary, seed) for sub in session.sub_agents]
         self.gaps_s, starts_s, self.saved_s = _timeline(session, changes, children)
-        # Those that the calls which are made have started.
+        # The sub-agents that were started by calls which are made.
         self.children = [
             (start_s, number, child)
             for number, (sub, start_s, child) in enumerate(
@@ -134,7 +134,7 @@ class Replay:
         )
 
     def request(self, own: int, turn: int, blocks: Any) -> TurnRequest:
-        """The turn (from 0), whose prompt consists of ``blocks``, for the conversation ``own``."""
+        """The request for a turn (from 0) whose prompt is ``blocks``, with the key ``own``."""
         call = self.session.calls[turn]
         output_tokens = self._changes.output_tokens(call)
         return TurnRequest(
@@ -200,7 +200,7 @@ def _rest(turn: int) -> int:
 def _timeline(
     session: RecordedSession, changes: Changes, children: Sequence[Replay]
 ) -> tuple[list[float], list[float], float]:
-    """When everything happens, were the calls to last as long as recorded, for their tokens.
+    """When everything would happen if calls lasted as long as recorded, for their tokens.
 
     A call with a tenth of the recorded tokens is taken to last a tenth of the time.
 
@@ -211,7 +211,7 @@ def _timeline(
     gaps_s: list[float] = []
     starts_s: list[float] = []
     saved_s = 0.0
-    # What the next call waits for: until when it was recorded, and how long it is to be.
+    # What the next call waits for: when that ended in the recording, and how long it takes now.
     until_s = wait_s = 0.0
     for turn, call in enumerate(session.calls):
         own_s = max(0.0, call.started_s - until_s)

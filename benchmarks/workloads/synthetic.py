@@ -83,11 +83,11 @@ class Shape:
     """What conversations look like.
 
     Attributes:
-        turns: of a conversation; all but the last end in a tool call.
+        turns: turns of a conversation; all but the last end in a tool call.
         first_prompt_tokens: turn 1's prompt.
         append_tokens: what a later turn adds after the output before it.
-        output_tokens: of a turn.
-        tool_latency: between a turn's end and the next turn.
+        output_tokens: a turn's output.
+        tool_latency: time between a turn's end and the next turn.
         shared_tokens: the first tokens of every conversation's prompt (a system prompt).
     """
 
@@ -200,12 +200,12 @@ def synthetic(
 
     Args:
         vocabulary: token ids to use; it should leave out the model's special tokens.
-        scale_tokens: for each drawn number of tokens, rounded, at least 1.
-        scale_gaps: for the tools' times.
+        scale_tokens: factor for each drawn number of tokens; the product is rounded, to at least 1.
+        scale_gaps: factor for the tools' times.
         max_context_tokens: the model's context. A conversation ends before the first turn whose
             prompt and output together are longer; one whose first turn is, is left out. Both are
             counted.
-        seed: of all that is drawn, tokens included.
+        seed: seeds all that is drawn, tokens included.
 
     Raises:
         WorkloadError: a setting is wrong, or no conversation fits the context.
@@ -283,7 +283,7 @@ class SyntheticScript:
 
     @property
     def conversation(self) -> str:
-        """Its id."""
+        """The conversation's id."""
         return self._conversation
 
     def next(self, answer: Answer | None) -> TurnRequest | None:

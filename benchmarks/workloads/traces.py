@@ -2,9 +2,9 @@
 
 The format is that of the ``traces`` folder of ``callanjfox/kv-cache-tester``. A session has
 ``tool_tokens`` and ``system_tokens`` (how its prompts begin), a ``block_size``, and ``requests``.
-Of a call (``type`` ``n`` or ``s``) are used ``t`` (start, s, whole seconds from the session's
-start), ``in`` and ``out`` (tokens), ``hash_ids`` (one for each whole block of the prompt; the same
-number stands for the same tokens after the same history, within the file), ``stop`` and
+These fields of a call (``type`` ``n`` or ``s``) are used: ``t`` (start, s, whole seconds from the
+session's start), ``in`` and ``out`` (tokens), ``hash_ids`` (one for each whole block of the prompt;
+the same number stands for the same tokens after the same history, within the file), ``stop`` and
 ``api_time`` (s). A ``subagent`` has calls of its own, with times from its own start.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.workloads.errors import WorkloadError, require
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
-# It becomes a part of a request header and of a URL.
+# A name becomes a part of a request header and of a URL.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,80}$")]
 
 T = TypeVar("T")
@@ -36,12 +36,12 @@ class RecordedCall:
     """One model call.
 
     Attributes:
-        started_s: from the start of the session or sub-agent.
-        took_s: as recorded, else an estimate (`estimated`).
+        started_s: when it started, from the start of the session or sub-agent.
+        took_s: how long it took, as recorded; else an estimate (`estimated`).
         kept_blocks: whole blocks at the prompt's start that are those of the call before.
         new_blocks: ids of the others, an array.
         head_blocks: blocks at the prompt's start that are those of the session's head.
-        effective: the call ended its turn with the user.
+        effective: whether the call ended its turn with the user.
     """
 
     started_s: float
@@ -56,7 +56,7 @@ class RecordedCall:
 
     @property
     def ended_s(self) -> float:
-        """From the start of the session or sub-agent."""
+        """When it ended, from the start of the session or sub-agent."""
         return self.started_s + self.took_s
 
 
@@ -83,8 +83,8 @@ class SubAgent:
 
     Attributes:
         after: index of the parent's call that asked for it.
-        started_s: from the parent's start.
-        ended_s: the same; None: its parent did not wait for it.
+        started_s: when it started, from the parent's start.
+        ended_s: when it ended, likewise; None: its parent did not wait for it.
     """
 
     after: int
@@ -155,7 +155,7 @@ def read_json(path: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
-        # It quotes what it found, line ends included.
+        # The error quotes what was found, line ends included.
         raise WorkloadError(f"{path}: {' '.join(str(error).split())}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WorkloadError(f"{path} is not JSON: {error}") from None
@@ -196,7 +196,7 @@ def _session(name: str, raw: _RawSession | _RawSubAgent, block: int, where: str)
 
 
 def _sub_agent(raw: _RawSubAgent, after: int, block: int, where: str) -> SubAgent:
-    """In these recordings ``t`` of a sub-agent with a duration is when its result came.
+    """A recorded sub-agent; if it has a duration, its ``t`` is when its result came.
 
     ``t`` less the duration is within a second of the end of the parent's call before it, for every
     one, and the parent's next call comes after ``t``. One without a duration was started in the

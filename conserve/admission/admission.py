@@ -77,8 +77,8 @@ class Admission:
             Where it goes, or the last place in the line.
 
         Raises:
-            QueueFull: there is neither room nor a place.
-            ValueError: it waits already.
+            QueueFull: there is neither room at a decoder nor a place in the line.
+            ValueError: the conversation waits already.
         """
         arrived_s = now_s if arrived_s is None else arrived_s
         if not self.line:
@@ -99,7 +99,7 @@ class Admission:
         return admitted
 
     def leave(self, conversation_id: str) -> Ticket | None:
-        """Give its place up; None if it has none. The next one may fit: see `admit`."""
+        """Give a conversation's place up; None if it has none. The next may fit: see `admit`."""
         return self.line.leave(conversation_id)
 
     def _bind(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 class QueueFull(Exception):
-    """As many conversations wait as may. ``retry_after_s`` is when to try again."""
+    """As many conversations wait already as may. ``retry_after_s`` is when to try again."""
 
     def __init__(self, limit: int, retry_after_s: int) -> None:
         if limit == 0:
@@ -68,7 +68,7 @@ class WaitingLine:
             arrived_s: when its first request came, if that was before now.
 
         Raises:
-            QueueFull: there is none.
+            QueueFull: no place is free.
             ValueError: the key has a place already.
         """
         if key in self._line:
@@ -86,7 +86,7 @@ class WaitingLine:
         return self._line.pop(key, None)
 
     def head(self) -> Ticket | None:
-        """Who is next."""
+        """The place that is next; None if the line is empty."""
         return next(iter(self._line.values()), None)
 
     def retry_after_s(self, now_s: float) -> int:

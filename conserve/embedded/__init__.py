@@ -82,7 +82,7 @@ def write_checkpoint(directory: Path) -> None:
 
 
 def _config(vocab_size: int, eos: int) -> dict[str, Any]:
-    """As ``scripts/embedded/model.py`` has it."""
+    """The model's config, as ``scripts/embedded/model.py`` has it."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -23,7 +23,7 @@ class PerTurnPlacement:
     Settings:
         wrong_decision_rate: share of later turns sent to a prefiller, drawn for each; 0 is
             ConServe's own placement, 0.1 what the paper reports.
-        seed: of the draws.
+        seed: seeds the draws.
 
     Example:
         >>> policy = PerTurnPlacement(wrong_decision_rate=0.5, seed=1)

@@ -79,7 +79,7 @@ class PlacementPolicy(Protocol):
 
 
 def emptiest_decoder(turn1_tokens: int, decoders: Iterable[Decoder]) -> Decoder | None:
-    """Of those with room, the one with the lowest occupancy; then with fewer conversations."""
+    """Of decoders with room, the one with the lowest occupancy; then with fewer conversations."""
     best: Decoder | None = None
     for decoder in decoders:
         if not decoder.has_room(turn1_tokens):

@@ -39,12 +39,12 @@ async def converse(
 ) -> Demonstration:
     """Run agents at the same time, each through the official client.
 
-    Every second one sends no conversation id: it is recognised by what it says.
+    Every second agent sends no conversation id: it is recognised by what it says.
 
     Args:
-        turns: at least so many each.
-        on_turn: is told of each turn when it is over.
-        seed: which tasks.
+        turns: how many turns each has at least.
+        on_turn: called with each turn when it is over.
+        seed: chooses the tasks.
     """
     seen = Demonstration()
     async with (

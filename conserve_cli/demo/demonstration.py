@@ -25,8 +25,8 @@ class AgentAnswer:
     """How an agent's task ended.
 
     Attributes:
-        ttfet_s: from its first request to the first token of its answer; None without one.
-        right: whether it states what it should.
+        ttfet_s: time from its first request to the first token of its answer; None without one.
+        right: whether the answer states what it should.
     """
 
     conversation: str
@@ -72,7 +72,7 @@ class Demonstration:
 
 
 def write_json(seen: Demonstration, path: Path) -> None:
-    """What was seen, for programs."""
+    """Write what was seen as JSON, for programs."""
     body = {
         "turns": [asdict(row) for row in seen.turns],
         "handoffs": seen.handoffs,

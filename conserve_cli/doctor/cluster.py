@@ -10,7 +10,7 @@ _CLOCKS_APART_S = 1.0
 
 
 def check_nodes(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """What several nodes have to agree in. The first one asked the others."""
+    """Check what several nodes have to agree in. The first one asked the others."""
     if len(nodes) < 2:
         return []
     return [*_clocks(nodes), *_hashes(nodes), *_versions(nodes), *_reachable(nodes)]

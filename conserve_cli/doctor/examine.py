@@ -31,7 +31,7 @@ def _require_listener(address: str) -> None:
     """Fail at once where nothing listens; Ray would take most of a minute.
 
     Raises:
-        ConnectionError: nothing does, or there is no such host.
+        ConnectionError: nothing listens, or there is no such host.
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
@@ -45,10 +45,10 @@ def _require_listener(address: str) -> None:
 def examine_cluster(
     settings: Settings, address: str, on_progress: Callable[[str], None]
 ) -> list[Finding]:
-    """Every node of the Ray cluster at this address.
+    """Examine every node of the Ray cluster at this address.
 
     Raises:
-        ConnectionError: there is none.
+        ConnectionError: there is no cluster.
     """
     _require_listener(address)
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
@@ -56,8 +56,8 @@ def examine_cluster(
         alive = [node for node in ray.nodes() if node["Alive"]]
         on_progress(f"asking {len(alive)} nodes, comparing clocks, trying connections")
         head = next((node for node in alive if HEAD_NODE in node["Resources"]), alive[0])
-        # From there, not from here: where a token for another Ray lies in this home, but the
-        # cluster has none, Ray ends actors that this process makes.
+        # The head examines the nodes, not this process: where a token for another Ray lies in this
+        # home, but the cluster has none, Ray ends actors that this process makes.
         where = NodeAffinitySchedulingStrategy(head["NodeID"], soft=False)
         task = ray.remote(_examine).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
         try:
@@ -94,7 +94,7 @@ class NodeProbe:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def observe(self, settings: Settings, router_here: bool) -> NodeFacts:
-        """Everything about this node."""
+        """Observe everything about this node."""
         return observe_node(settings, router_here)
 
     def clock(self) -> float:
@@ -102,12 +102,12 @@ class NodeProbe:
         return time.time()
 
     def listens(self) -> tuple[str, int]:
-        """Where other nodes can try to reach it."""
+        """Where other nodes can try to reach this node: a host and a port."""
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
     def reaches(self, host: str, port: int) -> bool:
-        """Whether a connection can be opened to there."""
+        """Whether a connection can be opened to this host and port."""
         try:
             socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
         except OSError:
@@ -130,7 +130,7 @@ class _Node:
 
 
 def _nodes() -> list[_Node]:
-    """Those alive, the head first: the others are compared with it."""
+    """The nodes alive, the head first: the others are compared with it."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     alive.sort(key=lambda node: HEAD_NODE not in node["Resources"])
     addresses = [node["NodeManagerAddress"] for node in alive]
@@ -154,7 +154,7 @@ def _silent(node: str, error: Exception) -> Finding:
 
 
 def _between(answered: Sequence[tuple[_Node, NodeFacts]]) -> list[NodeFacts]:
-    """Each node's clock against the first one's, and which others it cannot reach."""
+    """Add each node's clock against the first one's, and which others it cannot reach."""
     clocks = [_clock(node.probe) for node, _ in answered]
     places = [ray.get(node.probe.listens.remote()) for node, _ in answered]
     facts = []

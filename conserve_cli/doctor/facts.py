@@ -10,8 +10,8 @@ class SoftwareFacts:
     Attributes:
         python: ``3.11.15``.
         packages: versions by distribution name; what is not installed is absent.
-        requires: for each of these distributions, what it says it needs.
-        string_hash: of a fixed string, in a process with the engines' hash seed.
+        requires: what each of these distributions says it needs.
+        string_hash: hash of a fixed string, in a process with the engines' hash seed.
     """
 
     python: str
@@ -27,7 +27,7 @@ class MachineFacts:
     Attributes:
         disk: free space by what it is for, each with its folder.
         transparent_huge_pages: ``always``, ``madvise`` or ``never``; empty if Linux has none.
-        reserved_huge_pages_bytes: set aside for huge pages and not used.
+        reserved_huge_pages_bytes: memory set aside for huge pages and not used.
         open_files: how many files a process may open.
     """
 
@@ -45,11 +45,11 @@ class PortFacts:
     """A TCP port that the application needs.
 
     Attributes:
-        setting: which names it.
-        purpose: who listens there.
-        free: whether nobody does now.
-        holder: the process that does, if it can be seen.
-        ours: whether it is ConServe's.
+        setting: the setting that names it.
+        purpose: who is to listen there.
+        free: whether nobody listens there now.
+        holder: the process that listens there, if it can be seen.
+        ours: whether that process is ConServe's.
     """
 
     setting: str
@@ -90,9 +90,9 @@ class NodeFacts:
 
     Attributes:
         name: its address in the cluster; empty for a machine by itself.
-        resources: as Ray counts them, custom ones included.
-        labels: that Ray knows it by.
-        clock_ahead_s: by how much its clock is ahead of the asking node's.
+        resources: its resources as Ray counts them, custom ones included.
+        labels: the labels that Ray knows it by.
+        clock_ahead_s: how far its clock is ahead of the asking node's.
         clock_error_s: how far off that may be: half the shortest round trip.
         unreachable: addresses of nodes that it cannot open a TCP connection to.
     """

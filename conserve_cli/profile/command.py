@@ -84,7 +84,7 @@ class Grid:
 
 
 def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> Grid:
-    """Powers of two up to the longest prompt, and batches whose KV fits.
+    """Choose powers of two up to the longest prompt, and batches whose KV fits.
 
     Raises:
         MeasureError: prompts too short, or batches too few, for a curve.
@@ -394,7 +394,7 @@ def _call(
 
 
 def _median(points: list[Point]) -> Point:
-    """One point of several repetitions, with the medians of their times."""
+    """One point from several repetitions, with the medians of their times."""
     names = [name for name in ("seconds", "engines_s") if hasattr(points[0], name)]
     medians = {name: statistics.median(getattr(one, name) for one in points) for name in names}
     return replace(points[0], **medians)

@@ -31,9 +31,9 @@ class Energy:
     """What ``GET /metrics`` says of GPUs.
 
     Attributes:
-        joules: of each role's GPUs, since the application started.
+        joules: energy that each role's GPUs have used since the application started.
         limits_w: power limit of each GPU of a role.
-        engines: of each role.
+        engines: number of engines of each role.
     """
 
     joules: dict[str, float]
@@ -86,17 +86,17 @@ class DrawMeter:
     """Measures an application's power by role.
 
     Args:
-        url: of the application.
+        url: the application's URL.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + "/metrics"
 
     async def energy(self) -> Energy:
-        """What it reports now.
+        """What the application reports now.
 
         Raises:
-            MeasureError: it does not answer.
+            MeasureError: the application does not answer.
         """
         try:
             async with (
@@ -112,10 +112,10 @@ class DrawMeter:
     async def mean_w(
         self, role: str, work: Callable[[], Awaitable[None]], phase_s: float = PHASE_S
     ) -> float:
-        """Mean power of a role's engine while this is done over and over.
+        """Mean power of a role's engine while ``work`` is done over and over.
 
         Raises:
-            NoDraw: its joules did not advance twice within that time.
+            NoDraw: the role's joules did not advance twice within ``phase_s``.
         """
 
         async def over_and_over() -> None:
@@ -123,7 +123,7 @@ class DrawMeter:
                 await work()
 
         working = asyncio.create_task(over_and_over())
-        # When joules advanced, and to what; the first may count what was before.
+        # When joules advanced, and to what; the first advance may count what was before.
         seen: list[tuple[float, float]] = []
         latest = None
         ends_s = time.monotonic() + phase_s
@@ -151,7 +151,7 @@ async def measure_power(
     decode: Callable[[], Awaitable[None]],
     phase_s: float = PHASE_S,
 ) -> CappedPower:
-    """Draws of both phases, and of none, under the limit that is set.
+    """Measure what both phases draw, and what idling draws, under the limit that is set.
 
     Args:
         prefill, decode: keep a prefiller, or a decoder, busy for a moment.

@@ -1,8 +1,8 @@
 """What a running application does, measured from outside: one request, or one batch.
 
 Each engine is asked directly, at its own address, so that nothing between client and engine is
-measured along; whole turns, which have that in them, go to the application's. Prompts are random
-token ids, and no two share a beginning.
+measured with it; whole turns, which include that, go to the application's address. Prompts are
+random token ids, and no two share a beginning.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class MeasuredEngine:
     """An engine as ``GET /v1/engines`` describes it.
 
     Attributes:
-        batched_tokens: most of one step; None where the application does not say.
+        batched_tokens: most tokens of one step; None where the application does not say.
     """
 
     id: str
@@ -107,7 +107,7 @@ class Probe:
 
     Args:
         vocabulary: token ids that prompts are made of, without the model's special ones.
-        seed: of the prompts.
+        seed: seeds the prompts.
     """
 
     def __init__(self, application: Application, vocabulary: range, seed: int) -> None:
@@ -205,7 +205,7 @@ class Probe:
         """Time a prompt's KV from the prefiller to the decoder, less what the decoder recomputes.
 
         Args:
-            prefill_s: time of a prefill of new tokens after cached ones, as fitted.
+            prefill_s: how long a prefill of new tokens after cached ones takes, as fitted.
         """
         prompt = self._prompt(tokens)
         await self._prefill(self._prefiller, prompt)
@@ -284,8 +284,8 @@ class Probe:
         """Send a prompt, and wait for the one token that comes with its prefill.
 
         Args:
-            turn1_tokens: of a later turn, how long the first one's prompt was: as live turns do,
-                so that LMCache is not asked in vain.
+            turn1_tokens: for a later turn, how long the first one's prompt was; sent as live turns
+                send it, so that LMCache is not asked in vain.
         """
         body = {
             **self._common,
@@ -325,8 +325,8 @@ class _Prefill:
     """A prompt that was prefilled: when, and what was found of it.
 
     Attributes:
-        cached_tokens: in the engine's own prefix cache.
-        handed_off_tokens: in LMCache, beyond these.
+        cached_tokens: tokens found in the engine's own prefix cache.
+        handed_off_tokens: tokens found in LMCache, beyond these.
     """
 
     sent_s: float

@@ -96,7 +96,7 @@ def _lengths(points: list[dict[str, float]], x: str) -> Any:
 
 
 def _near(tokens: float) -> int:
-    """A power of two, for prefixes cached in whole blocks only."""
+    """The nearest power of two, for a prefix of which only whole blocks were cached."""
     return round(2 ** round(float(np.log2(tokens)))) if tokens else 0
 
 

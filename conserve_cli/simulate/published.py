@@ -22,7 +22,7 @@ from conserve_cli.simulate.reproduce import (
 
 
 def show(found: Reproduction, profile: Profile, console: Console) -> None:
-    """The table: published, simulated, difference."""
+    """Print the table: published, simulated, difference."""
     table = Table(
         title=f"ConServe's figures, simulated on profile {profile.name}",
         caption="latencies over those of conversations that run alone, gaps not counted",
@@ -58,7 +58,7 @@ def _said(value: float, unit: Unit, *, signed: bool = False) -> str:
 
 
 def write(found: Reproduction, path: Path) -> None:
-    """The rows as JSON."""
+    """Write the rows as JSON."""
     rows = [
         {**msgspec.to_builtins(row), "difference": row.difference, "within": row.within}
         for row in found.rows
@@ -67,7 +67,7 @@ def write(found: Reproduction, path: Path) -> None:
 
 
 def draw(found: Reproduction, folder: Path) -> list[Path]:
-    """Published beside simulated; figure 10's latencies over rates; figure 12's curves.
+    """Draw published beside simulated, figure 10's latencies over rates, and figure 12's curves.
 
     Returns:
         The files written.

@@ -98,8 +98,9 @@ class Reproduction:
 
     Attributes:
         by_rate: reports of figure 10, by system and rate.
-        by_wrong: of figure 12, by rate of wrong decisions; 0 is ConServe's own operating point.
-        capped: of figure 13, by system, with decoders under their cap.
+        by_wrong: reports of figure 12, by rate of wrong decisions; 0 is ConServe's own operating
+            point.
+        capped: reports of figure 13, by system, with decoders under their cap.
     """
 
     rows: list[Row]
@@ -118,8 +119,8 @@ def reproduce(
     """Simulate figures 10, 12 and 13.
 
     Args:
-        profile: with power under the caps of 300 W and 200 W.
-        on_conversation: told, at each conversation's end, what runs.
+        profile: has power under the caps of 300 W and 200 W.
+        on_conversation: called at each conversation's end with what runs.
 
     Raises:
         ProfileError, SimulationError, WorkloadError: it cannot be done with these.
@@ -197,7 +198,7 @@ class _Runs:
             SHAPE,
             conversations=self._conversations,
             arrivals=Arrivals("poisson", rate_per_s, self._seed),
-            # Prompts are never made; any will do.
+            # Prompts are never made, so any token ids will do.
             vocabulary=range(1_000, 4_000),
             seed=self._seed,
         )
@@ -210,7 +211,7 @@ def saturating(workload: Workload, prefiller: Costs) -> Workload:
         at_s = 0.0
         for (_, script), (_, sizes) in zip(workload, workload, strict=True):
             yield at_s, script
-            # Of a second copy, since asking the first for its turns would use them up.
+            # Sizes are a second copy's, since asking the first for its turns would use them up.
             first = sizes.next(None)
             if first is not None and first.prompt_tokens is not None:
                 at_s += cold_prefill_s(first.prompt_tokens, prefiller)
@@ -219,7 +220,7 @@ def saturating(workload: Workload, prefiller: Costs) -> Workload:
 
 
 def cold_prefill_s(tokens: int, costs: Costs) -> float:
-    """A prompt alone on a prefiller, in chunks."""
+    """Seconds that a prompt takes alone on a prefiller, in chunks."""
     seconds, past = costs.prefill_s, 0
     while past < tokens:
         chunk = min(costs.batched_tokens, tokens - past)
@@ -241,7 +242,7 @@ def _change(ours: float, theirs: float) -> float:
 
 
 def tokens_per_j(report: Report) -> float:
-    """Whole prompts and outputs of all turns over the energy of all engines."""
+    """Tokens of all turns' whole prompts and outputs over the energy of all engines."""
     result = report.result
     assert result.energy_j is not None
     return result.total_tokens_per_s * result.duration_s / result.energy_j

@@ -106,7 +106,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         try:
             await super().__init__(config)
         except Exception:
-            # If there is no server, that is why, and said in better words.
+            # If there is no LMCache server, that is the cause, and its error says so better.
             await asyncio.wait([cache], timeout=1)
             if cache.done():
                 cache.result()
@@ -129,7 +129,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             return ()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For Serve's autoscaler: what the table wants; see `autoscale.serve.FollowTable`."""
+        """Tell Serve's autoscaler what the table wants; see `autoscale.serve.FollowTable`."""
         heard = self._heard
         if heard is None:
             return {}
@@ -151,7 +151,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         remove(in_memory)
 
     async def _drain(self) -> None:
-        """Stay for what the conversation table still has for this engine; not if it is dead."""
+        """Stay while the conversation table has anything for this engine, unless it is dead."""
         self._leaving = True
         deadline_s = time.monotonic() + self._settings.autoscaling.drain_timeout_s
         try:
@@ -206,11 +206,12 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     async def _warm_up(self) -> None:
         """Serve a few turns of its own: the first of each kind takes many times as long.
 
-        A prompt of several chunks, then the same with more appended (a prefix found in the
-        cache), then some at the same time.
+        They are a prompt of several chunks, then the same with more appended (a prefix found in
+        the cache), then some at the same time.
         """
         started_s = time.monotonic()
-        # Roughly a token a word; unlike any client's, so that its KV serves nobody by chance.
+        # A word is roughly a token. The prompt is unlike any client's, so that its KV serves nobody
+        # by chance.
         words = min(600, self._info.max_model_len // 4)
         prompts = [f"{self._id} " + "warm up " * (words // 2)]
         prompts.append(prompts[0] + "again " * (words // 4))

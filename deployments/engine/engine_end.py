@@ -29,8 +29,8 @@ def register() -> None:
 
 
 def _end_with(parent: "multiprocessing.process.BaseProcess") -> None:
-    # Until it has ended, however it does.
+    # This returns when the parent has ended, however it did.
     parent.join()
     logger.error("process %s, which started this one, is gone: ending", parent.pid)
-    # At once: an orderly end would wait for those that are gone, and store what is half computed.
+    # An orderly end would wait for those that are gone, and store what is half computed.
     os._exit(1)

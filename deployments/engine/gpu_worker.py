@@ -18,7 +18,7 @@ class GpuWorker:
     def conserve_gpu_uuid(self) -> str:
         """The GPU that this worker runs on, as NVML names it.
 
-        From CUDA, about the very device that is used: indices mean different GPUs to CUDA, to
+        CUDA is asked about the very device that is used: indices mean different GPUs to CUDA, to
         NVML and behind CUDA_VISIBLE_DEVICES.
         """
         import torch

@@ -28,7 +28,7 @@ from deployments.node.lmcache_server import START_TIMEOUT_S
 
 logger = init_logger(__name__)
 
-# What brings a connection back, and so must pass while it is down.
+# The requests that bring a connection back, and so must pass while it is down.
 _ALWAYS = (
     "ping",
     "get_chunk_size",
@@ -76,7 +76,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             if tracker.lookup_started_at is None and (
                 num_computed_tokens >= turn1_tokens // chunk * chunk
             ):
-                # For cached_token_stats, as super() would.
+                # cached_token_stats takes it from there; super() would set it too.
                 alignment = self._hit_alignment_tokens
                 tracker.num_vllm_hit_tokens = num_computed_tokens // alignment * alignment
                 return 0, False
@@ -124,7 +124,7 @@ def _wait_for_server(host: str | None, port: int, timeout_s: float = START_TIMEO
     """Return when something listens there: the server starts while the engine loads.
 
     Raises:
-        RuntimeError: nothing does.
+        RuntimeError: nothing listens there in time.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:

@@ -145,7 +145,7 @@ class TurnObserver:
             await self._app(scope, receive, turn.relay(send))
         finally:
             if not turn.reported:
-                # In a task of its own: this one may be under cancellation.
+                # This gets a task of its own: the current one may be under cancellation.
                 task = asyncio.get_running_loop().create_task(turn.report(completed=False))
                 self._reports.add(task)
                 task.add_done_callback(self._reports.discard)

@@ -11,7 +11,8 @@ from starlette.types import Message, Send
 from conserve.errors import ApiError
 from deployments.router.responses import error_response
 
-# In an answer, or in a part of its stream; within a text its quotes would be escaped.
+# How a tool call begins in an answer, or in a part of its stream; within a text its quotes would
+# be escaped.
 _TOOL_CALL = b'"tool_calls":[{'
 
 RawHeaders = list[tuple[bytes, bytes]]
@@ -25,16 +26,17 @@ class RelayedAnswer:
     """What a client gets for one turn, and what can be seen of it in passing.
 
     Args:
-        chat: it may hold tool calls.
+        chat: whether it is a chat's answer, which may hold tool calls.
         arrived_s: when the request came, by `time.perf_counter`.
-        send: the client's end.
+        send: sends to the client.
 
     Attributes:
-        started: the client has got something of it, so that it cannot be given anew.
-        streamed: as events, and not in one piece.
-        ttft_s: to the first byte of a streamed answer; None if it was not streamed.
+        started: whether the client has got something of it, so that it cannot be given anew.
+        streamed: whether it comes as events, and not in one piece.
+        ttft_s: time from the request to the first byte of a streamed answer; None if it was not
+            streamed.
         tbt_s: gaps between a stream's parts.
-        effective: it is complete, of a chat, and holds no tool call.
+        effective: whether it is a chat's, is complete and holds no tool call.
     """
 
     def __init__(self, chat: bool, arrived_s: float, send: Send) -> None:
@@ -57,7 +59,8 @@ class RelayedAnswer:
         if self.streamed:
             await self._relay_stream(response, own_headers)
             return
-        # Whole before the first byte, so that an engine's death can be made good elsewhere.
+        # It is read whole before the first byte is sent, so that an engine's death can be made good
+        # elsewhere.
         whole = await response.read()
         self.effective = self._chat and _TOOL_CALL not in whole
         self.started = True
@@ -94,7 +97,7 @@ class RelayedAnswer:
         self.effective = effective
 
     async def end_with(self, error: ApiError, own_headers: RawHeaders) -> None:
-        """End it with an error: as the response, or where that has begun, as its last event."""
+        """End with an error: as the response, or where that has begun, as its last event."""
         if not self.started:
             await refuse(error, own_headers, self._send)
             return

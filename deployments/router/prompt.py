@@ -17,8 +17,8 @@ class CountedPrompt:
 
     Attributes:
         prompt: token ids where possible, else what the client sent.
-        tokens: of all of it.
-        longest_tokens: of its longest part; a completion may have several prompts.
+        tokens: length of all of it.
+        longest_tokens: length of its longest part; a completion may have several prompts.
     """
 
     prompt: Any
@@ -30,10 +30,10 @@ async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> 
     """Have an engine count a turn's prompt.
 
     Args:
-        url: the engine's.
+        url: the engine's URL.
 
     Raises:
-        ApiError: the engine refuses the prompt, or it is none.
+        ApiError: the engine refuses the prompt, or it is no prompt.
         EngineUnreachable: try another engine.
     """
     if request.chat:

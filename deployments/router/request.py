@@ -22,7 +22,7 @@ _RENDERED = (
     "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message", "add_special_tokens", "mm_processor_kwargs",
 )  # fmt: skip
-# The handoff is ours to direct.
+# A client does not direct the handoff; the router does.
 _NOT_FORWARDED = ("kv_transfer_params",)
 
 
@@ -32,10 +32,10 @@ class ClientRequest:
 
     Attributes:
         raw: the body as engines get it; ``body`` is the same, parsed.
-        explicit_id: the conversation, if the request names it.
-        candidates: digests by which it is recognised if not.
-        one_off: a completion without an id: a conversation of this one turn.
-        final: the client says that it is the last one.
+        explicit_id: the conversation's id, if the request names it.
+        candidates: digests by which the conversation is recognised if not.
+        one_off: whether it is a completion without an id: a conversation of this one turn.
+        final: whether the client says that it is the conversation's last turn.
     """
 
     path: str
@@ -58,7 +58,7 @@ class ClientRequest:
         return str(self.body["model"])
 
     def tokenizer_body(self) -> dict[str, Any]:
-        """What of a chat decides its prompt, as the tokenizer endpoint takes it."""
+        """The part of a chat that decides its prompt, as the tokenizer endpoint takes it."""
         rendered = {name: self.body[name] for name in ("model", *_RENDERED) if name in self.body}
         # vLLM hands these to the chat template, as arguments; that endpoint has no fields for them.
         extra = {

@@ -27,7 +27,7 @@ from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 
-# A turn whose engine cannot be reached, before the client got a byte, starts again, so often.
+# How often a turn is tried whose engine cannot be reached, before the client got a byte.
 _ATTEMPTS = 3
 # A prompt that may be what kills engines is given to so many, and to no other.
 _LOST_AT_MOST = 2
@@ -40,7 +40,7 @@ class Turn:
 
     Args:
         arrived_s: when the request came, by `time.perf_counter`.
-        send: the client's end.
+        send: sends to the client.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class Turn:
         )
 
 
-# These know no `Turn`: what is still to be done after it must not keep its request.
+# These take no `Turn`: a call that is yet to come must not keep a turn's request in memory.
 
 
 def _abandon(table: TableClient, plan: TurnPlan) -> None:

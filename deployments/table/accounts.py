@@ -86,7 +86,7 @@ class Accounts:
         self.handed_off(stats)
 
     def handed_off(self, stats: TurnStats) -> None:
-        """A decoder has taken what these say from LMCache, if anything."""
+        """A decoder has taken from LMCache what its stats say, if anything."""
         if stats.lmcache_tokens:
             self.metrics.handoffs.inc()
             self.metrics.handoff_tokens.inc(stats.lmcache_tokens)

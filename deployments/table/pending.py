@@ -36,6 +36,6 @@ class PendingTurn:
         return self.granted is not None
 
     def settle(self) -> None:
-        """It is bound or given up."""
+        """Note that the conversation is bound or given up."""
         if not self.settled.done():
             self.settled.set_result(None)

@@ -30,7 +30,7 @@ class Registry:
     # --- engines -----------------------------------------------------------------------------
 
     def add(self, engine: EngineInfo, now_s: float) -> list[tuple[str, int]]:
-        """An engine is ready. Returns conversations (and incarnations) that it is to forget."""
+        """Add an engine that is ready. Returns conversations (and incarnations) to forget."""
         forget: list[tuple[str, int]] = []
         if engine.role == "prefiller":
             self._table.add_prefiller(engine.id)
@@ -46,7 +46,7 @@ class Registry:
         return forget
 
     def engine_beat(self, engine_id: str, now_s: float) -> EngineInfo | None:
-        """An engine was heard of; None if it is unknown, and has to register."""
+        """Note that an engine was heard of; None if it is unknown, and has to register."""
         self.last_beat_s = now_s
         engine = self.engines.get(engine_id)
         if engine is not None:
@@ -54,7 +54,7 @@ class Registry:
         return engine
 
     def remove(self, engine: EngineInfo) -> list[str]:
-        """An engine is lost or has left; ids of the conversations that were bound to it."""
+        """Remove an engine that is lost or has left; returns ids of conversations bound to it."""
         del self.engines[engine.id]
         self._engine_beats_s.pop(engine.id, None)
         self._ended.pop(engine.id, None)
@@ -64,7 +64,7 @@ class Registry:
         return self._table.remove_decoder(engine.id)
 
     def silent_engines(self, now_s: float) -> list[str]:
-        """Ids of those that have to be taken for lost."""
+        """Ids of the engines that have to be taken for lost."""
         return _silent(self._engine_beats_s, now_s)
 
     def living_and_leaving(self, role: Role) -> tuple[int, int]:
@@ -85,12 +85,12 @@ class Registry:
     # --- what decoders are told --------------------------------------------------------------
 
     def note_ended(self, conversation: Conversation) -> None:
-        """A conversation has ended; the decoder that holds it is told with its next beat."""
+        """Note that a conversation has ended; its decoder is told with the decoder's next beat."""
         if conversation.decoder_id in self._ended:
             self._ended[conversation.decoder_id].append((conversation.id, conversation.incarnation))
 
     def take_ended(self, engine_id: str) -> list[tuple[str, int]]:
-        """What has been noted for an engine, once; nothing for a prefiller."""
+        """Take out what has been noted for an engine, so that it is told once."""
         ended = self._ended.get(engine_id, [])
         self._ended[engine_id] = []
         return ended
@@ -103,12 +103,12 @@ class Registry:
         return bool(self._router_beats_s)
 
     def router_beat(self, router_id: str, now_s: float) -> None:
-        """A router was heard of."""
+        """Note that a router was heard of."""
         self.last_beat_s = self._router_beats_s[router_id] = now_s
         self._lost_routers.discard(router_id)
 
     def remove_router(self, router_id: str) -> None:
-        """A router is lost."""
+        """Remove a router that is lost."""
         del self._router_beats_s[router_id]
         self._lost_routers.add(router_id)
 
@@ -117,7 +117,7 @@ class Registry:
         return router_id in self._lost_routers
 
     def silent_routers(self, now_s: float) -> list[str]:
-        """Ids of those that have to be taken for lost."""
+        """Ids of the routers that have to be taken for lost."""
         return _silent(self._router_beats_s, now_s)
 
 

@@ -61,7 +61,7 @@ class TableService:
             settings.policy(),
             settings.idle_timeout_s,
             settings.turn_timeout_s,
-            # Above whatever a predecessor handed out, without having kept it.
+            # The clock is above whatever a predecessor handed out, of which nothing is kept.
             first_id=time.time_ns() // 1_000_000,
         )
         self._admission = Admission(self._table, settings.queue_limit, settings.queue_timeout_s)
@@ -76,7 +76,7 @@ class TableService:
         self._routers_of: dict[TurnKey, str] = {}
         self._pending: dict[str, PendingTurn] = {}
         self._claims = 0
-        # Not yet: a predecessor's engines are still to say how many were wanted.
+        # Nothing is decided yet: a predecessor's engines are still to say how many were wanted.
         self._decided_s = 0.0
         self._recovered = asyncio.Event()
         self._housekeeping: asyncio.Task[None] | None = None
@@ -84,12 +84,12 @@ class TableService:
     # --- engines -----------------------------------------------------------------------------
 
     async def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
-        """An engine is ready. Returns conversations (and incarnations) that it is to forget."""
+        """Add an engine that is ready. Returns conversations (and incarnations) to forget."""
         self._ensure_housekeeping()
         now_s = time.monotonic()
         forget = self._registry.add(engine, now_s)
         if engine.wanted_replicas is not None and now_s - self._started_s <= SILENCE_S:
-            # A predecessor has wanted so many, and they are there.
+            # A predecessor has wanted so many engines, and they are there.
             self._autoscaler.adopt(engine.role, engine.wanted_replicas, now_s)
         logger.info("%s %s is ready at %s", engine.role, engine.id, engine.url)
         if self._complete():
@@ -98,7 +98,7 @@ class TableService:
         return forget
 
     async def beat(self, engine_id: str, energy: EngineEnergy | None = None) -> Heard | None:
-        """An engine lives. Returns what it has to know, or None: register again.
+        """Note that an engine lives. Returns what it has to know, or None: register again.
 
         Args:
             energy: what its GPUs have used, where that is known.
@@ -112,7 +112,7 @@ class TableService:
         return Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s)
 
     async def engine_lost(self, engine_id: str, why: str) -> None:
-        """An engine is dead."""
+        """Remove an engine that is dead."""
         engine = self._registry.engines.get(engine_id)
         if engine is None:
             return
@@ -124,23 +124,24 @@ class TableService:
         )  # fmt: skip
 
     async def leave(self, engine_id: str, overdue: bool) -> bool:
-        """An engine is to go: it gets nothing new.
+        """Let an engine go: it gets nothing new.
 
         Args:
-            overdue: its time to drain is up: conversations are unbound once no turn of theirs runs.
+            overdue: whether its time to drain is up: then its conversations are unbound, each once
+                none of its turns runs.
 
         Returns:
             Whether it should stay and ask again, because of what it has.
         """
         engine = self._registry.engines.get(engine_id)
         if engine is None:
-            # A new table, with which it has not registered yet; or it was lost.
+            # This is a new table, with which it has not registered yet; or it was lost.
             return not overdue
         if not self._table.is_leaving(engine_id):
             self._table.leave(engine_id)
             logger.info("%s %s is leaving", engine.role, engine_id)
         if not self._registry.has_routers and time.monotonic() - self._started_s > SILENCE_S:
-            # They belong to a new deployment, with a table of its own: no turn comes here.
+            # Routers belong to a new deployment, with a table of its own: no turn comes here.
             return False
         if engine.role == "prefiller":
             return self._table.prefillers[engine_id].queued_tokens > 0 and not overdue
@@ -157,7 +158,7 @@ class TableService:
         return self._table.decoders[engine_id].conversations > 0
 
     async def left(self, engine_id: str) -> None:
-        """An engine that was leaving ends now."""
+        """Remove an engine that was leaving, and ends now."""
         engine = self._registry.engines.get(engine_id)
         if engine is not None:
             self._accounts.engine_gone(engine, lost=False)
@@ -171,7 +172,7 @@ class TableService:
     async def begin(
         self, router_id: str, explicit_id: str | None, candidates: list[Digest]
     ) -> TurnPlan | Unplaced | Refusal:
-        """Start a turn: where its conversation is bound, or that it has to be placed."""
+        """Start a turn; returns where its conversation is bound, or that it has to be placed."""
         if refusal := await self._not_ready():
             return refusal
         conversation_id = explicit_id or self._table.recognise(candidates) or identity.new_id()
@@ -203,7 +204,7 @@ class TableService:
         """Bind a conversation for which `begin` answered `Unplaced`; waits for room.
 
         Args:
-            waited_s: since its first request came.
+            waited_s: how long ago its first request came.
         """
         called_s = unix_s()
         pending = self._pending.get(conversation_id)
@@ -247,7 +248,7 @@ class TableService:
         return self._plan(admitted.turn, conversation, admitted.placement.prefiller_id, router_id)
 
     async def forgo(self, conversation_id: str, claim: int) -> None:
-        """The turn for which `begin` answered `Unplaced` is not to be placed any more.
+        """Give up placing a turn for which `begin` answered `Unplaced`.
 
         Args:
             claim: that answer's; another turn of the conversation is left alone.
@@ -268,14 +269,14 @@ class TableService:
             pending.given_up = True
 
     async def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
-        """The remote prefill is over; None: it failed."""
+        """Note that the remote prefill is over; ``done`` is None if it failed."""
         self._table.prefilled(plan.turn)
         self._accounts.prefilled(plan, done, goes_on=plan.turn in self._routers_of)
 
     async def advance(
         self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
     ) -> bool:
-        """A decoder has completed a turn. Returns whether the conversation is still its own."""
+        """Note that a decoder completed a turn. Returns whether it still has the conversation."""
         self._turn_ends(turn)
         if decoder_id not in self._registry.engines:
             # A new table: the decoder will register, with this turn among its holdings.
@@ -286,7 +287,7 @@ class TableService:
         return self._table.holds(turn, decoder_id)
 
     async def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
-        """A turn ended without completing."""
+        """End a turn that did not complete."""
         self._turn_ends(turn)
         if stats is not None:
             self._accounts.handed_off(stats)
@@ -296,7 +297,7 @@ class TableService:
         self._admit()
 
     async def observe(self, timing: TurnTiming) -> None:
-        """A router saw a turn end."""
+        """Note how a turn ended, as its router saw it."""
         self._accounts.observed(timing)
 
     async def release(self, conversation_id: str, reason: str = "released") -> bool:
@@ -312,7 +313,7 @@ class TableService:
     # --- what can be asked -------------------------------------------------------------------
 
     async def router_beat(self, router_id: str) -> None:
-        """A router lives."""
+        """Note that a router lives."""
         self._ensure_housekeeping()
         self._registry.router_beat(router_id, time.monotonic())
 
@@ -325,7 +326,7 @@ class TableService:
         }
 
     async def engines(self) -> list[dict[str, Any]]:
-        """Those alive, for `GET /v1/engines`."""
+        """The engines alive, for `GET /v1/engines`."""
         await self._not_ready()
         return [engine_view(engine, self._table) for engine in self._registry.engines.values()]
 
@@ -336,7 +337,7 @@ class TableService:
         return None if found is None else conversation_view(found, unix_s())
 
     async def conversations(self, limit: int) -> dict[str, Any]:
-        """The latest used ones, for `GET /v1/conversations`."""
+        """The most recently used conversations, for `GET /v1/conversations`."""
         await self._not_ready()
         now_s = unix_s()
         return {
@@ -346,7 +347,7 @@ class TableService:
         }
 
     async def metrics(self) -> bytes:
-        """Prometheus text."""
+        """The metrics, in Prometheus' text format."""
         return self._accounts.metrics.render()
 
     # --- inside ------------------------------------------------------------------------------
@@ -355,13 +356,13 @@ class TableService:
         if not self._recovered.is_set():
             left_s = self._started_s + RECOVERY_S - time.monotonic()
             if left_s > 0:
-                # Not all may come back: then those that did serve.
+                # Perhaps not all come back: then those that did serve.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._recovered.wait(), left_s)
         return None if self._table.decoders else refusals.UNAVAILABLE
 
     def _complete(self) -> bool:
-        """Whether all engines that a predecessor had are known; of itself, those to start with."""
+        """Whether all engines are known: those that a predecessor had, else those to start with."""
         wanted = self._autoscaler.wanted
         return all(
             self._registry.living_and_leaving(role)[0] >= wanted[role].scaling.replicas
@@ -494,7 +495,7 @@ class TableService:
             logger.info("%ss: %d wanted (%s)", role, scaling.replicas, scaling.why)
 
     async def _router_lost(self, router_id: str) -> None:
-        """Give back what it had begun; decoders report the turns that had got to them."""
+        """Give back what a lost router had begun; decoders report the turns that got to them."""
         self._registry.remove_router(router_id)
         for pending in list(self._pending.values()):
             if pending.router_id == router_id:

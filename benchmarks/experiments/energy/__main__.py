@@ -46,7 +46,7 @@ SETUPS = (
 
 @dataclass(slots=True)
 class AccountedRun:
-    """A setup, modelled, and accounted."""
+    """A setup's modelled run, and the accounting of it."""
 
     setup: Setup
     outcome: ModelledRun
@@ -87,7 +87,7 @@ def run(
 
 
 def modelled_j(outcome: ModelledRun, draw: Draw, setup: Setup) -> float:
-    """What the GPUs use by the model's busy seconds, without a meter."""
+    """Joules that the GPUs use by the model's busy seconds, without a meter."""
     total_j = 0.0
     for name, busy in outcome.busy.items():
         capped = setup.prefiller if name == _PREFILLER else setup.decoders
@@ -100,7 +100,7 @@ def modelled_j(outcome: ModelledRun, draw: Draw, setup: Setup) -> float:
 
 
 def gains(runs: list[AccountedRun], draws: list[Draw]) -> list[tuple[Draw, float]]:
-    """How much more tokens a joule the heterogeneous setup gives, for each assumed draw."""
+    """How many more tokens a joule the heterogeneous setup gives, for each assumed draw."""
     homogeneous, heterogeneous = runs[0], runs[1]
     found = []
     for draw in draws:
@@ -113,7 +113,7 @@ def gains(runs: list[AccountedRun], draws: list[Draw]) -> list[tuple[Draw, float
 
 
 def show(runs: list[AccountedRun], draws: list[tuple[Draw, float]], console: Console) -> None:
-    """The tables."""
+    """Print the tables."""
     table = Table(title="Stand-in GPUs under a modelled load, metered by the node's keeper")
     table.add_column("")
     for run in runs:
@@ -160,7 +160,7 @@ _ROWS: dict[str, Callable[[AccountedRun, AccountedRun], str]] = {
 
 
 def _tokens_per_j(run: AccountedRun) -> float:
-    """Every turn's whole prompt, and its output."""
+    """Tokens of every turn's whole prompt and of its output, over the joules accounted."""
     return run.outcome.tokens / run.accounted.total_j
 
 

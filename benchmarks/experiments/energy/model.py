@@ -78,7 +78,7 @@ class _Engine:
         self.prefills.append((turn, tokens / PREFILL_TOKENS_PER_S * self.speed.prefill))
 
     def step(self, step_s: float) -> tuple[Step, list[_Turn], list[_Turn]]:
-        """What it did, the turns whose prefill is done, and those that are answered."""
+        """Run a step; returns what the engine did, the turns prefilled, and those answered."""
         left_s = step_s
         prefilled = []
         while self.prefills and left_s > 0:
@@ -108,10 +108,10 @@ class ModelledRun:
     """A run of the model.
 
     Attributes:
-        duration_s: to the last answer.
+        duration_s: time from the start to the last answer.
         busy: seconds of prefill and of decode, by engine.
-        computed_tokens: prefilled or decoded, by engine.
-        tokens: of all prompts, whole, and all outputs.
+        computed_tokens: tokens prefilled or decoded, by engine.
+        tokens: length of all prompts, each whole, and of all outputs.
         ttft1_s: first turns' times to first token.
         turn_s: all turns' latencies.
     """
@@ -128,7 +128,7 @@ class Machine:
     """The paper's four GPUs at work.
 
     Args:
-        speeds: of the prefiller's engine and of each decoder's, by name; one prefiller at least.
+        prefillers, decoders: each engine's speed, by its name; there is at least one prefiller.
     """
 
     def __init__(self, prefillers: dict[str, Speed], decoders: dict[str, Speed]) -> None:
@@ -150,7 +150,7 @@ class Machine:
     def run(
         self, plan: Iterable[tuple[float, Script]], step_s: float = 0.05
     ) -> Iterator[tuple[float, dict[str, Step]]]:
-        """Serve a plan; gives, for each step, its end and what each engine did in it."""
+        """Serve a plan; yields, for each step, its end and what each engine did in it."""
         arrivals = iter(plan)
         coming = next(arrivals, None)
         now_s = 0.0

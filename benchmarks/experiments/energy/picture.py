@@ -14,7 +14,7 @@ from benchmarks.experiments.energy.rig import Draw
 
 
 def draw_sweep(gains: Sequence[tuple[Draw, float]], published: float, path: Path) -> None:
-    """A line for each idle power, and the paper's figure."""
+    """Draw a line for each idle power, and the paper's figure."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.add_subplot()
     for idle_w, colour, marker in zip(

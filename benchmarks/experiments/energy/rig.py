@@ -22,8 +22,8 @@ class Draw:
     """What an A40 draws without a cap, in watts. Assumed; the paper states caps alone.
 
     Attributes:
-        prefill_w: compute-bound work draws all that the limit allows.
-        decode_w: memory-bound work; under the limit or at it.
+        prefill_w: draw of compute-bound work: all that the limit allows.
+        decode_w: draw of memory-bound work: under the limit or at it.
     """
 
     idle_w: float = 30.0
@@ -45,11 +45,11 @@ class Accounted:
     """What the accounting says.
 
     Attributes:
-        role_j: by role.
-        tier_tokens_per_j: tokens computed by the tier's engines, a joule.
+        role_j: energy accounted to each role.
+        tier_tokens_per_j: tokens per joule that each tier's engines computed.
         true_j: what the stand-in's GPUs used by its own state.
         limits_w: the limits that held, by tier.
-        after_w: and after the end, of all GPUs.
+        after_w: the limits of all GPUs after the end.
     """
 
     role_j: dict[str, float] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Accounted:
 
     @property
     def total_j(self) -> float:
-        """Over all roles."""
+        """Energy accounted to all roles."""
         return sum(self.role_j.values())
 
 
@@ -83,7 +83,8 @@ class Rig:
         """Run the GPUs through the model's steps, under the tiers' caps.
 
         Args:
-            steps: end of each, what engines did in it, and the tokens they have computed so far.
+            steps: for each, its end, what engines did in it, and the tokens that they have
+                computed so far.
         """
         own = Path(tempfile.mkdtemp(dir=self._folder))
         engines = [name for tier in tiers.values() for name in tier.engines]
