@@ -8,10 +8,13 @@ vLLM loads this in each of its processes, as a plugin of the group ``vllm.genera
 pyproject.toml). ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
 """
 
+import contextlib
 import logging
 import multiprocessing
 import os
 import threading
+
+from conserve.shared_memory import mapped, remove
 
 logger = logging.getLogger("vllm.conserve")
 
@@ -32,5 +35,9 @@ def _end_with(parent: "multiprocessing.process.BaseProcess") -> None:
     # This returns when the parent has ended, however it did.
     parent.join()
     logger.error("process %s, which started this one, is gone: ending", parent.pid)
+    # Whoever else would remove what this engine has in shared memory may be gone as well: after a
+    # `kill` of `serve run`, all of Ray is. Its own processes that still live keep what they have.
+    with contextlib.suppress(OSError):
+        remove(mapped([os.getpid()]))
     # An orderly end would wait for those that are gone, and store what is half computed.
     os._exit(1)
