@@ -66,34 +66,51 @@ class Unavailable:
 @cli.command()
 def main(
     data: Annotated[
-        Path | None, typer.Option(help="Folder of recorded sessions; none: synthetic ones.")
+        Path | None,
+        typer.Option(help="Folder of recorded sessions; without it they are synthetic."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for everything that comes of it.")] = Path(
         "bench-results/suite"
     ),
-    systems: Annotated[str, typer.Option(help="Which, with commas between.")] = ",".join(SYSTEMS),
-    conversations: Annotated[int, typer.Option(help="A run.", min=1)] = 60,
+    systems: Annotated[
+        str, typer.Option(help="Which systems to measure, with commas between.")
+    ] = ",".join(SYSTEMS),
+    conversations: Annotated[int, typer.Option(help="Conversations in a run.", min=1)] = 60,
     shares: Annotated[
-        str, typer.Option(help="Of the highest rate that the prefiller sustains; rising.")
+        str,
+        typer.Option(help="Rates, as rising shares of the highest that the prefiller sustains."),
     ] = "0.5,1.0",
     engines: Annotated[int, typer.Option(help="Engine replicas of each system.", min=2)] = 2,
-    cores: Annotated[str | None, typer.Option(metavar="0,1", help="A core an engine.")] = None,
+    cores: Annotated[
+        str | None, typer.Option(metavar="0,1", help="Cores to pin engines to, one each.")
+    ] = None,
     wrong_decision_rates: Annotated[
-        str, typer.Option(help="Of per_turn, which is measured once for each: per_turn-10 is 0.1.")
+        str,
+        typer.Option(
+            help="Shares of wrong decisions; per_turn is measured with each (per_turn-10: 0.1)."
+        ),
     ] = "0.1",
     chunk_tokens: Annotated[
-        int | None, typer.Option(help="Of collocated: most tokens of an engine's step.")
+        int | None, typer.Option(help="Most tokens that a step of a collocated engine may have.")
     ] = None,
     scale_tokens: Annotated[
         float | None,
-        typer.Option(help="Factor for lengths; else 0.02 for recorded sessions, 0.15 without."),
+        typer.Option(
+            help="Multiply lengths by this (default: 0.02 for recorded sessions, else 0.15)."
+        ),
     ] = None,
-    scale_gaps: Annotated[float, typer.Option(help="Factor for gaps.")] = 0.02,
-    max_gap: Annotated[float, typer.Option(help="Of recorded gaps, seconds.")] = 1.0,
-    max_turns: Annotated[int, typer.Option(help="Of recorded sessions.")] = 15,
+    scale_gaps: Annotated[
+        float, typer.Option(help="Multiply the gaps between turns by this.")
+    ] = 0.02,
+    max_gap: Annotated[
+        float, typer.Option(help="Cut longer recorded gaps down to this, in seconds.")
+    ] = 1.0,
+    max_turns: Annotated[
+        int, typer.Option(help="Leave recorded sessions with more turns out.")
+    ] = 15,
     vocabulary: Annotated[str, typer.Option(help="See conserve bench run.")] = "1000:4000",
-    model: Annotated[str, typer.Option(help="Path or id.")] = "embedded",
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    model: Annotated[str, typer.Option(help="Path or id of the model.")] = "embedded",
+    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn at random.")] = 0,
 ) -> None:
     """Measure each system and compare them."""
     begun_s = time.monotonic()
