@@ -91,7 +91,7 @@ class Turn:
             except EngineUnreachable as error:
                 logger.warning("turn attempt %d: %s", attempt + 1, error)
                 if self._plan is not None:
-                    await self._after_failure(self._plan, str(error))
+                    await self._after_failure(self._plan, str(error), error.had_request)
                 if self._answer.started:
                     raise ApiError(
                         503,
@@ -174,7 +174,7 @@ class Turn:
         try:
             return await count_prompt(self._request, self._upstream, url)
         except EngineUnreachable as error:
-            await self._report_if_lost(engine_id, url, str(error))
+            await self._report_if_lost(engine_id, url, str(error), error.had_request)
             raise
 
     async def _prefill(self, plan: TurnPlan, prompt: Any) -> None:
@@ -190,8 +190,10 @@ class Turn:
         except (EngineUnreachable, ApiError) as error:
             # No turn fails for want of a prefiller: its decoder computes what it does not find.
             logger.warning("prefill on %s: %s", plan.prefiller_id, error)
+            had_it = isinstance(error, ApiError) or error.had_request
             if isinstance(error, EngineUnreachable) or error.status >= 500:
-                await self._report_if_lost(plan.prefiller_id, plan.prefiller_url, str(error))
+                engine = (plan.prefiller_id, plan.prefiller_url)
+                await self._report_if_lost(*engine, str(error), had_it)
         finally:
             self._table.tell("prefilled", plan, done)
         self._require_another_try()
@@ -246,7 +248,7 @@ class Turn:
             return "cancelled"
         except AnsweredWithError:
             assert self._plan is not None
-            await self._after_failure(self._plan, "an error in the stream")
+            await self._after_failure(self._plan, "an error in the stream", True)
             return "failed"
         except ApiError as error:
             failure = error
@@ -260,13 +262,14 @@ class Turn:
         await self._answer.end_with(failure, self._own_headers())
         return "refused" if failure.status < 500 else "failed"
 
-    async def _after_failure(self, plan: TurnPlan, why: str) -> None:
-        await self._report_if_lost(plan.decoder_id, plan.decoder_url, why)
+    async def _after_failure(self, plan: TurnPlan, why: str, had_prompt: bool) -> None:
+        await self._report_if_lost(plan.decoder_id, plan.decoder_url, why, had_prompt)
         _abandon(self._table, plan)
 
-    async def _report_if_lost(self, engine_id: str, url: str, why: str) -> None:
+    async def _report_if_lost(self, engine_id: str, url: str, why: str, had_prompt: bool) -> None:
         if not await self._upstream.healthy(url):
-            self._lost += 1
+            # One that was gone before the prompt came cannot have died of it.
+            self._lost += had_prompt
             await self._table.call("engine_lost", engine_id, why)
 
     def _timing(self, outcome: TurnOutcome) -> TurnTiming:

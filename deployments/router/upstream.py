@@ -18,7 +18,15 @@ _LONGEST_ERROR_BYTES = 64 * 1024 * 1024
 
 
 class EngineUnreachable(Exception):
-    """The connection to an engine could not be made, or broke."""
+    """The connection to an engine could not be made, or broke.
+
+    Attributes:
+        had_request: it broke, so the engine may have worked on the request.
+    """
+
+    def __init__(self, why: str, *, had_request: bool = True) -> None:
+        super().__init__(why)
+        self.had_request = had_request
 
 
 class Upstream:
@@ -81,11 +89,14 @@ class Upstream:
             async with self._open().post(url, data=raw, headers=headers) as response:
                 yield response
         except aiohttp.ConnectionTimeoutError as error:
-            raise EngineUnreachable(f"no connection within {_CONNECT_TIMEOUT_S:g} s") from error
+            raise EngineUnreachable(
+                f"no connection within {_CONNECT_TIMEOUT_S:g} s", had_request=False
+            ) from error
         except aiohttp.ServerTimeoutError as error:
             raise _silent(self._silence_s) from error
         except aiohttp.ClientError as error:
-            raise EngineUnreachable(f"{type(error).__name__}: {error}") from error
+            made = not isinstance(error, aiohttp.ClientConnectorError)
+            raise EngineUnreachable(f"{type(error).__name__}: {error}", had_request=made) from error
 
     async def _json(self, url: str, body: dict[str, Any]) -> Any:
         raw = json.dumps(body).encode()

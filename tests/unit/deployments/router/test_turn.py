@@ -45,14 +45,23 @@ class Table:
 
 @dataclass
 class Engines:
-    """Engines by their URL's host; those in ``die`` are gone once they have the prompt."""
+    """Engines by their URL's host.
+
+    Attributes:
+        die: those that are gone once they have the prompt.
+        gone: those that were gone before.
+    """
 
     die: set[str]
+    gone: set[str] = field(default_factory=set)
     served: list[str] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
 
     def _serve(self, url: str) -> None:
         name = url.removeprefix("http://").partition("/")[0]
+        if name in self.gone:
+            self.dead.add(name)
+            raise EngineUnreachable(f"cannot connect to {name}", had_request=False)
         self.served.append(name)
         if name in self.die:
             self.dead.add(name)
@@ -147,3 +156,17 @@ def test_an_engine_that_lives_and_cannot_be_reached_is_tried_as_often_as_ever() 
     assert status == 200
     assert engines.served == ["d1", "d2", "d3"]
     assert table.lost == []
+
+
+def test_engines_that_were_gone_before_are_not_held_against_the_prompt() -> None:
+    """A whole node is lost; that its engines are, routers find out one by one."""
+    table, engines = Table(prefillers=3), Engines(die=set(), gone={"p1", "d1", "p2", "d2"})
+    status, headers, _ = ask(table, engines)
+    assert status == 200
+    assert headers[b"x-conserve-decoder"] == b"d3"
+    assert table.lost == ["p1", "d1", "p2", "d2"]
+
+    table, engines = Table(), Engines(die=set(), gone={f"d{n}" for n in range(1, 9)})
+    status, headers, body = ask(table, engines)
+    assert (status, body["error"]["code"]) == (503, "engine_lost")
+    assert b"x-should-retry" not in headers
