@@ -3,11 +3,13 @@
 import asyncio
 import json
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from conserve.settings import Settings
 from deployments.router import request
+from deployments.router.frontdoor import FrontDoor
 from deployments.router.turns import Turns
 
 
@@ -64,3 +66,27 @@ def test_a_body_that_grows_over_the_limit_is_refused_before_its_end() -> None:
     part = {"type": "http.request", "body": b" " * (8 << 20), "more_body": True}
     start, _ = post(table, [dict(part) for _ in range(40)])
     assert start["status"] == 413
+
+
+@pytest.mark.parametrize("limit", ["²", "0", "-1", "10001", "9" * 5000, "1e3", ""])
+def test_a_limit_that_is_no_number_is_refused(limit: str) -> None:
+    """Some of these are digits to Python, and no number."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/v1/conversations",
+        "query_string": f"limit={quote(limit)}".encode(),
+        "headers": [],
+    }
+    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    asyncio.run(door(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert json.loads(sent[1]["body"])["error"]["param"] == "limit"
