@@ -8,6 +8,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,11 @@ def address(machine_alone: None, tmp_path: Path) -> Iterator[str]:
             assert time.monotonic() < deadline_s, f"Ray did not start: see {log}"
             time.sleep(0.2)
         yield address
+    # Where `ray start` says which cluster this machine is in. Left there, the next Ray that starts
+    # here by itself would look for this one.
+    current = Path(tempfile.gettempdir(), "ray", "ray_current_cluster")
+    if current.exists() and current.read_text().strip() == address:
+        current.unlink()
 
 
 def nodes(address: str) -> int:
