@@ -8,7 +8,6 @@ vLLM loads this in each of its processes, as a plugin of the group ``vllm.genera
 pyproject.toml). ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
 """
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -36,8 +35,10 @@ def _end_with(parent: "multiprocessing.process.BaseProcess") -> None:
     parent.join()
     logger.error("process %s, which started this one, is gone: ending", parent.pid)
     # Whoever else would remove what this engine has in shared memory may be gone as well: after a
-    # `kill` of `serve run`, all of Ray is. Its own processes that still live keep what they have.
-    with contextlib.suppress(OSError):
+    # kill of Ray's own processes, say. The engine's that still live keep what they have.
+    try:
         remove(mapped([os.getpid()]))
+    except OSError as error:
+        logger.warning("what it has in shared memory stays: %s", error)
     # An orderly end would wait for those that are gone, and store what is half computed.
     os._exit(1)
