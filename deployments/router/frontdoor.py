@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from conserve import identity
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
+from deployments.router.endpoint import TurnEndpoint
 from deployments.router.responses import TABLE_RESTARTING, error_response
-from deployments.router.turns import Turns
 from deployments.router.upstream import Upstream
 from deployments.table.table_client import TableClient, TableUnavailable
 
@@ -33,7 +33,7 @@ class FrontDoor:
         self._settings = settings
         self._table = table
         self._started = int(time.time())
-        turns = Turns(settings, table, Upstream(settings.turn_timeout_s), router_id)
+        turns = TurnEndpoint(settings, table, Upstream(settings.turn_timeout_s), router_id)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._app = Starlette(
             routes=[

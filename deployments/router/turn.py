@@ -144,7 +144,9 @@ class Turn:
             raise
         try:
             waited_s = time.perf_counter() - self._arrived_s
-            placed = await self._claim("place", answer.conversation_id, counted.tokens, waited_s)
+            placed = await self._claim(
+                "place", answer.conversation_id, counted.tokens, waited_s, answer.claim
+            )
         except asyncio.CancelledError:
             # A refusal has settled it already; only who leaves is still in line.
             _forgo(self._table, answer)

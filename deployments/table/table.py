@@ -11,6 +11,7 @@ there are to be in `autoscale`.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from typing import Any
@@ -57,12 +58,11 @@ class TableService:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        # The clock is above whatever a predecessor handed out, of which nothing is kept.
+        first_id = time.time_ns() // 1_000_000
+        self._claims = itertools.count(first_id)
         self._table = ConversationTable(
-            settings.policy(),
-            settings.idle_timeout_s,
-            settings.turn_timeout_s,
-            # The clock is above whatever a predecessor handed out, of which nothing is kept.
-            first_id=time.time_ns() // 1_000_000,
+            settings.policy(), settings.idle_timeout_s, settings.turn_timeout_s, first_id=first_id
         )
         self._admission = Admission(self._table, settings.queue_limit, settings.queue_timeout_s)
         self._autoscaler = make_autoscaler(settings)
@@ -75,7 +75,6 @@ class TableService:
         # conversation.
         self._routers_of: dict[TurnKey, str] = {}
         self._pending: dict[str, PendingTurn] = {}
-        self._claims = 0
         # Nothing is decided yet: a predecessor's engines are still to say how many were wanted.
         self._decided_s = 0.0
         self._recovered = asyncio.Event()
@@ -199,12 +198,18 @@ class TableService:
         return Unplaced(conversation_id, counter.url, counter.id, counter.max_model_len, claim)
 
     async def place(
-        self, router_id: str, conversation_id: str, turn1_tokens: int, waited_s: float = 0.0
+        self,
+        router_id: str,
+        conversation_id: str,
+        turn1_tokens: int,
+        waited_s: float = 0.0,
+        claim: int | None = None,
     ) -> TurnPlan | Refusal:
         """Bind a conversation for which `begin` answered `Unplaced`; waits for room.
 
         Args:
             waited_s: how long ago its first request came.
+            claim: that answer's.
         """
         called_s = unix_s()
         pending = self._pending.get(conversation_id)
@@ -214,7 +219,7 @@ class TableService:
         if pending is None:
             # Of this turn nothing is known (any more): the table before this one was asked to begin
             # it, or another router has given it up.
-            pending = self._pend(conversation_id, router_id)
+            pending = self._pend(conversation_id, router_id, claim)
         pending.arrived_s = called_s - waited_s
         try:
             largest = max((one.capacity_tokens for one in self._table.decoders.values()), default=0)
@@ -397,10 +402,11 @@ class TableService:
         self._routers_of.pop(turn, None)
         self._accounts.turn_ends(turn)
 
-    def _pend(self, conversation_id: str, router_id: str) -> PendingTurn:
+    def _pend(self, conversation_id: str, router_id: str, claim: int | None = None) -> PendingTurn:
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._claims += 1
-        pending = PendingTurn(conversation_id, router_id, self._claims, settled)
+        if claim is None:
+            claim = next(self._claims)
+        pending = PendingTurn(conversation_id, router_id, claim, settled)
         self._pending[conversation_id] = pending
         return pending
 

@@ -9,8 +9,8 @@ import pytest
 
 from conserve.settings import Settings
 from deployments.router import request
+from deployments.router.endpoint import TurnEndpoint
 from deployments.router.frontdoor import FrontDoor
-from deployments.router.turns import Turns
 
 
 class Table:
@@ -25,7 +25,7 @@ class Table:
 
 def post(table: Table, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What is sent back when these messages arrive, and then nothing more."""
-    endpoint = Turns(Settings(), table, None, "router")  # type: ignore[arg-type]
+    endpoint = TurnEndpoint(Settings(), table, None, "router")  # type: ignore[arg-type]
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from conserve.conversation import TurnKey
 from conserve.settings import Settings
 from deployments.messages import Prefilled, TurnPlan, Unplaced
-from deployments.router.turns import Turns
+from deployments.router.endpoint import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
 
 PROMPT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -96,7 +96,7 @@ class Whole:
 
 def ask(table: Table, engines: Engines) -> tuple[int, dict[bytes, bytes], Any]:
     """Status, headers and body of the answer to one chat."""
-    endpoint = Turns(Settings(), table, engines, "router")  # type: ignore[arg-type]
+    endpoint = TurnEndpoint(Settings(), table, engines, "router")  # type: ignore[arg-type]
     received = [{"type": "http.request", "body": json.dumps(PROMPT).encode()}]
     sent: list[dict[str, Any]] = []
 

@@ -92,7 +92,7 @@ class World:
             await self.service.forgo(asked.conversation_id, asked.claim)
             return None
         placing = asyncio.ensure_future(
-            self.service.place(router, asked.conversation_id, tokens, draw.random())
+            self.service.place(router, asked.conversation_id, tokens, draw.random(), asked.claim)
         )
         if fate < 0.4:
             await asyncio.sleep(draw.choice([0, 0, draw.random() * 4]))

@@ -272,6 +272,14 @@ def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the_next(
         # `begin` was another table's.
         assert isinstance(await service.place("r", "c", TOKENS), TurnPlan)
         assert not service._pending
+        # Its claim holds on: a client that leaves gives its place up.
+        waiting = asyncio.create_task(service.place("r", "d", TOKENS, 0.0, claim=5))
+        await asyncio.sleep(0)
+        assert b"conserve_queue_length 1.0" in await service.metrics()
+        await service.forgo("d", 5)
+        assert b"conserve_queue_length 0.0" in await service.metrics()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
     asyncio.run(scenario())
 

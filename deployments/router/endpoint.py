@@ -14,7 +14,7 @@ from deployments.router.upstream import Upstream
 from deployments.table.table_client import TableClient
 
 
-class Turns:
+class TurnEndpoint:
     """Reads a request, and serves it as a `Turn` of its own."""
 
     def __init__(
