@@ -313,6 +313,10 @@ class Settings(_Strict):
         gt=0,
         description="How long an engine may be silent within a turn; then the turn fails with 504.",
     )
+    continue_streams: bool = Field(
+        default=True,
+        description="Whether a streamed answer goes on at another decoder if its own is lost.",
+    )
 
     @field_validator("prefillers", "decoders", mode="before")
     @classmethod

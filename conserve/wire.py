@@ -4,9 +4,11 @@ Routers, engines, the conversation table, LMCache's connector and ``conserve pro
 this; nothing of it is for clients. It stands here once, so that no two of them can differ.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 Role = Literal["prefiller", "decoder"]
 """What an engine is for; where it runs is its tier (`hetero.tiers`)."""
@@ -28,6 +30,50 @@ TURN_HEADER = "x-conserve-turn"
 RECOGNISE_HEADER = "x-conserve-recognise"
 # Set where a prefiller has computed this later turn's prompt: LMCache holds more than turn 1's KV.
 PREFILLED_HEADER = "x-conserve-prefilled"
+# Set where a stream may have to be continued elsewhere: the decoder then notes beside each event
+# which tokens it holds.
+NOTES_HEADER = "x-conserve-notes"
+# Set where a stream is continued: so many bytes at the body's beginning are notes of what its
+# client has, and the request follows them.
+SENT_HEADER = "x-conserve-sent"
+
+# --- A stream's notes, from a decoder to its router and from that to another decoder --------------
+
+
+class Emitted(NamedTuple):
+    """One output of an engine within a stream.
+
+    Attributes:
+        finish_reason: set on the last one, as ``stop_reason``: vLLM's words for why it is.
+    """
+
+    token_ids: Sequence[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+# A comment within its event, which no reader of event streams passes on; see
+# https://html.spec.whatwg.org/multipage/server-sent-events.html
+NOTE_MARK = b": "
+_EMITTED = msgspec.json.Decoder(list[Emitted])
+
+
+def note(emitted: Sequence[Emitted]) -> bytes:
+    """What an event holds, as the line that comes before it."""
+    return NOTE_MARK + msgspec.json.encode(emitted) + b"\n"
+
+
+def read_notes(notes: bytes) -> list[Emitted]:
+    """What a stream's events hold, by its notes one after another.
+
+    Raises:
+        msgspec.DecodeError: these are no notes.
+    """
+    found = []
+    for line in notes.splitlines():
+        found += _EMITTED.decode(line.removeprefix(NOTE_MARK))
+    return found
+
 
 # --- kv_transfer_params, from whoever asks an engine to LMCache's connector and back --------------
 

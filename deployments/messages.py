@@ -142,6 +142,7 @@ class TurnTiming:
         turn: which it was; None if it was bound nowhere.
         effective_ago_s: how long ago the first token of a chat's answer came that is not a tool
             call; of an answer in one piece, the answer. Not a time: clocks of nodes differ.
+        continued: how often its stream went on at another decoder.
     """
 
     outcome: TurnOutcome
@@ -150,3 +151,4 @@ class TurnTiming:
     tbt_s: tuple[float, ...]
     turn: TurnKey | None = None
     effective_ago_s: float | None = None
+    continued: int = 0

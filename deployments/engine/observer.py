@@ -10,7 +10,7 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,8 @@ from conserve import recognition, wire
 from conserve.conversation import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.recognition import Digest
+from conserve.wire import Emitted
+from deployments.engine.continuation import can_be_continued, continued
 from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
@@ -40,6 +42,11 @@ class _Observation:
     cached_tokens: int = 0
     lmcache_tokens: int = 0
     output_tokens: dict[tuple[str, int], int] = field(default_factory=dict)
+    # For streams that may have to be continued: whether to note what is put out, what of it is
+    # in no event yet, and what another engine had put out before.
+    notes: bool = False
+    unnoted: list[Emitted] = field(default_factory=list)
+    sent: list[Emitted] = field(default_factory=list)
 
     def see(self, output: Any, delta: bool) -> None:
         self.prompt_tokens = max(self.prompt_tokens, len(output.prompt_token_ids or ()))
@@ -54,6 +61,13 @@ class _Observation:
             self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
         if output.finished:
             self.finished += 1
+
+    def put_out(self, output: Any) -> None:
+        if self.notes:
+            self.unnoted += (
+                Emitted(choice.token_ids, choice.finish_reason, choice.stop_reason)
+                for choice in output.outputs
+            )
 
     def stats(self) -> TurnStats | None:
         if not self.prompt_tokens:
@@ -96,12 +110,25 @@ def observe_engine(client: Any) -> None:
         given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         observation.prompt_tokens = max(observation.prompt_tokens, len(given or ()))
         delta = getattr(sampling_params.output_kind, "name", "") == "DELTA"
+        observation.notes &= observation.started == 1 and can_be_continued(prompt, sampling_params)
+        see: Callable[[Any], None] = functools.partial(observation.see, delta=delta)
+        if observation.sent:
+            run = functools.partial(generate, request_id=request_id, **options)
+            sent, tokenizer = observation.sent, client.tokenizer
+            # It sees the engine's outputs, which are other ones than it yields.
+            stream = continued(sent, prompt, sampling_params, request_id, tokenizer, run, see)
+            see = _nothing
         async with contextlib.aclosing(stream):
             async for output in stream:
-                observation.see(output, delta)
+                see(output)
+                observation.put_out(output)
                 yield output
 
     client.generate = observed
+
+
+def _nothing(output: Any) -> None:
+    """Stands for `see` where that was called already."""
 
 
 class TurnObserver:
@@ -135,8 +162,15 @@ class TurnObserver:
                 int(headers[wire.TURN_HEADER]),
             ),
         )
-        if wire.RECOGNISE_HEADER in headers:
-            turn.body, receive = await _read_ahead(receive)
+        sent_bytes = int(headers.get(wire.SENT_HEADER, 0))
+        if sent_bytes or wire.RECOGNISE_HEADER in headers:
+            body = await _read_ahead(receive)
+            turn.observation.sent = wire.read_notes(body[:sent_bytes])
+            body = body[sent_bytes:]
+            receive = _replay(body, receive)
+            if wire.RECOGNISE_HEADER in headers:
+                turn.body = body
+        turn.observation.notes = wire.NOTES_HEADER in headers
         self._holdings.begin(turn.key)
         if wire.PREFILLED_HEADER not in headers:
             turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.key.conversation_id)
@@ -179,6 +213,9 @@ class _Turn:
                 # vLLM sends every event as a part of its own.
                 if part.startswith(_DONE) if self.streamed else not message.get("more_body"):
                     await self.report(completed=self._completed())
+                elif self.streamed and (unnoted := self.observation.unnoted):
+                    message["body"] = wire.note(unnoted) + part
+                    self.observation.unnoted = []
             await send(message)
 
         return observed_send
@@ -223,8 +260,8 @@ class _Turn:
         return tuple(recognition.tail_digest(messages, answer) for answer in answers)
 
 
-async def _read_ahead(receive: Receive) -> tuple[bytes, Receive]:
-    """The whole body, and a ``receive`` that gives it out again."""
+async def _read_ahead(receive: Receive) -> bytes:
+    """The whole body."""
     parts = []
     while True:
         message = await receive()
@@ -233,7 +270,11 @@ async def _read_ahead(receive: Receive) -> tuple[bytes, Receive]:
         parts.append(message.get("body", b""))
         if not message.get("more_body"):
             break
-    body = b"".join(parts)
+    return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A ``receive`` that gives out a body that was read already."""
     given = False
 
     async def replay() -> Message:
@@ -243,4 +284,4 @@ async def _read_ahead(receive: Receive) -> tuple[bytes, Receive]:
         given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return body, replay
+    return replay

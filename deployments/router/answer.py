@@ -10,6 +10,7 @@ from starlette.types import Message, Send
 
 from conserve.errors import ApiError
 from deployments.router.responses import error_response
+from deployments.router.stream_record import StreamRecord
 
 # How a tool call begins in an answer, or in a part of its stream; within a text its quotes would
 # be escaped.
@@ -22,6 +23,18 @@ class AnsweredWithError(Exception):
     """The engine ended its stream with an error, which the client has."""
 
 
+class StreamBroken(Exception):
+    """A stream that can be continued has ended too soon.
+
+    Attributes:
+        event: the error by which the engine ended it, if it did; the client does not have it.
+    """
+
+    def __init__(self, event: bytes | None) -> None:
+        super().__init__("the engine ended the stream with an error" if event else "cut off")
+        self.event = event
+
+
 class RelayedAnswer:
     """What a client gets for one turn, and what can be seen of it in passing.
 
@@ -29,6 +42,8 @@ class RelayedAnswer:
         chat: whether it is a chat's answer, which may hold tool calls.
         arrived_s: when the request came, by `time.perf_counter`.
         send: sends to the client.
+        record: keeps what the client gets of a stream, for another engine to go on with; None if
+            that is not wanted.
 
     Attributes:
         started: whether the client has got something of it, so that it cannot be given anew.
@@ -39,10 +54,13 @@ class RelayedAnswer:
         effective: whether it is a chat's, is complete and holds no tool call.
     """
 
-    def __init__(self, chat: bool, arrived_s: float, send: Send) -> None:
+    def __init__(
+        self, chat: bool, arrived_s: float, send: Send, record: StreamRecord | None = None
+    ) -> None:
         self._chat = chat
         self._arrived_s = arrived_s
         self._send = send
+        self.record = record
         self.started = False
         self.streamed = False
         self.ttft_s: float | None = None
@@ -54,6 +72,7 @@ class RelayedAnswer:
 
         Raises:
             AnsweredWithError: the engine could not go on, and has told the client.
+            StreamBroken: nor could it, and another one can.
         """
         self.streamed = response.content_type == "text/event-stream"
         if self.streamed:
@@ -74,14 +93,23 @@ class RelayedAnswer:
         ending: deque[bytes] = deque(maxlen=3)
         effective = self._chat
         last_s = 0.0
+        record = self.record
+        if record is not None and self.started:
+            record.resume()
         async for part in response.content.iter_any():
+            if record is not None:
+                part = record.take(part)
+                if record.error is not None:
+                    break
+                if not part:
+                    continue
             now_s = time.perf_counter()
             if not self.started:
                 self.started = True
                 uncached = (b"cache-control", b"no-cache")
                 await self._send(_start(response, [*own_headers, *_passed_on(response), uncached]))
                 self.ttft_s = now_s - self._arrived_s
-            elif not part.startswith(b"data: [DONE]"):
+            elif last_s and not part.startswith(b"data: [DONE]"):
                 # Several events may have come together.
                 events = part.count(b"\n\n") - part.endswith(b"data: [DONE]\n\n")
                 self.tbt_s += [(now_s - last_s) / max(events, 1)] * max(events, 1)
@@ -89,6 +117,8 @@ class RelayedAnswer:
             effective = effective and _TOOL_CALL not in part
             ending.append(part)
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        if record is not None and record.can_resume and not record.done:
+            raise StreamBroken(record.error)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         # Nothing may be awaited after that: the server takes the exchange for over, and this
         # turn would count as one whose client has left.
@@ -96,14 +126,19 @@ class RelayedAnswer:
             raise AnsweredWithError
         self.effective = effective
 
+    async def end_with_event(self, event: bytes) -> None:
+        """End a stream with the engine's own last event."""
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def end_with(self, error: ApiError, own_headers: RawHeaders) -> None:
         """End with an error: as the response, or where that has begun, as its last event."""
         if not self.started:
             await refuse(error, own_headers, self._send)
             return
         if self.streamed:
-            event = b"data: " + json.dumps(error.body()).encode() + b"\n\n"
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+            await self.end_with_event(b"data: " + json.dumps(error.body()).encode() + b"\n\n")
+            return
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

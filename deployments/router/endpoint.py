@@ -36,5 +36,13 @@ class TurnEndpoint:
             return
         if request is None:
             return  # The client left while it sent its request.
-        turn = Turn(request, arrived_s, send, self._table, self._upstream, self._router_id)
+        turn = Turn(
+            request,
+            arrived_s,
+            send,
+            self._table,
+            self._upstream,
+            self._router_id,
+            self._settings.continue_streams,
+        )
         await turn.run(receive)

@@ -25,6 +25,14 @@ class CountedPrompt:
     tokens: int
     longest_tokens: int
 
+    def followed_by(self, token_ids: list[int]) -> "CountedPrompt":
+        """The same with what was generated after it, where that can be put behind it."""
+        prompt = self.prompt
+        if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
+            prompt = [*prompt, *token_ids]
+        more = len(token_ids)
+        return CountedPrompt(prompt, self.tokens + more, self.longest_tokens + more)
+
 
 async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> CountedPrompt:
     """Have an engine count a turn's prompt.

@@ -58,6 +58,13 @@ class ClientRequest:
         return self.path == CHAT
 
     @property
+    def one_stream(self) -> bool:
+        """Whether its answer is a stream, and a single one."""
+        prompt = self.body.get("prompt")
+        several = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)
+        return self.body.get("stream") is True and (self.chat or not several)
+
+    @property
     def model(self) -> str:
         """The name by which it asks for the model."""
         return str(self.body["model"])

@@ -18,10 +18,16 @@ from deployments.messages import (
     TurnTiming,
     Unplaced,
 )
-from deployments.router.answer import AnsweredWithError, RawHeaders, RelayedAnswer
+from deployments.router.answer import (
+    AnsweredWithError,
+    RawHeaders,
+    RelayedAnswer,
+    StreamBroken,
+)
 from deployments.router.prompt import CountedPrompt, count_prompt
 from deployments.router.request import ClientRequest
 from deployments.router.responses import TABLE_RESTARTING
+from deployments.router.stream_record import StreamRecord
 from deployments.router.upstream import EngineUnreachable, Upstream, engine_error
 from deployments.table.table_client import TableClient, TableUnavailable
 
@@ -31,6 +37,9 @@ logger = logging.getLogger("ray.serve")
 _ATTEMPTS = 3
 # A prompt that may be what kills engines is given to so many, and to no other.
 _LOST_AT_MOST = 2
+# How long a stream without a decoder waits for one: longer than a lost one takes to be replaced.
+_REPLACEMENT_S = 300.0
+_REPLACEMENT_POLL_S = 1.0
 # A decoder reports a cancelled turn itself; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
 
@@ -41,6 +50,7 @@ class Turn:
     Args:
         arrived_s: when the request came, by `time.perf_counter`.
         send: sends to the client.
+        continues: whether a stream whose decoder is lost goes on at another one, where it can.
     """
 
     def __init__(
@@ -51,13 +61,16 @@ class Turn:
         table: TableClient,
         upstream: Upstream,
         router_id: str,
+        continues: bool = True,
     ) -> None:
         self._request = request
         self._arrived_s = arrived_s
         self._table = table
         self._upstream = upstream
         self._router_id = router_id
-        self._answer = RelayedAnswer(request.chat, arrived_s, send)
+        record = StreamRecord() if continues and request.one_stream else None
+        self._answer = RelayedAnswer(request.chat, arrived_s, send, record)
+        self._continued = 0
         # None until the table has said which conversation it is, if the request does not.
         self._conversation_id: str | None = None
         self._plan: TurnPlan | None = None
@@ -92,7 +105,7 @@ class Turn:
                 logger.warning("turn attempt %d: %s", attempt + 1, error)
                 if self._plan is not None:
                     await self._after_failure(self._plan, str(error), error.had_request)
-                if self._answer.started:
+                if self._answer.started and self._sent is None:
                     raise ApiError(
                         503,
                         "the engine was lost during this turn; send the turn again, "
@@ -126,7 +139,7 @@ class Turn:
     async def _place(self) -> TurnPlan:
         # On a further attempt the conversation is known, whether it was named or recognised.
         known = self._request.explicit_id or self._conversation_id
-        answer = await self._claim("begin", known, self._request.candidates)
+        answer = await self._begin(known)
         if isinstance(answer, TurnPlan):
             self._conversation_id = answer.turn.conversation_id
             if answer.prefiller_url is not None:
@@ -137,7 +150,7 @@ class Turn:
         self._conversation_id = answer.conversation_id
         try:
             counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
-            if counted.longest_tokens >= answer.max_model_len:
+            if self._sent is None and counted.longest_tokens >= answer.max_model_len:
                 raise context_length_exceeded(counted.longest_tokens, answer.max_model_len)
         except BaseException:
             _forgo(self._table, answer)
@@ -157,6 +170,18 @@ class Turn:
             await self._prefill(placed, counted.prompt)
         return placed
 
+    async def _begin(self, conversation_id: str | None) -> TurnPlan | Unplaced:
+        deadline_s = time.monotonic() + _REPLACEMENT_S
+        while True:
+            try:
+                return await self._claim("begin", conversation_id, self._request.candidates)
+            except ApiError as error:
+                # A stream that has begun cannot be sent again: it waits for another decoder.
+                waits = self._sent is not None and error.status == 503
+                if not waits or time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(_REPLACEMENT_POLL_S)
+
     async def _claim(self, method: str, *arguments: Any) -> TurnPlan | Unplaced:
         """Ask the table for a turn, and give it back if the client leaves before the answer."""
         asking = asyncio.ensure_future(self._table.call(method, self._router_id, *arguments))
@@ -174,7 +199,11 @@ class Turn:
 
     async def _count(self, url: str, engine_id: str) -> CountedPrompt:
         try:
-            return await count_prompt(self._request, self._upstream, url)
+            counted = await count_prompt(self._request, self._upstream, url)
+            if self._sent is None:
+                return counted
+            sent = wire.read_notes(self._sent)
+            return counted.followed_by([id_ for emitted in sent for id_ in emitted.token_ids])
         except EngineUnreachable as error:
             await self._report_if_lost(engine_id, url, str(error), error.had_request)
             raise
@@ -216,15 +245,38 @@ class Turn:
             headers[wire.PREFILLED_HEADER] = "1"
         if asked.request_id:
             headers["x-request-id"] = asked.request_id
+        body, record = asked.raw, self._answer.record
+        if record is not None:
+            headers[wire.NOTES_HEADER] = "1"
+        if self._sent is not None:
+            self._continued += 1
+            logger.info("%s goes on at decoder %s", plan.turn.conversation_id, plan.decoder_id)
+            headers[wire.SENT_HEADER] = str(len(self._sent))
+            body = self._sent + body
+            if record is not None and record.request_id is not None:
+                headers["x-request-id"] = record.request_id
         self._at_decoder = True
         url = plan.decoder_url + asked.path
-        async with self._upstream.post(url, asked.raw, headers) as response:
+        async with self._upstream.post(url, body, headers) as response:
             if response.status != 200:
                 error = await engine_error(response)
                 if error.status >= 500 and not await self._upstream.healthy(plan.decoder_url):
                     raise EngineUnreachable(f"decoder {plan.decoder_id} answered {error.status}")
                 raise error
-            await self._answer.relay(response, self._own_headers())
+            try:
+                await self._answer.relay(response, self._own_headers())
+            except StreamBroken as broken:
+                if broken.event is not None and await self._upstream.healthy(plan.decoder_url):
+                    # It is not lost: what it says is about this request.
+                    await self._answer.end_with_event(broken.event)
+                    raise AnsweredWithError from None
+                raise EngineUnreachable(f"decoder {plan.decoder_id}: {broken}") from None
+
+    @property
+    def _sent(self) -> bytes | None:
+        """Notes of what the client has of a stream that can go on; None if there is none."""
+        record = self._answer.record
+        return bytes(record.notes) if record is not None and record.can_resume else None
 
     def _own_headers(self) -> RawHeaders:
         headers = []
@@ -287,6 +339,7 @@ class Turn:
             tuple(seen.tbt_s),
             self._plan.turn,
             ago_s if seen.effective else None,
+            self._continued,
         )
 
 

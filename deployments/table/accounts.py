@@ -95,6 +95,7 @@ class Accounts:
         """A router saw a turn end."""
         metrics = self.metrics
         metrics.turns.labels(timing.outcome).inc()
+        metrics.continued.inc(timing.continued)
         if timing.outcome != "refused":
             metrics.turn_latency_s.observe(timing.latency_s)
         if timing.ttft_s is not None:

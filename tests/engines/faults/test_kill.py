@@ -12,7 +12,6 @@ from tests.engines.applications import MAIN
 from tests.engines.client import (
     TIMEOUT_S,
     Agent,
-    Reply,
     chat,
     engines,
     lone_answer,
@@ -27,6 +26,7 @@ from tests.engines.waiting import eventually
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN, last=True)]
 
 OUTPUT_TOKENS = 16
+STORY_TOKENS = 400
 
 
 async def _start(client: httpx.AsyncClient, rng: random.Random, names: list[str]) -> list[Agent]:
@@ -48,6 +48,14 @@ def _by_decoder(agents: list[Agent]) -> dict[str, list[Agent]]:
     return found
 
 
+def _require_one_answer(events: list[Any]) -> None:
+    """A stream has one name and time, one beginning and one end."""
+    assert len({(event["id"], event["created"]) for event in events}) == 1
+    choices = [choice for event in events for choice in event["choices"]]
+    assert [bool(choice["delta"].get("role")) for choice in choices].count(True) == 1
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+
+
 @pytest.mark.parametrize("victim", ["replica", "engine core"])
 async def test_a_decoder_in_mid_turn(
     application: str,
@@ -56,12 +64,13 @@ async def test_a_decoder_in_mid_turn(
     rng: random.Random,
     victim: str,
 ) -> None:
-    """Its streamed turn ends in a clean error, the next one is served elsewhere; others go on."""
+    """Its streams go on elsewhere, but for what cannot; next turns do too; others are spared."""
     stage.wait_for_lone()
     agents = await _start(client, rng, [f"{victim}-{n}" for n in range(3)] + ["nameless"])
     groups = _by_decoder(agents)
     assert len(groups) == 2
     doomed, spared = groups.values()
+    assert len(doomed) > 1
     lost = doomed[0].replies[0].decoder
     pid = next(engine["pid"] for engine in engines("decoder") if engine["id"] == lost)
     in_memory = shared_memory.mapped([pid, *(one.pid for one in processes("", below=pid))])
@@ -70,24 +79,40 @@ async def test_a_decoder_in_mid_turn(
         pid = processes("EngineCore", below=pid)[0].pid
     moves = metric("conserve_moves_total")
     failed = metric("conserve_turns_total", outcome="failed")
+    continued = metric("conserve_streams_continued_total")
 
-    began = asyncio.Event()
-
-    async def interrupted(agent: Agent) -> Reply:
-        agent.messages.append({"role": "user", "content": "take your time"})
-        reply = await agent.ask(tokens=4000, stream=True, began=began)
-        agent.messages.pop()
-        return reply
-
-    streaming = asyncio.ensure_future(interrupted(doomed[0]))
+    began = [asyncio.Event(), asyncio.Event()]
+    # Log-probabilities of tokens that were sent are nowhere any more.
+    cut_off = asyncio.ensure_future(
+        chat(
+            client,
+            [*doomed[0].messages, {"role": "user", "content": "take your time"}],
+            doomed[0].id,
+            tokens=4000,
+            stream=True,
+            began=began[0],
+            logprobs=True,
+        )
+    )
+    story = doomed[-1]
+    story.messages.append({"role": "user", "content": "a long story, please: é 東京"})
+    telling = asyncio.ensure_future(story.ask(tokens=STORY_TOKENS, stream=True, began=began[1]))
     undisturbed = asyncio.ensure_future(spared[0].say("meanwhile", tokens=OUTPUT_TOKENS))
-    await asyncio.wait_for(began.wait(), TIMEOUT_S)
+    for event in began:
+        await asyncio.wait_for(event.wait(), TIMEOUT_S)
+    await asyncio.sleep(0.3)
     kill(pid)
 
-    events: Any = (await streaming).body
+    events: Any = (await cut_off).body
     error = events[-1]["error"]
     assert error["message"]
     assert "Traceback" not in error["message"]
+    told = await telling
+    _require_one_answer(told.body)
+    assert told.content == await lone_answer(client, story.messages, STORY_TOKENS)
+    story.messages.append({"role": "assistant", "content": told.content})
+    story.replies.append(told)
+    assert metric("conserve_streams_continued_total") == continued + 1
     await undisturbed
 
     for agent in agents:
@@ -104,7 +129,7 @@ async def test_a_decoder_in_mid_turn(
     for agent in spared:
         assert {reply.decoder for reply in agent.replies} == {spared[0].replies[0].decoder}
         assert all(stats["lmcache_tokens"] == 0 for stats in agent.stats[1:])
-    for agent in doomed:
+    for agent in doomed[:-1]:
         # Prefilled again on the prefiller, handed over again.
         assert agent.stats[-1]["lmcache_tokens"] > 0
     await eventually(

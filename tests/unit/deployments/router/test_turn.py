@@ -7,9 +7,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+from conserve import wire
 from conserve.conversation import TurnKey
 from conserve.settings import Settings
-from deployments.messages import Prefilled, TurnPlan, Unplaced
+from conserve.wire import Emitted
+from deployments.messages import Prefilled, Refusal, TurnPlan, Unplaced
 from deployments.router.endpoint import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
 
@@ -24,6 +28,7 @@ class Table:
     asked: list[str] = field(default_factory=list)
     told: list[tuple[str, Any]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    placed_tokens: list[int] = field(default_factory=list)
 
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         self.asked.append(method)
@@ -31,6 +36,7 @@ class Table:
         if method == "begin":
             return Unplaced("c", "http://tokenizer", "tokenizer", 1000, claim=turn + 1)
         if method == "place":
+            self.placed_tokens.append(arguments[2])
             prefiller = f"p{turn}" if turn <= self.prefillers else None
             url = None if prefiller is None else f"http://{prefiller}"
             key = TurnKey("c", 1, turn)
@@ -96,8 +102,16 @@ class Whole:
 
 def ask(table: Table, engines: Engines) -> tuple[int, dict[bytes, bytes], Any]:
     """Status, headers and body of the answer to one chat."""
-    endpoint = TurnEndpoint(Settings(), table, engines, "router")  # type: ignore[arg-type]
-    received = [{"type": "http.request", "body": json.dumps(PROMPT).encode()}]
+    start, body = exchange(table, engines, PROMPT)
+    return start["status"], dict(start["headers"]), json.loads(body["body"])
+
+
+def exchange(
+    table: Table, engines: Engines, body: dict[str, Any], **settings: Any
+) -> list[dict[str, Any]]:
+    """All that is sent in answer to one chat."""
+    endpoint = TurnEndpoint(Settings(**settings), table, engines, "router")  # type: ignore[arg-type]
+    received = [{"type": "http.request", "body": json.dumps(body).encode()}]
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -110,8 +124,7 @@ def ask(table: Table, engines: Engines) -> tuple[int, dict[bytes, bytes], Any]:
 
     scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
     asyncio.run(endpoint(scope, receive, send))
-    start, body = sent
-    return start["status"], dict(start["headers"]), json.loads(body["body"])
+    return sent
 
 
 def test_a_turn_outlives_the_engine_that_it_was_on() -> None:
@@ -170,3 +183,159 @@ def test_engines_that_were_gone_before_are_not_held_against_the_prompt() -> None
     status, headers, body = ask(table, engines)
     assert (status, body["error"]["code"]) == (503, "engine_lost")
     assert b"x-should-retry" not in headers
+
+
+# --- streams ------------------------------------------------------------------------------------
+
+STREAMED = {**PROMPT, "stream": True}
+ANSWER = ["one ", "two ", "three ", "four"]
+
+
+@dataclass
+class Stream:
+    """A decoder's answer, that breaks off after so many events."""
+
+    events: list[bytes]
+    breaks: Exception | None = None
+    status = 200
+    content_type = "text/event-stream"
+    raw_headers = ((b"Content-Type", b"text/event-stream"),)
+
+    @property
+    def content(self) -> "Stream":
+        return self
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for event in self.events:
+            yield event
+        if self.breaks is not None:
+            raise self.breaks
+
+
+@dataclass
+class Streams(Engines):
+    """Decoders that stream the same answer, each in a second of its own.
+
+    Attributes:
+        after: how many events a decoder puts out before it dies.
+        notes: whether they say what is in an event.
+        last_words: what they put out when they die.
+    """
+
+    after: dict[str, int] = field(default_factory=dict)
+    notes: bool = True
+    last_words: bytes = b""
+    posted: list[tuple[bytes, dict[str, str]]] = field(default_factory=list)
+
+    @contextlib.asynccontextmanager
+    async def post(self, url: str, raw: bytes, headers: dict[str, str]) -> AsyncIterator[Any]:
+        self._serve(url)
+        self.posted.append((raw, headers))
+        name = self.served[-1]
+        answer = [
+            _noted(number, text, self.notes and wire.NOTES_HEADER in headers)
+            for number, text in enumerate(ANSWER)
+        ]
+        answer = [event.replace(b"$", str(len(self.posted)).encode()) for event in answer]
+        if name not in self.after:
+            yield Stream([*answer, b"data: [DONE]\n\n"])
+            return
+        answer = answer[: self.after[name]]
+        self.dead.add(name)
+        if self.last_words:
+            yield Stream([*answer, self.last_words])
+        else:
+            yield Stream(answer, EngineUnreachable(f"{name} is gone"))
+
+
+def _noted(number: int, text: str, noted: bool) -> bytes:
+    chunk = {"id": "chatcmpl-x", "created": "$", "choices": [{"delta": {"content": text}}]}
+    event = b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+    event = event.replace(b'"$"', b"$")
+    return wire.note([Emitted([number])]) + event if noted else event
+
+
+def _streamed(table: Table, engines: Engines, **settings: Any) -> tuple[str, list[Any]]:
+    """The text of a streamed answer, and the events that hold none."""
+    start, *parts = exchange(table, engines, STREAMED, **settings)
+    assert start["status"] == 200
+    assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [False]
+    text, others = [], []
+    for event in b"".join(part["body"] for part in parts).split(b"\n\n")[:-1]:
+        assert event.startswith(b"data: ")
+        if event == b"data: [DONE]":
+            others.append("done")
+            continue
+        parsed = json.loads(event[6:])
+        if "error" in parsed:
+            others.append(parsed["error"]["code"])
+        else:
+            # One answer has one time.
+            assert parsed["created"] == 1
+            text.append(parsed["choices"][0]["delta"]["content"])
+    return "".join(text), others
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize("last_words", [b"", b'data: {"error":{"code":"dead"}}\n\n'])
+def test_a_stream_outlives_its_decoder(after: int, last_words: bytes) -> None:
+    table, engines = Table(), Streams(die=set(), after={"d1": after}, last_words=last_words)
+    assert _streamed(table, engines) == ("".join(ANSWER), ["done"])
+    assert (engines.served, table.lost) == (["d1", "d2"], ["d1"])
+    # The second one is told what the client has, and under which name it was given.
+    body, headers = engines.posted[1]
+    size = int(headers[wire.SENT_HEADER])
+    assert wire.read_notes(body[:size]) == [Emitted([number]) for number in range(after)]
+    assert body[size:] == engines.posted[0][0]
+    assert headers["x-request-id"] == "x"
+    # And room is found for all of it: the prompt's three tokens, and these.
+    assert table.placed_tokens == [3, 3 + after]
+    (timing,) = [argument for name, argument in table.told if name == "observe"]
+    assert (timing.outcome, timing.continued) == ("completed", 1)
+
+
+def test_a_stream_that_two_decoders_were_lost_with_ends_in_an_error() -> None:
+    table, engines = Table(), Streams(die=set(), after={"d1": 1, "d2": 2})
+    assert _streamed(table, engines) == ("one two ", ["engines_lost"])
+    assert engines.served == ["d1", "d2"]
+    assert [name for name, _ in table.told].count("abandon") == 2
+
+
+def test_an_error_of_a_decoder_that_lives_is_its_answer() -> None:
+    class Living(Streams):
+        async def healthy(self, url: str) -> bool:
+            return True
+
+    error = b'data: {"error":{"code":"refused"}}\n\n'
+    table, engines = Table(), Living(die=set(), after={"d1": 2}, last_words=error)
+    assert _streamed(table, engines) == ("one two ", ["refused"])
+    assert engines.served == ["d1"]
+
+
+@pytest.mark.parametrize(("notes", "continues"), [(False, True), (True, False)])
+def test_a_stream_that_cannot_or_is_not_to_go_on_ends_in_an_error(
+    notes: bool, continues: bool
+) -> None:
+    table, engines = Table(), Streams(die=set(), after={"d1": 2}, notes=notes)
+    answer = _streamed(table, engines, continue_streams=continues)
+    assert answer == ("one two ", ["engine_lost"])
+    assert engines.served == ["d1"]
+    if not continues:
+        assert wire.NOTES_HEADER not in engines.posted[0][1]
+
+
+def test_a_stream_waits_for_a_decoder_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deployments.router.turn._REPLACEMENT_POLL_S", 0.0)
+
+    class Alone(Table):
+        async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+            if method == "begin" and self.lost and self.asked.count("begin") < 5:
+                self.asked.append(method)
+                return Refusal(503, "no engine is ready", "unavailable", 5)
+            return await super().call(method, *arguments, **options)
+
+    table, engines = Alone(), Streams(die=set(), after={"d1": 2})
+    assert _streamed(table, engines) == ("".join(ANSWER), ["done"])
+    assert table.asked.count("begin") == 6
