@@ -1,18 +1,14 @@
-"""What engines leave in shared memory when they are killed, and its removal.
+"""What processes leave in shared memory when they are killed, and its removal.
 
-vLLM's processes talk through POSIX shared memory and semaphores that Python makes: files in
-/dev/shm, 400 MB for each engine as far as they are used. A process that ends removes its own; one
-that is killed leaves them until the machine starts again.
+POSIX shared memory and semaphores that Python makes are files in /dev/shm. A process that ends
+removes its own; one that is killed leaves them until the machine starts again. A running engine
+has none (deployments/engine/unnamed_memory.py); one that loads has a lock for its workers, and what
+else runs beside ConServe may have more.
 """
 
 import contextlib
-import logging
 from collections.abc import Iterable
 from pathlib import Path
-
-import psutil
-
-logger = logging.getLogger("conserve.shared_memory")
 
 _FOLDER = Path("/dev/shm")
 _MADE_BY_PYTHON = ("psm_", "sem.mp-")
@@ -53,45 +49,3 @@ def remove(files: Iterable[Path]) -> int:
             file.unlink()
             removed += 1
     return removed
-
-
-class Leftovers:
-    """Removes what engines on this machine leave behind, once every process of theirs is gone.
-
-    Nothing else is touched: only what was seen in use by an engine's own processes. `watch` costs
-    nothing, `look` some milliseconds for each engine.
-    """
-
-    def __init__(self) -> None:
-        self._files: dict[int, set[Path]] = {}
-        # The first of each is the replica: a later process with its number is somebody else.
-        self._processes: dict[int, list[psutil.Process]] = {}
-
-    def watch(self, pid: int) -> None:
-        """Watch a living engine; its processes are this one and all below it."""
-        self._files.setdefault(pid, set())
-
-    def look(self) -> None:
-        """See what engines use, and remove what those that are gone used."""
-        for pid in list(self._files):
-            processes = self._processes.setdefault(pid, [])
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if not processes:
-                    processes.append(psutil.Process(pid))
-                below = processes[0].children(recursive=True)
-                processes += [process for process in below if process not in processes]
-            living = [process for process in processes if _lives(process)]
-            self._files[pid] |= mapped(process.pid for process in living)
-            if not living:
-                removed = remove(self._files.pop(pid))
-                del self._processes[pid]
-                if removed:
-                    logger.info("removed %d shared memory files of a lost engine", removed)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        # The number can be another process's by now, which `is_running` can tell.
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

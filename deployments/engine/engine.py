@@ -15,7 +15,6 @@ import time
 from typing import Any
 
 import aiohttp
-import psutil
 import ray
 import uvicorn
 from ray import serve
@@ -25,7 +24,6 @@ from ray.serve.llm.deployment import LLMServer
 from autoscale.serve import DECIDED_S, WANTED_REPLICAS
 from conserve.holdings import Holdings
 from conserve.settings import Settings
-from conserve.shared_memory import mapped, remove
 from conserve.wire import BEAT_S, Role
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.observer import TurnObserver, observe_engine
@@ -39,8 +37,6 @@ from hetero.tiers import RoleTier
 logger = logging.getLogger("ray.serve")
 
 WARM_UP_TIMEOUT_S = 300.0
-# How long vLLM's processes may take to tidy up once they have been told to end.
-_ENDING_S = 2.0
 
 
 class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for it.
@@ -141,14 +137,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         # does not wait for long (deployments/app.py).
         if getattr(self, "_beating", None) is not None and self._scales:
             await self._drain()
-        # Ray ends what the replica started before that has tidied up after itself.
-        engine = [
-            child for child in psutil.Process().children(recursive=True) if mapped([child.pid])
-        ]
-        in_memory = mapped(child.pid for child in engine)
         await super().__del__()
-        await asyncio.to_thread(psutil.wait_procs, engine, timeout=_ENDING_S)
-        remove(in_memory)
 
     async def _drain(self) -> None:
         """Stay while the conversation table has anything for this engine, unless it is dead."""

@@ -1,4 +1,4 @@
-"""The node-local actor, for what a node needs once: LMCache's server, the GPUs' keeper, tidying up.
+"""The node-local actor, for what a node needs once: LMCache's server and the GPUs' keeper.
 
 One actor a node, made by the first engine there. If it dies, its server dies with it, and Ray
 starts both again on the same address; engines recompute meanwhile. It ends itself when no engine
@@ -22,7 +22,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conserve.settings import Settings
-from conserve.shared_memory import Leftovers
 from conserve.wire import BEAT_S
 from deployments.messages import NodeCache
 from deployments.node.caches import CacheDirectory, SeenCaches
@@ -39,7 +38,6 @@ ABANDONED_S = 120.0
 _BEAT_TIMEOUT_S = 10.0
 _CACHES_PERIOD_S = 1.0
 _GPUS_PERIOD_S = 1.0
-_LEFTOVERS_PERIOD_S = 5.0
 _CACHE_TIMEOUT_S = 2.0
 
 
@@ -60,7 +58,6 @@ class NodeService:
         self._starting = asyncio.Lock()
         self._last_beat_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
-        self._leftovers = Leftovers()
         # NVML and the guard of power caps block: one thread of their own.
         self._gpus: GpuKeeper | None = None
         self._gpu_thread = ThreadPoolExecutor(1, "gpus")
@@ -84,18 +81,16 @@ class NodeService:
         server = await self._ensure_started()
         await server.wait_until_healthy()
 
-    async def beat(self, pid: int, use: EngineUse | None = None) -> EngineEnergy | None:
+    async def beat(self, use: EngineUse | None = None) -> EngineEnergy | None:
         """An engine on this node lives.
 
         Args:
-            pid: its replica's process, below which its other processes are.
             use: the GPUs that it runs on; None: it has none, and none is looked at.
 
         Returns:
             What those GPUs have used for it, if that is known.
         """
         self._last_beat_s = time.monotonic()
-        self._leftovers.watch(pid)
         await self._ensure_started()
         if use is None:
             return None
@@ -164,7 +159,7 @@ class NodeService:
         async with self._starting:
             if self._server is None:
                 directory_url = None
-                jobs = [self._end_when_abandoned(), self._tidy_up()]
+                jobs = [self._end_when_abandoned()]
                 if self._settings.nodes == "several":
                     require_nixl()
                     directory_url = await CacheDirectory(self._caches).start()
@@ -174,14 +169,6 @@ class NodeService:
                 loop = asyncio.get_running_loop()
                 self._tasks = [loop.create_task(job) for job in jobs]
             return self._server
-
-    async def _tidy_up(self) -> None:
-        while True:
-            await asyncio.sleep(_LEFTOVERS_PERIOD_S)
-            try:
-                await asyncio.to_thread(self._leftovers.look)
-            except Exception:
-                logger.exception("looking for what lost engines left failed; it is tried again")
 
     async def _follow_caches(self) -> None:
         """Keep up with the LMCache servers of the other nodes."""
@@ -280,7 +267,7 @@ class NodeClient:
         while True:
             time.sleep(BEAT_S)
             try:
-                beat = self._actor.beat.remote(os.getpid(), self.use)
+                beat = self._actor.beat.remote(self.use)
                 self.energy = ray.get(beat, timeout=_BEAT_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError:
                 logger.warning("the node actor does not answer")

@@ -73,8 +73,8 @@ async def test_a_decoder_in_mid_turn(
     assert len(doomed) > 1
     lost = doomed[0].replies[0].decoder
     pid = next(engine["pid"] for engine in engines("decoder") if engine["id"] == lost)
-    in_memory = shared_memory.mapped([pid, *(one.pid for one in processes("", below=pid))])
-    assert in_memory
+    # Nothing that would stay of it, whoever is left to remove it.
+    assert not shared_memory.mapped([pid, *(one.pid for one in processes("", below=pid))])
     if victim == "engine core":
         pid = processes("EngineCore", below=pid)[0].pid
     moves = metric("conserve_moves_total")
@@ -132,10 +132,6 @@ async def test_a_decoder_in_mid_turn(
     for agent in doomed[:-1]:
         # Prefilled again on the prefiller, handed over again.
         assert agent.stats[-1]["lmcache_tokens"] > 0
-    await eventually(
-        "the shared memory that it had is given back",
-        lambda: not any(file.exists() for file in in_memory),
-    )
     await asyncio.to_thread(stage.wait_until_whole)
 
 

@@ -17,40 +17,20 @@ import multiprocessing, os, sys, time
 from deployments.engine import engine_end
 
 def core(names):
-    engine_end.register()
-    engine_end.register()
+    engine_end.end_with_parent()
+    engine_end.end_with_parent()
     spawn.Process(target=worker, args=([*names, os.getpid()],)).start()
     time.sleep(600)
 
 def worker(names):
-    engine_end.register()
+    engine_end.end_with_parent()
     print(*names, os.getpid(), flush=True)
     time.sleep(600)
 
 spawn = multiprocessing.get_context("spawn")
 if __name__ == "__main__":
-    engine_end.register()
+    engine_end.end_with_parent()
     spawn.Process(target=core, args=([os.getpid()],)).start()
-    time.sleep(600)
-"""
-
-# A replica, and its core, which says what it has in shared memory. As vLLM does, it does not leave
-# that to Python's own tracker, which would go with those that it tracks.
-_SHARING = """
-import multiprocessing, os, time
-from multiprocessing import resource_tracker, shared_memory
-from deployments.engine import engine_end
-
-def core():
-    engine_end.register()
-    memory = shared_memory.SharedMemory(create=True, size=4096)
-    resource_tracker.unregister(memory._name, "shared_memory")
-    print(memory.name, flush=True)
-    time.sleep(600)
-
-spawn = multiprocessing.get_context("spawn")
-if __name__ == "__main__":
-    spawn.Process(target=core).start()
     time.sleep(600)
 """
 
@@ -80,23 +60,3 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path, killed: in
             if process.is_running():
                 process.kill()
         replica.communicate()
-
-
-def test_nothing_is_left_in_shared_memory_where_nobody_is_left_to_remove_it(tmp_path: Path) -> None:
-    file = tmp_path / "replica.py"
-    file.write_text(_SHARING)
-    replica = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
-    assert replica.stdout is not None
-    memory = Path("/dev/shm", replica.stdout.readline().strip())
-    family = psutil.Process(replica.pid).children(recursive=True)
-    try:
-        assert memory.is_file()
-        replica.kill()
-        replica.communicate()
-        psutil.wait_procs(family, timeout=10)
-        assert not memory.exists()
-    finally:
-        for process in family:
-            if process.is_running():
-                process.kill()
-        memory.unlink(missing_ok=True)

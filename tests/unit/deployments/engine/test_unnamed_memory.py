@@ -1,0 +1,98 @@
+"""Memory that an engine's processes share: found by name while its maker lives, in no folder."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from deployments.engine import unnamed_memory
+from deployments.engine.unnamed_memory import UnnamedMemory
+
+_SIZE = 100_000
+
+# vLLM's own buffer in another process, opened as its workers open it.
+_READER = f"""
+import sys
+from deployments.engine import unnamed_memory
+unnamed_memory.register()
+from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+buffer = ShmRingBuffer(1, {_SIZE}, 2, sys.argv[1])
+with buffer.get_data(1) as data:
+    data[:5] = bytes(reversed(data[:5]))
+"""
+
+
+def _files() -> set[str]:
+    return {file.name for file in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture
+def memory() -> Iterator[UnnamedMemory]:
+    memory = UnnamedMemory(create=True, size=_SIZE)
+    yield memory
+    memory.close()
+
+
+def test_one_makes_it_and_others_open_it(memory: UnnamedMemory) -> None:
+    assert memory.buf is not None
+    assert memory.size == _SIZE
+    assert bytes(memory.buf) == bytes(_SIZE)
+    other = UnnamedMemory(memory.name)
+    assert other.buf is not None
+    assert (other.name, other.size) == (memory.name, _SIZE)
+    memory.buf[7] = 42
+    assert other.buf[7] == 42
+    # It stays for the other one.
+    memory.unlink()
+    memory.close()
+    memory.close()
+    other.buf[7] += 1
+    assert other.buf[7] == 43
+    other.close()
+
+
+def test_there_is_none_of_a_name_that_nobody_has(memory: UnnamedMemory) -> None:
+    """vLLM expects this error, of a reader on another node."""
+    memory.close()
+    for name in (memory.name, "psm_other", "/proc/4194305/fd/3"):
+        with pytest.raises(FileNotFoundError):
+            UnnamedMemory(name)
+
+
+def test_what_vllm_shares_is_in_no_folder() -> None:
+    """Its own ring buffer, written by one process and read by another; the first then dies."""
+    before = _files()
+    code = f"""
+import os, signal, subprocess, sys
+from pathlib import Path
+from deployments.engine import unnamed_memory
+unnamed_memory.register()
+from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+buffer = ShmRingBuffer(1, {_SIZE}, 2)
+with buffer.get_data(1) as data:
+    data[:5] = b"token"
+subprocess.run([sys.executable, "-c", {_READER!r}, buffer.handle()[3]], check=True)
+with buffer.get_data(1) as data:
+    print(bytes(data[:5]).decode(), *(file.name for file in Path("/dev/shm").iterdir()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said, *files = done.stdout.split()
+    assert said == "nekot", done.stderr
+    assert not [name for name in set(files) - before if name.startswith(("psm_", "sem.mp-"))]
+    assert not [name for name in _files() - before if name.startswith(("psm_", "sem.mp-"))]
+
+
+def test_another_vllm_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = SimpleNamespace()
+    package = "vllm.distributed.device_communicators"
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(shm_broadcast=other))
+    monkeypatch.setattr(unnamed_memory.logger, "propagate", True)
+    unnamed_memory.register()
+    assert vars(other) == {}
+    assert "unnamed_memory.py has to be adapted" in caplog.text
