@@ -16,6 +16,7 @@ from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import Role
 from deployments.engine.engine import EngineServer
 from deployments.engine.gpu_worker import EXTENSION
+from deployments.loopback import start_on_loopback
 from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_tiers
 from hetero.tiers import role_tier
@@ -57,6 +58,8 @@ def start_ray(settings: Settings) -> None:
             reserved += most_replicas(settings.prefillers) * settings.prefillers.num_cpus
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
+        if settings.nodes != "several":
+            start_on_loopback()
     ray.init(namespace="serve", log_to_driver=True, **options)
     serve.start(proxy_location="Disabled")
 

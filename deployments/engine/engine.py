@@ -27,6 +27,7 @@ from conserve.settings import Settings
 from conserve.wire import BEAT_S, Role
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.observer import TurnObserver, observe_engine
+from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, Heard
 from deployments.node.lmcache_server import Address
 from deployments.node.node import NodeClient
@@ -49,6 +50,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self, llm_config: LLMConfig, *, role: Role, settings: Settings, tier: RoleTier
     ) -> None:
         context = serve.get_replica_context()
+        listen_where_ray_does()
         self._id = context.replica_id.unique_id
         self._role: Role = role
         self._settings = settings

@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 from conserve.settings import Settings
 from conserve.wire import BEAT_S
+from deployments.loopback import listen_where_ray_does
 from deployments.messages import HEAD_NODE
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableClient, TableUnavailable
@@ -42,6 +43,7 @@ class Router:
         self, settings: Settings, *engines: DeploymentHandle
     ) -> None:
         context = serve.get_replica_context()
+        listen_where_ray_does()
         self._handles = engines
         self._table = TableClient(context.app_name, settings)
         self._id = context.replica_id.unique_id

@@ -1,0 +1,39 @@
+"""Ray on loopback, where the application has one node: nothing else is to reach it.
+
+By itself, Ray listens on every address of a machine. Where a node's address is a loopback one, it
+does not; but it takes such an address on Windows and macOS alone. So this changes what Ray 2.60.0
+keeps to itself: check it when that version changes. See docs/security.md.
+"""
+
+import os
+
+import ray
+from ray._private import ray_constants
+
+LOOPBACK = "127.0.0.1"
+
+
+def start_on_loopback() -> None:
+    """Have the Ray that this process starts next, and all that runs on it, listen on loopback."""
+    # As RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 would have, had it been set when Ray was imported.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    # An engine looks itself up among Ray's nodes by its address.
+    os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
+
+
+def listen_where_ray_does() -> None:
+    """Have Serve's own port of this replica on loopback, if Ray is.
+
+    Serve opens it for calls between deployments, on every address, once the replica's constructor,
+    which is to call this, has returned.
+    """
+    if ray.util.get_node_ip_address() != LOOPBACK:
+        return
+    from ray.serve._private import replica
+
+    add_port = replica.add_port_to_grpc_server
+
+    def on_loopback(server: object, address: str) -> int:
+        return int(add_port(server, address.replace("[::]", LOOPBACK)))
+
+    replica.add_port_to_grpc_server = on_loopback
