@@ -62,6 +62,23 @@ class PortFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ListenerFacts:
+    """A process of ConServe's, Ray's or vLLM's that other machines may reach.
+
+    Attributes:
+        owner: whose process it is: ``router``, ``engine``, ``LMCache``, ``Ray`` or ``vLLM``.
+        process: its name.
+        pid: its process id.
+        addresses: where it listens on more than loopback, each a host and a port.
+    """
+
+    owner: str
+    process: str
+    pid: int
+    addresses: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GpuFacts:
     """What NVML says.
 
@@ -101,6 +118,7 @@ class NodeFacts:
     machine: MachineFacts
     gpus: GpuFacts
     ports: tuple[PortFacts, ...] = ()
+    listeners: tuple[ListenerFacts, ...] = ()
     name: str = ""
     resources: dict[str, float] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)

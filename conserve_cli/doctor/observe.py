@@ -16,6 +16,7 @@ import psutil
 
 from conserve.settings import Settings
 from conserve_cli.doctor.facts import GpuFacts, MachineFacts, NodeFacts, PortFacts, SoftwareFacts
+from conserve_cli.doctor.listeners import observe_listeners
 from conserve_cli.doctor.software import ENGINES, PACKAGES
 from deployments.node.lmcache_server import SERVER_MODULE, SHARING_SERVER_MODULE
 from hetero.nvml import NoDriver, Nvml, NvmlError
@@ -36,6 +37,7 @@ def observe_node(settings: Settings, router_here: bool = True) -> NodeFacts:
         machine=observe_machine(),
         gpus=observe_gpus(),
         ports=tuple(observe_ports(settings, router_here)),
+        listeners=tuple(observe_listeners()),
     )
 
 

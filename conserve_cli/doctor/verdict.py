@@ -8,6 +8,7 @@ from conserve_cli.doctor.cluster import check_nodes
 from conserve_cli.doctor.facts import NodeFacts
 from conserve_cli.doctor.findings import Finding
 from conserve_cli.doctor.gpus import check_gpus
+from conserve_cli.doctor.listeners import check_listeners
 from conserve_cli.doctor.machine import check_machine
 from conserve_cli.doctor.ports import check_ports
 from conserve_cli.doctor.software import check_software
@@ -36,6 +37,7 @@ def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
             *check_software(node.software, node.gpus, several, has_engines),
             *check_machine(node.machine, settings, cpu_engines, has_engines),
             *check_ports(node.ports),
+            *([] if several else check_listeners(node.listeners, settings)),
         ]
         findings += [dataclasses.replace(finding, node=node.name) for finding in own]
     findings += check_nodes(nodes)
