@@ -1,0 +1,57 @@
+"""An application that is started and ended as a service manager would; nothing stays of it."""
+
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from conserve.launch import Launch, require_free
+from conserve_cli.doctor.listeners import observe_listeners
+from tests.engines.applications import START_S, URL
+from tests.engines.processes import processes
+
+# For Ray's processes to notice that the one that started them is gone.
+END_S = 60
+
+
+def _files() -> set[Path]:
+    return set(Path("/dev/shm").iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_run_ends_by_a_signal(
+    machine_alone: None, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Whoever Ray ends first: no process and nothing in /dev/shm stays."""
+    require_free(URL)
+    before = _files()
+    # Without a prefiller, for a quick start.
+    arguments = ["placement=collocated", "decoders=1", "lmcache.size_gb=0.5"]
+    with Launch(arguments, tmp_path / "serve.log") as application:
+        application.wait_until_serving(URL, 0, 1, timeout_s=START_S)
+        body = {"model": "conserve-embedded", "prompt": "hello " * 1000, "max_tokens": 4}
+        assert httpx.post(f"{URL}/v1/completions", json=body, timeout=120).status_code == 200
+        # One node: nobody else is to reach any of it.
+        assert observe_listeners() == []
+        started = processes("")
+        assert {"VLLM::EngineCore", "raylet"} <= {
+            name for one in started for name in ("VLLM::EngineCore", "raylet")
+            if name in " ".join(one.cmdline())
+        }  # fmt: skip
+        (serve,) = processes(r"ray\.serve\.scripts run")
+        serve.send_signal(number)
+        # Before `Launch` ends what is left, and removes what that has in /dev/shm.
+        deadline_s = time.monotonic() + END_S
+        while left := [one for one in psutil.wait_procs(started, timeout=1)[1] if _runs(one)]:
+            assert time.monotonic() < deadline_s, f"not ended by {number.name}: {left}"
+        assert _files() == before
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
