@@ -25,6 +25,7 @@ from autoscale.serve import DECIDED_S, WANTED_REPLICAS
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, Role
+from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.loopback import listen_where_ray_does
@@ -167,6 +168,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
+        describe(app)
         observer = TurnObserver(app, self._id, self._holdings, self._table)
         host = self._settings.engine_host
         assert host is not None

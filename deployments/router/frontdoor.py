@@ -16,6 +16,7 @@ from conserve import identity
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
 from deployments.router.endpoint import TurnEndpoint
+from deployments.router.openapi import Description
 from deployments.router.responses import TABLE_RESTARTING, error_response
 from deployments.router.upstream import Upstream
 from deployments.table.table_client import TableClient, TableUnavailable
@@ -33,7 +34,8 @@ class FrontDoor:
         self._settings = settings
         self._table = table
         self._started = int(time.time())
-        turns = TurnEndpoint(settings, table, Upstream(settings.turn_timeout_s), router_id)
+        upstream = Upstream(settings.turn_timeout_s)
+        turns = TurnEndpoint(settings, table, upstream, router_id)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._app = Starlette(
             routes=[
@@ -48,6 +50,7 @@ class FrontDoor:
                 Route("/programs/release", self._release_program, methods=post),
                 Route("/health", self._health, methods=get),
                 Route("/metrics", self._metrics, methods=get),
+                Route("/openapi.json", Description(settings, table, upstream).serve, methods=get),
             ],
             exception_handlers={
                 ApiError: _api_error,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -66,6 +66,24 @@ class Upstream:
         found = wire.cached_tokens(answer.get("kv_transfer_params"))
         return Prefilled(int(answer["usage"]["prompt_tokens"]), found.lmcache_tokens or 0)
 
+    async def described(self, url: str) -> dict[str, Any]:
+        """An engine's own OpenAPI document, of the paths that turns take.
+
+        Raises:
+            ApiError: it has none.
+            EngineUnreachable: try another engine.
+        """
+        async with self._exchange("GET", url + "/openapi.json") as response:
+            if response.status != 200:
+                raise ApiError(
+                    503,
+                    "the engines do not describe their paths (`disable_fastapi_docs`?)",
+                    "unavailable",
+                    retry_after_s=60,
+                )
+            document: dict[str, Any] = await response.json()
+            return document
+
     async def healthy(self, url: str) -> bool:
         """Whether an engine answers its health check."""
         try:
@@ -75,18 +93,23 @@ class Upstream:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    @asynccontextmanager
-    async def post(
+    def post(
         self, url: str, raw: bytes, headers: dict[str, str]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Send a turn; the response's body is yet to be read.
 
         Raises:
             EngineUnreachable: also while the body is being read.
             ApiError: 504, the engine was silent for too long.
         """
+        return self._exchange("POST", url, raw, headers)
+
+    @asynccontextmanager
+    async def _exchange(
+        self, method: str, url: str, raw: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
-            async with self._open().post(url, data=raw, headers=headers) as response:
+            async with self._open().request(method, url, data=raw, headers=headers) as response:
                 yield response
         except aiohttp.ConnectionTimeoutError as error:
             raise EngineUnreachable(

@@ -1,0 +1,321 @@
+"""The router's HTTP interface in OpenAPI's words: all of it but vLLM's fields in turns' bodies.
+
+A new path of `frontdoor` gets its entry here.
+"""
+
+from typing import Any
+
+from conserve import identity
+
+Json = dict[str, Any]
+
+DESCRIPTION = """\
+OpenAI's interface, scheduled by the conversation. Every error has OpenAI's shape. A path that is \
+not listed answers 404, another method on one that is listed 405."""
+
+# An id as `conserve.identity` takes it.
+_ID: Json = {"type": "string", "maxLength": identity.MAX_ID_CHARS, "pattern": r"^[\x20-\x7e]*$"}
+_COUNT: Json = {"type": "integer", "minimum": 0}
+_SECONDS: Json = {"type": "number", "minimum": 0}
+_TEXT: Json = {"type": "string"}
+_FLAG: Json = {"type": "boolean"}
+
+
+def _or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _object(optional: Json | None = None, /, **required: Json) -> Json:
+    properties = {**required, **(optional or {})}
+    return {"type": "object", "required": [*required], "properties": properties}
+
+
+def _list_of(name: str, /, **more: Json) -> Json:
+    items = {"type": "array", "items": _schema(name)}
+    return _object(object={"const": "list"}, data=items, **more)
+
+
+def _schema(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+_STATUSES = {
+    "400": "The request is wrong, or too long for the model's context.",
+    "401": "A key is missing or not valid.",
+    "404": "There is no such thing: model, conversation or path.",
+    "405": "The path does not have this method; `Allow` has those that it has.",
+    "408": "The request was not whole in time.",
+    "413": "The body is too long.",
+    "415": "The body is not `application/json`.",
+    "421": "The `Host` is not one of this server's.",
+    "422": "The engine cannot process the request.",
+    "429": "There is no room, or a limit is reached; see `Retry-After`.",
+    "500": "The request failed here. With `x-should-retry: false`, it would fail again.",
+    "501": "The model or the engine does not support this.",
+    "503": "Nothing can serve this now; see `Retry-After`.",
+    "504": "The engine was silent for too long.",
+}
+
+
+def _header(name: str) -> Json:
+    return {"$ref": f"#/components/headers/{name}"}
+
+
+def _error(status: str) -> Json:
+    headers = {name: _header(name) for name in ("Retry-After", "x-should-retry")}
+    if status == "405":
+        headers["Allow"] = _header("Allow")
+    return {
+        "description": _STATUSES[status],
+        "headers": headers,
+        "content": {"application/json": {"schema": _schema("Error")}},
+    }
+
+
+RESPONSES = {status: _error(status) for status in _STATUSES}
+
+# What any path may answer.
+_ANY = ("401", "421", "500", "503")
+# What one that reads a body may.
+_BODY = ("400", "408", "413", "415")
+
+
+def _errors(*statuses: str) -> Json:
+    return {
+        status: {"$ref": f"#/components/responses/{status}"}
+        for status in sorted({*statuses, *_ANY})
+    }
+
+
+HEADERS: Json = {
+    "Allow": {"schema": _TEXT},
+    "Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}},
+    "x-should-retry": {
+        "description": "`false`: the same request will not do any better later.",
+        "schema": {"type": "string", "enum": ["false"]},
+    },
+    "x-conversation-id": {
+        "description": "Which conversation the turn belongs to.",
+        "required": True,
+        "schema": _ID,
+    },
+    "x-conserve-decoder": {
+        "description": "Which decoder serves it.",
+        "required": True,
+        "schema": _TEXT,
+    },
+}
+
+# --- What a request may say beside its body -------------------------------------------------------
+
+_NAMES = (
+    f"The conversation's id. The first of {', '.join(identity.HEADERS)} that is not empty wins, "
+    f"then of the body's {', '.join(identity.BODY_FIELDS)}; without any of them the conversation "
+    "is recognised by its messages."
+)
+
+
+def _in_header(name: str, schema: Json, description: str) -> Json:
+    return {"name": name, "in": "header", "schema": schema, "description": description}
+
+
+PARAMETERS: Json = {
+    **{name: _in_header(name, _ID, _NAMES) for name in identity.HEADERS},
+    "final": _in_header(
+        identity.FINAL_HEADER, _TEXT, "`true`: it is the conversation's last turn, and ends it."
+    ),
+    "request": _in_header(
+        "x-request-id",
+        {"type": "string"},
+        "Names the request in the engine's log. At most 128 characters of printable ASCII.",
+    ),
+    "model": {"name": "model", "in": "path", "required": True, "schema": _TEXT},
+    "conversation": {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "description": "Percent-encoded.",
+        "schema": {"type": "string", "minLength": 1},
+    },
+    "limit": {
+        "name": "limit",
+        "in": "query",
+        "schema": {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 1000},
+    },
+}
+
+
+def _parameters(*names: str) -> list[Json]:
+    return [{"$ref": f"#/components/parameters/{name}"} for name in names]
+
+
+# Fields of a turn's body that are not vLLM's, or that mean something here.
+BODY_FIELDS: Json = {
+    name: {**_or_null(_ID), "description": _NAMES} for name in identity.BODY_FIELDS
+}
+# Those that are vLLM's and that a client cannot set, and why.
+DROPPED = {"kv_transfer_params": "The router directs the handoff."}
+# Those without which a turn is refused, and what they must be.
+NEEDED: dict[str, dict[str, Json]] = {
+    "/v1/chat/completions": {"messages": {"minItems": 1}},
+    "/v1/completions": {"prompt": {}},
+}
+
+# --- What is answered -----------------------------------------------------------------------------
+
+_USAGE = _object(prompt_tokens=_COUNT, total_tokens=_COUNT)
+
+
+def _completion(kind: str, choice: Json) -> Json:
+    return _object(
+        id=_TEXT,
+        object={"const": kind},
+        created=_COUNT,
+        model=_TEXT,
+        choices={"type": "array", "items": _object(index=_COUNT, **choice)},
+        usage=_USAGE,
+    )
+
+
+SCHEMAS: Json = {
+    "Error": _object(
+        error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))
+    ),
+    "ChatCompletion": _completion("chat.completion", {"message": _object(role=_TEXT)}),
+    "Completion": _completion("text_completion", {"text": _TEXT}),
+    "Model": _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT),
+    "Models": _list_of("Model"),
+    "Turn": _object(
+        prompt_tokens=_COUNT,
+        output_tokens=_COUNT,
+        decoder_cached_tokens=_COUNT,
+        lmcache_tokens=_COUNT,
+    ),
+    "Conversation": _object(
+        id=_TEXT,
+        object={"const": "conversation"},
+        phase={"type": "string", "enum": ["reasoning", "acting"]},
+        turns=_COUNT,
+        held_tokens=_COUNT,
+        decoder=_or_null(_TEXT),
+        moves=_COUNT,
+        ttfet_s=_or_null(_SECONDS),
+        created=_COUNT,
+        age_s=_SECONDS,
+        last_used=_COUNT,
+        idle_s=_SECONDS,
+        last_turn=_or_null(_schema("Turn")),
+        energy_estimate_j=_or_null({"type": "number", "minimum": 0}),
+    ),
+    "Conversations": _list_of("Conversation", total=_COUNT),
+    "ConversationEnded": _object(
+        id=_TEXT, object={"const": "conversation.deleted"}, deleted={"const": True}
+    ),
+    "Engine": _object(
+        id=_TEXT,
+        role={"type": "string", "enum": ["prefiller", "decoder"]},
+        url=_TEXT,
+        pid=_COUNT,
+        leaving=_FLAG,
+        capacity_tokens=_COUNT,
+        max_batched_tokens=_COUNT,
+        held_tokens=_or_null(_COUNT),
+        conversations=_or_null(_COUNT),
+        queued_tokens=_or_null(_COUNT),
+        tier=_TEXT,
+        gpus={"type": "array", "items": _TEXT},
+    ),
+    "Engines": _list_of("Engine"),
+    "Program": _object(program_id={**_ID, "minLength": 1, "pattern": r"^[\x21-\x7e]+$"}),
+    "ProgramReleased": _object(program_id=_TEXT, released=_FLAG),
+    "Health": _object(
+        status={"type": "string", "enum": ["ok", "unavailable"]},
+        prefillers=_COUNT,
+        decoders=_COUNT,
+    ),
+}
+
+# --- Paths ----------------------------------------------------------------------------------------
+
+
+def _answer(schema: Json, description: str = "") -> Json:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _operation(summary: str, answers: Json, parameters: list[Json] | None = None) -> Json:
+    return {"summary": summary, "parameters": parameters or [], "responses": answers}
+
+
+def _turn(summary: str, answer: str) -> Json:
+    parameters = _parameters(*identity.HEADERS, "final", "request")
+    served = {
+        "description": "The answer; with `stream`, server-sent events, of which the last is "
+        "`[DONE]`, or an error where the turn could not be ended.",
+        "headers": {name: _header(name) for name in ("x-conversation-id", "x-conserve-decoder")},
+        "content": {
+            "application/json": {"schema": _schema(answer)},
+            "text/event-stream": {"schema": _TEXT},
+        },
+    }
+    refused = _errors("404", "422", "429", "501", "504", *_BODY)
+    return {"post": _operation(summary, {"200": served, **refused}, parameters)}
+
+
+def _get(summary: str, schema: Json, *errors: str, parameters: list[Json] | None = None) -> Json:
+    return _operation(summary, {"200": _answer(schema), **_errors(*errors)}, parameters)
+
+
+_RELEASE = _operation(
+    "End a conversation, by its id as a program",
+    {"200": _answer(_schema("ProgramReleased")), **_errors(*_BODY)},
+)
+_RELEASE["requestBody"] = {
+    "required": True,
+    "content": {"application/json": {"schema": _schema("Program")}},
+}
+
+_HEALTH = _get("Whether a prefiller and a decoder can serve", _schema("Health"))
+_HEALTH["responses"]["503"] = _answer(
+    {"anyOf": [_schema("Health"), _schema("Error")]}, "They cannot."
+)
+
+_METRICS = _get("Prometheus metrics", _TEXT)
+_METRICS["responses"]["200"]["content"] = {"text/plain": {"schema": _TEXT}}
+
+PATHS: Json = {
+    "/v1/chat/completions": _turn("A turn of a conversation", "ChatCompletion"),
+    "/v1/completions": _turn("A bare completion", "Completion"),
+    "/v1/models": {"get": _get("The model served", _schema("Models"))},
+    "/v1/models/{model}": {
+        "get": _get("One model", _schema("Model"), "404", parameters=_parameters("model"))
+    },
+    "/v1/conversations": {
+        "get": _get(
+            "Live conversations, those used last first",
+            _schema("Conversations"),
+            "400",
+            parameters=_parameters("limit"),
+        )
+    },
+    "/v1/conversations/{id}": {
+        "get": _get(
+            "One conversation",
+            _schema("Conversation"),
+            "404",
+            parameters=_parameters("conversation"),
+        ),
+        "delete": _get(
+            "End a conversation",
+            _schema("ConversationEnded"),
+            "404",
+            parameters=_parameters("conversation"),
+        ),
+    },
+    "/v1/engines": {"get": _get("Prefillers and decoders", _schema("Engines"))},
+    "/programs/release": {"post": _RELEASE},
+    "/health": {"get": _HEALTH},
+    "/metrics": {"get": _METRICS},
+    "/openapi.json": {"get": _get("This document", {"type": "object"})},
+}

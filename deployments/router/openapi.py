@@ -1,0 +1,144 @@
+"""`/openapi.json`: the router's HTTP interface, for people, for generators of clients, for fuzzers.
+
+The bodies of turns are described by the engines, in vLLM's own words; `interface` has all the rest,
+and `document` puts both together.
+"""
+
+import copy
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from conserve.errors import ApiError
+from conserve.settings import Settings
+from deployments.messages import TURN_PATHS
+from deployments.router import interface
+from deployments.router.upstream import EngineUnreachable, Upstream
+from deployments.table.table_client import TableClient
+
+_SCHEMAS = "#/components/schemas/"
+
+
+class Description:
+    """Serves the document; an engine is asked for its part once.
+
+    Args:
+        table: knows the engines.
+    """
+
+    def __init__(self, settings: Settings, table: TableClient, upstream: Upstream) -> None:
+        self._settings = settings
+        self._table = table
+        self._upstream = upstream
+        self._document: dict[str, Any] | None = None
+
+    async def serve(self, request: Request) -> Response:
+        """The endpoint.
+
+        Raises:
+            ApiError: 503, no engine can be asked.
+        """
+        if self._document is None:
+            self._document = document(await self._engines_own(), self._settings.model_id)
+        return JSONResponse(self._document)
+
+    async def _engines_own(self) -> dict[str, Any]:
+        for engine in await self._table.call("engines"):
+            try:
+                return await self._upstream.described(engine["url"])
+            except EngineUnreachable:
+                continue
+        raise ApiError(
+            503,
+            "no engine is ready to describe what it serves; try again shortly",
+            "unavailable",
+            retry_after_s=5,
+        )
+
+
+def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
+    """The whole OpenAPI document.
+
+    Args:
+        theirs: an engine's.
+        model_id: the model served.
+    """
+    schemas = copy.deepcopy(theirs.get("components", {}).get("schemas", {}))
+    paths = copy.deepcopy(interface.PATHS)
+    for path in TURN_PATHS:
+        body = copy.deepcopy(theirs["paths"][path]["post"]["requestBody"])
+        paths[path]["post"]["requestBody"] = body
+        _complete(schemas[_request_name(body)], path, model_id)
+    components = {
+        "schemas": {**schemas, **interface.SCHEMAS},
+        "responses": interface.RESPONSES,
+        "headers": interface.HEADERS,
+        "parameters": interface.PARAMETERS,
+    }
+    used = _used(paths, components)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "ConServe",
+            "version": version("conserve"),
+            "description": interface.DESCRIPTION,
+        },
+        "paths": paths,
+        "components": {
+            **components,
+            "schemas": {k: v for k, v in components["schemas"].items() if k in used},
+        },
+    }
+
+
+def _request_name(body: dict[str, Any]) -> str:
+    reference: str = body["content"]["application/json"]["schema"]["$ref"]
+    return reference.removeprefix(_SCHEMAS)
+
+
+def _complete(schema: dict[str, Any], path: str, model_id: str) -> None:
+    """Say in vLLM's schema of a request what this router takes, sets and drops."""
+    properties = schema["properties"]
+    properties |= interface.BODY_FIELDS
+    properties["model"] = {"type": "string", "enum": [model_id]}
+    for name, why in interface.DROPPED.items():
+        properties[name] = {"description": f"Dropped. {why}", "deprecated": True}
+    needed = interface.NEEDED[path]
+    schema["required"] = sorted({*schema.get("required", ()), *needed})
+    for name, more in needed.items():
+        properties[name] = {**_not_null(properties[name]), **more}
+
+
+def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema of the same values, without null."""
+    if "anyOf" not in schema:
+        return schema
+    return {**schema, "anyOf": [one for one in schema["anyOf"] if one.get("type") != "null"]}
+
+
+def _used(paths: dict[str, Any], components: dict[str, Any]) -> set[str]:
+    """Names of the schemas that the paths refer to, directly or not."""
+    used: set[str] = set()
+    rest = [paths, *(part for name, part in components.items() if name != "schemas")]
+    while rest:
+        for name in _references(rest.pop()):
+            if name not in used:
+                used.add(name)
+                rest.append(components["schemas"][name])
+    return used
+
+
+def _references(part: Any) -> Iterator[str]:
+    if isinstance(part, list):
+        for inner in part:
+            yield from _references(inner)
+    elif isinstance(part, dict):
+        for name, inner in part.items():
+            if name in ("$ref", "mapping"):
+                values = [inner] if name == "$ref" else inner.values()
+                yield from (v.removeprefix(_SCHEMAS) for v in values if v.startswith(_SCHEMAS))
+            else:
+                yield from _references(inner)

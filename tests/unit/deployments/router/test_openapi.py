@@ -1,0 +1,154 @@
+"""The OpenAPI document: every path is in it, it is valid, it says what becomes of each field."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from starlette.routing import Route
+
+from conserve.settings import Settings
+from deployments.engine.described import describe
+from deployments.router.frontdoor import FrontDoor
+from deployments.router.openapi import document
+from deployments.router.upstream import EngineUnreachable, Upstream
+
+MODEL = "the-model"
+
+
+@pytest.fixture(scope="module")
+def engines_own() -> dict[str, Any]:
+    """What an engine says, of vLLM's own paths."""
+    from vllm.entrypoints.openai.chat_completion import api_router as chat
+    from vllm.entrypoints.openai.completion import api_router as completion
+
+    app = FastAPI()
+    app.include_router(chat.router)
+    app.include_router(completion.router)
+    describe(app)
+    made: dict[str, Any] = app.openapi()
+    return made
+
+
+@pytest.fixture(scope="module")
+def whole(engines_own: dict[str, Any]) -> dict[str, Any]:
+    return document(engines_own, MODEL)
+
+
+class Table:
+    """Knows engines."""
+
+    def __init__(self, *urls: str) -> None:
+        self.urls = urls
+
+    async def call(self, method: str) -> list[dict[str, Any]]:
+        assert method == "engines"
+        return [{"url": url} for url in self.urls]
+
+
+def request_schema(whole: dict[str, Any], path: str) -> dict[str, Any]:
+    body = whole["paths"][path]["post"]["requestBody"]
+    name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+    schema: dict[str, Any] = whole["components"]["schemas"][name]
+    return schema
+
+
+def test_an_engine_describes_the_paths_of_turns_alone(engines_own: dict[str, Any]) -> None:
+    assert set(engines_own["paths"]) == {"/v1/chat/completions", "/v1/completions"}
+
+
+def test_every_path_is_in_it(whole: dict[str, Any]) -> None:
+    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    served: dict[str, set[str]] = {}
+    for route in door._app.routes:
+        assert isinstance(route, Route)
+        methods = served.setdefault(route.path.replace(":path}", "}"), set())
+        methods |= {method.lower() for method in route.methods or ()} - {"head"}
+    assert {path: set(operations) for path, operations in whole["paths"].items()} == served
+
+
+def test_it_is_valid(whole: dict[str, Any]) -> None:
+    schema = schemathesis.openapi.from_dict(whole)
+    schema.validate()
+    for operation in schema.get_all_operations():
+        operation.ok()  # Every reference in it leads somewhere.
+
+
+def test_it_holds_what_is_referred_to_and_no_more(
+    whole: dict[str, Any], engines_own: dict[str, Any]
+) -> None:
+    text = json.dumps(whole)
+    for name in whole["components"]["schemas"]:
+        assert f'"#/components/schemas/{name}"' in text
+    assert "ChatCompletionRequest" in whole["components"]["schemas"]
+    # vLLM's form of an error is not what clients get.
+    assert "ErrorInfo" in engines_own["components"]["schemas"]
+    assert "ErrorInfo" not in whole["components"]["schemas"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_it_says_what_becomes_of_a_turns_fields(whole: dict[str, Any], path: str) -> None:
+    fields = request_schema(whole, path)["properties"]
+    assert fields["model"]["enum"] == [MODEL]
+    assert fields["kv_transfer_params"]["deprecated"]
+    assert "max_tokens" in fields
+    for name in ("conversation_id", "program_id", "session_id", "job_id"):
+        assert fields[name]["anyOf"][0]["maxLength"] == 256
+
+
+def test_a_prompt_is_needed(whole: dict[str, Any]) -> None:
+    schema = request_schema(whole, "/v1/completions")
+    assert "prompt" in schema["required"]
+    assert {"type": "null"} not in schema["properties"]["prompt"]["anyOf"]
+    assert request_schema(whole, "/v1/chat/completions")["properties"]["messages"]["minItems"] == 1
+
+
+def test_an_engine_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, engines_own: dict[str, Any]
+) -> None:
+    """And where the first is gone, another one."""
+    asked: list[str] = []
+
+    async def described(self: Upstream, url: str) -> dict[str, Any]:
+        asked.append(url)
+        if url == "gone":
+            raise EngineUnreachable("no connection")
+        return engines_own
+
+    monkeypatch.setattr(Upstream, "described", described)
+    door = FrontDoor(Settings(), Table("gone", "there"), "router")  # type: ignore[arg-type]
+    for _ in range(2):
+        start, body = get(door)
+        assert start["status"] == 200
+        assert json.loads(body["body"])["openapi"] == "3.1.0"
+    assert asked == ["gone", "there"]
+
+
+def test_without_an_engine_there_is_none_yet() -> None:
+    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    start, _ = get(door)
+    assert start["status"] == 503
+    assert (b"retry-after", b"5") in start["headers"]
+
+
+def get(door: FrontDoor) -> list[dict[str, Any]]:
+    """What is sent back to a request for the document."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/openapi.json",
+        "query_string": b"",
+        "headers": [],
+    }
+    asyncio.run(door(scope, receive, send))
+    return sent
