@@ -9,6 +9,9 @@ INSTALLED := $(VENV)/.installed
 PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3) python3.11)
 # What is given to the program behind a target: make test ARGS='-k recognition -x'
 ARGS ?=
+# Of `make test-fuzz`: how many requests, and which; every run prints both.
+CASES ?= 10000
+SEED ?= $(shell echo $$RANDOM)
 
 # A pipe fails when any part of it does.
 SHELL := bash
@@ -16,7 +19,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-table bench-energy bench-sm-slots bench-simulator test-autoscaler \
+	bench-overhead bench-table bench-energy bench-sm-slots bench-simulator test-autoscaler test-fuzz \
 	test-cluster clean
 .DELETE_ON_ERROR:
 
@@ -40,6 +43,10 @@ test-unit: $(INSTALLED) ## Run the unit tests alone: no engine, two minutes
 
 test-engines: $(INSTALLED) ## Run only the tests on real engines: all but the unit tests (minutes)
 	@$(BIN)/python -m pytest tests --ignore=tests/unit $(ARGS)
+
+test-fuzz: $(INSTALLED) ## Try 10,000 requests on real engines (CASES=..., SEED=...: which)
+	@$(BIN)/python -m pytest tests/engines/fuzz -o log_cli=true -o log_cli_level=INFO \
+		--fuzz-cases '$(CASES)' --fuzz-seed '$(SEED)' $(ARGS)
 
 test-autoscaler: $(INSTALLED) ## Have Ray's autoscaler start and end nodes for decoders (six minutes)
 	@$(BIN)/python -m pytest tests/engines/autoscaler $(ARGS)

@@ -10,3 +10,10 @@ pytest.register_assert_rewrite("tests.engines", "tests.nvml", "tests.unit")
 def anyio_backend() -> str:
     """Asynchronous tests run on asyncio."""
     return "asyncio"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How much `tests/engines/fuzz` tries."""
+    group = parser.getgroup("conserve")
+    group.addoption("--fuzz-cases", type=int, default=300, help="requests to try (%(default)s)")
+    group.addoption("--fuzz-seed", type=int, default=0, help="which requests (%(default)s)")

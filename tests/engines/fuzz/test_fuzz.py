@@ -1,0 +1,62 @@
+"""Whatever a client sends, it is answered as the document says, and takes nothing down."""
+
+import itertools
+import logging
+import random
+
+import httpx
+import psutil
+import pytest
+
+from tests.engines.applications import MAIN
+from tests.engines.client import engines, release_all
+from tests.engines.fuzz.cases import ahead, coverage, fuzzing
+from tests.engines.fuzz.trial import try_all
+from tests.engines.metrics import metric
+from tests.engines.waiting import eventually
+
+logger = logging.getLogger(__name__)
+
+pytestmark = [pytest.mark.application(MAIN, last=True)]
+
+# Of all cases, this part is what schemathesis tries of every field; the others are drawn.
+_COVERAGE = 0.25
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(4 * 3600)
+async def test_no_request_takes_anything_down(
+    application: str, client: httpx.AsyncClient, request: pytest.FixtureRequest
+) -> None:
+    count = request.config.getoption("--fuzz-cases")
+    seed = request.config.getoption("--fuzz-seed")
+    logger.info("%d cases, --fuzz-seed %d", count, seed)
+    document = (await client.get(application + "/openapi.json")).json()
+    before = {engine["id"]: engine["pid"] for engine in engines()}
+    lost = metric("conserve_engines_lost_total")
+
+    covering = list(coverage(document))
+    random.Random(seed).shuffle(covering)
+    covering = covering[: int(count * _COVERAGE)]
+    drawn = fuzzing(document, count - len(covering), seed)
+    report = try_all(application, ahead(itertools.chain(covering, drawn)), seed)
+    logger.info("%s", report)
+
+    assert not report.findings, str(report)
+    assert metric("conserve_engines_lost_total") == lost
+    assert {engine["id"]: engine["pid"] for engine in engines()} == before
+    assert all(psutil.pid_exists(pid) for pid in before.values())
+    release_all()
+    await eventually("nothing is in line or counted", _at_rest)
+    # Of all these statuses, a run that means anything has had some.
+    assert {"200", "400", "404", "left"} <= set(report.outcomes), report.outcomes
+
+
+def _at_rest() -> bool:
+    release_all()
+    return (
+        metric("conserve_queue_length")
+        + metric("conserve_decoder_held_tokens")
+        + metric("conserve_conversations")
+        == 0
+    )
