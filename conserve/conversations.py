@@ -3,15 +3,18 @@
 The one authority for bindings, as plain data structures: no Ray, no clock (time is an
 argument), and whatever happens once a turn is O(1) in the number of conversations. Occupancy is
 exact by construction: a decoder's ``held_tokens`` is changed in `ConversationTable._hold` alone.
+What each tenant has is counted at the same places.
 """
 
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from conserve import identity
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.placement import Decoder, Placement, PlacementPolicy, Prefiller
 from conserve.recognition import Digest, TailIndex
+from conserve.tenants.usage import UsageBook
 
 # For the process that keeps a table: a conversation's objects lie anywhere in memory, and on pages
 # of 4 KB most of the time of finding and freeing them goes into address translation. Python's own
@@ -37,6 +40,9 @@ class ConversationTable:
             lost.
         first_id: turns and incarnations are numbered from here. A table that succeeds another
             must start above it.
+
+    Attributes:
+        usage: what each tenant has.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class ConversationTable:
         self._leaving: set[str] = set()
         self._evicting: set[str] = set()
         self.reasoning = 0
+        self.usage = UsageBook()
 
     def __len__(self) -> int:
         return len(self._conversations)
@@ -73,9 +80,17 @@ class ConversationTable:
         """The live conversation of this id, or None."""
         return self._conversations.get(conversation_id)
 
-    def recent(self, limit: int) -> list[Conversation]:
-        """Up to ``limit`` live conversations, the most recently used first."""
-        return heapq.nlargest(limit, self._conversations.values(), key=lambda c: c.last_used_s)
+    def recent(self, limit: int, tenant: str | None = None) -> list[Conversation]:
+        """Up to ``limit`` live conversations, the most recently used first.
+
+        Args:
+            tenant: of this one alone; None: of all.
+        """
+        found: Iterable[Conversation] = self._conversations.values()
+        if tenant is not None:
+            beginning = identity.scoped(tenant, "")
+            found = (one for one in found if one.id.startswith(beginning))
+        return heapq.nlargest(limit, found, key=lambda c: c.last_used_s)
 
     # --- engines -----------------------------------------------------------------------------
 
@@ -165,6 +180,9 @@ class ConversationTable:
         unbound = []
         for conversation in self._conversations.values():
             if conversation.decoder_id == decoder_id:
+                usage = self.usage.of(conversation.id)
+                usage.held_tokens -= conversation.held_tokens
+                usage.turns -= len(conversation.running)
                 conversation.decoder_id = None
                 conversation.held_tokens = 0
                 if conversation.running:
@@ -216,7 +234,8 @@ class ConversationTable:
         if known is None:
             known = Conversation(conversation_id, self._next_id, now_s, now_s)
             known.asked_s = now_s if arrived_s is None else arrived_s
-            self._conversations[conversation_id] = known
+            self._join(known)
+            self.usage.of(known.id).began(now_s)
             self._look_at(known, now_s + self._idle_timeout_s)
         else:
             known.moves += 1
@@ -364,6 +383,9 @@ class ConversationTable:
         self._hold(conversation, 0)
         if conversation.decoder_id is not None:
             self.decoders[conversation.decoder_id].conversations -= 1
+        usage = self.usage.of(conversation_id)
+        usage.conversations -= 1
+        usage.turns -= len(conversation.running)
         if conversation.running:
             self.reasoning -= 1
         self._tails.discard(conversation.id, conversation.tails)
@@ -409,7 +431,14 @@ class ConversationTable:
     def _is_running(self, conversation_id: str) -> bool:
         return self._conversations[conversation_id].running != ()
 
+    def _join(self, conversation: Conversation) -> None:
+        self._conversations[conversation.id] = conversation
+        usage = self.usage.of(conversation.id)
+        usage.conversations += 1
+        usage.turns += len(conversation.running)
+
     def _start_turn(self, conversation: Conversation, now_s: float) -> None:
+        self.usage.of(conversation.id).turns += 1
         if not conversation.running:
             self.reasoning += 1
         conversation.running += (self._next_id,)
@@ -424,6 +453,7 @@ class ConversationTable:
         if turn_id in running:
             # Its own number is kept, not the caller's equal one, as with the id.
             turn_id = running[running.index(turn_id)]
+            self.usage.of(conversation.id).turns -= 1
             conversation.running = tuple(id for id in running if id != turn_id)
             if not conversation.running:
                 self.reasoning -= 1
@@ -465,6 +495,7 @@ class ConversationTable:
         if conversation.decoder_id is not None:
             decoder = self.decoders[conversation.decoder_id]
             decoder.held_tokens += tokens - conversation.held_tokens
+            self.usage.of(conversation.id).held_tokens += tokens - conversation.held_tokens
         conversation.held_tokens = tokens
 
     def _join_prefiller(self, conversation: Conversation, prefiller_id: str, tokens: int) -> None:
@@ -490,7 +521,9 @@ class ConversationTable:
             held.moves = known.moves
             held.asked_s, held.ttfet_s = known.asked_s, known.ttfet_s
             held.energy_j = known.energy_j
-        self._conversations[held.id] = held
+        else:
+            self.usage.of(held.id).began(held.created_s)
+        self._join(held)
         idle_at_s = held.last_used_s + self._idle_timeout_s
         held.period = known.period if known is not None else 0
         if known is None or idle_at_s < known.period * self._period_s:

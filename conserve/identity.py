@@ -28,9 +28,15 @@ FINAL_HEADER = "x-dynamo-session-final"
 # Long enough for several UUIDs joined together, short enough for a header, a URL and a log line.
 MAX_ID_CHARS = 256
 
+_GENERATED = re.compile(r"conv-[0-9a-f]{24}")
+
 # How much of a refused value an error message shows. It may be long, or a secret put in the
 # wrong field.
 _MAX_ECHO_CHARS = 40
+
+# Between a tenant and its client's own id, in an id as ConServe keeps it. It is not printable, so
+# no client's id holds it; and a header may.
+_SCOPE = "\t"
 
 _HEADER_KEYS = tuple((name, name.lower()) for name in HEADERS)
 
@@ -106,8 +112,28 @@ def new_id() -> str:
 
 
 def is_generated(conversation_id: str) -> bool:
-    """Whether an id is one of `new_id`, and no client's own."""
-    return re.fullmatch(r"conv-[0-9a-f]{24}", conversation_id) is not None
+    """Whether an id is one of `new_id`, whosever it is, and no client's own."""
+    return _GENERATED.fullmatch(own_id(conversation_id)) is not None
+
+
+def scoped(tenant: str | None, conversation_id: str) -> str:
+    """A client's id as it is kept: of one tenant, and equal to no other tenant's.
+
+    Args:
+        tenant: None where there are no keys; the id is then kept as it is.
+    """
+    return conversation_id if tenant is None else f"{tenant}{_SCOPE}{conversation_id}"
+
+
+def tenant_of(conversation_id: str) -> str | None:
+    """The tenant of an id as it is kept; None if it has none."""
+    tenant, scope, _ = conversation_id.partition(_SCOPE)
+    return tenant if scope else None
+
+
+def own_id(conversation_id: str) -> str:
+    """An id as its client knows it."""
+    return conversation_id.rpartition(_SCOPE)[2]
 
 
 def _checked(source: str, value: str) -> str:

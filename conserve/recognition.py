@@ -41,13 +41,18 @@ _ARGUMENTS = json.JSONDecoder(parse_int=float, strict=False)
 # --- Digests ------------------------------------------------------------------------------------
 
 
-def candidate_digests(messages: Sequence[Mapping[str, Any]]) -> list[Digest]:
+def candidate_digests(
+    messages: Sequence[Mapping[str, Any]], tenant: str | None = None
+) -> list[Digest]:
     """The tails that these messages may continue, longest first.
 
     One digest for each assistant message that at least one message follows: of all messages up to
     and including it. Never raises, whatever JSON stands in ``messages``.
+
+    Args:
+        tenant: whose messages they are; no two tenants have a digest in common.
     """
-    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    hasher = _hasher(tenant)
     digests = []
     for message in _as_list(messages)[:-1]:
         hasher.update(_encoded(_normalised(message)))
@@ -57,17 +62,24 @@ def candidate_digests(messages: Sequence[Mapping[str, Any]]) -> list[Digest]:
     return digests
 
 
-def tail_digest(messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> Digest:
+def tail_digest(
+    messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], tenant: str | None = None
+) -> Digest:
     """The digest of a finished turn: its messages, then its answer.
 
-    It is among the ``candidate_digests`` of every turn that begins with these messages and this
-    answer. Never raises, whatever JSON stands in the arguments.
+    It is among the ``candidate_digests`` of every turn of this tenant that begins with these
+    messages and this answer. Never raises, whatever JSON stands in the arguments.
     """
-    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    hasher = _hasher(tenant)
     for message in _as_list(messages):
         hasher.update(_encoded(_normalised(message)))
     hasher.update(_encoded(_normalised(answer)))
     return hasher.digest()
+
+
+def _hasher(tenant: str | None) -> "hashlib.blake2b":
+    # A key is at most 64 bytes long, and so is a tenant's name.
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES, key=(tenant or "").encode())
 
 
 def _as_list(messages: Any) -> Sequence[Any]:

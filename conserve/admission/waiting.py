@@ -61,6 +61,11 @@ class WaitingLine:
         """What the prompts of everybody in the line add up to."""
         return sum(ticket.tokens for ticket in self._line.values())
 
+    def tokens_of(self, beginning: str) -> int:
+        """What the prompts of those whose keys begin so add up to."""
+        line = self._line.values()
+        return sum(ticket.tokens for ticket in line if ticket.key.startswith(beginning))
+
     def join(self, key: str, tokens: int, now_s: float, arrived_s: float | None = None) -> Ticket:
         """Take the last place.
 

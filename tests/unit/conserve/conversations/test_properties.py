@@ -40,7 +40,8 @@ class Known:
     promised: bool = False
 
 
-IDS = st.sampled_from("abcde")
+IDS = st.sampled_from(["a", "one\ta", "one\tb", "two\ta", "two\tc"])
+TENANTS = ("", "one", "two")
 TOKENS = st.integers(1, 400)
 DIGESTS = st.sampled_from([b"x" * 16, b"y" * 16, b"z" * 16])
 DECODER_IDS = st.sampled_from(["d1", "d2", "d3"])
@@ -346,6 +347,19 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def reasoning_ones_are_counted(self) -> None:
         assert self.table.reasoning == sum(bool(k.running) for k in self.known.values())
+
+    @invariant()
+    def each_tenant_has_what_its_conversations_have(self) -> None:
+        for tenant in TENANTS:
+            mine = [k for i, k in self.known.items() if i.rpartition("\t")[0] == tenant]
+            usage = self.table.usage.tenant(tenant)
+            assert usage.conversations == len(mine)
+            assert usage.held_tokens == sum(k.held for k in mine)
+            assert usage.turns == sum(len(k.running) for k in mine)
+            if tenant:
+                listed = self.table.recent(10, tenant)
+                assert len(listed) == len(mine)
+                assert {c.id.partition("\t")[0] for c in listed} <= {tenant}
 
     def teardown(self) -> None:
         for conversation_id in list(self.known):

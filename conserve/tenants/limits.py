@@ -1,0 +1,45 @@
+"""What a tenant may have at a time."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+# New conversations are counted over so much time.
+MINUTE_S = 60
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+
+
+class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A tenant's limits; None: there is none.
+
+    Attributes:
+        turns: turns at a time, those that wait for room included.
+        held_tokens: tokens of KV held for its conversations. With so many, no turn begins until
+            conversations have ended; and none is bound that would bring it above.
+        conversations: live conversations.
+        new_per_minute: conversations begun within a minute.
+    """
+
+    turns: _Count | None = None
+    held_tokens: _Count | None = None
+    conversations: _Count | None = None
+    new_per_minute: _Count | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """A limit that a turn would break.
+
+    Attributes:
+        limit: its name, a field of `Limits`.
+        allowed: the limit.
+        retry_after_s: when to try again.
+        never: whether the same turn will not do any better then.
+    """
+
+    limit: str
+    allowed: int
+    retry_after_s: int
+    never: bool = False

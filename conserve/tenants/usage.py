@@ -1,0 +1,68 @@
+"""What each tenant has at the moment: turns, tokens of KV, conversations."""
+
+from dataclasses import dataclass, field
+
+from conserve import identity
+from conserve.tenants.limits import MINUTE_S
+
+
+@dataclass(slots=True)
+class TenantUsage:
+    """What one tenant has in a conversation table.
+
+    Attributes:
+        turns: turns under way.
+        held_tokens: tokens of KV held, and promised, for its conversations.
+        conversations: live conversations.
+    """
+
+    turns: int = 0
+    held_tokens: int = 0
+    conversations: int = 0
+    # How many conversations began in which second, for the last minute.
+    _began: dict[int, int] = field(default_factory=dict)
+
+    def began(self, at_s: float) -> None:
+        """Note that a conversation has begun: now, or under a table before this one."""
+        self._began[int(at_s)] = self._began.get(int(at_s), 0) + 1
+        if len(self._began) > 2 * MINUTE_S:
+            self._forget(max(self._began))
+
+    def begun_lately(self, now_s: float) -> int:
+        """Conversations begun within the last minute."""
+        self._forget(int(now_s))
+        return sum(self._began.values())
+
+    def fewer_in_s(self, now_s: float) -> int:
+        """How long until fewer have begun lately, in whole seconds, at least 1."""
+        self._forget(int(now_s))
+        return max(1, min(self._began, default=0) + MINUTE_S - int(now_s))
+
+    def _forget(self, second: int) -> None:
+        for old in [one for one in self._began if one <= second - MINUTE_S]:
+            del self._began[old]
+
+
+class UsageBook:
+    """Tenants' usage, by name; conversations without a tenant are nobody's, under the name "".
+
+    Names come from the key file, so nothing is ever dropped.
+    """
+
+    def __init__(self) -> None:
+        self._usage: dict[str, TenantUsage] = {}
+
+    def of(self, conversation_id: str) -> TenantUsage:
+        """What the tenant of this conversation has."""
+        return self.tenant(identity.tenant_of(conversation_id) or "")
+
+    def tenant(self, name: str) -> TenantUsage:
+        """What a tenant has."""
+        usage = self._usage.get(name)
+        if usage is None:
+            usage = self._usage[name] = TenantUsage()
+        return usage
+
+    def tenants(self) -> dict[str, TenantUsage]:
+        """What each tenant has that was heard of."""
+        return {name: usage for name, usage in self._usage.items() if name}

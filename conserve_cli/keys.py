@@ -1,0 +1,170 @@
+"""``conserve keys``: who may use an application, and how much of it."""
+
+import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from conserve.tenants import KeyFile, KeyFileError, Limits, Tenant, keyfile
+
+cli = typer.Typer(
+    help="API keys, their tenants, and tenants' limits. An application with `keys_file` follows a "
+    "change within seconds.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+console = Console()
+# What is no result: so that KEY=$(conserve keys add NAME) has the key alone.
+aside = Console(stderr=True)
+
+File = Annotated[
+    Path, typer.Option("--file", envvar="CONSERVE_KEYS_FILE", help="The file that holds them.")
+]
+_FILE = Path("keys.json")
+_NONE = "none"
+
+
+@cli.command()
+def add(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is; made if it is new.")],
+    admin: Annotated[
+        bool,
+        typer.Option("--admin", help="It may see and end all tenants' conversations."),
+    ] = False,
+    file: File = _FILE,
+) -> None:
+    """Make a key, and print it, this once; the file is made if there is none."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    try:
+        with keyfile.locked(file) as path:
+            content = keyfile.read(path) if path.exists() else KeyFile.new()
+            content, key = content.with_key(tenant, today, admin=admin)
+            keyfile.write(path, content)
+    except KeyFileError as error:
+        _fail(error)
+    console.out(key, highlight=False)
+    aside.print(
+        f"That is the key, of tenant {tenant!r}; it is kept nowhere, only its digest in "
+        f"{escape(str(path))}.",
+        highlight=False,
+    )
+
+
+@cli.command(name="list")
+def list_(file: File = _FILE) -> None:
+    """Show keys and tenants; keys themselves are not kept."""
+    content = _read(file)
+    keys = Table(title=f"Keys in {escape(str(file))}")
+    for column in ("id", "tenant", "created", "admin"):
+        keys.add_column(column, no_wrap=True)
+    for key in content.keys:
+        keys.add_row(key.id, key.tenant, key.created, "yes" if key.admin else "")
+    console.print(keys)
+    console.print(_tenants(content))
+
+
+@cli.command()
+def revoke(
+    key_id: Annotated[str, typer.Argument(help="As `conserve keys list` has it.")],
+    file: File = _FILE,
+) -> None:
+    """Have a key not be good any more. Its tenant stays, with its limits."""
+    _change(file, lambda content: content.without_key(key_id))
+    console.print("Revoked.")
+
+
+@cli.command()
+def limits(
+    tenant: Annotated[str, typer.Argument(help="Whose limits.")],
+    turns: Annotated[
+        str | None, typer.Option(help="Turns at a time, waiting ones included; or none.")
+    ] = None,
+    held_tokens: Annotated[
+        str | None, typer.Option(help="Tokens of KV held for its conversations; or none.")
+    ] = None,
+    conversations: Annotated[str | None, typer.Option(help="Live conversations; or none.")] = None,
+    new_per_minute: Annotated[
+        str | None, typer.Option(help="Conversations begun within a minute; or none.")
+    ] = None,
+    shares_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--share-cache/--own-cache",
+            help="Whether it shares prefixes' KV with the other tenants that do: faster where "
+            "prompts begin alike, and each can tell by its latency what the others send.",
+        ),
+    ] = None,
+    file: File = _FILE,
+) -> None:
+    """Change what a tenant may have at a time, and show it. What is not given stays."""
+    given = {
+        "turns": turns,
+        "held_tokens": held_tokens,
+        "conversations": conversations,
+        "new_per_minute": new_per_minute,
+    }
+    changed = {name: _number(name, text) for name, text in given.items() if text is not None}
+
+    def change(content: KeyFile) -> KeyFile:
+        old = content.tenants.get(tenant, Tenant())
+        shares = old.shares_cache if shares_cache is None else shares_cache
+        new = Tenant(msgspec.structs.replace(old.limits, **changed), shares)
+        return content.with_tenant(tenant, new)
+
+    nothing = not changed and shares_cache is None
+    content = _read(file) if nothing else _change(file, change)
+    if tenant not in content.tenants:
+        _fail(
+            KeyFileError(f"there is no tenant {tenant!r}; `conserve keys add {tenant}` makes one")
+        )
+    console.print(_tenants(content, tenant))
+
+
+def _tenants(content: KeyFile, only: str | None = None) -> Table:
+    table = Table(title="Tenants")
+    table.add_column("tenant", no_wrap=True)
+    for name in Limits.__struct_fields__:
+        table.add_column(name.replace("_", " "), justify="right")
+    table.add_column("prefix cache", no_wrap=True)
+    for name, tenant in sorted(content.tenants.items()):
+        if only in (None, name):
+            values = [getattr(tenant.limits, field) for field in Limits.__struct_fields__]
+            cells = [_NONE if value is None else f"{value:,}" for value in values]
+            table.add_row(name, *cells, "shared" if tenant.shares_cache else "own")
+    return table
+
+
+def _number(name: str, text: str) -> int | None:
+    if text == _NONE:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 12):
+        option = "--" + name.replace("_", "-")
+        _fail(KeyFileError(f"{option} takes a number, or {_NONE}, not {text[:40]!r}"), 2)
+    return int(text)
+
+
+def _read(file: Path) -> KeyFile:
+    try:
+        return keyfile.read(file)
+    except KeyFileError as error:
+        return _fail(error)  # type: ignore[no-any-return]
+
+
+def _change(file: Path, change: Any) -> KeyFile:
+    try:
+        with keyfile.locked(file) as path:
+            content: KeyFile = change(keyfile.read(path))
+            keyfile.write(path, content)
+    except KeyFileError as error:
+        _fail(error)
+    return content
+
+
+def _fail(error: KeyFileError, code: int = 1) -> Any:
+    aside.print(f"[red]{escape(str(error))}[/red]", highlight=False)
+    raise typer.Exit(code) from None
