@@ -50,7 +50,7 @@ class ApiError(Exception):
 def _error_type(status: int) -> str:
     if status >= 500:
         return "server_error"
-    return {401: "authentication_error", 429: "rate_limit_error"}.get(
+    return {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
         status, "invalid_request_error"
     )
 

@@ -6,11 +6,13 @@ The same fields are given on the command line (``serve run conserve.app decoders
 
 import contextlib
 import json
+import os
 import re
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from conserve.loopback import is_loopback
 from conserve.placement import PlacementPolicy, PolicyName, make_policy
 
 EMBEDDED_MODEL = "embedded"
@@ -254,7 +256,22 @@ class Settings(_Strict):
     autoscaling: AutoscalingSettings = Field(
         default_factory=AutoscalingSettings, description="How roles with `max_replicas` scale."
     )
-    host: str = Field(default="127.0.0.1", description="Address that the router listens on.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address that the router listens on. One that is not loopback wants "
+        "`keys_file`, or `unauthenticated`.",
+    )
+    keys_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File of API keys, on the router's node, as `conserve keys` makes it: every "
+        "request then needs a key. Unset: none does.",
+    )
+    unauthenticated: bool = Field(
+        default=False,
+        description="Whether whoever reaches `host` may use everything without a key, where `host` "
+        "is not loopback: for a network, or a gateway, that lets nobody else in.",
+    )
     nodes: Literal["auto", "one", "several"] = Field(
         default="auto",
         description="With `several`, KV also moves between nodes, whose LMCache servers share it; "
@@ -336,6 +353,26 @@ class Settings(_Strict):
     def _role_arguments(self) -> Self:
         _without_reserved(self.prefillers.engine, "prefillers.engine")
         _without_reserved(self.decoders.engine, "decoders.engine")
+        return self
+
+    @field_validator("keys_file", mode="after")
+    @classmethod
+    def _whole_path(cls, value: str | None) -> str | None:
+        # The router's process has a working directory of its own.
+        return None if value is None else os.path.abspath(os.path.expanduser(value))
+
+    @model_validator(mode="after")
+    def _authentication_is_chosen(self) -> Self:
+        if self.keys_file is not None and self.unauthenticated:
+            raise ValueError(
+                "unauthenticated: with keys_file, requests need keys; give one of both"
+            )
+        if not (self.keys_file or self.unauthenticated or is_loopback(self.host)):
+            raise ValueError(
+                f"host: whoever reaches {self.host} could use everything, and end everybody's "
+                "conversations; make keys (`conserve keys add NAME`) and set keys_file, or set "
+                "unauthenticated=true where the network, or a gateway, keeps others out"
+            )
         return self
 
     @field_validator("tiers", mode="after")

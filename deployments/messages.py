@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from conserve.conversation import Conversation, TurnKey
+from conserve.tenants.limits import Limits
 from conserve.wire import Role
 
 # Ray's name for a resource that the head node alone has.
@@ -79,6 +80,14 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnTenant:
+    """Whose turn it is, and what that tenant may have at a time."""
+
+    name: str
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
 class TurnPlan:
     """Where a turn goes. ``prefiller_id`` is set where a remote prefill comes first.
 
@@ -146,6 +155,7 @@ class TurnTiming:
         effective_ago_s: how long ago the first token of a chat's answer came that is not a tool
             call; of an answer in one piece, the answer. Not a time: clocks of nodes differ.
         continued: how often its stream went on at another decoder.
+        tenant: whose it was, where there are keys.
     """
 
     outcome: TurnOutcome
@@ -155,3 +165,4 @@ class TurnTiming:
     turn: TurnKey | None = None
     effective_ago_s: float | None = None
     continued: int = 0
+    tenant: str | None = None

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from conserve import recognition, wire
+from conserve import identity, recognition, wire
 from conserve.conversation import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.recognition import Digest
@@ -257,7 +257,8 @@ class _Turn:
             answers = recognition.answers_from_stream(self.parts)
         else:
             answers = recognition.answers_from_body(b"".join(self.parts))
-        return tuple(recognition.tail_digest(messages, answer) for answer in answers)
+        tenant = identity.tenant_of(self.key.conversation_id)
+        return tuple(recognition.tail_digest(messages, answer, tenant) for answer in answers)
 
 
 async def _read_ahead(receive: Receive) -> bytes:

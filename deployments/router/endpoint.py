@@ -7,6 +7,7 @@ from starlette.types import Receive, Scope, Send
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from deployments.messages import TurnTiming
+from deployments.router.access import caller_of
 from deployments.router.answer import refuse
 from deployments.router.request import read_request
 from deployments.router.turn import Turn
@@ -30,7 +31,10 @@ class TurnEndpoint:
         try:
             request = await read_request(scope, receive, self._settings)
         except ApiError as error:
-            refused = TurnTiming("refused", time.perf_counter() - arrived_s, None, ())
+            caller = caller_of(scope)
+            tenant = None if caller is None else caller.tenant
+            latency_s = time.perf_counter() - arrived_s
+            refused = TurnTiming("refused", latency_s, None, (), tenant=tenant)
             self._table.tell("observe", refused)
             await refuse(error, [], send)
             return

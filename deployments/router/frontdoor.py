@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from conserve import identity
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
+from deployments.router.access import Access, caller_of
 from deployments.router.endpoint import TurnEndpoint
 from deployments.router.openapi import Description
 from deployments.router.responses import TABLE_RESTARTING, error_response
@@ -28,9 +29,14 @@ _SMALL_BODY_BYTES = 64 * 1024
 
 
 class FrontDoor:
-    """The ASGI application of a router."""
+    """The ASGI application of a router.
+
+    Raises:
+        KeyFileError: the settings name a key file that is not usable.
+    """
 
     def __init__(self, settings: Settings, table: TableClient, router_id: str) -> None:
+        self._access = Access(settings)
         self._settings = settings
         self._table = table
         self._started = int(time.time())
@@ -61,6 +67,12 @@ class FrontDoor:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._access.admit(scope)
+            except ApiError as error:
+                await error_response(error)(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
     async def _models(self, request: Request) -> Response:
@@ -88,17 +100,24 @@ class FrontDoor:
             raise ApiError(
                 400, f"limit must be a number from 1 to {_LISTED_AT_MOST}", param="limit"
             )
-        return JSONResponse(await self._table.call("conversations", int(text)))
+        caller = caller_of(request.scope)
+        # An admin's list is of all tenants, unless it asks for one's.
+        everybody = caller is not None and caller.admin and "tenant" not in request.query_params
+        tenant = None if everybody else _tenant(request)
+        return JSONResponse(await self._table.call("conversations", int(text), tenant))
 
     async def _conversation(self, request: Request) -> Response:
-        found = await self._table.call("conversation", request.path_params["id"])
+        id_ = identity.scoped(_tenant(request), request.path_params["id"])
+        found = await self._table.call("conversation", id_)
         if found is None:
             raise _unknown_conversation()
         return JSONResponse(found)
 
     async def _release(self, request: Request) -> Response:
         conversation_id = request.path_params["id"]
-        if not await self._table.call("release", conversation_id):
+        if not await self._table.call(
+            "release", identity.scoped(_tenant(request), conversation_id)
+        ):
             raise _unknown_conversation()
         return JSONResponse(
             {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
@@ -113,7 +132,8 @@ class FrontDoor:
             identity.explicit_id({}, {"program_id": program_id})
         except identity.InvalidConversationId as error:
             raise ApiError(400, str(error), param="program_id") from None
-        released = await self._table.call("release", program_id.strip())
+        id_ = identity.scoped(_tenant(request), program_id.strip())
+        released = await self._table.call("release", id_)
         return JSONResponse({"program_id": program_id, "released": released})
 
     async def _engines(self, request: Request) -> Response:
@@ -133,6 +153,29 @@ class FrontDoor:
             await self._table.call("metrics"),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
+
+
+def _tenant(request: Request) -> str | None:
+    """Whose conversations a request is about; None where there are no keys.
+
+    Raises:
+        ApiError: another tenant's, and the key is no admin's.
+    """
+    caller, asked = caller_of(request.scope), request.query_params.get("tenant")
+    if caller is None:
+        if asked is not None:
+            raise ApiError(400, "tenant: there are no tenants without keys", param="tenant")
+        return None
+    if asked in (None, caller.tenant):
+        return caller.tenant
+    if not caller.admin:
+        raise ApiError(
+            403,
+            "only an admin key may ask for another tenant",
+            "admin_key_required",
+            param="tenant",
+        )
+    return asked
 
 
 async def _small_json(request: Request) -> dict[str, Any]:

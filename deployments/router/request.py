@@ -13,6 +13,9 @@ from conserve import identity, recognition
 from conserve.errors import ApiError, unknown_model
 from conserve.recognition import Digest
 from conserve.settings import Settings
+from deployments.messages import TurnTenant
+from deployments.router.access import caller_of
+from deployments.router.salt import salted
 
 CHAT = "/v1/chat/completions"
 
@@ -37,10 +40,11 @@ class ClientRequest:
 
     Attributes:
         raw: the body as engines get it; ``body`` is the same, parsed.
-        explicit_id: the conversation's id, if the request names it.
+        explicit_id: the conversation's id, scoped to its tenant, if the request names it.
         candidates: digests by which the conversation is recognised if not.
         one_off: whether it is a completion without an id: a conversation of this one turn.
         final: whether the client says that it is the conversation's last turn.
+        tenant: whose it is, where there are keys.
     """
 
     path: str
@@ -51,6 +55,7 @@ class ClientRequest:
     one_off: bool
     final: bool
     request_id: str | None
+    tenant: TurnTenant | None = None
 
     @property
     def chat(self) -> bool:
@@ -94,6 +99,8 @@ async def read_request(scope: Scope, receive: Receive, settings: Settings) -> Cl
         ApiError: it is not one that can be served; the error says why.
     """
     headers = Headers(scope=scope)
+    caller = caller_of(scope)
+    tenant = None if caller is None else caller.tenant
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
             raw = await _body(headers, receive, settings.max_body_bytes)
@@ -127,19 +134,24 @@ async def read_request(scope: Scope, receive: Receive, settings: Settings) -> Cl
         own["vllm_xargs"] = {k: v for k, v in extra.items() if k not in _NOT_FORWARDED}
     if "model" not in own:
         own["model"] = model
+    if own != body:
+        raw = json.dumps(own).encode()
+    raw, own = salted(raw, own, None if caller is None else caller.cache_salt)
+    stated_id = explicit_id or (None if chat else identity.new_id())
     return ClientRequest(
         path=scope["path"],
-        raw=raw if own == body else json.dumps(own).encode(),
+        raw=raw,
         body=own,
-        explicit_id=explicit_id or (None if chat else identity.new_id()),
+        explicit_id=None if stated_id is None else identity.scoped(tenant, stated_id),
         candidates=(
-            recognition.candidate_digests(body["messages"])[:_MOST_CANDIDATES]
+            recognition.candidate_digests(body["messages"], tenant)[:_MOST_CANDIDATES]
             if chat and explicit_id is None
             else []
         ),
         one_off=explicit_id is None and not chat,
         final=identity.is_final(headers),
         request_id=_request_id(headers),
+        tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
     )
 
 

@@ -17,6 +17,8 @@ def error_response(error: ApiError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.final:
         headers["x-should-retry"] = "false"
     return JSONResponse(error.body(), status_code=error.status, headers=headers)

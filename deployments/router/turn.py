@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
-from conserve import wire
+from conserve import identity, wire
 from conserve.errors import ApiError, context_length_exceeded
 from deployments.messages import (
     Prefilled,
@@ -158,7 +158,12 @@ class Turn:
         try:
             waited_s = time.perf_counter() - self._arrived_s
             placed = await self._claim(
-                "place", answer.conversation_id, counted.tokens, waited_s, answer.claim
+                "place",
+                answer.conversation_id,
+                counted.tokens,
+                waited_s,
+                answer.claim,
+                self._request.tenant,
             )
         except asyncio.CancelledError:
             # A refusal has settled it already; only who leaves is still in line.
@@ -174,7 +179,8 @@ class Turn:
         deadline_s = time.monotonic() + _REPLACEMENT_S
         while True:
             try:
-                return await self._claim("begin", conversation_id, self._request.candidates)
+                asked = self._request
+                return await self._claim("begin", conversation_id, asked.candidates, asked.tenant)
             except ApiError as error:
                 # A stream that has begun cannot be sent again: it waits for another decoder.
                 waits = self._sent is not None and error.status == 503
@@ -239,7 +245,8 @@ class Turn:
             wire.INCARNATION_HEADER: str(plan.turn.incarnation),
             wire.TURN_HEADER: str(plan.turn.turn_id),
         }
-        if asked.chat:
+        # Nobody is given a conversation that somebody has named.
+        if asked.chat and identity.is_generated(plan.turn.conversation_id):
             headers[wire.RECOGNISE_HEADER] = "1"
         if plan.later and plan.prefiller_id is not None:
             headers[wire.PREFILLED_HEADER] = "1"
@@ -281,7 +288,8 @@ class Turn:
     def _own_headers(self) -> RawHeaders:
         headers = []
         if self._conversation_id is not None:
-            headers.append((b"x-conversation-id", self._conversation_id.encode()))
+            own_id = identity.own_id(self._conversation_id)
+            headers.append((b"x-conversation-id", own_id.encode()))
         if self._plan is not None:
             headers.append((b"x-conserve-decoder", self._plan.decoder_id.encode()))
         return headers
@@ -328,8 +336,9 @@ class Turn:
 
     def _timing(self, outcome: TurnOutcome) -> TurnTiming:
         latency_s = time.perf_counter() - self._arrived_s
+        tenant = None if self._request.tenant is None else self._request.tenant.name
         if self._plan is None:
-            return TurnTiming(outcome, latency_s, None, ())
+            return TurnTiming(outcome, latency_s, None, (), tenant=tenant)
         seen = self._answer
         ago_s = 0.0 if seen.ttft_s is None else latency_s - seen.ttft_s
         return TurnTiming(
@@ -340,6 +349,7 @@ class Turn:
             self._plan.turn,
             ago_s if seen.effective else None,
             self._continued,
+            tenant,
         )
 
 

@@ -8,6 +8,8 @@ from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.metrics import Metrics, ReplicaCounts
+from conserve.tenants.limits import Over
+from conserve.tenants.metrics import TenantMetrics
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
 from deployments.table.registry import Registry
 from hetero.energy import EnergyBook, EngineEnergy
@@ -34,6 +36,8 @@ class Accounts:
         self._energy = EnergyBook()
         self.metrics = Metrics(table, line, self._replica_counts)
         self.metrics.add(EnergyMetrics(self._energy))
+        self._tenants = TenantMetrics(table.usage)
+        self.metrics.add(self._tenants)
 
     # --- a conversation's life ---------------------------------------------------------------
 
@@ -96,6 +100,8 @@ class Accounts:
         metrics = self.metrics
         metrics.turns.labels(timing.outcome).inc()
         metrics.continued.inc(timing.continued)
+        if timing.tenant is not None:
+            self._tenants.turn(timing.tenant, timing.outcome)
         if timing.outcome != "refused":
             metrics.turn_latency_s.observe(timing.latency_s)
         if timing.ttft_s is not None:
@@ -106,6 +112,10 @@ class Accounts:
             ttfet_s = self._table.answered(timing.turn, unix_s() - timing.effective_ago_s)
             if ttfet_s is not None:
                 metrics.ttfet_s.observe(ttfet_s)
+
+    def over_limit(self, tenant: str, over: Over) -> None:
+        """A turn was refused because its tenant has as much as it may."""
+        self._tenants.refused(tenant, over.limit)
 
     def ended(self, conversation: Conversation, reason: str) -> None:
         """A conversation has ended."""

@@ -35,6 +35,12 @@ class PendingTurn:
         """Whether `place` waits for room: in line, or just out of it and not resumed yet."""
         return self.granted is not None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it is bound already, and `place` only has to notice."""
+        granted = self.granted
+        return granted is not None and granted.done() and not granted.cancelled()
+
     def settle(self) -> None:
         """Note that the conversation is bound or given up."""
         if not self.settled.done():

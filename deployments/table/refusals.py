@@ -1,6 +1,7 @@
 """What a turn is told that cannot be served, now or ever."""
 
 from conserve.admission import QueueFull
+from conserve.tenants.limits import Over
 from deployments.messages import Refusal
 
 UNAVAILABLE = Refusal(
@@ -41,3 +42,21 @@ def never_fits(turn1_tokens: int, largest_tokens: int) -> Refusal:
         "send fewer prompts at a time",
         "context_length_exceeded",
     )
+
+
+def over_limit(tenant: str, over: Over) -> Refusal:
+    """The tenant has as much as it may."""
+    what = {
+        "turns": "turns at a time; wait for one to end",
+        "held_tokens": "tokens of KV for its conversations; end some of them",
+        "conversations": "live conversations; end some of them",
+        "new_per_minute": "new conversations a minute; wait",
+    }[over.limit]
+    message = f"the limit {over.limit} of tenant {tenant!r} is reached: {over.allowed} {what}"
+    if over.never:
+        message = (
+            f"this conversation alone is over the limit {over.limit} of tenant {tenant!r}, "
+            f"{over.allowed}; send a shorter prompt"
+        )
+        return Refusal(400, message, "tenant_limit")
+    return Refusal(429, message, "tenant_limit", over.retry_after_s)

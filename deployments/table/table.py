@@ -26,6 +26,7 @@ from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.recognition import Digest
 from conserve.settings import Settings
+from conserve.tenants.limits import Over
 from conserve.wire import BEAT_S, SILENCE_S
 from deployments.messages import (
     EngineInfo,
@@ -33,11 +34,13 @@ from deployments.messages import (
     Prefilled,
     Refusal,
     TurnPlan,
+    TurnTenant,
     TurnTiming,
     Unplaced,
 )
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
+from deployments.table.gate import TenantGate
 from deployments.table.pending import PendingTurn
 from deployments.table.registry import Registry
 from deployments.table.views import conversation_view, engine_view
@@ -65,6 +68,7 @@ class TableService:
             settings.policy(), settings.idle_timeout_s, settings.turn_timeout_s, first_id=first_id
         )
         self._admission = Admission(self._table, settings.queue_limit, settings.queue_timeout_s)
+        self._gate = TenantGate(self._table, self._admission.line)
         self._autoscaler = make_autoscaler(settings)
         self._started_s = time.monotonic()
         self._registry = Registry(self._table, self._started_s)
@@ -169,22 +173,31 @@ class TableService:
     # --- turns -------------------------------------------------------------------------------
 
     async def begin(
-        self, router_id: str, explicit_id: str | None, candidates: list[Digest]
+        self,
+        router_id: str,
+        explicit_id: str | None,
+        candidates: list[Digest],
+        tenant: TurnTenant | None = None,
     ) -> TurnPlan | Unplaced | Refusal:
-        """Start a turn; returns where its conversation is bound, or that it has to be placed."""
+        """Start a turn; returns where its conversation is bound, or that it has to be placed.
+
+        Args:
+            explicit_id: the conversation's, scoped to the tenant, if the client has stated it.
+            tenant: whose turn it is, where there are keys.
+        """
         if refusal := await self._not_ready():
             return refusal
-        conversation_id = explicit_id or self._table.recognise(candidates) or identity.new_id()
-        while (pending := self._pending.get(conversation_id)) is not None:
-            patience_s = self._settings.queue_timeout_s + PLACING_S
-            await asyncio.wait([pending.settled], timeout=patience_s)
-            if not pending.settled.done():
-                if not pending.waits:
-                    # A router that died in between never settles it.
-                    self._settle(pending)
-                break
+        conversation_id = explicit_id or self._table.recognise(candidates)
+        if conversation_id is None:
+            conversation_id = identity.scoped(tenant.name if tenant else None, identity.new_id())
+        if over := self._gate.turn_over(tenant):
+            return self._over_limit(tenant, over)
+        with self._gate.arriving(tenant):
+            await self._others_are_bound(conversation_id)
         if self._registry.router_is_lost(router_id):
             return refusals.UNAVAILABLE
+        if over := self._gate.conversation_over(tenant, conversation_id, unix_s()):
+            return self._over_limit(tenant, over)
         conversation = self._table.begin(conversation_id, unix_s())
         if conversation is not None:
             prefiller_id = self._table.prefill_later_turn(conversation)
@@ -197,6 +210,17 @@ class TableService:
             claim = self._pend(conversation_id, router_id).claim
         return Unplaced(conversation_id, counter.url, counter.id, counter.max_model_len, claim)
 
+    async def _others_are_bound(self, conversation_id: str) -> None:
+        """Return when no turn of the conversation is pending, or one has been for too long."""
+        while (pending := self._pending.get(conversation_id)) is not None:
+            patience_s = self._settings.queue_timeout_s + PLACING_S
+            await asyncio.wait([pending.settled], timeout=patience_s)
+            if not pending.settled.done():
+                if not pending.waits:
+                    # A router that died in between never settles it.
+                    self._settle(pending)
+                break
+
     async def place(
         self,
         router_id: str,
@@ -204,12 +228,14 @@ class TableService:
         turn1_tokens: int,
         waited_s: float = 0.0,
         claim: int | None = None,
+        tenant: TurnTenant | None = None,
     ) -> TurnPlan | Refusal:
         """Bind a conversation for which `begin` answered `Unplaced`; waits for room.
 
         Args:
             waited_s: how long ago its first request came.
             claim: that answer's.
+            tenant: as for `begin`.
         """
         called_s = unix_s()
         pending = self._pending.get(conversation_id)
@@ -219,6 +245,9 @@ class TableService:
         if pending is None:
             # Of this turn nothing is known (any more): the table before this one was asked to begin
             # it, or another router has given it up.
+            over = self._gate.turn_over(tenant)
+            if over := over or self._gate.conversation_over(tenant, conversation_id, called_s):
+                return self._over_limit(tenant, over)
             pending = self._pend(conversation_id, router_id, claim)
         pending.arrived_s = called_s - waited_s
         try:
@@ -229,6 +258,8 @@ class TableService:
             if bound is not None:
                 # Another turn of it was placed meanwhile, or a decoder had it still.
                 return self._plan(bound.newest_turn, bound, None, router_id, True)
+            if over := self._gate.binding_over(tenant, turn1_tokens):
+                return self._over_limit(tenant, over)
             admitted = await self._admitted(pending, turn1_tokens)
             conversation = self._table.get(conversation_id)
             while not pending.given_up and (
@@ -306,7 +337,7 @@ class TableService:
         self._accounts.observed(timing)
 
     async def release(self, conversation_id: str, reason: str = "released") -> bool:
-        """End a conversation; False if it is unknown."""
+        """End a conversation; False if it is unknown. Its id is scoped to its tenant."""
         await self._not_ready()
         conversation = self._table.release(conversation_id)
         if conversation is None:
@@ -336,19 +367,25 @@ class TableService:
         return [engine_view(engine, self._table) for engine in self._registry.engines.values()]
 
     async def conversation(self, conversation_id: str) -> dict[str, Any] | None:
-        """One conversation, for `GET /v1/conversations/{id}`."""
+        """One conversation, for `GET /v1/conversations/{id}`; the id is scoped to its tenant."""
         await self._not_ready()
         found = self._table.get(conversation_id)
         return None if found is None else conversation_view(found, unix_s())
 
-    async def conversations(self, limit: int) -> dict[str, Any]:
-        """The most recently used conversations, for `GET /v1/conversations`."""
+    async def conversations(self, limit: int, tenant: str | None = None) -> dict[str, Any]:
+        """The most recently used conversations, for `GET /v1/conversations`.
+
+        Args:
+            tenant: of this one alone; None: of all.
+        """
         await self._not_ready()
-        now_s = unix_s()
+        now_s, table = unix_s(), self._table
+        found = table.recent(limit, tenant)
+        total = len(table) if tenant is None else table.usage.tenant(tenant).conversations
         return {
             "object": "list",
-            "data": [conversation_view(found, now_s) for found in self._table.recent(limit)],
-            "total": len(self._table),
+            "data": [conversation_view(one, now_s) for one in found],
+            "total": total,
         }
 
     async def metrics(self) -> bytes:
@@ -408,12 +445,19 @@ class TableService:
             claim = next(self._claims)
         pending = PendingTurn(conversation_id, router_id, claim, settled)
         self._pending[conversation_id] = pending
+        self._gate.pends(pending)
         return pending
 
     def _settle(self, pending: PendingTurn) -> None:
         if self._pending.get(pending.conversation_id) is pending:
             del self._pending[pending.conversation_id]
+        self._gate.settled(pending)
         pending.settle()
+
+    def _over_limit(self, tenant: TurnTenant | None, over: Over) -> Refusal:
+        assert tenant is not None
+        self._accounts.over_limit(tenant.name, over)
+        return refusals.over_limit(tenant.name, over)
 
     async def _admitted(self, pending: PendingTurn, turn1_tokens: int) -> Admitted:
         """Bind a conversation, now or when there is room.

@@ -4,21 +4,24 @@ from typing import Any
 
 import msgspec
 
+from conserve import identity
 from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
 from deployments.messages import EngineInfo
 
 
 def conversation_view(conversation: Conversation, now_s: float) -> dict[str, Any]:
-    """One live conversation, as JSON.
+    """One live conversation, as JSON, with its tenant where there are keys.
 
     Args:
         now_s: Unix time.
     """
     last = conversation.last_turn
+    tenant = identity.tenant_of(conversation.id)
     return {
-        "id": conversation.id,
+        "id": identity.own_id(conversation.id),
         "object": "conversation",
+        **({} if tenant is None else {"tenant": tenant}),
         "phase": conversation.phase,
         "turns": conversation.turns,
         "held_tokens": conversation.held_tokens,

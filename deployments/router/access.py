@@ -1,0 +1,84 @@
+"""Who may ask for what: keys, where there are any, and what is for this machine or admins alone."""
+
+import time
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from conserve.errors import ApiError
+from conserve.loopback import is_loopback
+from conserve.settings import Settings
+from conserve.tenants import Caller, KeyRing
+
+# Whoever balances load over routers has no key, and learns nothing from it.
+_OPEN = ("/health",)
+# They tell of all tenants, and of the machine.
+_OPERATORS = ("/metrics", "/v1/engines")
+_CALLER = "conserve.caller"
+
+
+class Access:
+    """Lets requests in, by the application's settings.
+
+    Raises:
+        KeyFileError: the settings name a key file that is not usable.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        file = settings.keys_file
+        self._keys = None if file is None else KeyRing(Path(file), time.monotonic())
+        self._open_to_all = settings.unauthenticated
+
+    def admit(self, scope: Scope) -> None:
+        """Let a request in, and note whose it is for `caller_of`.
+
+        Raises:
+            ApiError: it may not ask for this; nothing of a key is in the error.
+        """
+        if scope["path"] in _OPEN:
+            return
+        operators = scope["path"] in _OPERATORS
+        if self._keys is None:
+            if operators and not self._open_to_all and not _is_here(scope):
+                raise ApiError(
+                    403, f"{scope['path']} is for this machine alone", "admin_key_required"
+                )
+            return
+        key = _key(Headers(scope=scope))
+        if key is None:
+            if operators and _is_here(scope):
+                return
+            raise ApiError(
+                401,
+                "an API key is required: send `Authorization: Bearer KEY`, or `x-api-key: KEY`",
+                "invalid_api_key",
+            )
+        caller = self._keys.find(key, time.monotonic())
+        if caller is None:
+            raise ApiError(401, "the API key is not good here, or not any more", "invalid_api_key")
+        if operators and not caller.admin and not _is_here(scope):
+            raise ApiError(
+                403, f"{scope['path']} is for admin keys, and not this one", "admin_key_required"
+            )
+        scope[_CALLER] = caller
+
+
+def caller_of(scope: Scope) -> Caller | None:
+    """Whose key came with a request that was let in; None where there are no keys."""
+    caller: Caller | None = scope.get(_CALLER)
+    return caller
+
+
+def _key(headers: Headers) -> str | None:
+    scheme, _, token = headers.get("authorization", "").strip().partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
+    return headers.get("x-api-key", "").strip() or None
+
+
+def _is_here(scope: Scope) -> bool:
+    # Behind a proxy on this machine it is the proxy's client, by X-Forwarded-For: uvicorn puts it
+    # there, for peers on loopback.
+    peer = scope.get("client")
+    return peer is not None and is_loopback(peer[0])

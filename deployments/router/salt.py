@@ -1,0 +1,30 @@
+"""Under which salt engines keep a prompt's KV: prompts with different salts never share any."""
+
+import hashlib
+import json
+from typing import Any
+
+_FIELD = "cache_salt"
+# What LMCache 0.5.6 takes (`IPCCacheServerKey`); its connector fails the whole engine on any other,
+# in the scheduler.
+_LONGEST = 128
+_UNFIT = frozenset("@/\\\0")
+
+
+def salted(raw: bytes, body: dict[str, Any], salt: str | None) -> tuple[bytes, dict[str, Any]]:
+    """A request's body, and the same parsed, with the salt that it is to have.
+
+    Args:
+        salt: its tenant's, which replaces the client's; None where there are no keys: the client's
+            stays, and one that LMCache would not take is replaced by its hash.
+    """
+    given = body.get(_FIELD)
+    if salt is None:
+        if not isinstance(given, str) or not (len(given) > _LONGEST or _UNFIT & set(given)):
+            return raw, body
+        salt = hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()
+    own = {**body, _FIELD: salt}
+    # A long history is not written anew for it. (In UTF-16, a zero follows the brace.)
+    if _FIELD not in body and body and raw[:1] == b"{" and raw[1:2] not in (b"", b"\0"):
+        return b'{"%s": "%s", ' % (_FIELD.encode(), salt.encode()) + raw[1:], own
+    return json.dumps(own).encode(), own
