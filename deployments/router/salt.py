@@ -22,7 +22,7 @@ def salted(raw: bytes, body: dict[str, Any], salt: str | None) -> tuple[bytes, d
     if salt is None:
         if not isinstance(given, str) or not (len(given) > _LONGEST or _UNFIT & set(given)):
             return raw, body
-        salt = hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()
+        salt = hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
     own = {**body, _FIELD: salt}
     # A long history is not written anew for it. (In UTF-16, a zero follows the brace.)
     if _FIELD not in body and body and raw[:1] == b"{" and raw[1:2] not in (b"", b"\0"):

@@ -15,6 +15,9 @@ from conserve.identity import (
     is_final,
     is_generated,
     new_id,
+    own_id,
+    scoped,
+    tenant_of,
     without_identity,
 )
 
@@ -186,3 +189,26 @@ def test_new_ids_are_valid_and_differ() -> None:
     for one in ids:
         assert re.fullmatch(r"conv-[0-9a-f]{24}", one)
         assert explicit_id({"x-conversation-id": one}, {}) == one
+
+
+def test_a_scoped_id_gives_back_tenant_and_id_and_meets_no_other() -> None:
+    kept = scoped("acme", "a/b:c")
+    assert (tenant_of(kept), own_id(kept)) == ("acme", "a/b:c")
+    assert kept != scoped("acm", "ea/b:c")
+    # Without keys an id is kept as it is, whatever it looks like.
+    assert scoped(None, "acme:x") == "acme:x"
+    assert tenant_of("acme:x") is None
+    assert own_id("acme:x") == "acme:x"
+
+
+def test_no_stated_id_looks_scoped() -> None:
+    with pytest.raises(InvalidConversationId):
+        explicit_id({"x-conversation-id": "acme\tx"}, {})
+
+
+def test_a_generated_id_is_one_whosever_it_is() -> None:
+    made = new_id()
+    assert is_generated(made)
+    assert is_generated(scoped("acme", made))
+    assert not is_generated(scoped("acme", "task-42"))
+    assert not is_generated(f"{made}x")

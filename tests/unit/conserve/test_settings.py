@@ -290,3 +290,33 @@ def test_nor_by_the_model_itself() -> None:
     with pytest.raises(ValidationError) as refused:
         Settings.model_validate({"port": "hf_secret"})
     assert "hf_secret" not in str(refused.value)
+
+
+# --- Who may reach it ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway"])
+def test_an_open_address_wants_keys_or_an_explicit_word(host: str) -> None:
+    message = refusal(host=host)
+    assert "conserve keys add" in message
+    assert "keys_file" in message
+    assert "unauthenticated=true" in message
+    assert load({"host": host, "unauthenticated": "true"}).unauthenticated
+    assert load({"host": host, "keys_file": "/keys.json"}).keys_file == "/keys.json"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_loopback_wants_neither(host: str) -> None:
+    assert load({"host": host}).host == host
+
+
+def test_keys_that_nobody_needs_are_refused() -> None:
+    assert "give one of both" in refusal(keys_file="keys.json", unauthenticated=True)
+
+
+def test_the_key_file_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers have working directories of their own."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.chdir("/usr")
+    assert load({"keys_file": "keys.json"}).keys_file == "/usr/keys.json"
+    assert load({"keys_file": "~/keys.json"}).keys_file == "/home/somebody/keys.json"

@@ -53,7 +53,8 @@ def application(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Application]]
 def test_a_host_that_is_every_address_is_reached_on_loopback(
     application: type[_Application], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with launched(load({"host": "0.0.0.0", "port": "8123"}), [], tmp_path / "log") as (_, url):
+    settings = load({"host": "0.0.0.0", "port": "8123", "unauthenticated": "true"})
+    with launched(settings, [], tmp_path / "log") as (_, url):
         assert url == "http://127.0.0.1:8123"
     assert (application.entered, application.left) == (1, 1)
     said = capsys.readouterr().out

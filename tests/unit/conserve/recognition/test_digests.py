@@ -194,3 +194,13 @@ def test_deep_nesting_does_not_raise() -> None:
         assert newest == tail_digest([message], said("a"))
     while deep:  # freeing it in one go would recurse too
         deep = deep.pop("a").pop()
+
+
+def test_tenants_have_no_digest_in_common() -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    answer = {"role": "assistant", "content": "hi"}
+    further = [*messages, answer, {"role": "user", "content": "more"}]
+    tails = {tenant: tail_digest(messages, answer, tenant) for tenant in (None, "a", "b")}
+    assert len(set(tails.values())) == 3
+    for tenant, tail in tails.items():
+        assert candidate_digests(further, tenant) == [tail]

@@ -5,15 +5,18 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conserve import wire
+from conserve import identity, wire
 from conserve.conversation import TurnKey
 from conserve.settings import Settings
+from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from conserve.wire import Emitted
-from deployments.messages import Prefilled, Refusal, TurnPlan, Unplaced
+from deployments.messages import Prefilled, Refusal, TurnPlan, TurnTenant, Unplaced
+from deployments.router.access import Access
 from deployments.router.endpoint import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
 
@@ -25,7 +28,9 @@ class Table:
     """Binds each turn to the next decoder, with a prefiller of its own if there are any."""
 
     prefillers: int = 0
+    id: str = "c"
     asked: list[str] = field(default_factory=list)
+    tenants: list[Any] = field(default_factory=list)
     told: list[tuple[str, Any]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     placed_tokens: list[int] = field(default_factory=list)
@@ -33,13 +38,15 @@ class Table:
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         self.asked.append(method)
         turn = self.asked.count("place")
+        if method in ("begin", "place"):
+            self.tenants.append(arguments[-1])
         if method == "begin":
-            return Unplaced("c", "http://tokenizer", "tokenizer", 1000, claim=turn + 1)
+            return Unplaced(self.id, "http://tokenizer", "tokenizer", 1000, claim=turn + 1)
         if method == "place":
             self.placed_tokens.append(arguments[2])
             prefiller = f"p{turn}" if turn <= self.prefillers else None
             url = None if prefiller is None else f"http://{prefiller}"
-            key = TurnKey("c", 1, turn)
+            key = TurnKey(self.id, 1, turn)
             return TurnPlan(key, f"d{turn}", f"http://d{turn}", prefiller, url)
         assert method == "engine_lost"
         self.lost.append(arguments[0])
@@ -61,6 +68,7 @@ class Engines:
     die: set[str]
     gone: set[str] = field(default_factory=set)
     served: list[str] = field(default_factory=list)
+    got: list[tuple[dict[str, str], Any]] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
 
     def _serve(self, url: str) -> None:
@@ -78,6 +86,7 @@ class Engines:
 
     async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
         self._serve(url)
+        self.got.append(({}, body))
         return Prefilled(3, 0)
 
     async def healthy(self, url: str) -> bool:
@@ -86,6 +95,7 @@ class Engines:
     @contextlib.asynccontextmanager
     async def post(self, url: str, raw: bytes, headers: dict[str, str]) -> AsyncIterator["Whole"]:
         self._serve(url)
+        self.got.append((headers, json.loads(raw)))
         yield Whole()
 
 
@@ -100,14 +110,21 @@ class Whole:
         return b'{"choices": []}'
 
 
-def ask(table: Table, engines: Engines) -> tuple[int, dict[bytes, bytes], Any]:
-    """Status, headers and body of the answer to one chat."""
-    start, body = exchange(table, engines, PROMPT)
+def ask(
+    table: Table, engines: Engines, access: Access | None = None, key: str = ""
+) -> tuple[int, dict[bytes, bytes], Any]:
+    """Status, headers and body of the answer to one chat, with this key if there are any."""
+    start, body = exchange(table, engines, PROMPT, access, key)
     return start["status"], dict(start["headers"]), json.loads(body["body"])
 
 
 def exchange(
-    table: Table, engines: Engines, body: dict[str, Any], **settings: Any
+    table: Table,
+    engines: Engines,
+    body: dict[str, Any],
+    access: Access | None = None,
+    key: str = "",
+    **settings: Any,
 ) -> list[dict[str, Any]]:
     """All that is sent in answer to one chat."""
     endpoint = TurnEndpoint(Settings(**settings), table, engines, "router")  # type: ignore[arg-type]
@@ -122,7 +139,10 @@ def exchange(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
+    headers = [(b"authorization", b"Bearer " + key.encode()), (b"x-api-key", key.encode())]
+    scope = {"type": "http", "path": "/v1/chat/completions", "headers": headers if key else []}
+    if access is not None:
+        access.admit(scope)
     asyncio.run(endpoint(scope, receive, send))
     return sent
 
@@ -183,6 +203,43 @@ def test_engines_that_were_gone_before_are_not_held_against_the_prompt() -> None
     status, headers, body = ask(table, engines)
     assert (status, body["error"]["code"]) == (503, "engine_lost")
     assert b"x-should-retry" not in headers
+
+
+def test_engines_get_the_tenants_salt_and_nothing_of_its_key(tmp_path: Path) -> None:
+    content, key = KeyFile.new().with_key("acme", "2026-01-31")
+    content = content.with_tenant("acme", Tenant(Limits(turns=3)))
+    path = tmp_path / "keys.json"
+    keyfile.write(path, content)
+    generated = identity.new_id()
+    table = Table(prefillers=1, id=identity.scoped("acme", generated))
+    engines = Engines(die=set())
+    access = Access(Settings(keys_file=str(path)))
+    status, headers, _ = ask(table, engines, access, key)
+    assert status == 200
+    # The client knows nothing of scopes.
+    assert headers[b"x-conversation-id"] == generated.encode()
+    (_, prefill), (sent, decode) = engines.got
+    assert prefill["cache_salt"] == decode["cache_salt"] == content.cache_salt("acme")
+    assert key not in json.dumps([sent, decode, prefill])
+    assert not {name.lower() for name in sent} & {"authorization", "x-api-key"}
+    assert sent[wire.CONVERSATION_HEADER] == table.id
+    assert table.tenants == [TurnTenant("acme", Limits(turns=3))] * 2
+    (timing,) = [told for name, told in table.told if name == "observe"]
+    assert timing.tenant == "acme"
+
+
+def test_a_conversation_that_was_named_is_not_recognised_by_its_messages() -> None:
+    """Else an id-less client with the same messages would be given it."""
+    for conversation_id, recognised in (
+        ("task-42", False),
+        (identity.scoped("acme", "task-42"), False),
+        (identity.new_id(), True),
+        (identity.scoped("acme", identity.new_id()), True),
+    ):
+        engines = Engines(die=set())
+        ask(Table(id=conversation_id), engines)
+        ((sent, _),) = engines.got
+        assert (wire.RECOGNISE_HEADER in sent) == recognised
 
 
 # --- streams ------------------------------------------------------------------------------------

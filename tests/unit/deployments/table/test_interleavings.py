@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 
+from conserve import identity
 from conserve.conversation import TurnKey, TurnStats
 from conserve.settings import Settings
+from conserve.tenants import Limits
 from conserve.wire import Role
-from deployments.messages import EngineInfo, Prefilled, Refusal, TurnPlan, Unplaced
+from deployments.messages import EngineInfo, Prefilled, Refusal, TurnPlan, TurnTenant, Unplaced
 from deployments.table.table import TableService
 from tests.unit.deployments.table.virtual_time import run
 
 SEEDS = 400
 CLIENTS, MISHAPS = 12, 6
 # Several turns of one conversation, through two routers, are the rule here.
-CONVERSATIONS = "abc"
+CONVERSATIONS = ("one\ta", "one\tb", "two\ta")
 ROUTERS = ("r1", "r2")
 
 
@@ -37,6 +39,7 @@ class World:
         close: everything happens within half a second, most of it at the same moments.
         decoders: numbers of those that live.
         gone: routers whose processes have died; what they had begun goes no further.
+        limits: of either tenant.
     """
 
     seed: int
@@ -46,6 +49,17 @@ class World:
     made: int = 1
     planned: list[TurnKey] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
+    limits: Limits = field(default_factory=Limits)
+
+    def tenant(self, conversation_id: str) -> TurnTenant:
+        return TurnTenant(str(identity.tenant_of(conversation_id)), self.limits)
+
+    def within_limits(self) -> None:
+        """No tenant has more than it may, nor ever counts as having less than nothing."""
+        for usage in self.service._table.usage.tenants().values():
+            assert 0 <= usage.turns <= (self.limits.turns or 99)
+            assert 0 <= usage.conversations <= (self.limits.conversations or 99)
+            assert usage.held_tokens >= 0
 
     async def when_it_is_time(self, draw: random.Random) -> None:
         at_s = draw.random() * (0.5 if self.close else 40)
@@ -61,12 +75,16 @@ class World:
         await self.when_it_is_time(draw)
         if router in self.gone:
             return
-        answer = await self.service.begin(router, conversation, [])
+        tenant = self.tenant(conversation)
+        answer = await self.service.begin(router, conversation, [], tenant)
+        if isinstance(answer, Refusal) and answer.code == "tenant_limit":
+            assert answer.retry_after_s
         if isinstance(answer, Unplaced) and router not in self.gone:
             answer = await self._placed(answer, router, tokens, draw)
         if not isinstance(answer, TurnPlan) or router in self.gone:
             return
         self.planned.append(answer.turn)
+        self.within_limits()
         await asyncio.sleep(draw.choice([0, 1, 5]))
         if answer.prefiller_id is not None:
             # A router says so whatever became of it.
@@ -92,7 +110,14 @@ class World:
             await self.service.forgo(asked.conversation_id, asked.claim)
             return None
         placing = asyncio.ensure_future(
-            self.service.place(router, asked.conversation_id, tokens, draw.random(), asked.claim)
+            self.service.place(
+                router,
+                asked.conversation_id,
+                tokens,
+                draw.random(),
+                asked.claim,
+                self.tenant(asked.conversation_id),
+            )
         )
         if fate < 0.4:
             await asyncio.sleep(draw.choice([0, 0, draw.random() * 4]))
@@ -159,7 +184,13 @@ async def _everything_at_once(seed: int, close: bool) -> None:
     service._ensure_housekeeping = lambda: None  # type: ignore[method-assign]
     await service.register(an_engine("prefiller", 1))
     await service.register(an_engine("decoder", 1))
-    world = World(seed, close, service)
+    limits = Limits(
+        turns=draw.choice([None, 1, 2, 5]),
+        held_tokens=draw.choice([None, None, 700, 1500]),
+        conversations=draw.choice([None, None, 1]),
+        new_per_minute=draw.choice([None, None, 2]),
+    )
+    world = World(seed, close, service, limits=limits)
     clients = [world.client(number) for number in range(CLIENTS)]
     mishaps = [world.mishap(number) for number in range(MISHAPS)]
     # No call may fail, whatever the others do; and all come to an end.
@@ -173,8 +204,16 @@ async def _everything_at_once(seed: int, close: bool) -> None:
     assert len(service._admission.line) == 0
     assert not service._pending
     assert not service._routers_of
+    world.within_limits()
+    gate = service._gate
+    assert not any(gate._arriving.values())
+    assert not any(gate._pending.values())
     live = service._table.recent(100)
     assert [one.id for one in live if one.running] == []
+    for name, usage in service._table.usage.tenants().items():
+        of_it = [one for one in live if identity.tenant_of(one.id) == name]
+        assert (usage.turns, usage.conversations) == (0, len(of_it))
+        assert usage.held_tokens == sum(one.held_tokens for one in of_it)
     for decoder in service._table.decoders.values():
         mine = [one for one in live if one.decoder_id == decoder.id]
         assert decoder.held_tokens == sum(one.held_tokens for one in mine)

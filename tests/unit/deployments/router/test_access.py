@@ -1,0 +1,322 @@
+"""Who may ask a router for what, with keys and without, and whose conversations it is about."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve.settings import Settings, load
+from conserve.tenants import KeyFile, keyfile
+from deployments.messages import TurnTenant
+from deployments.router.frontdoor import FrontDoor
+from deployments.router.request import read_request
+
+PATHS = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/x"),
+    ("GET", "/v1/conversations"),
+    ("GET", "/v1/conversations/x"),
+    ("DELETE", "/v1/conversations/x"),
+    ("GET", "/v1/engines"),
+    ("GET", "/metrics"),
+    ("POST", "/programs/release"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/nowhere"),
+    ("GET", "/health/"),
+]
+
+
+class Table:
+    """Answers what can be asked, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        self.asked.append((method, *arguments))
+        return {
+            "conversations": {"object": "list", "data": [], "total": 0},
+            "conversation": {"id": "x"},
+            "release": True,
+            "engines": [],
+            "metrics": b"",
+            "health": {"prefillers": 1, "decoders": 1},
+        }[method]
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        self.asked.append((method, *arguments))
+
+
+class Keys:
+    """A key file with a key of `acme` and an admin's of `ops`."""
+
+    def __init__(self, folder: Path) -> None:
+        content, self.acme = KeyFile.new().with_key("acme", "2026-01-31")
+        self.content, self.ops = content.with_key("ops", "2026-01-31", admin=True)
+        self.path = folder / "keys.json"
+        keyfile.write(self.path, self.content)
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(host="0.0.0.0", keys_file=str(self.path))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path)
+
+
+def ask(
+    settings: Settings,
+    method: str,
+    path: str,
+    headers: Mapping[str, str] | None = None,
+    *,
+    peer: str = "10.0.0.9",
+    body: bytes = b"",
+    table: Table | None = None,
+) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and body of a router's answer."""
+    door = FrontDoor(settings, table or Table(), "router")  # type: ignore[arg-type]
+    sent: list[Any] = []
+    received = [{"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, Any]:
+        return received.pop(0) if received else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path, _, query = path.partition("?")
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": query.encode(),
+        "headers": [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()],
+        "client": (peer, 5000),
+        "server": ("10.0.0.1", 8000),
+        "scheme": "http",
+    }
+    asyncio.run(door(scope, receive, send))
+    start, *parts = sent
+    raw = b"".join(part.get("body", b"") for part in parts)
+    found = {k.decode(): v.decode() for k, v in start["headers"]}
+    return start["status"], found, json.loads(raw) if raw.startswith(b"{") else raw
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+# --- With keys -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+@pytest.mark.parametrize("how", ["none", "wrong", "basic", "bearer of nothing"])
+def test_nothing_is_told_or_done_without_a_good_key(
+    keys: Keys, method: str, path: str, how: str
+) -> None:
+    headers = {
+        "none": {},
+        "wrong": bearer(keys.acme[:-1] + ("1" if keys.acme[-1] == "0" else "0")),
+        "basic": {"Authorization": f"Basic {keys.acme}"},
+        "bearer of nothing": {"Authorization": "Bearer "},
+    }[how]
+    table = Table()
+    status, found, body = ask(keys.settings, method, path, headers, table=table)
+    assert status == 401
+    assert found["www-authenticate"] == "Bearer"
+    assert body["error"]["code"] == "invalid_api_key"
+    assert body["error"]["type"] == "authentication_error"
+    assert table.asked == []
+    assert keys.acme[17:40] not in json.dumps(body)
+
+
+def test_health_needs_no_key(keys: Keys) -> None:
+    assert ask(keys.settings, "GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize("form", ["Bearer {}", "bearer  {} ", "x-api-key"])
+def test_a_key_is_taken_from_either_header(keys: Keys, form: str) -> None:
+    if form == "x-api-key":
+        headers = {"X-API-Key": keys.acme, "Authorization": "Basic abc"}
+    else:
+        headers = {"Authorization": form.format(keys.acme)}
+    assert ask(keys.settings, "GET", "/v1/models", headers)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/engines"])
+@pytest.mark.parametrize(
+    ("who", "peer", "status"),
+    [
+        ("acme", "10.0.0.9", 403),
+        ("ops", "10.0.0.9", 200),
+        (None, "127.0.0.1", 200),
+        (None, "::1", 200),
+        ("acme", "127.0.0.1", 200),
+        ("nobody", "127.0.0.1", 401),
+    ],
+)
+def test_operators_paths_are_for_admins_and_this_machine(
+    keys: Keys, path: str, who: str | None, peer: str, status: int
+) -> None:
+    known = {"acme": keys.acme, "ops": keys.ops, "nobody": "csk-nobody"}
+    headers = bearer(known[who]) if who else {}
+    assert ask(keys.settings, "GET", path, headers, peer=peer)[0] == status
+
+
+def test_loopback_alone_opens_nothing_else(keys: Keys) -> None:
+    assert ask(keys.settings, "GET", "/v1/conversations", peer="127.0.0.1")[0] == 401
+
+
+def test_conversations_are_asked_for_by_tenant(keys: Keys) -> None:
+    table = Table()
+    for method, path in (
+        ("GET", "/v1/conversations?limit=5"),
+        ("GET", "/v1/conversations/x"),
+        # As if it were another tenant's, in its kept form.
+        ("DELETE", "/v1/conversations/ops\tx"),
+    ):
+        assert ask(keys.settings, method, path, bearer(keys.acme), table=table)[0] == 200
+    program = b'{"program_id": " p "}'
+    ask(keys.settings, "POST", "/programs/release", bearer(keys.acme), body=program, table=table)
+    assert table.asked == [
+        ("conversations", 5, "acme"),
+        ("conversation", "acme\tx"),
+        ("release", "acme\tops\tx"),
+        ("release", "acme\tp"),
+    ]
+
+
+def test_an_admin_sees_all_and_may_end_another_tenants(keys: Keys) -> None:
+    table, admin = Table(), bearer(keys.ops)
+    for method, path in (
+        ("GET", "/v1/conversations"),
+        ("GET", "/v1/conversations?tenant=acme"),
+        ("GET", "/v1/conversations/x"),
+        ("DELETE", "/v1/conversations/x?tenant=acme"),
+    ):
+        assert ask(keys.settings, method, path, admin, table=table)[0] == 200
+    assert table.asked == [
+        ("conversations", 1000, None),
+        ("conversations", 1000, "acme"),
+        ("conversation", "ops\tx"),
+        ("release", "acme\tx"),
+    ]
+
+
+@pytest.mark.parametrize("path", ["/v1/conversations", "/v1/conversations/x"])
+def test_who_is_no_admin_may_not_ask_for_another_tenant(keys: Keys, path: str) -> None:
+    table = Table()
+    refused = ask(keys.settings, "GET", f"{path}?tenant=ops", bearer(keys.acme), table=table)
+    assert (refused[0], refused[2]["error"]["code"]) == (403, "admin_key_required")
+    assert refused[2]["error"]["type"] == "permission_error"
+    own = ask(keys.settings, "GET", f"{path}?tenant=acme", bearer(keys.acme), table=table)
+    assert own[0] == 200
+    assert len(table.asked) == 1
+
+
+def test_no_key_is_logged(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Table):
+        async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+            raise RuntimeError("a bug")
+
+    with caplog.at_level(logging.DEBUG):
+        door = FrontDoor(keys.settings, Broken(), "router")  # type: ignore[arg-type]
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/v1/conversations",
+            "query_string": b"",
+            "headers": [(b"authorization", b"Bearer " + keys.acme.encode())],
+            "client": ("10.0.0.9", 1),
+        }
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: Any) -> None:
+            pass
+
+        with pytest.raises(RuntimeError, match="a bug"):
+            asyncio.run(door(scope, receive, send))
+    assert "unexpected error" in caplog.text
+    assert keys.acme[17:] not in caplog.text
+
+
+# --- A turn's request ----------------------------------------------------------------------------
+
+
+def read(keys: Keys, key: str, body: Any, headers: dict[str, str] | None = None) -> Any:
+    """The request as `read_request` has it, once the key was found good."""
+    door = FrontDoor(keys.settings, Table(), "router")  # type: ignore[arg-type]
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {**bearer(key), **(headers or {})}
+    scope = {
+        "type": "http",
+        "path": "/v1/chat/completions",
+        "headers": [(k.lower().encode(), v.encode()) for k, v in sent.items()],
+        "client": ("10.0.0.9", 1),
+    }
+    door._access.admit(scope)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": raw}
+
+    return asyncio.run(read_request(scope, receive, keys.settings))
+
+
+CHAT = {"messages": [{"role": "user", "content": "grüße"}], "model": "conserve-embedded"}
+
+
+def test_a_turn_is_its_tenants(keys: Keys) -> None:
+    stated = read(keys, keys.acme, {**CHAT, "conversation_id": "x"})
+    assert stated.explicit_id == "acme\tx"
+    assert stated.tenant == TurnTenant("acme", keys.content.tenants["acme"].limits)
+    assert read(keys, keys.acme, CHAT).explicit_id is None
+    further = {**CHAT, "messages": [*CHAT["messages"], {"role": "assistant"}, {"role": "user"}]}
+    acme, ops = (read(keys, key, further).candidates for key in (keys.acme, keys.ops))
+    assert len(acme) == len(ops) == 1
+    assert acme != ops
+
+
+@pytest.mark.parametrize("given", [None, "the client's own", "", 5, ["x"]])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+def test_the_salt_is_the_servers_whatever_the_client_says(
+    keys: Keys, given: Any, encoding: str
+) -> None:
+    body = CHAT if given is None else {**CHAT, "cache_salt": given}
+    request = read(keys, keys.acme, f" {json.dumps(body)}".encode(encoding))
+    wanted = {**CHAT, "cache_salt": keys.content.cache_salt("acme")}
+    assert request.body == json.loads(request.raw) == wanted
+    assert request.raw.count(b"cache_salt") == 1
+
+
+def test_a_long_history_is_not_written_anew_for_its_salt(keys: Keys) -> None:
+    raw = json.dumps(CHAT, indent=3).encode()
+    assert read(keys, keys.acme, raw).raw.endswith(raw[1:])
+
+
+# --- Without keys --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/engines"])
+def test_without_keys_operators_paths_are_for_this_machine_or_openly_for_all(path: str) -> None:
+    closed, open_ = load({}), load({"host": "0.0.0.0", "unauthenticated": True})
+    assert ask(closed, "GET", path, peer="127.0.0.1")[0] == 200
+    assert ask(closed, "GET", path, peer="10.0.0.9")[0] == 403
+    assert ask(open_, "GET", path, peer="10.0.0.9")[0] == 200
+
+
+def test_without_keys_ids_are_as_they_were() -> None:
+    table = Table()
+    ask(load({}), "DELETE", "/v1/conversations/x", table=table)
+    ask(load({}), "GET", "/v1/conversations", table=table)
+    assert table.asked == [("release", "x"), ("conversations", 1000, None)]
+    assert ask(load({}), "GET", "/v1/conversations?tenant=acme")[0] == 400

@@ -1,0 +1,247 @@
+"""Tenants in the conversation table: what is refused for a limit's sake, and what is counted."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from conserve import identity
+from conserve.conversation import Conversation, TurnStats
+from conserve.settings import Settings
+from conserve.tenants import Limits
+from conserve.wire import Role
+from deployments.messages import EngineInfo, Refusal, TurnPlan, TurnTenant, TurnTiming, Unplaced
+from deployments.table.table import TableService
+
+TAIL = b"t" * 16
+
+
+def engine(role: Role, capacity_tokens: int = 10_000) -> EngineInfo:
+    return EngineInfo(f"{role}#1", role, f"http://{role}", 1, capacity_tokens, 9000)
+
+
+async def a_service(capacity_tokens: int = 10_000) -> TableService:
+    service = TableService(Settings(decoders={"replicas": 1}, queue_timeout_s=5))  # type: ignore[arg-type]
+    await service.register(engine("prefiller"))
+    await service.register(engine("decoder", capacity_tokens))
+    return service
+
+
+def tenant(**limits: int) -> TurnTenant:
+    return TurnTenant("acme", Limits(**limits))
+
+
+async def begin(service: TableService, name: str, of: TurnTenant) -> TurnPlan | Unplaced | Refusal:
+    return await service.begin("r", identity.scoped(of.name, name), [], of)
+
+
+async def place(
+    service: TableService, asked: TurnPlan | Unplaced | Refusal, of: TurnTenant, tokens: int = 100
+) -> TurnPlan | Refusal:
+    assert isinstance(asked, Unplaced)
+    return await service.place("r", asked.conversation_id, tokens, 0.0, asked.claim, of)
+
+
+async def start(service: TableService, name: str, of: TurnTenant, tokens: int = 100) -> TurnPlan:
+    answer = await begin(service, name, of)
+    if not isinstance(answer, TurnPlan):
+        answer = await place(service, answer, of, tokens)  # type: ignore[assignment]
+    assert isinstance(answer, TurnPlan)
+    return answer
+
+
+async def end(service: TableService, plan: TurnPlan, tokens: int = 100) -> None:
+    await service.prefilled(plan, None)
+    assert await service.advance(plan.turn, plan.decoder_id, TurnStats(tokens, 0, 0, 0), (TAIL,))
+
+
+def over(answer: object, limit: str) -> int:
+    """After how many seconds to try again."""
+    assert isinstance(answer, Refusal)
+    assert (answer.status, answer.code) == (429, "tenant_limit")
+    assert limit in answer.message
+    assert "acme" in answer.message
+    assert answer.retry_after_s is not None
+    return answer.retry_after_s
+
+
+def test_turns_count_from_their_beginning_to_their_end_however_they_wait() -> None:
+    async def scenario() -> None:
+        service, acme = await a_service(1000), tenant(turns=3)
+        running = await start(service, "a", acme, 900)
+        in_line = await begin(service, "b", acme)
+        waiting = asyncio.create_task(place(service, in_line, acme, 900))
+        behind = asyncio.create_task(begin(service, "b", acme))
+        await asyncio.sleep(0)
+        over(await begin(service, "c", acme), "turns")
+        over(await begin(service, "a", acme), "turns")
+        # Other tenants are none of it, and nothing of a refused turn is left.
+        assert isinstance(await begin(service, "c", TurnTenant("umbrella", acme.limits)), Unplaced)
+        await end(service, running)
+        await service.release("acme\ta")
+        bound = await waiting
+        assert isinstance(bound, TurnPlan)
+        second = await behind
+        assert isinstance(second, TurnPlan)
+        third = await begin(service, "d", acme)
+        assert isinstance(third, Unplaced)
+        over(await begin(service, "e", acme), "turns")
+        await service.forgo(third.conversation_id, third.claim)
+        assert isinstance(await begin(service, "e", acme), Unplaced)
+
+    asyncio.run(scenario())
+
+
+def test_conversations_count_while_they_are_bound_yet_and_until_they_end() -> None:
+    async def scenario() -> None:
+        service, acme = await a_service(), tenant(conversations=2)
+        first = await start(service, "a", acme)
+        asked = await begin(service, "b", acme)
+        over(await begin(service, "c", acme), "conversations")
+        second = await place(service, asked, acme)
+        assert isinstance(second, TurnPlan)
+        over(await begin(service, "c", acme), "conversations")
+        # Those that are there go on.
+        await end(service, first)
+        assert isinstance(await begin(service, "a", acme), TurnPlan)
+        # A first turn that leaves nothing is no conversation.
+        await service.abandon(second.turn, None, None)
+        assert isinstance(await begin(service, "c", acme), Unplaced)
+
+    asyncio.run(scenario())
+
+
+def test_so_many_begin_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("deployments.table.table.unix_s", lambda: now_s)
+
+    async def scenario() -> None:
+        nonlocal now_s
+        service, acme = await a_service(), tenant(new_per_minute=2)
+        await end(service, await start(service, "a", acme))
+        await service.release("acme\ta")
+        now_s += 10
+        plan = await start(service, "b", acme)
+        assert over(await begin(service, "c", acme), "new_per_minute") == 50
+        await end(service, plan)
+        assert isinstance(await begin(service, "b", acme), TurnPlan)
+        now_s += 50
+        asked = await begin(service, "c", acme)
+        # One that is not bound yet counts, and one that never will be does not.
+        over(await begin(service, "d", acme), "new_per_minute")
+        assert isinstance(asked, Unplaced)
+        await service.forgo(asked.conversation_id, asked.claim)
+        assert isinstance(await begin(service, "d", acme), Unplaced)
+
+    asyncio.run(scenario())
+
+
+def test_tokens_count_from_the_promise_and_in_line() -> None:
+    async def scenario() -> None:
+        service, acme = await a_service(1000), tenant(held_tokens=1500)
+        first = await start(service, "a", acme, 900)
+        asked = await begin(service, "b", acme)
+        waiting = asyncio.create_task(place(service, asked, acme, 500))
+        await asyncio.sleep(0)
+        over(await place(service, await begin(service, "c", acme), acme, 200), "held_tokens")
+        alone = await place(service, await begin(service, "c", acme), acme, 1600)
+        assert isinstance(alone, Refusal)
+        # More than any decoder holds, which is the first thing to say.
+        assert (alone.status, alone.code) == (400, "context_length_exceeded")
+        await end(service, first, 950)
+        await service.release("acme\ta")
+        assert isinstance(await waiting, TurnPlan)
+        assert service._table.usage.tenant("acme").held_tokens == 500
+        assert not service._gate._pending["acme"]
+
+    asyncio.run(scenario())
+
+
+def test_who_holds_all_it_may_begins_no_turn_until_a_conversation_ends() -> None:
+    async def scenario() -> None:
+        service, acme = await a_service(), tenant(held_tokens=1000)
+        alone = await place(service, await begin(service, "z", acme), acme, 1001)
+        assert isinstance(alone, Refusal)
+        assert (alone.status, alone.code) == (400, "tenant_limit")
+        for name in ("a", "b"):
+            await end(service, await start(service, name, acme, 400), 600)
+        over(await begin(service, "a", acme), "held_tokens")
+        over(await begin(service, "c", acme), "held_tokens")
+        await service.release("acme\tb")
+        assert isinstance(await begin(service, "a", acme), TurnPlan)
+
+    asyncio.run(scenario())
+
+
+def test_a_table_that_is_rebuilt_counts_what_decoders_hold() -> None:
+    async def scenario() -> None:
+        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+        held = [
+            Conversation("acme\ta", 1, 0.0, 0.0, turns=3, held_tokens=600, running=(7,)),
+            Conversation("acme\tb", 2, 0.0, 0.0, turns=1, held_tokens=500),
+        ]
+        await service.register(engine("prefiller"))
+        await service.register(replace(engine("decoder"), holds=held))
+        over(await begin(service, "b", tenant(turns=1)), "turns")
+        over(await begin(service, "c", tenant(conversations=2)), "conversations")
+        over(await begin(service, "b", tenant(held_tokens=1100)), "held_tokens")
+        # Asked to place what its predecessor had been asked to begin.
+        late = await service.place("r", "acme\tc", 100, 0.0, 5, tenant(conversations=2))
+        over(late, "conversations")
+        assert not service._pending
+
+    asyncio.run(scenario())
+
+
+def test_a_generated_id_is_the_tenants_and_listed_to_it_alone() -> None:
+    async def scenario() -> None:
+        service = await a_service()
+        acme, umbrella = TurnTenant("acme", Limits()), TurnTenant("umbrella", Limits())
+        for of in (acme, umbrella, umbrella):
+            asked = await service.begin("r", None, [], of)
+            assert isinstance(asked, Unplaced)
+            assert identity.tenant_of(asked.conversation_id) == of.name
+            await place(service, asked, of)
+        listed = await service.conversations(10, "umbrella")
+        assert listed["total"] == len(listed["data"]) == 2
+        assert {one["tenant"] for one in listed["data"]} == {"umbrella"}
+        assert all(identity.is_generated(one["id"]) for one in listed["data"])
+        assert "\t" not in str(listed)
+        everybody = await service.conversations(10)
+        assert sorted(one["tenant"] for one in everybody["data"]) == ["acme", *["umbrella"] * 2]
+        assert (await service.conversations(1, "umbrella"))["total"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_metrics_tell_tenants_apart_and_nothing_of_their_conversations() -> None:
+    async def scenario() -> None:
+        service = await a_service()
+        plan = await start(service, "secret-name", tenant(turns=1), 300)
+        over(await begin(service, "b", tenant(turns=1)), "turns")
+        await service.observe(TurnTiming("completed", 1.0, None, (), plan.turn, tenant="acme"))
+        text = (await service.metrics()).decode()
+        for line in (
+            'conserve_tenant_turns_total{outcome="completed",tenant="acme"} 1.0',
+            'conserve_tenant_refusals_total{limit="turns",tenant="acme"} 1.0',
+            'conserve_tenant_running_turns{tenant="acme"} 1.0',
+            'conserve_tenant_held_tokens{tenant="acme"} 300.0',
+            'conserve_tenant_conversations{tenant="acme"} 1.0',
+        ):
+            assert line in text
+        assert "secret-name" not in text
+
+    asyncio.run(scenario())
+
+
+def test_without_keys_metrics_say_nothing_of_tenants() -> None:
+    async def scenario() -> None:
+        service = await a_service()
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        assert isinstance(await service.place("r", "c", 100), TurnPlan)
+        assert b"tenant" not in await service.metrics()
+        shown = await service.conversation("c")
+        assert shown is not None
+        assert "tenant" not in shown
+
+    asyncio.run(scenario())
