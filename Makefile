@@ -19,8 +19,8 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-table bench-energy bench-sm-slots bench-simulator test-autoscaler test-fuzz \
-	test-cluster clean
+	bench-overhead bench-keys bench-table bench-energy bench-sm-slots bench-simulator \
+	test-autoscaler test-fuzz test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -69,6 +69,9 @@ bench: $(INSTALLED) ## Compare with the peers, on two cores (DATA=folder of reco
 
 bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 	@$(BIN)/python -m benchmarks.experiments.overhead $(ARGS)
+
+bench-keys: $(INSTALLED) ## Measure what keys cost a warm turn: two routers before the same engines
+	@$(BIN)/python -m benchmarks.experiments.keys $(ARGS)
 
 bench-table: $(INSTALLED) ## Measure the conversation table: decisions a second, bytes each
 	@$(BIN)/python -m benchmarks.experiments.table $(ARGS)

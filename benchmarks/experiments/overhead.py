@@ -19,7 +19,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -81,7 +81,14 @@ class WarmTurns:
 class ChatAgent:
     """One agent: a conversation of `TURNS` turns after another, with every system the same."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, seed: str) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        seed: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._headers = headers or {}
         self._session = session
         self._url = url
         self._seed = seed
@@ -118,7 +125,7 @@ class ChatAgent:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        headers = {"X-Conversation-Id": f"{self._seed}-{self._number}"}
+        headers = {**self._headers, "X-Conversation-Id": f"{self._seed}-{self._number}"}
         raw = json.dumps(body).encode()
         headers["Content-Type"] = "application/json"
         parts: list[bytes] = []
@@ -157,9 +164,19 @@ def _content(stream: bytes) -> tuple[str, int]:
 
 
 async def measure(
-    systems: dict[str, str], clients: int, rounds: int, progress: Progress, seed: int
+    systems: dict[str, str],
+    clients: int,
+    rounds: int,
+    progress: Progress,
+    seed: int,
+    headers: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, WarmTurns]:
-    """Alternate the systems, `rounds` times, with so many clients at the same time."""
+    """Alternate the systems, `rounds` times, with so many clients at the same time.
+
+    Args:
+        headers: what a system's requests carry, by its name.
+    """
+    own = headers or {}
     order = random.Random(seed)
     results = {name: WarmTurns() for name in systems}
     task = progress.add_task(f"{clients} client{'s' * (clients > 1)}", total=rounds)
@@ -167,7 +184,10 @@ async def measure(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120)
     ) as session:
         agents = {
-            name: [ChatAgent(session, url, f"{seed}-{clients}-{n}") for n in range(clients)]
+            name: [
+                ChatAgent(session, url, f"{seed}-{clients}-{n}", own.get(name))
+                for n in range(clients)
+            ]
             for name, url in systems.items()
         }
         for number in range(rounds + 2):
@@ -210,8 +230,8 @@ def percentile(values: Iterable[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def report(results: dict[int, dict[str, WarmTurns]], console: Console) -> None:
-    """Print a table for each number of clients."""
+def report(results: dict[int, dict[str, WarmTurns]], console: Console, base: str = BARE) -> None:
+    """Print a table for each number of clients, with ratios to the system ``base``."""
     for clients, systems in results.items():
         table = Table(title=f"{clients} client{'s' * (clients > 1)}, warm turns, milliseconds")
         table.add_column("system", no_wrap=True)
@@ -221,9 +241,9 @@ def report(results: dict[int, dict[str, WarmTurns]], console: Console) -> None:
             cells = []
             for values in (samples.latency_s, samples.ttft_s, samples.tbt_s):
                 cells += [f"{percentile(values, q) * 1000:.1f}" for q in (0.5, 0.95)]
-            ratio, low, high = paired_ratio(samples, systems[BARE])
-            interval = "" if name == BARE else f"{low:.2f}-{high:.2f}"
-            table.add_row(name, f"{ratio:.2f}", interval, *cells)
+            ratio, low, high = paired_ratio(samples, systems[base])
+            interval = "" if name == base else f"{low:.3f}-{high:.3f}"
+            table.add_row(name, f"{ratio:.3f}", interval, *cells)
         console.print(table)
 
 
