@@ -317,3 +317,16 @@ async def test_metrics_tell_what_happened(
     for engine in engines("decoder"):
         capacity = metric("conserve_decoder_capacity_tokens", now, decoder=engine["id"])
         assert capacity == engine["capacity_tokens"]
+
+
+async def test_a_salt_that_lmcache_does_not_take_ends_no_engine(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Its connector fails on one in vLLM's scheduler; prompts with the same one share their KV."""
+    before = {engine["pid"] for engine in engines()}
+    messages = [{"role": "user", "content": prose(rng, 300)}]
+    for salt in ("a/b", "@" * 200):
+        for _ in range(2):
+            reply = await chat(client, messages, tokens=4, cache_salt=salt)
+            assert reply.status == 200, reply.body
+    assert {engine["pid"] for engine in engines()} == before
