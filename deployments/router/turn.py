@@ -15,6 +15,7 @@ from deployments.messages import (
     Refusal,
     TurnOutcome,
     TurnPlan,
+    TurnTenant,
     TurnTiming,
     Unplaced,
 )
@@ -71,6 +72,7 @@ class Turn:
         record = StreamRecord() if continues and request.one_stream else None
         self._answer = RelayedAnswer(request.chat, arrived_s, send, record)
         self._continued = 0
+        self._let_in = False
         # None until the table has said which conversation it is, if the request does not.
         self._conversation_id: str | None = None
         self._plan: TurnPlan | None = None
@@ -98,6 +100,7 @@ class Turn:
         for attempt in range(_ATTEMPTS):
             try:
                 plan = self._plan = await self._place()
+                self._let_in = True
                 self._at_decoder = False
                 await self._decode(plan)
                 return
@@ -163,7 +166,7 @@ class Turn:
                 counted.tokens,
                 waited_s,
                 answer.claim,
-                self._request.tenant,
+                self._limited,
             )
         except asyncio.CancelledError:
             # A refusal has settled it already; only who leaves is still in line.
@@ -179,8 +182,8 @@ class Turn:
         deadline_s = time.monotonic() + _REPLACEMENT_S
         while True:
             try:
-                asked = self._request
-                return await self._claim("begin", conversation_id, asked.candidates, asked.tenant)
+                candidates = self._request.candidates
+                return await self._claim("begin", conversation_id, candidates, self._limited)
             except ApiError as error:
                 # A stream that has begun cannot be sent again: it waits for another decoder.
                 waits = self._sent is not None and error.status == 503
@@ -202,6 +205,11 @@ class Turn:
             )
         assert isinstance(answer, TurnPlan | Unplaced)
         return answer
+
+    @property
+    def _limited(self) -> TurnTenant | None:
+        """The tenant whose limits the turn has to keep: none, once it has been let in."""
+        return None if self._let_in else self._request.tenant
 
     async def _count(self, url: str, engine_id: str) -> CountedPrompt:
         try:

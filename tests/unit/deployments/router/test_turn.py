@@ -228,6 +228,21 @@ def test_engines_get_the_tenants_salt_and_nothing_of_its_key(tmp_path: Path) -> 
     assert timing.tenant == "acme"
 
 
+def test_a_turn_that_was_let_in_is_held_to_no_limit_again(tmp_path: Path) -> None:
+    """What its tenant has begun since must not cut it off."""
+    content, key = KeyFile.new().with_key("acme", "2026-01-31")
+    path = tmp_path / "keys.json"
+    keyfile.write(path, content)
+    access = Access(Settings(keys_file=str(path)))
+    table = Table(id=identity.scoped("acme", "task"))
+    status, _, _ = ask(table, Engines(die={"d1"}), access, key)
+    assert status == 200
+    assert [None if one is None else one.name for one in table.tenants] == [
+        *("acme", "acme"),
+        *(None, None),
+    ]
+
+
 def test_a_conversation_that_was_named_is_not_recognised_by_its_messages() -> None:
     """Else an id-less client with the same messages would be given it."""
     for conversation_id, recognised in (
