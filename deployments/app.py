@@ -2,7 +2,6 @@
 
 import logging
 import os
-from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -14,11 +13,11 @@ from autoscale.capacity.served import with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
-from conserve.tenants import KeyFileError, keyfile
 from conserve.wire import Role
 from deployments.engine.engine import EngineServer
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.loopback import start_on_loopback
+from deployments.router.access import require_keys
 from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_tiers
 from hetero.tiers import role_tier
@@ -40,13 +39,10 @@ def app(arguments: dict[str, Any] | None = None) -> Application:
     without its HTTP proxies: the router listens for itself.
     """
     settings = load(arguments)
-    if settings.keys_file is not None and not os.environ.get("RAY_ADDRESS"):
-        # In a cluster it is the head's, which this need not be; there the router says so.
-        try:
-            keyfile.read(Path(settings.keys_file))
-        except KeyFileError as error:
-            raise SettingsError(f"keys_file: {error}") from None
     alone = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
+    if alone:
+        # In a cluster the file is the head's, which this need not be; there the router says so.
+        require_keys(settings)
     if not ray.is_initialized():
         start_ray(settings)
     # No node will join one that has just been started here.

@@ -8,8 +8,8 @@ from starlette.types import Scope
 
 from conserve.errors import ApiError
 from conserve.loopback import is_loopback
-from conserve.settings import Settings
-from conserve.tenants import Caller, KeyRing
+from conserve.settings import Settings, SettingsError
+from conserve.tenants import Caller, KeyFileError, KeyRing, keyfile
 
 # Whoever balances load over routers has no key, and learns nothing from it.
 _OPEN = ("/health",)
@@ -62,6 +62,19 @@ class Access:
                 403, f"{scope['path']} is for admin keys, and not this one", "admin_key_required"
             )
         scope[_CALLER] = caller
+
+
+def require_keys(settings: Settings) -> None:
+    """Check that the key file is there, before engines are started in vain.
+
+    Raises:
+        SettingsError: it is not, or is not usable.
+    """
+    if settings.keys_file is not None:
+        try:
+            keyfile.read(Path(settings.keys_file))
+        except KeyFileError as error:
+            raise SettingsError(f"keys_file: {error}") from None
 
 
 def caller_of(scope: Scope) -> Caller | None:

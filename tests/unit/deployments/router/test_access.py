@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from conserve.settings import Settings, load
-from conserve.tenants import KeyFile, keyfile
+from conserve.settings import Settings, SettingsError, load
+from conserve.tenants import KeyFile, KeyFileError, keyfile
 from deployments.messages import TurnTenant
+from deployments.router.access import require_keys
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.request import read_request
 
@@ -248,6 +249,20 @@ def test_no_key_is_logged(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
             asyncio.run(door(scope, receive, send))
     assert "unexpected error" in caplog.text
     assert keys.acme[17:] not in caplog.text
+
+
+def test_a_key_file_that_is_missing_or_broken_is_said_at_start(keys: Keys) -> None:
+    require_keys(load({}))
+    require_keys(keys.settings)
+    keys.path.write_text("{")
+    with pytest.raises(SettingsError, match=r"keys_file: the key file .* is not usable"):
+        require_keys(keys.settings)
+    keys.path.unlink()
+    with pytest.raises(SettingsError, match="conserve keys add TENANT --file"):
+        require_keys(keys.settings)
+    # As it comes up where that was not looked at.
+    with pytest.raises(KeyFileError, match="there is no key file"):
+        FrontDoor(keys.settings, Table(), "router")  # type: ignore[arg-type]
 
 
 # --- A turn's request ----------------------------------------------------------------------------
