@@ -6,11 +6,9 @@ exact by construction: a decoder's ``held_tokens`` is changed in `ConversationTa
 What each tenant has is counted at the same places.
 """
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from conserve import identity
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.placement import Decoder, Placement, PlacementPolicy, Prefiller
 from conserve.recognition import Digest, TailIndex
@@ -80,17 +78,9 @@ class ConversationTable:
         """The live conversation of this id, or None."""
         return self._conversations.get(conversation_id)
 
-    def recent(self, limit: int, tenant: str | None = None) -> list[Conversation]:
-        """Up to ``limit`` live conversations, the most recently used first.
-
-        Args:
-            tenant: of this one alone; None: of all.
-        """
-        found: Iterable[Conversation] = self._conversations.values()
-        if tenant is not None:
-            beginning = identity.scoped(tenant, "")
-            found = (one for one in found if one.id.startswith(beginning))
-        return heapq.nlargest(limit, found, key=lambda c: c.last_used_s)
+    def live(self) -> list[Conversation]:
+        """All live conversations."""
+        return list(self._conversations.values())
 
     # --- engines -----------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ _REASONING_TYPES = ("thinking", "reasoning")
 _THINK_OPEN = "<think>"
 _THINK_CLOSE = "</think>"
 
+# Arguments that may hold more values are compared as text. To parse 8 MiB of "[]," takes seconds.
+_MOST_SEPARATORS = 16_384
 # Numbers as doubles, as JavaScript clients echo them: 1 is 1.0, and digits past the 53rd bit may
 # change. Not strict: models write raw line breaks into argument strings, clients escape them.
 _ARGUMENTS = json.JSONDecoder(parse_int=float, strict=False)
@@ -70,11 +72,24 @@ def tail_digest(
     It is among the ``candidate_digests`` of every turn of this tenant that begins with these
     messages and this answer. Never raises, whatever JSON stands in the arguments.
     """
-    hasher = _hasher(tenant)
-    for message in _as_list(messages):
-        hasher.update(_encoded(_normalised(message)))
-    hasher.update(_encoded(_normalised(answer)))
-    return hasher.digest()
+    return Beginning(messages, tenant).tail_digest(answer)
+
+
+class Beginning:
+    """A turn's messages, hashed once for all the answers that it may get."""
+
+    __slots__ = ("_hasher",)
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]], tenant: str | None = None) -> None:
+        self._hasher = _hasher(tenant)
+        for message in _as_list(messages):
+            self._hasher.update(_encoded(_normalised(message)))
+
+    def tail_digest(self, answer: Mapping[str, Any]) -> Digest:
+        """As `tail_digest` has it."""
+        hasher = self._hasher.copy()
+        hasher.update(_encoded(_normalised(answer)))
+        return hasher.digest()
 
 
 def _hasher(tenant: str | None) -> "hashlib.blake2b":
@@ -183,6 +198,8 @@ def _arguments(arguments: Any) -> Any:
     """Arguments as [value]; as their trimmed text where that is not JSON."""
     if isinstance(arguments, str):
         text = arguments.strip()
+        if text.count(",") + text.count("[") + text.count("{") > _MOST_SEPARATORS:
+            return text
         try:
             arguments = _ARGUMENTS.decode(text) if text else None
         except (ValueError, RecursionError):

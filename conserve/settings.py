@@ -289,10 +289,21 @@ class Settings(_Strict):
         le=64,
         description="How many router processes there are; those on one node share the port.",
     )
+    allowed_hosts: list[str] = Field(
+        default_factory=list,
+        description="Names that a router on loopback goes by beside loopback's own, in `Host` and "
+        "in a web page's `Origin`: those of a proxy on its machine.",
+    )
     max_body_bytes: int = Field(
-        default=32 * 1024 * 1024,
+        default=8 * 1024 * 1024,
         ge=1024,
-        description="Longest request body, in bytes; a longer one is refused with 413.",
+        description="Longest request body, in bytes; a longer one is refused with 413. To parse "
+        "one holds up other streams for some 2 ms a MiB, here and in the engine.",
+    )
+    allowed_media_domains: list[str] = Field(
+        default_factory=list,
+        description="Domains that a multimodal engine may fetch images, audio and video from, "
+        "without following redirects. None: media come in `data:` URLs only.",
     )
     placement: PolicyName = Field(
         default="conversation",

@@ -75,6 +75,11 @@ def read_notes(notes: bytes) -> list[Emitted]:
     return found
 
 
+# --- Checks of a request, from a router to an engine ----------------------------------------------
+
+# Before the path of a turn: the engine judges the request and does not serve it.
+CHECK_PREFIX = "/conserve/check"
+
 # --- kv_transfer_params, from whoever asks an engine to LMCache's connector and back --------------
 
 # How long the prompt of the conversation's first turn on this decoder was, in tokens. Nothing

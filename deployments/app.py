@@ -25,6 +25,7 @@ from hetero.tiers import role_tier
 logger = logging.getLogger("ray.serve")
 
 _CONNECTOR = "ResilientMPConnector"
+_NO_DOMAIN = "no domain: this server takes media in data: URLs only"
 _CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
@@ -143,6 +144,8 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
     engine = engine_arguments(settings.model, gpu)
     if gpu:
         engine["worker_extension_cls"] = EXTENSION
+    # To vLLM an empty list is no limit. This is no domain, and clients see it in the refusal.
+    engine["allowed_media_domains"] = settings.allowed_media_domains or [_NO_DOMAIN]
     engine |= settings.engine | own.engine
     engine["enable_prefix_caching"] = True
     engine["kv_transfer_config"] = {
@@ -174,7 +177,14 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
         },
         # The replica shares its first worker's reservation.
         deployment_config={"ray_actor_options": {"num_cpus": 0}},
-        runtime_env={"env_vars": {**engine_environment(settings.model, gpu), **own.env}},
+        runtime_env={
+            "env_vars": {
+                **engine_environment(settings.model, gpu),
+                # A domain that is allowed must not lead to one that is not.
+                "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+                **own.env,
+            }
+        },
         # The connector's histograms and Ray's wrapper for them disagree on an argument's name.
         log_engine_metrics=False,
     )

@@ -24,7 +24,8 @@ from ray.serve.llm.deployment import LLMServer
 from autoscale.serve import DECIDED_S, WANTED_REPLICAS
 from conserve.holdings import Holdings
 from conserve.settings import Settings
-from conserve.wire import BEAT_S, Role
+from conserve.wire import BEAT_S, CHECK_PREFIX, Role
+from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.observer import TurnObserver, observe_engine
@@ -169,6 +170,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
         describe(app)
+        client = self.engine._engine_client
+        make_checkable(client, app.state.online_renderer, await client.get_supported_tasks())
         observer = TurnObserver(app, self._id, self._holdings, self._table)
         host = self._settings.engine_host
         assert host is not None
@@ -178,7 +181,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         listener.bind((host, 0))
         server = uvicorn.Server(
             uvicorn.Config(
-                observer,
+                RequestCheck(observer),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -224,7 +227,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         }
         # A model without a chat template refuses the first two, and is warmed up by the third.
         requests = (
-            ("/tokenize", chat),
+            (CHECK_PREFIX + "/v1/chat/completions", chat),
             ("/v1/chat/completions", {**chat, "max_tokens": 8, "stream": True}),
             ("/v1/completions", {"model": chat["model"], "prompt": prompt, "max_tokens": 4}),
         )

@@ -5,8 +5,8 @@ engine step, never registers again after a quick restart, and lets a failed stor
 Here a lost connection is noticed when it breaks, whatever was under way fails at once (vLLM then
 recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the connection back, run
 from the start. What a broken-off forward pass left behind is not stored. A request that is aborted
-before it was looked up does not end the engine. And later turns, which find their history in the
-decoder's own cache, do not ask the server.
+before it was looked up does not end the engine, nor does one for its prompt's log-probabilities.
+And later turns, which find their history in the decoder's own cache, do not ask the server.
 
 It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
 ``_health_event``, ``_ensure_heartbeat_started``, ``_can_store``, the request trackers): check it
@@ -66,7 +66,14 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
 
         Where all that LMCache may hold is in the decoder's own cache already, the answer is known
         without two round trips to the server, and without locking the chunks of a long history.
+
+        A request that has to compute its whole prompt, for the log-probabilities of its tokens,
+        loads nothing. LMCacheMPConnector 0.5.6 does load, and vLLM 0.29 fails on the positions
+        that were not computed ("number too small to fit in target type"), which ends the engine.
         """
+        if request.skip_reading_prefix_cache:
+            self._get_or_create_request_tracker(request)
+            return 0, False
         turn1_tokens = (request.kv_transfer_params or {}).get(TURN1_TOKENS)
         # An engine that stores has to know what the server holds, or it stores it again.
         if turn1_tokens is not None and not self._can_store:

@@ -29,6 +29,7 @@ from deployments.table.table_client import TableClient, TableUnavailable
 logger = logging.getLogger("ray.serve")
 
 _DONE = b"data: [DONE]"
+_SMALL_BYTES = 64 * 1024
 # An answer must not hang on its bookkeeping. What the table misses, it learns from `Holdings`.
 _REPORT_PATIENCE_S = 5.0
 
@@ -169,7 +170,12 @@ class TurnObserver:
             body = body[sent_bytes:]
             receive = _replay(body, receive)
             if wire.RECOGNISE_HEADER in headers:
-                turn.body = body
+                tenant = identity.tenant_of(turn.key.conversation_id)
+                # Other turns' tokens pass through this thread. And nothing is counted yet.
+                if len(body) <= _SMALL_BYTES:
+                    turn.beginning = _beginning(body, tenant)
+                else:
+                    turn.beginning = await asyncio.to_thread(_beginning, body, tenant)
         turn.observation.notes = wire.NOTES_HEADER in headers
         self._holdings.begin(turn.key)
         if wire.PREFILLED_HEADER not in headers:
@@ -192,7 +198,7 @@ class _Turn:
     table: TableClient
     key: TurnKey
     observation: _Observation = field(default_factory=_Observation)
-    body: bytes | None = None
+    beginning: recognition.Beginning | None = None
     status: int = 0
     streamed: bool = False
     parts: list[bytes] = field(default_factory=list)
@@ -208,7 +214,7 @@ class _Turn:
                 )
             elif message["type"] == "http.response.body" and not self.reported:
                 part = message.get("body", b"")
-                if self.body is not None and part:
+                if self.beginning is not None and part:
                     self.parts.append(part)
                 # vLLM sends every event as a part of its own.
                 if part.startswith(_DONE) if self.streamed else not message.get("more_body"):
@@ -248,17 +254,21 @@ class _Turn:
         return f"turn {self.key.turn_id} of {self.key.conversation_id}"
 
     def _tails(self) -> tuple[Digest, ...]:
-        if self.body is None:
-            return ()
-        messages = json.loads(self.body).get("messages")
-        if not isinstance(messages, list):
+        if self.beginning is None:
             return ()
         if self.streamed:
             answers = recognition.answers_from_stream(self.parts)
         else:
             answers = recognition.answers_from_body(b"".join(self.parts))
-        tenant = identity.tenant_of(self.key.conversation_id)
-        return tuple(recognition.tail_digest(messages, answer, tenant) for answer in answers)
+        return tuple(self.beginning.tail_digest(answer) for answer in answers)
+
+
+def _beginning(body: bytes, tenant: str | None) -> recognition.Beginning | None:
+    try:
+        messages = json.loads(body).get("messages")
+    except (ValueError, RecursionError, AttributeError):
+        return None  # The engine refuses it.
+    return recognition.Beginning(messages, tenant) if isinstance(messages, list) else None
 
 
 async def _read_ahead(receive: Receive) -> bytes:

@@ -17,6 +17,7 @@ from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
 from deployments.router.access import Access, caller_of
 from deployments.router.endpoint import TurnEndpoint
+from deployments.router.guard import Guard
 from deployments.router.openapi import Description
 from deployments.router.responses import TABLE_RESTARTING, error_response
 from deployments.router.upstream import Upstream
@@ -43,7 +44,7 @@ class FrontDoor:
         upstream = Upstream(settings.turn_timeout_s)
         turns = TurnEndpoint(settings, table, upstream, router_id)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
-        self._app = Starlette(
+        app = Starlette(
             routes=[
                 Route("/v1/chat/completions", turns, methods=post),
                 Route("/v1/completions", turns, methods=post),
@@ -65,6 +66,7 @@ class FrontDoor:
                 Exception: _bug,
             },
         )
+        self._app = Guard(app, settings.host, settings.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -104,7 +106,8 @@ class FrontDoor:
         # An admin's list is of all tenants, unless it asks for one's.
         everybody = caller is not None and caller.admin and "tenant" not in request.query_params
         tenant = None if everybody else _tenant(request)
-        return JSONResponse(await self._table.call("conversations", int(text), tenant))
+        listed = await self._table.call("conversations", int(text), tenant)
+        return Response(listed, media_type="application/json")
 
     async def _conversation(self, request: Request) -> Response:
         id_ = identity.scoped(_tenant(request), request.path_params["id"])

@@ -40,19 +40,31 @@ class Upstream:
         self._silence_s = silence_s
         self._session: aiohttp.ClientSession | None = None
 
-    async def count_tokens(self, url: str, body: dict[str, Any]) -> list[int]:
-        """A prompt's tokens, by the model's own chat template and tokenizer.
+    async def check(self, url: str, path: str, raw: bytes) -> list[list[int]]:
+        """Have an engine judge a turn without serving it, and say its prompts' tokens.
 
         Args:
-            body: ``messages`` (and ``tools``, ...) of a chat, or a ``prompt``.
+            url: the engine's URL.
+            path: the turn's path.
+            raw: the turn's body.
 
         Raises:
-            ApiError: the engine refuses the request.
+            ApiError: the engine would refuse the turn.
             EngineUnreachable: try another engine.
         """
-        answer = await self._json(url + "/tokenize", body)
-        tokens: list[int] = answer["tokens"]
-        return tokens
+        headers = {"Content-Type": "application/json"}
+        async with self.post(url + wire.CHECK_PREFIX + path, raw, headers) as response:
+            if response.status == 404:
+                raise ApiError(
+                    502,
+                    "the engine cannot check requests; run the same version of ConServe on all "
+                    "nodes",
+                    "engine_error",
+                )
+            if response.status != 200:
+                raise await engine_error(response)
+            prompts: list[list[int]] = (await response.json())["prompts"]
+            return prompts
 
     async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
         """Have a prompt's KV computed and stored.

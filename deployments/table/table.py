@@ -41,6 +41,7 @@ from deployments.messages import (
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
 from deployments.table.gate import TenantGate
+from deployments.table.listing import list_recent
 from deployments.table.pending import PendingTurn
 from deployments.table.registry import Registry
 from deployments.table.views import conversation_view, engine_view
@@ -372,21 +373,17 @@ class TableService:
         found = self._table.get(conversation_id)
         return None if found is None else conversation_view(found, unix_s())
 
-    async def conversations(self, limit: int, tenant: str | None = None) -> dict[str, Any]:
-        """The most recently used conversations, for `GET /v1/conversations`.
+    async def conversations(self, limit: int, tenant: str | None = None) -> bytes:
+        """The most recently used conversations, for `GET /v1/conversations`, as JSON.
 
         Args:
             tenant: of this one alone; None: of all.
         """
         await self._not_ready()
-        now_s, table = unix_s(), self._table
-        found = table.recent(limit, tenant)
+        table = self._table
         total = len(table) if tenant is None else table.usage.tenant(tenant).conversations
-        return {
-            "object": "list",
-            "data": [conversation_view(one, now_s) for one in found],
-            "total": total,
-        }
+        listed = await list_recent(table, limit, unix_s(), tenant)
+        return b'{"object":"list","data":%b,"total":%d}' % (listed, total)
 
     async def metrics(self) -> bytes:
         """The metrics, in Prometheus' text format."""

@@ -12,6 +12,8 @@ from tests.engines.client import Agent, chat, prose
 from tests.engines.metrics import metric
 from tests.engines.waiting import eventually
 
+JSON = {"Content-Type": "application/json"}
+
 pytestmark = [pytest.mark.anyio, pytest.mark.application(SMALL)]
 
 # The decoder has room for 3,072 tokens.
@@ -95,13 +97,13 @@ async def test_waiting_too_long_and_idle_conversations(
 async def test_a_body_over_the_limit(application: str, client: httpx.AsyncClient) -> None:
     """413, whether its length is announced or not."""
     body = b'{"messages": [{"role": "user", "content": "' + b"x" * 200_000 + b'"}]}'
-    announced = await client.post(application + "/v1/chat/completions", content=body)
+    announced = await client.post(application + "/v1/chat/completions", content=body, headers=JSON)
     assert announced.status_code == 413
 
     async def parts() -> AsyncIterator[bytes]:
         for start in range(0, len(body), 10_000):
             yield body[start : start + 10_000]
 
-    chunked = await client.post(application + "/v1/chat/completions", content=parts())
+    chunked = await client.post(application + "/v1/chat/completions", content=parts(), headers=JSON)
     assert chunked.status_code == 413
     assert chunked.json()["error"]["code"] == "body_too_long"

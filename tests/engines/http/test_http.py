@@ -158,7 +158,11 @@ async def test_bad_bodies(
     param: str | None,
 ) -> None:
     """A clear error in OpenAI's shape, and nothing held."""
-    response = await client.post(application + "/v1/chat/completions", content=body)
+    response = await client.post(
+        application + "/v1/chat/completions",
+        content=body,
+        headers={"Content-Type": "application/json"},
+    )
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error["code"] == code
@@ -219,6 +223,25 @@ async def test_paths_and_methods(application: str, client: httpx.AsyncClient) ->
     assert health == {"status": "ok", "prefillers": 1, "decoders": 2}
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Host": "rebound.example:8000"}, 421),
+        ({"Origin": "https://somewhere.example"}, 403),
+        ({"Host": "localhost:8000", "Origin": "http://127.0.0.1:3000"}, 200),
+    ],
+)
+async def test_what_a_web_page_could_send(
+    application: str, client: httpx.AsyncClient, headers: dict[str, str], status: int
+) -> None:
+    body = json.dumps({"messages": HELLO, "max_tokens": 1}).encode()
+    sent = {"Content-Type": "application/json", **headers}
+    reply = await client.post(application + "/v1/chat/completions", content=body, headers=sent)
+    assert reply.status_code == status, reply.text
+    assert metric("conserve_conversations") == (status == 200)
+
+
 async def test_nothing_listens_beyond_loopback(application: str) -> None:
     """The router, every engine and LMCache are reachable on loopback alone."""
     ports = {8000, 7610, 7611}
@@ -276,7 +299,8 @@ async def test_a_client_that_leaves_before_its_request_is_whole(application: str
     """Half a body, then gone: no trace of it."""
     with socket.create_connection(("127.0.0.1", 8000)) as connection:
         connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
         )
     await asyncio.sleep(0.3)
     assert metric("conserve_conversations") == 0

@@ -286,7 +286,7 @@ def test_turns_that_do_not_fit_are_sent_back_and_computed_again() -> None:
 def _ledger(cluster: Cluster) -> tuple[int, int]:
     """Tokens held for conversations between turns: by engines, and as the table says."""
     held = said = 0
-    for conversation in cluster.table.recent(10_000):
+    for conversation in cluster.table.live():
         if conversation.running or conversation.decoder_id is None:
             continue
         held += cluster.decoders[conversation.decoder_id].holds(conversation.id)

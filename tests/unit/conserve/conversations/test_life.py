@@ -110,10 +110,10 @@ def test_concurrent_turns_of_one_conversation() -> None:
     assert the(table, "c").turns == 3
 
 
-def test_recent_ones_are_listed_first() -> None:
+def test_those_that_live_are_listed_with_when_they_were_used() -> None:
     table = a_table()
     for now_s, conversation_id in enumerate("abca"):
         turn(table, conversation_id, now_s=now_s)
-    assert [c.id for c in table.recent(10)] == ["a", "c", "b"]
-    assert [c.id for c in table.recent(2)] == ["a", "c"]
-    assert table.recent(0) == []
+    assert {c.id: c.last_used_s for c in table.live()} == {"a": 3, "b": 1, "c": 2}
+    table.release("b")
+    assert {c.id for c in table.live()} == {"a", "c"}

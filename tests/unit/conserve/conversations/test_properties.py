@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from conserve import identity
 from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.placement import ConversationPlacement
@@ -216,7 +217,7 @@ class AnyOrder(RuleBasedStateMachine):
             arrived: whether the turns under way have reached it.
         """
         account = []
-        for conversation in self.table.recent(len(self.table)):
+        for conversation in self.table.live():
             if conversation.decoder_id == decoder_id:
                 own = copy.copy(conversation)
                 if not arrived:
@@ -357,9 +358,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert usage.held_tokens == sum(k.held for k in mine)
             assert usage.turns == sum(len(k.running) for k in mine)
             if tenant:
-                listed = self.table.recent(10, tenant)
-                assert len(listed) == len(mine)
-                assert {c.id.partition("\t")[0] for c in listed} <= {tenant}
+                own = [c for c in self.table.live() if identity.tenant_of(c.id) == tenant]
+                assert len(own) == len(mine)
 
     def teardown(self) -> None:
         for conversation_id in list(self.known):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conserve.recognition import TailIndex, candidate_digests, tail_digest
+from conserve.recognition import Beginning, TailIndex, candidate_digests, tail_digest
 from tests.unit.conserve.recognition.messages import (
     IMAGE,
     SYSTEM,
@@ -204,3 +204,21 @@ def test_tenants_have_no_digest_in_common() -> None:
     assert len(set(tails.values())) == 3
     for tenant, tail in tails.items():
         assert candidate_digests(further, tenant) == [tail]
+
+
+def test_one_beginning_serves_all_answers() -> None:
+    messages = [SYSTEM, USER]
+    beginning = Beginning(messages)
+    for answer in (said("a"), called('{"x": 1}'), said("a")):
+        assert beginning.tail_digest(answer) == tail_digest(messages, answer)
+
+
+def test_arguments_of_very_many_values_are_compared_as_text() -> None:
+    """To parse megabytes of them would take seconds, in the one thread of everybody's tokens."""
+    most = 16_384
+    for count, same in ((most - 2, True), (most, False)):
+        compact = '{"x":[' + ",".join("1" * count) + "]}"
+        spaced = compact.replace(",", ", ")
+        digests = [tail_digest([USER], called(text)) for text in (compact, spaced, compact)]
+        assert (digests[0] == digests[1]) is same
+        assert digests[0] == digests[2]

@@ -84,3 +84,22 @@ def test_a_request_that_is_aborted_before_it_was_looked_up_ends_as_any_other(sto
     assert wire.cached_tokens(params).lmcache_tokens == 0
     assert ended == ["look-up of r", "session of r"]
     assert not connector.request_trackers
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_and_not_loaded() -> None:
+    """Where KV was loaded there are none, and vLLM's engine ends over that."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    from deployments.engine.lmcache_connector import ResilientMPConnector
+
+    connector = object.__new__(ResilientMPConnector)
+    connector.request_trackers = {}
+    connector.lazy_offload = False
+    # There is no adapter: nobody can be asked.
+    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=1, prompt_logprobs=0), None)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert list(connector.request_trackers) == ["r"]
+    other = Request("o", [1, 2, 3], SamplingParams(max_tokens=1), None)
+    with pytest.raises(AttributeError, match="scheduler_adapter"):
+        connector.get_num_new_matched_tokens(other, 0)

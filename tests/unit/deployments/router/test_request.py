@@ -45,32 +45,29 @@ def test_the_handoff_is_not_for_clients_to_direct_by_either_way() -> None:
     assert json.loads(read({**body, "vllm_xargs": "odd"}).raw)["vllm_xargs"] == "odd"
 
 
-@pytest.mark.parametrize(
-    ("kept", "more"),
-    [
-        # A message, its role and its content.
-        (
-            [{"role": "user", "content": ""}] * 43_690,
-            [{"role": "user", "content": ""}] * 43_691,
-        ),
-        (
-            [{"role": "user", "content": [""] * 131_069}],
-            [{"role": "user", "content": [""] * 131_070}],
-        ),
-        # Wherever they are: within a part, say.
-        (
-            [{"role": "user", "content": [{"x": [[]] * 131_067}]}],
-            [{"role": "user", "content": [{"x": [[]] * 131_068}]}],
-        ),
-    ],
-    ids=["messages", "parts", "within a part"],
-)
-def test_a_chat_may_hold_so_many_values(kept: list[Any], more: list[Any]) -> None:
-    """Each would be hashed while nobody's tokens are passed on."""
-    assert read({"messages": kept}).chat
-    error = refused({"messages": more})
-    assert "131072 values" in error.message
+@pytest.mark.parametrize("pad", [0, 100_000], ids=["small", "large"])
+def test_a_body_is_refused_for_what_it_holds(pad: int) -> None:
+    """In a thread too, where it is large."""
+    error = refused({"messages": [{"role": "user", "content": [5]}], "x": "x" * pad})
+    assert "objects and strings" in error.message
     assert error.param == "messages"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_what_is_not_changed_is_passed_on_as_it_came(encoding: str) -> None:
+    """Strings of megabytes are not written anew for a name that is taken out."""
+    text = (
+        ' { "conversation_id" : "mine", "messages": [{"role": "user", "content": "é \\u00e9"}]\n,'
+        '"seed": 1, "temperature": 1.50, "kv_transfer_params": {}, "a\\"}": "\\ud83d", "x": NaN,'
+        '"seed":12345678901234567890, "vllm_xargs": {"kv_transfer_params": 1, "b": 2} } '
+    )
+    asked = read(text.encode(encoding))
+    assert asked.explicit_id == "mine"
+    assert asked.raw.decode() == (
+        '{"messages":[{"role": "user", "content": "é \\u00e9"}],'
+        '"seed":12345678901234567890,"temperature":1.50,"a\\"}":"\\ud83d","x":NaN,'
+        '"vllm_xargs":{"b": 2},"model":"conserve-embedded"}'
+    )
 
 
 def test_the_table_gets_the_newest_candidates() -> None:

@@ -81,8 +81,8 @@ class Engines:
             self.dead.add(name)
             raise EngineUnreachable(f"{name} is gone")
 
-    async def count_tokens(self, url: str, body: dict[str, Any]) -> list[int]:
-        return [1, 2, 3]
+    async def check(self, url: str, path: str, raw: bytes) -> list[list[int]]:
+        return [[1, 2, 3]]
 
     async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
         self._serve(url)

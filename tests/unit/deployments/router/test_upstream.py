@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from conserve.errors import ApiError
 from deployments.router.upstream import EngineUnreachable, Upstream
 
 
@@ -45,3 +46,41 @@ def test_an_engine_that_is_gone_in_between_may_have_had_it(answer: bytes) -> Non
             assert (await _asked(f"http://127.0.0.1:{port}/")).had_request
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "refused"),
+    [
+        (200, b'{"prompts": [[1, 2], [3]]}', None),
+        (400, b'{"error": {"message": "n must be at least 1", "param": "n"}}', (400, "n must be")),
+        (404, b'{"error": {"message": "Not Found"}}', (502, "cannot check requests")),
+    ],
+)
+def test_an_engine_judges_a_turn(status: int, body: bytes, refused: tuple[int, str] | None) -> None:
+    asked: list[bytes] = []
+
+    async def scenario() -> list[list[int]]:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.append(await reader.readuntil(b"{body}"))
+            head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await writer.drain()
+            writer.close()
+
+        upstream = Upstream(silence_s=5)
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            try:
+                return await upstream.check(
+                    f"http://127.0.0.1:{port}", "/v1/completions", b"{body}"
+                )
+            finally:
+                await upstream._open().close()
+
+    if refused is None:
+        assert asyncio.run(scenario()) == [[1, 2], [3]]
+    else:
+        with pytest.raises(ApiError, match=refused[1]) as error:
+            asyncio.run(scenario())
+        assert error.value.status == refused[0]
+    assert asked[0].startswith(b"POST /conserve/check/v1/completions ")

@@ -208,7 +208,7 @@ async def _everything_at_once(seed: int, close: bool) -> None:
     gate = service._gate
     assert not any(gate._arriving.values())
     assert not any(gate._pending.values())
-    live = service._table.recent(100)
+    live = service._table.live()
     assert [one.id for one in live if one.running] == []
     for name, usage in service._table.usage.tenants().items():
         of_it = [one for one in live if identity.tenant_of(one.id) == name]

@@ -1,0 +1,228 @@
+"""What one request may hold, whatever it asks for: sizes that bound what it costs all the others.
+
+A request is parsed, hashed and passed on by the threads that pass everybody's tokens on, here and
+in the engine. The numbers bound what each step may take of them at a time: about 20 ms, measured
+with vLLM's own protocol classes on two slow cores (3 us a message, 10 us a part or a tool call).
+What the engine's model can take is for the engine to say.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from conserve.errors import ApiError
+
+# Entries of lists and objects in all, at whatever depth, token ids aside.
+MOST_VALUES = 65_536
+# Lists and objects within each other; the body is the first.
+DEEPEST = 64
+# Messages, parts of their contents and tool calls, together: each is judged against a dozen types.
+MOST_ITEMS = 3072
+# Prompts of a completion, times the choices asked for: each is a request to the engine.
+MOST_CHOICES = 128
+# Token ids of a completion's prompts, together.
+MOST_TOKEN_IDS = 262_144
+# What is counted at a time, while other threads wait.
+_PIECE_BYTES = 64 * 1024
+_LARGEST_TOKEN_ID = 2**31 - 1
+# The engine looks at each of these in one go, or at each output token.
+_MOST_ENTRIES = {
+    "tools": 512,
+    "functions": 512,
+    "stop": 64,
+    "stop_token_ids": 1024,
+    "bad_words": 128,
+    "logit_bias": 1024,
+    "vllm_xargs": 128,
+}
+_LONGEST_CHARS = {"stop": 1024, "bad_words": 256}
+
+
+def check_raw(raw: bytes, chat: bool) -> None:
+    """Refuse a body that holds too much, before it is parsed.
+
+    To parse 8 MiB of ``[],`` takes 0.3 s or more and 0.4 GB, all of it in one go; to count takes
+    milliseconds, in pieces.
+
+    Args:
+        raw: JSON; where it is not, nothing follows from what is counted.
+        chat: whether it is a chat, and no bare completion.
+
+    Raises:
+        ApiError: 400, whatever the body is, it holds more than `check` would pass.
+    """
+    most = MOST_VALUES if chat else MOST_VALUES + MOST_TOKEN_IDS
+    # The body is a container too, and so is each of a list of prompts.
+    most_containers = MOST_VALUES + 1 if chat else MOST_VALUES + 2 + MOST_CHOICES
+    if raw.count(b",") <= most and raw.count(b"[") + raw.count(b"{") <= most_containers:
+        return
+    separators = containers = at = 0
+    in_string = False
+    while at < len(raw):
+        piece = raw[at : at + _PIECE_BYTES]
+        # Not to part a backslash from what it escapes.
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = raw[at : at + len(piece) + 1]
+        at += len(piece)
+        between = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(between[in_string::2])
+        in_string ^= len(between) % 2 == 0
+        separators += outside.count(b",")
+        containers += outside.count(b"[") + outside.count(b"{")
+        if separators > most or containers > most_containers:
+            raise ApiError(
+                400,
+                f"a request may hold {MOST_VALUES} values in all, and {MOST_TOKEN_IDS} token ids "
+                "in its prompt, and this one holds more; send fewer messages, or text instead of "
+                "structure",
+            )
+
+
+def check(body: Mapping[str, Any], chat: bool) -> None:
+    """Refuse a request that is too large in some respect, or is no request at all.
+
+    Args:
+        body: parsed from JSON.
+        chat: whether it is a chat, and no bare completion.
+
+    Raises:
+        ApiError: 400; it names the limit and the field.
+    """
+    prompts = 1
+    if not chat:
+        prompts = _check_prompt(body.get("prompt"))
+        body = {name: value for name, value in body.items() if name != "prompt"}
+    _check_values(body)
+    if chat:
+        _check_messages(body.get("messages"))
+    for name, most in _MOST_ENTRIES.items():
+        _check_entries(name, body.get(name), most)
+    n = body.get("n")
+    if isinstance(n, int) and n * prompts > MOST_CHOICES:
+        raise ApiError(
+            400,
+            f"a request may ask for {MOST_CHOICES} choices in all, and this one asks for "
+            f"{min(n, 10**9)} of {prompts} prompt{'s' * (prompts > 1)}; send several",
+            param="n",
+        )
+
+
+def _check_values(body: Mapping[str, Any]) -> None:
+    left = MOST_VALUES - len(body)
+    for name, value in body.items():
+        level, depth = _containers([value]), 1
+        while level:
+            depth += 1
+            if depth > DEEPEST:
+                raise ApiError(
+                    400,
+                    f"a request may be nested {DEEPEST} deep, and {name[:64]} goes deeper; "
+                    "flatten it",
+                    param=name[:64],
+                )
+            left -= sum(map(len, level))
+            if left < 0:
+                raise ApiError(
+                    400,
+                    f"a request may hold {MOST_VALUES} values in all, and this one exceeds that "
+                    f"in {name[:64]}; send fewer messages, or text instead of structure",
+                    param=name[:64],
+                )
+            level = [
+                inner
+                for one in level
+                for inner in _containers(one.values() if isinstance(one, dict) else one)
+            ]
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, dict | list)]
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages must be a list with at least one message", param="messages")
+    items = len(messages)
+    for position, message in enumerate(messages):
+        where = f"messages[{position}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ApiError(400, f"{where} must be an object with a role", param="messages")
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise ApiError(
+                400, f"{where}.content must be a string or a list of parts", param="messages"
+            )
+        if isinstance(content, list):
+            items += len(content)
+            # vLLM takes ten times as long to refuse any other.
+            if not all(isinstance(part, str | dict) for part in content):
+                raise ApiError(
+                    400, f"{where}.content may hold objects and strings only", param="messages"
+                )
+        calls = message.get("tool_calls")
+        if isinstance(calls, list | dict):
+            items += len(calls)
+    if items > MOST_ITEMS:
+        raise ApiError(
+            400,
+            f"a chat may have {MOST_ITEMS} messages, parts and tool calls together, and this one "
+            f"has {items}; join or drop some",
+            param="messages",
+        )
+
+
+def _check_entries(name: str, value: Any, most: int) -> None:
+    if not isinstance(value, list | dict | str):
+        return
+    entries = [value] if isinstance(value, str) else value
+    if len(entries) > most:
+        raise ApiError(400, f"{name} may have {most} entries, not {len(entries)}", param=name)
+    longest = _LONGEST_CHARS.get(name)
+    if longest is not None and any(isinstance(one, str) and len(one) > longest for one in entries):
+        raise ApiError(
+            400, f"an entry of {name} may have {longest} characters, not more", param=name
+        )
+
+
+def _check_prompt(prompt: Any) -> int:
+    """How many prompts there are."""
+    if not prompt:
+        raise ApiError(400, "prompt must not be empty", param="prompt")
+    if isinstance(prompt, str):
+        return 1
+    if not isinstance(prompt, list):
+        raise ApiError(400, "prompt must be a string or a list", param="prompt")
+    single = isinstance(prompt[0], int)
+    lists = [prompt] if single else [one for one in prompt if isinstance(one, list)]
+    ids = sum(map(len, lists))
+    if ids > MOST_TOKEN_IDS:
+        raise ApiError(
+            400,
+            f"prompt may hold {MOST_TOKEN_IDS} token ids, and this one holds {ids}; send text, or "
+            "several requests",
+            param="prompt",
+        )
+    if single or len(lists) == len(prompt):
+        for one in lists:
+            # A bool is an int to Python, and no token.
+            if set(map(type, one)) - {int} or (
+                one and not 0 <= min(one) <= max(one) <= _LARGEST_TOKEN_ID
+            ):
+                raise ApiError(
+                    400,
+                    f"token ids in prompt must be integers from 0 to {_LARGEST_TOKEN_ID}",
+                    param="prompt",
+                )
+    elif not all(isinstance(one, str) for one in prompt):
+        raise ApiError(
+            400, "prompt must hold strings, or token ids, or lists of token ids", param="prompt"
+        )
+    if single:
+        return 1
+    if len(prompt) > MOST_CHOICES:
+        raise ApiError(
+            400,
+            f"a completion may have {MOST_CHOICES} prompts, and this one has {len(prompt)}; send "
+            "several",
+            param="prompt",
+        )
+    return len(prompt)

@@ -1,0 +1,124 @@
+"""What an engine would say to a request, without its work: the errors, or the prompts' tokens.
+
+``POST /conserve/check/v1/chat/completions`` is served by vLLM's own code for the path behind the
+prefix, up to the call that would hand the request to the engine. So parameters are judged, and the
+prompt is rendered, by the very rules of the turn itself. Templates and tokenizers run in vLLM's
+threads, and nothing is scheduled.
+
+Internals of vLLM 0.29 that are used: ``AsyncLLM.generate`` and ``input_processor``, the app's
+``state.online_renderer``, ``create_error_response``.
+"""
+
+import functools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm import CompletionOutput, RequestOutput
+from vllm.entrypoints.serve import create_error_response
+
+from conserve.wire import CHECK_PREFIX
+
+
+@dataclass(slots=True)
+class _Check:
+    prompts: list[list[int]] = field(default_factory=list)
+    refusal: Any = None
+
+
+_current: ContextVar[_Check | None] = ContextVar("conserve_check", default=None)
+
+
+def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
+    """Have an ``AsyncLLM`` judge, and not serve, the requests of a `RequestCheck`.
+
+    Args:
+        renderer: the ``OnlineRenderer`` of its HTTP app.
+        tasks: what the engine can do (``get_supported_tasks``).
+    """
+    generate = client.generate
+
+    @functools.wraps(generate)
+    def checked(
+        prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncIterator[Any]:
+        check = _current.get()
+        if check is None:
+            answer: AsyncIterator[Any] = generate(prompt, sampling_params, request_id, **options)
+            return answer
+        known = ("lora_request", "priority", "data_parallel_rank")
+        try:
+            asked = client.input_processor.process_inputs(
+                request_id,
+                prompt,
+                sampling_params,
+                tasks,
+                **{name: options[name] for name in known if name in options},
+            )
+        except Exception as error:
+            # A stream would tell it in its first event, behind a 200.
+            check.refusal = create_error_response(error)
+            raise
+        ids = list(asked.prompt_token_ids or ())
+        check.prompts.append(ids)
+        return _nothing(request_id, ids, beam=not sampling_params.detokenize)
+
+    client.generate = checked
+    for name in ("render_chat", "render_completion"):
+        setattr(renderer, name, _without_mm_cache(getattr(renderer, name)))
+
+
+def _without_mm_cache(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    # That cache has a half in the engine's core, which takes what it was told of once for known.
+    @functools.wraps(render)
+    async def rendered(request: Any, *, skip_mm_cache: bool = False) -> Any:
+        return await render(request, skip_mm_cache=skip_mm_cache or _current.get() is not None)
+
+    return rendered
+
+
+async def _nothing(request_id: str, ids: list[int], beam: bool) -> AsyncIterator[RequestOutput]:
+    """An answer of no choices; a beam search looks into the first, and ends if it is empty."""
+    beams = [CompletionOutput(0, "", [], None, None)] if beam else []
+    yield RequestOutput(request_id, None, ids, None, beams, finished=True)
+
+
+class RequestCheck:
+    """ASGI middleware in front of an engine's HTTP app, for paths under `CHECK_PREFIX`.
+
+    It answers ``{"prompts": [[token ids], ...]}``, or as the engine would refuse the request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(CHECK_PREFIX):
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(CHECK_PREFIX)
+        check = _Check()
+        status, parts = 0, []
+
+        async def keep(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message["type"] == "http.response.body":
+                parts.append(message.get("body", b""))
+
+        _current.set(check)
+        inner = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(inner, receive, keep)
+        if check.refusal is not None:
+            refusal = check.refusal
+            answer: Response = JSONResponse(refusal.model_dump(), refusal.error.code)
+        elif status == 200 and check.prompts:
+            answer = Response(json.dumps({"prompts": check.prompts}), media_type="application/json")
+        else:
+            answer = Response(b"".join(parts), status, media_type="application/json")
+        await answer(scope, receive, send)

@@ -1,0 +1,65 @@
+"""``GET /v1/conversations``, of however many: in slices, and turns are placed between them."""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from conserve import identity
+from conserve.conversation import Conversation
+from conserve.conversations import ConversationTable
+from deployments.table.views import conversation_view
+
+_T = TypeVar("_T")
+
+# Looked at in one go, and shown in one go: a millisecond each, or a few.
+_LOOKED_AT = 8192
+_SHOWN = 256
+
+
+async def list_recent(
+    table: ConversationTable, limit: int, now_s: float, tenant: str | None = None
+) -> bytes:
+    """The most recently used conversations, the most recent first, as a JSON list.
+
+    They are those that lived when it was asked for, by when they were last used then or since;
+    what has ended meanwhile is left out.
+
+    Args:
+        limit: how many at most.
+        now_s: Unix time.
+        tenant: of this one alone; None: of all.
+    """
+    live = table.live()
+    beginning = "" if tenant is None else identity.scoped(tenant, "")
+    newest: list[tuple[float, int, Conversation]] = []
+    # The count makes each entry unlike any other, so that no two conversations are compared.
+    count = itertools.count(0, -1)
+    for part in _slices(live, _LOOKED_AT):
+        least_s = newest[0][0] if len(newest) == limit else float("-inf")
+        for conversation in part:
+            if conversation.last_used_s > least_s and conversation.id.startswith(beginning):
+                entry = (conversation.last_used_s, next(count), conversation)
+                if len(newest) < limit:
+                    heapq.heappush(newest, entry)
+                else:
+                    heapq.heappushpop(newest, entry)
+                    least_s = newest[0][0]
+        await asyncio.sleep(0)
+    newest.sort(reverse=True)
+    parts = []
+    for shown in _slices(newest, _SHOWN):
+        parts += [
+            msgspec.json.encode(conversation_view(one, now_s))
+            for _, _, one in shown
+            if table.get(one.id) is one
+        ]
+        await asyncio.sleep(0)
+    return b"[" + b",".join(parts) + b"]"
+
+
+def _slices(whole: Sequence[_T], length: int) -> Iterator[Sequence[_T]]:
+    return (whole[at : at + length] for at in range(0, len(whole), length))

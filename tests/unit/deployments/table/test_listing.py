@@ -1,0 +1,112 @@
+"""The list of conversations, of many, while turns go on."""
+
+import asyncio
+import json
+import random
+
+from conserve import identity
+from conserve.clock import unix_s
+from conserve.conversation import Conversation
+from conserve.settings import Settings
+from deployments.messages import EngineInfo, Unplaced
+from deployments.table.listing import list_recent
+from deployments.table.table import TableService
+
+
+def conversations(count: int) -> list[Conversation]:
+    """With times at which they were last used that are not in order; some are the same."""
+    rng = random.Random(count)
+    found = [Conversation(f"c{number}", number, 0.0, 0.0) for number in range(count)]
+    for one in found:
+        one.last_used_s = float(rng.randrange(count))
+    return found
+
+
+class Table:
+    """What of a table is looked at."""
+
+    def __init__(self, found: list[Conversation]) -> None:
+        self.found = {one.id: one for one in found}
+
+    def live(self) -> list[Conversation]:
+        return list(self.found.values())
+
+    def get(self, conversation_id: str) -> Conversation | None:
+        return self.found.get(conversation_id)
+
+
+def listed(found: list[Conversation], limit: int) -> list[str]:
+    raw = asyncio.run(list_recent(Table(found), limit, 0.0))  # type: ignore[arg-type]
+    return [one["id"] for one in json.loads(raw)]
+
+
+def test_they_are_the_newest_in_order() -> None:
+    for count, limit in [(0, 5), (1, 1), (5, 5), (5, 9), (30_000, 1), (30_000, 700)]:
+        found = conversations(count)
+        expected = sorted(found, key=lambda one: one.last_used_s, reverse=True)[:limit]
+        assert listed(found, limit) == [one.id for one in expected]
+
+
+def test_a_tenants_list_is_of_its_own() -> None:
+    found = conversations(300)
+    for number, one in enumerate(found):
+        one.id = identity.scoped(["acme", "acme2", None][number % 3], one.id)
+    raw = asyncio.run(list_recent(Table(found), 200, 0.0, "acme"))  # type: ignore[arg-type]
+    mine = sorted(found[::3], key=lambda one: one.last_used_s, reverse=True)
+    assert [one["id"] for one in json.loads(raw)] == [identity.own_id(one.id) for one in mine]
+
+
+def test_others_are_served_in_between() -> None:
+    """Counted in turns of the loop: each of them does a slice, and no more."""
+    found = conversations(100_000)
+
+    async def turns(limit: int) -> int:
+        listing = asyncio.create_task(list_recent(Table(found), limit, 0.0))  # type: ignore[arg-type]
+        turned = 0
+        while not listing.done():
+            await asyncio.sleep(0)
+            turned += 1
+        return turned
+
+    assert asyncio.run(turns(10)) >= 100_000 // 8192
+    assert asyncio.run(turns(10_000)) >= 100_000 // 8192 + 10_000 // 256
+
+
+def test_what_ends_meanwhile_is_left_out() -> None:
+    found = conversations(20_000)
+    table = Table(found)
+    newest = max(found, key=lambda one: one.last_used_s)
+
+    async def scenario() -> list[str]:
+        listing = asyncio.create_task(list_recent(table, 20_000, 0.0))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        del table.found[newest.id]
+        table.found["new"] = Conversation("new", 20_000, 0.0, 1e9)
+        return [one["id"] for one in json.loads(await listing)]
+
+    ids = asyncio.run(scenario())
+    assert len(ids) == 19_999
+    assert newest.id not in ids
+    assert "new" not in ids
+
+
+def test_the_service_answers_in_json() -> None:
+    async def scenario() -> None:
+        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+        for role in ("prefiller", "decoder"):
+            await service.register(EngineInfo(f"{role}#1", role, f"http://{role}", 1, 1000, 900))  # type: ignore[arg-type]
+        for name in ("first", "second"):
+            assert isinstance(await service.begin("r", name, []), Unplaced)
+            await service.place("r", name, 10)
+        answer = json.loads(await service.conversations(1))
+        assert answer["object"] == "list"
+        assert answer["total"] == 2
+        (shown,) = answer["data"]
+        assert shown == await service.conversation("second") | {
+            "age_s": shown["age_s"],
+            "idle_s": shown["idle_s"],
+        }
+        assert shown["last_used"] <= unix_s()
+
+    asyncio.run(scenario())

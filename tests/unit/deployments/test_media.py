@@ -1,0 +1,77 @@
+"""From where an engine fetches media: only from where the settings say."""
+
+import base64
+import io
+from typing import Any
+
+import pytest
+
+from conserve.settings import Settings
+
+
+def connector(**settings: Any) -> tuple[Any, list[str]]:
+    """vLLM's own, made as an engine makes it of its arguments; and what it would have fetched."""
+    # Here, since it takes ten seconds, and files are read for every test.
+    from vllm.multimodal.media.connector import MediaConnector
+
+    from deployments.app import llm_config
+
+    made = Settings(**settings)
+    arguments = llm_config("decoder", made, made.decoders, gpu=False).engine_kwargs
+    fetched: list[str] = []
+
+    class Connection:
+        def get_bytes(self, url: str, **options: Any) -> bytes:
+            fetched.append(url)
+            return base64.b64decode(PIXEL)
+
+    made_of = {
+        name: arguments[name]
+        for name in ("allowed_media_domains", "allowed_local_media_path")
+        if name in arguments
+    }
+    return MediaConnector(connection=Connection(), **made_of), fetched  # type: ignore[arg-type]
+
+
+def _pixel() -> str:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+PIXEL = _pixel()
+DATA = "data:image/png;base64," + PIXEL
+
+
+def test_by_default_media_come_with_the_request() -> None:
+    media, fetched = connector()
+    assert media.fetch_image(DATA).size == (1, 1)
+    for url in (
+        "http://169.254.169.254/latest",
+        "https://localhost/x.png",
+        "http:///x.png",
+        "HTTP://x",
+    ):
+        with pytest.raises(ValueError, match=r"data: URLs only"):
+            media.fetch_image(url)
+    with pytest.raises(RuntimeError, match="allowed-local-media-path"):
+        media.fetch_image("file:///etc/passwd")
+    assert fetched == []
+
+
+def test_a_domain_that_is_allowed_is_fetched_from() -> None:
+    media, fetched = connector(allowed_media_domains=["images.example"])
+    assert media.fetch_image("https://images.example/x.png").size == (1, 1)
+    with pytest.raises(ValueError, match=r"images\.example"):
+        media.fetch_image("https://other.example/x.png")
+    assert fetched == ["https://images.example/x.png"]
+
+
+def test_where_one_redirects_to_is_not_asked() -> None:
+    from deployments.app import llm_config
+
+    made = Settings()
+    config = llm_config("decoder", made, made.decoders, gpu=False)
+    assert config.runtime_env["env_vars"]["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
