@@ -65,7 +65,7 @@ class Metrics:
             "conserve_moves", "Conversations bound again because their decoder was lost or left."
         )
         self.continued = self._counter(
-            "conserve_streams_continued", "Streams that went on at another decoder."
+            "conserve_stream_moves", "Streams that went on at another decoder."
         )
         self.engines_lost = self._counter("conserve_engines_lost", "Engines found dead.", ["role"])
         self.ended = self._counter(

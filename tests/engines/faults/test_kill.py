@@ -79,7 +79,7 @@ async def test_a_decoder_in_mid_turn(
         pid = processes("EngineCore", below=pid)[0].pid
     moves = metric("conserve_moves_total")
     failed = metric("conserve_turns_total", outcome="failed")
-    continued = metric("conserve_streams_continued_total")
+    continued = metric("conserve_stream_moves_total")
 
     began = [asyncio.Event(), asyncio.Event()]
     # Log-probabilities of tokens that were sent are nowhere any more.
@@ -112,7 +112,7 @@ async def test_a_decoder_in_mid_turn(
     assert told.content == await lone_answer(client, story.messages, STORY_TOKENS)
     story.messages.append({"role": "assistant", "content": told.content})
     story.replies.append(told)
-    assert metric("conserve_streams_continued_total") == continued + 1
+    assert metric("conserve_stream_moves_total") == continued + 1
     await undisturbed
 
     for agent in agents:
