@@ -92,6 +92,24 @@ def test_turns_count_from_their_beginning_to_their_end_however_they_wait() -> No
     asyncio.run(scenario())
 
 
+def test_a_turn_that_has_got_room_counts_once_before_it_has_noticed() -> None:
+    async def scenario() -> None:
+        service, acme = await a_service(1000), tenant(turns=2, conversations=2)
+        first = await start(service, "a", acme, 900)
+        in_line = await begin(service, "b", acme)
+        waiting = asyncio.create_task(place(service, in_line, acme, 900))
+        await asyncio.sleep(0)
+        await end(service, first)
+        await service.release("acme\ta")
+        assert service._table.usage.tenant("acme").turns == 1
+        assert not waiting.done()
+        assert isinstance(await begin(service, "c", acme), Unplaced)
+        over(await begin(service, "d", acme), "turns")
+        assert isinstance(await waiting, TurnPlan)
+
+    asyncio.run(scenario())
+
+
 def test_conversations_count_while_they_are_bound_yet_and_until_they_end() -> None:
     async def scenario() -> None:
         service, acme = await a_service(), tenant(conversations=2)
