@@ -1,5 +1,6 @@
 """The HTTP interface: which path does what, and how errors look."""
 
+import asyncio
 import json
 import logging
 import time
@@ -7,7 +8,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -27,6 +28,7 @@ logger = logging.getLogger("ray.serve")
 
 _LISTED_AT_MOST = 10_000
 _SMALL_BODY_BYTES = 64 * 1024
+_SMALL_BODY_TIMEOUT_S = 30.0
 
 
 class FrontDoor:
@@ -63,6 +65,7 @@ class FrontDoor:
                 ApiError: _api_error,
                 HTTPException: _http_error,
                 TableUnavailable: _unavailable,
+                ClientDisconnect: _left,
                 Exception: _bug,
             },
         )
@@ -183,10 +186,16 @@ def _tenant(request: Request) -> str | None:
 
 async def _small_json(request: Request) -> dict[str, Any]:
     raw = b""
-    async for part in request.stream():
-        raw += part
-        if len(raw) > _SMALL_BODY_BYTES:
-            raise ApiError(413, f"the body is longer than {_SMALL_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(_SMALL_BODY_TIMEOUT_S):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > _SMALL_BODY_BYTES:
+                    raise ApiError(413, f"the body is longer than {_SMALL_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise ApiError(
+            408, f"the request was not whole after {_SMALL_BODY_TIMEOUT_S:g} s", "timeout"
+        ) from None
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
@@ -222,6 +231,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _unavailable(request: Request, error: Exception) -> Response:
     return error_response(TABLE_RESTARTING)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    """For a client that left while it sent its request; nobody reads this."""
+    return Response(status_code=400)
 
 
 async def _bug(request: Request, error: Exception) -> Response:

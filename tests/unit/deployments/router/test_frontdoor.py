@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from conserve.settings import Settings
-from deployments.router import request
+from deployments.router import frontdoor, request
 from deployments.router.endpoint import TurnEndpoint
 from deployments.router.frontdoor import FrontDoor
 
@@ -90,3 +90,40 @@ def test_a_limit_that_is_no_number_is_refused(limit: str) -> None:
     asyncio.run(door(scope, receive, send))
     assert sent[0]["status"] == 400
     assert json.loads(sent[1]["body"])["error"]["param"] == "limit"
+
+
+def release_program(received: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is sent back to a release whose body comes in these messages, and then no more."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not received:
+            await asyncio.Event().wait()
+        return received.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/programs/release",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    asyncio.run(door(scope, receive, send))
+    return sent
+
+
+def test_a_release_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontdoor, "_SMALL_BODY_TIMEOUT_S", 0.05)
+    start, body = release_program([{"type": "http.request", "body": b"{", "more_body": True}])
+    assert start["status"] == 408
+    assert json.loads(body["body"])["error"]["code"] == "timeout"
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_failure_of_ours() -> None:
+    half = {"type": "http.request", "body": b"{", "more_body": True}
+    start, _ = release_program([half, {"type": "http.disconnect"}])
+    assert start["status"] < 500
