@@ -244,11 +244,26 @@ def _answer(schema: Json, description: str = "") -> Json:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
-def _operation(summary: str, answers: Json, parameters: list[Json] | None = None) -> Json:
-    return {"summary": summary, "parameters": parameters or [], "responses": answers}
+def _operation(
+    name: str, summary: str, answers: Json, parameters: list[Json] | None = None
+) -> Json:
+    return {
+        "operationId": name,
+        "summary": summary,
+        "parameters": parameters or [],
+        "responses": answers,
+    }
 
 
-def _turn(summary: str, answer: str) -> Json:
+def _leads_to(operation: str, parameter: str) -> Json:
+    """How a turn's conversation is handed to another operation."""
+    return {
+        "operationId": operation,
+        "parameters": {parameter: "$response.header.x-conversation-id"},
+    }
+
+
+def _turn(name: str, summary: str, answer: str) -> Json:
     parameters = _parameters(*identity.HEADERS, "final", "request")
     served = {
         "description": "The answer; with `stream`, server-sent events, of which the last is "
@@ -258,16 +273,24 @@ def _turn(summary: str, answer: str) -> Json:
             "application/json": {"schema": _schema(answer)},
             "text/event-stream": {"schema": _TEXT},
         },
+        "links": {
+            "conversation": _leads_to("getConversation", "id"),
+            "next turn": _leads_to("createChatCompletion", identity.HEADERS[0]),
+            "end": _leads_to("endConversation", "id"),
+        },
     }
     refused = _errors("404", "422", "429", "501", "504", *_BODY)
-    return {"post": _operation(summary, {"200": served, **refused}, parameters)}
+    return {"post": _operation(name, summary, {"200": served, **refused}, parameters)}
 
 
-def _get(summary: str, schema: Json, *errors: str, parameters: list[Json] | None = None) -> Json:
-    return _operation(summary, {"200": _answer(schema), **_errors(*errors)}, parameters)
+def _read(
+    name: str, summary: str, schema: Json, *errors: str, parameters: list[Json] | None = None
+) -> Json:
+    return _operation(name, summary, {"200": _answer(schema), **_errors(*errors)}, parameters)
 
 
 _RELEASE = _operation(
+    "releaseProgram",
     "End a conversation, by its id as a program",
     {"200": _answer(_schema("ProgramReleased")), **_errors(*_BODY)},
 )
@@ -276,23 +299,28 @@ _RELEASE["requestBody"] = {
     "content": {"application/json": {"schema": _schema("Program")}},
 }
 
-_HEALTH = _get("Whether a prefiller and a decoder can serve", _schema("Health"))
+_HEALTH = _read("getHealth", "Whether a prefiller and a decoder can serve", _schema("Health"))
 _HEALTH["responses"]["503"] = _answer(
     {"anyOf": [_schema("Health"), _schema("Error")]}, "They cannot."
 )
 
-_METRICS = _get("Prometheus metrics", _TEXT)
+_METRICS = _read("getMetrics", "Prometheus metrics", _TEXT)
 _METRICS["responses"]["200"]["content"] = {"text/plain": {"schema": _TEXT}}
 
 PATHS: Json = {
-    "/v1/chat/completions": _turn("A turn of a conversation", "ChatCompletion"),
-    "/v1/completions": _turn("A bare completion", "Completion"),
-    "/v1/models": {"get": _get("The model served", _schema("Models"))},
+    "/v1/chat/completions": _turn(
+        "createChatCompletion", "A turn of a conversation", "ChatCompletion"
+    ),
+    "/v1/completions": _turn("createCompletion", "A bare completion", "Completion"),
+    "/v1/models": {"get": _read("listModels", "The model served", _schema("Models"))},
     "/v1/models/{model}": {
-        "get": _get("One model", _schema("Model"), "404", parameters=_parameters("model"))
+        "get": _read(
+            "getModel", "One model", _schema("Model"), "404", parameters=_parameters("model")
+        )
     },
     "/v1/conversations": {
-        "get": _get(
+        "get": _read(
+            "listConversations",
             "Live conversations, those used last first",
             _schema("Conversations"),
             "400",
@@ -300,22 +328,24 @@ PATHS: Json = {
         )
     },
     "/v1/conversations/{id}": {
-        "get": _get(
+        "get": _read(
+            "getConversation",
             "One conversation",
             _schema("Conversation"),
             "404",
             parameters=_parameters("conversation"),
         ),
-        "delete": _get(
+        "delete": _read(
+            "endConversation",
             "End a conversation",
             _schema("ConversationEnded"),
             "404",
             parameters=_parameters("conversation"),
         ),
     },
-    "/v1/engines": {"get": _get("Prefillers and decoders", _schema("Engines"))},
+    "/v1/engines": {"get": _read("listEngines", "Prefillers and decoders", _schema("Engines"))},
     "/programs/release": {"post": _RELEASE},
     "/health": {"get": _HEALTH},
     "/metrics": {"get": _METRICS},
-    "/openapi.json": {"get": _get("This document", {"type": "object"})},
+    "/openapi.json": {"get": _read("getOpenapi", "This document", {"type": "object"})},
 }

@@ -254,11 +254,27 @@ def _with_plain_prompts(document: dict[str, Any]) -> dict[str, Any]:
     seldom gets past its messages.
     """
     plain = copy.deepcopy(document)
-    for label, prompts in _PLAIN_PROMPTS.items():
-        body = plain["paths"][label.removeprefix("POST ")]["post"]["requestBody"]
-        name = body["content"][JSON]["schema"]["$ref"].rsplit("/", 1)[1]
-        plain["components"]["schemas"][name]["properties"].update(prompts)
+    for label, schema in _request_schemas(plain):
+        schema["properties"].update(_PLAIN_PROMPTS[label])
     return plain
+
+
+def short_turns(document: dict[str, Any]) -> dict[str, Any]:
+    """The document, of turns that say nothing but a plain prompt, and are soon over."""
+    short = copy.deepcopy(document)
+    for label, schema in _request_schemas(short):
+        fields = {"max_tokens": {"enum": [1, 4]}, "stream": {"type": "boolean"}}
+        schema["properties"] = {**_PLAIN_PROMPTS[label], **fields}
+        schema["required"] = [*_PLAIN_PROMPTS[label], "max_tokens"]
+        schema["additionalProperties"] = False
+    return short
+
+
+def _request_schemas(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for label in TURNS:
+        body = document["paths"][label.removeprefix("POST ")]["post"]["requestBody"]
+        name = body["content"][JSON]["schema"]["$ref"].rsplit("/", 1)[1]
+        yield label, document["components"]["schemas"][name]
 
 
 def _operations(schema: Any) -> list[APIOperation]:

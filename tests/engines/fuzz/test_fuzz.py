@@ -3,15 +3,19 @@
 import itertools
 import logging
 import random
+from typing import Any
 
 import httpx
+import hypothesis
 import psutil
 import pytest
+import schemathesis
+from schemathesis import Case, Response
 
 from tests.engines.applications import MAIN
 from tests.engines.client import engines, release_all
-from tests.engines.fuzz.cases import ahead, coverage, fuzzing
-from tests.engines.fuzz.trial import try_all
+from tests.engines.fuzz.cases import TURNS, ahead, coverage, fuzzing, short_turns
+from tests.engines.fuzz.trial import judge, try_all
 from tests.engines.metrics import metric
 from tests.engines.waiting import eventually
 
@@ -50,6 +54,36 @@ async def test_no_request_takes_anything_down(
     await eventually("nothing is in line or counted", _at_rest)
     # Of all these statuses, a run that means anything has had some.
     assert {"200", "400", "404", "left"} <= set(report.outcomes), report.outcomes
+
+
+def test_conversations_in_any_order(application: str, request: pytest.FixtureRequest) -> None:
+    """Turns, looks at what they have left, and ends of it, one leading to the next."""
+    count = request.config.getoption("--fuzz-cases")
+    document = httpx.get(application + "/openapi.json", timeout=60).json()
+    seen: set[tuple[str, int]] = set()
+    base = schemathesis.openapi.from_dict(short_turns(document)).as_state_machine()
+
+    class Client(base):  # type: ignore[valid-type, misc]
+        def get_call_kwargs(self, case: Case) -> dict[str, Any]:
+            return {"base_url": application, "timeout": 60}
+
+        def validate_response(self, response: Response, case: Case, **_: Any) -> None:
+            seen.add((case.operation.label, response.status_code))
+            judge(case, response)
+
+    machine = hypothesis.seed(request.config.getoption("--fuzz-seed"))(Client)
+    machine.run(
+        settings=hypothesis.settings(
+            max_examples=max(5, count // 50),
+            stateful_step_count=6,
+            phases=[hypothesis.Phase.generate],
+            database=None,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+    )
+    for operation in ("GET /v1/conversations/{id}", "DELETE /v1/conversations/{id}", *TURNS):
+        assert (operation, 200) in seen, seen
 
 
 def _at_rest() -> bool:

@@ -76,6 +76,21 @@ def test_it_is_valid(whole: dict[str, Any]) -> None:
         operation.ok()  # Every reference in it leads somewhere.
 
 
+def test_a_turn_leads_to_its_conversation(whole: dict[str, Any]) -> None:
+    operations = {
+        operation["operationId"]: {
+            each["$ref"].rsplit("/", 1)[1] for each in operation["parameters"]
+        }
+        for path in whole["paths"].values()
+        for operation in path.values()
+    }
+    assert len(operations) == sum(len(path) for path in whole["paths"].values())
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        links = whole["paths"][path]["post"]["responses"]["200"]["links"]
+        assert {link["operationId"] for link in links.values()} <= set(operations)
+        assert links["end"]["parameters"] == {"id": "$response.header.x-conversation-id"}
+
+
 def test_it_holds_what_is_referred_to_and_no_more(
     whole: dict[str, Any], engines_own: dict[str, Any]
 ) -> None:
