@@ -271,7 +271,7 @@ def _turn(name: str, summary: str, answer: str) -> Json:
         "headers": {name: _header(name) for name in ("x-conversation-id", "x-conserve-decoder")},
         "content": {
             "application/json": {"schema": _schema(answer)},
-            "text/event-stream": {"schema": _TEXT},
+            "text/event-stream": {},
         },
         "links": {
             "conversation": _leads_to("getConversation", "id"),
