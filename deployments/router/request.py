@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope
 
 from conserve import budget, identity, recognition
 from conserve.errors import ApiError, unknown_model
+from conserve.numbers import beyond_64_bits
 from conserve.recognition import Digest
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
@@ -104,6 +105,9 @@ def _understood(scope: Scope, headers: Headers, raw: bytes, settings: Settings) 
     if model != settings.model_id:
         raise unknown_model(model, settings.model_id)
     budget.check(body, chat)
+    large = beyond_64_bits(body)
+    if large is not None:
+        raise ApiError(400, f"{large} has a number that takes more than 64 bits", param=large)
     try:
         explicit_id = identity.explicit_id(headers, body)
     except identity.InvalidConversationId as error:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -153,4 +154,4 @@ def release_all() -> None:
     """End every live conversation."""
     listed = httpx.get(URL + "/v1/conversations?limit=10000", timeout=30).json()["data"]
     for conversation in listed:
-        httpx.delete(f"{URL}/v1/conversations/{conversation['id']}", timeout=30)
+        httpx.delete(f"{URL}/v1/conversations/{quote(conversation['id'], safe='')}", timeout=30)

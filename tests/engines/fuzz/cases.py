@@ -12,7 +12,7 @@ import hypothesis
 import schemathesis
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
-from schemathesis import APIOperation, Case, GenerationMode
+from schemathesis import APIOperation, BaseSchema, Case, GenerationMode
 
 BOTH = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 CHAT, COMPLETION = "POST /v1/chat/completions", "POST /v1/completions"
@@ -219,9 +219,16 @@ def raw_body(case: Case) -> bytes | None:
     return data
 
 
+def described(document: dict[str, Any]) -> BaseSchema:
+    """The document as schemathesis has it; no secret is in what it reports."""
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.output.sanitization.update(enabled=False)
+    return schema
+
+
 def coverage(document: dict[str, Any]) -> Iterator[Case]:
     """What schemathesis tries once of every operation: each field's limits, each one missing."""
-    schema = schemathesis.openapi.from_dict(document)
+    schema = described(document)
     for operation in _operations(schema):
         generation = schema.config.generation_for(operation=operation, phase="coverage")
         yield from schema.iter_coverage_cases(
@@ -231,8 +238,8 @@ def coverage(document: dict[str, Any]) -> Iterator[Case]:
 
 def fuzzing(document: dict[str, Any], cases: int, seed: int) -> Iterator[Case]:
     """Cases drawn at random, most of them turns; they depend on the seed alone."""
-    whole = _operations(schemathesis.openapi.from_dict(document))
-    plain = _operations(schemathesis.openapi.from_dict(_with_plain_prompts(document)))
+    whole = _operations(described(document))
+    plain = _operations(described(_with_plain_prompts(document)))
     turns = [operation for operation in plain if operation.label in TURNS]
     bodies = [*turns, *(o for o in plain if o.label == "POST /programs/release")]
     kinds: list[tuple[int, st.SearchStrategy[Case]]] = [
@@ -243,8 +250,14 @@ def fuzzing(document: dict[str, Any], cases: int, seed: int) -> Iterator[Case]:
         *((1, operation.as_strategy(mode)) for operation in whole for mode in BOTH),
     ]
     total = sum(weight for weight, _ in kinds)
+    left = cases
     for number, (weight, strategy) in enumerate(kinds):
-        yield from _drawn(strategy, max(1, cases * weight // total), seed + number)
+        for case in _drawn(strategy, min(left, max(1, cases * weight // total)), seed + number):
+            left -= 1
+            yield case
+    # Where some kinds have not that many that differ.
+    if left:
+        yield from _drawn(_hostile(turns[0]), left, seed + len(kinds))
 
 
 def _with_plain_prompts(document: dict[str, Any]) -> dict[str, Any]:
@@ -284,6 +297,8 @@ def _operations(schema: Any) -> list[APIOperation]:
 def _drawn(strategy: st.SearchStrategy[Case], count: int, seed: int) -> Iterator[Case]:
     """So many draws at most; Hypothesis ends earlier where there are no more that differ."""
     drawn: list[Case] = []
+    if not count:
+        return
 
     @hypothesis.seed(seed)
     @hypothesis.settings(

@@ -9,12 +9,11 @@ import httpx
 import hypothesis
 import psutil
 import pytest
-import schemathesis
 from schemathesis import Case, Response
 
 from tests.engines.applications import MAIN
 from tests.engines.client import engines, release_all
-from tests.engines.fuzz.cases import TURNS, ahead, coverage, fuzzing, short_turns
+from tests.engines.fuzz.cases import TURNS, ahead, coverage, described, fuzzing, short_turns
 from tests.engines.fuzz.trial import judge, try_all
 from tests.engines.metrics import metric
 from tests.engines.waiting import eventually
@@ -61,7 +60,7 @@ def test_conversations_in_any_order(application: str, request: pytest.FixtureReq
     count = request.config.getoption("--fuzz-cases")
     document = httpx.get(application + "/openapi.json", timeout=60).json()
     seen: set[tuple[str, int]] = set()
-    base = schemathesis.openapi.from_dict(short_turns(document)).as_state_machine()
+    base = described(short_turns(document)).as_state_machine()
 
     class Client(base):  # type: ignore[valid-type, misc]
         def get_call_kwargs(self, case: Case) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 import json
 import logging
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from queue import Queue
+from typing import Any
 
 import requests
 from schemathesis import Case, Response
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = (0.02, 0.3, 1.0, 3.0, 3.0, 3.0)
 # What is no turn has to be answered, s.
 _ANSWERED_S = 60.0
+# What uvicorn says of bytes that are no request in HTTP (a control character in a header, say).
+_NO_HTTP = b"Invalid HTTP request received."
 _CHECKS = [
     status_code_conformance,
     content_type_conformance,
@@ -71,6 +75,10 @@ class Report:
     def found(self, what: str, case: Case, data: bytes | None) -> None:
         shown_by = f"{case.as_curl_command()}{'' if data is None else f'  with {data[:300]!r}'}"
         with self._lock:
+            # Alike but for a value, they are the same.
+            what = re.sub(r"'[^']*'|\d+", "…", what[:300])
+            if what not in self.findings:
+                logger.warning("%s\n%s", what, shown_by[:3000])
             finding = self.findings.setdefault(what, Finding(what, 0, shown_by))
             finding.times += 1
             if len(shown_by) < len(finding.shown_by):
@@ -147,6 +155,8 @@ def judge(case: Case, response: Response) -> None:
     status, text = response.status_code, response.text
     if status >= 500 and not (status == 503 and "retry-after" in response.headers):
         raise Wrong(f"{status}: {text[:200]}")
+    if status == 400 and response.content == _NO_HTTP:
+        return
     if status >= 400:
         _require_error(response)
     if response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
@@ -164,6 +174,10 @@ def _require_error(response: Response) -> None:
         raise Wrong(f"{response.status_code}, not an error as OpenAI has it: {response.text[:200]}")
 
 
+def _code(error: dict[str, Any]) -> int:
+    return error["code"] if isinstance(error.get("code"), int) else 0
+
+
 def _require_stream(response: Response) -> None:
     """Events that are JSON, ended by `[DONE]` unless the client has left; no failure among them."""
     events = [part for part in response.content.decode().split("\n\n") if part]
@@ -175,7 +189,8 @@ def _require_stream(response: Response) -> None:
         except ValueError:
             raise Wrong(f"an event that is no JSON: {event[:100]}") from None
         error = parsed.get("error")
-        if error is not None and error.get("type") != "invalid_request_error":
+        # vLLM tells there what it finds wrong with a request only when it begins to work on it.
+        if error is not None and not 400 <= _code(error) < 500:
             raise Wrong(f"an error within a stream: {event[:200]}")
     if not response.stream_cut_short and (not events or events[-1] != "data: [DONE]"):
         raise Wrong(f"a stream that was not ended: {events[-1:]}"[:200])

@@ -80,3 +80,8 @@ def test_the_table_gets_the_newest_candidates() -> None:
     # The longest beginning is the one that the last answer ends.
     shorter = read({"messages": messages[:-2]}).candidates
     assert candidates[1:] == shorter[:63]
+
+
+def test_a_number_that_no_engine_can_hand_on_is_refused() -> None:
+    hello = [{"role": "user", "content": "hello"}]
+    assert refused({"messages": hello, "stream_interval": 2**64}).param == "stream_interval"
