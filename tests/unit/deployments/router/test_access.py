@@ -41,7 +41,7 @@ class Table:
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         self.asked.append((method, *arguments))
         return {
-            "conversations": {"object": "list", "data": [], "total": 0},
+            "conversations": b'{"object":"list","data":[],"total":0}',
             "conversation": {"id": "x"},
             "release": True,
             "engines": [],
