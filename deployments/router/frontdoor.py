@@ -46,7 +46,7 @@ class FrontDoor:
         upstream = Upstream(settings.turn_timeout_s)
         turns = TurnEndpoint(settings, table, upstream, router_id)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
-        app = Starlette(
+        self._paths = Starlette(
             routes=[
                 Route("/v1/chat/completions", turns, methods=post),
                 Route("/v1/completions", turns, methods=post),
@@ -69,16 +69,19 @@ class FrontDoor:
                 Exception: _bug,
             },
         )
-        self._app = Guard(app, settings.host, settings.allowed_hosts)
+        self._guarded = Guard(self._admitted, settings.host, settings.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._guarded(scope, receive, send)
+
+    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
                 self._access.admit(scope)
             except ApiError as error:
                 await error_response(error)(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        await self._paths(scope, receive, send)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})

@@ -62,7 +62,7 @@ def test_an_engine_describes_the_paths_of_turns_alone(engines_own: dict[str, Any
 def test_every_path_is_in_it(whole: dict[str, Any]) -> None:
     door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
     served: dict[str, set[str]] = {}
-    for route in door._app.routes:
+    for route in door._paths.routes:
         assert isinstance(route, Route)
         methods = served.setdefault(route.path.replace(":path}", "}"), set())
         methods |= {method.lower() for method in route.methods or ()} - {"head"}
