@@ -5,7 +5,6 @@ send unasked is JSON. And a name of the page's own may come to stand for 127.0.0
 then the browser holds the router for the page's own server, but it sends that name.
 """
 
-import ipaddress
 import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
@@ -14,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from conserve.errors import ApiError
+from conserve.loopback import is_loopback
 from deployments.router.responses import error_response
 
 _JSON = re.compile(
@@ -32,7 +32,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, host: str, allowed_hosts: Collection[str] = ()) -> None:
         self._app = app
-        self._checks_names = _is_loopback(host)
+        self._checks_names = is_loopback(host)
         self._allowed = {name.lower() for name in allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,13 +79,4 @@ class Guard:
             return False
         if name is None or parts.username is not None:
             return False
-        return _is_loopback(name) or name in self._allowed
-
-
-def _is_loopback(name: str) -> bool:
-    if name.removesuffix(".").lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+        return is_loopback(name.removesuffix(".")) or name in self._allowed

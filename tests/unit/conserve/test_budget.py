@@ -85,6 +85,17 @@ def refusal(body: dict[str, Any]) -> ApiError | None:
             chat(vllm_xargs={str(n): 1 for n in range(129)}),
             "vllm_xargs",
         ),
+        (
+            # {"regex": ""} is 13 characters.
+            chat(structured_outputs={"regex": "x" * 32_755}),
+            chat(structured_outputs={"regex": "x" * 32_756}),
+            "structured_outputs",
+        ),
+        (
+            chat(response_format={"x": 1}),
+            chat(response_format={"x": "y" * 40_000}),
+            "response_format",
+        ),
         (chat(n=128), chat(n=129), "n"),
         (prompted(["x"] * 64, n=2), prompted(["x"] * 65, n=2), "n"),
         (prompted(["x"] * 128), prompted(["x"] * 129), "prompt"),

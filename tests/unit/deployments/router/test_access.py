@@ -99,7 +99,10 @@ def ask(
         "method": method,
         "path": path,
         "query_string": query.encode(),
-        "headers": [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()],
+        "headers": [
+            (b"content-type", b"application/json"),
+            *((k.lower().encode(), v.encode()) for k, v in (headers or {}).items()),
+        ],
         "client": (peer, 5000),
         "server": ("10.0.0.1", 8000),
         "scheme": "http",
