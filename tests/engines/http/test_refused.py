@@ -1,12 +1,13 @@
 """What the engine would refuse is refused before anything is computed, and nothing is counted."""
 
+import random
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.engines.applications import MAIN
-from tests.engines.client import engines
+from tests.engines.client import engines, prose
 from tests.engines.metrics import exposed, metric
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
@@ -130,11 +131,11 @@ async def test_good_completions_pass(
 
 
 async def test_the_prefiller_computes_the_prompt_of_the_turn(
-    application: str, client: httpx.AsyncClient
+    application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """With what changes a prompt beside its messages: the decoder finds all whole chunks."""
     body = {
-        **CHAT,
+        "messages": [{"role": "user", "content": prose(rng, 300)}],
         "max_tokens": 2,
         "tools": [TOOL],
         "documents": [{"title": "one", "text": "two"}],
