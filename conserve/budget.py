@@ -1,7 +1,7 @@
 """What one request may hold, whatever it asks for: sizes that bound what it costs all the others.
 
 A request is parsed, hashed and passed on by the threads that pass everybody's tokens on, here and
-in the engine. The numbers bound what each step may take of them at a time: about 20 ms, measured
+in the engine. The numbers bound what each step may take of them at a time: about 25 ms, measured
 with vLLM's own protocol classes on two slow cores (3 us a message, 10 us a part or a tool call).
 What the engine's model can take is for the engine to say.
 """
@@ -16,8 +16,10 @@ from conserve.errors import ApiError
 MOST_VALUES = 65_536
 # Lists and objects within each other; the body is the first.
 DEEPEST = 64
-# Messages, parts of their contents and tool calls, together: each is judged against a dozen types.
-MOST_ITEMS = 3072
+# Messages, parts of their contents and tool calls, together: each is judged against a dozen types,
+# and a part or a call costs as much as three messages. A thousand turns of an agent fit.
+MOST_ITEMS = 8192
+ITEMS_A_PART = 3
 # Prompts of a completion, times the choices asked for: each is a request to the engine.
 MOST_CHOICES = 128
 # Token ids of a completion's prompts, together.
@@ -165,7 +167,7 @@ def _check_messages(messages: Any) -> None:
                 400, f"{where}.content must be a string or a list of parts", param="messages"
             )
         if isinstance(content, list):
-            items += len(content)
+            items += ITEMS_A_PART * len(content)
             # vLLM takes ten times as long to refuse any other.
             if not all(isinstance(part, str | dict) for part in content):
                 raise ApiError(
@@ -173,12 +175,12 @@ def _check_messages(messages: Any) -> None:
                 )
         calls = message.get("tool_calls")
         if isinstance(calls, list | dict):
-            items += len(calls)
+            items += ITEMS_A_PART * len(calls)
     if items > MOST_ITEMS:
         raise ApiError(
             400,
-            f"a chat may have {MOST_ITEMS} messages, parts and tool calls together, and this one "
-            f"has {items}; join or drop some",
+            f"a chat may have {MOST_ITEMS} messages, of which each part of a content and each tool "
+            f"call counts as {ITEMS_A_PART}, and this one has {items}; join or drop some",
             param="messages",
         )
 

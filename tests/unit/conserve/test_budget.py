@@ -53,15 +53,15 @@ def refusal(body: dict[str, Any]) -> ApiError | None:
             "messages",
         ),
         (prompted("x", x=nested(63)), prompted("x", x=nested(64)), "x"),
-        ({"messages": [USER] * 3072}, {"messages": [USER] * 3073}, "messages"),
+        ({"messages": [USER] * 8192}, {"messages": [USER] * 8193}, "messages"),
         (
-            {"messages": [{"role": "user", "content": ["x"] * 3071}]},
-            {"messages": [{"role": "user", "content": ["x"] * 3072}]},
+            {"messages": [{"role": "user", "content": ["x"] * 2730}]},
+            {"messages": [{"role": "user", "content": ["x"] * 2731}]},
             "messages",
         ),
         (
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}] * 1536},
-            {"messages": [{"role": "assistant", "tool_calls": [CALL]}] * 1537},
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}] * 2048},
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}] * 2049},
             "messages",
         ),
         (
