@@ -1,0 +1,468 @@
+"""ConServe's processes in one event loop: what decides and observes is real, the rest is not.
+
+The conversation table (`TableService`), a router's turns (`TurnEndpoint`) and a decoder's observer
+and `Holdings` are those that run on engines. What is between them can be cut at any moment: calls
+are copied as between processes, and whoever is killed says nothing more, to anybody.
+"""
+
+import asyncio
+import contextlib
+import json
+import pickle
+import zlib
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+
+from conserve.holdings import Holdings
+from conserve.settings import Settings
+from conserve.wire import BEAT_S, Role
+from deployments.engine.observer import TurnObserver, observe_engine
+from deployments.messages import EngineInfo, Prefilled
+from deployments.router.endpoint import TurnEndpoint
+from deployments.router.upstream import EngineUnreachable
+from deployments.table.table import TableService
+from deployments.table.table_client import TableClient, TableUnavailable
+
+_CALL_S = 0.001
+# Until a request has come to an engine, and until that has understood it.
+_SENT_S, _READ_S = 0.02, 0.02
+_PROMPT_TOKEN_S = 0.0002
+_OUTPUT_TOKEN_S = 0.02
+# An answer comes in about so many parts.
+_PARTS = 5
+_MOST_TOKENS = 4000
+
+
+def tokens_of(messages: list[dict[str, Any]]) -> list[int]:
+    """A chat's prompt in tokens: one a word, and one a message."""
+    ids = []
+    for message in messages:
+        ids.append(zlib.crc32(message["role"].encode()))
+        for word in message["content"].split():
+            own = word[0] == "t" and word[1:].isdigit()
+            ids.append(int(word[1:]) if own else zlib.crc32(word.encode()))
+    return ids
+
+
+def answer_to(prompt: list[int], output_tokens: int) -> list[int]:
+    """What the model answers: each token follows from all before it."""
+    state = 0
+    for token in prompt:
+        state = (state * 31 + token) % 1_000_003
+    answer = []
+    for _ in range(output_tokens):
+        token = state % 997
+        answer.append(token)
+        state = (state * 31 + token) % 1_000_003
+    return answer
+
+
+def text_of(answer: list[int]) -> str:
+    """An answer as text; `tokens_of` leads back to its tokens."""
+    return "".join(f" t{token}" for token in answer)
+
+
+@dataclass
+class Process:
+    """What can be killed: then none of its tasks goes on, and nobody hears of it."""
+
+    dead: bool = False
+    tasks: set["asyncio.Task[Any]"] = field(default_factory=set)
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Run something in this process."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    def kill(self) -> None:
+        """``kill -9``."""
+        self.dead = True
+        for task in list(self.tasks):
+            task.cancel()
+
+
+@dataclass
+class TableProcess(Process):
+    """The table's actor."""
+
+    settings: Settings = field(default_factory=Settings)
+    calls: set["asyncio.Future[Any]"] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.service = TableService(self.settings)
+
+    def kill(self) -> None:
+        super().kill()
+        if self.service._housekeeping is not None:
+            self.service._housekeeping.cancel()
+        for call in list(self.calls):
+            if not call.done():
+                call.set_exception(ray.exceptions.RayActorError())
+
+    def call(self, method: str, arguments: bytes) -> "asyncio.Future[Any]":
+        """Call a method; nothing is shared with the caller."""
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.calls.add(answered)
+        answered.add_done_callback(self.calls.discard)
+
+        async def run() -> None:
+            await asyncio.sleep(_CALL_S)
+            try:
+                answer = await getattr(self.service, method)(*pickle.loads(arguments))
+            except Exception as error:
+                if not answered.done():
+                    answered.set_exception(error)
+                return
+            await asyncio.sleep(_CALL_S)
+            if not answered.done():
+                answered.set_result(pickle.loads(pickle.dumps(answer)))
+
+        self.start(run())
+        return answered
+
+
+@dataclass
+class Cluster:
+    """What lives."""
+
+    settings: Settings
+    table: TableProcess
+    engines: dict[str, "Engine"] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+
+class Caller(TableClient):
+    """`TableClient`, with the table of a `Cluster` in the place of Ray's."""
+
+    def __init__(self, cluster: Cluster, process: Process) -> None:
+        super().__init__("chaos", cluster.settings)
+        self._cluster = cluster
+        self._process = process
+
+    def _connect(self) -> Any:
+        return self
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self._remote(method, arguments))
+
+    def _remote(self, method: str, arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
+        table = self._cluster.table
+        if self._process.dead:
+            return asyncio.get_running_loop().create_future()
+        if table.dead:
+            refused: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            refused.set_exception(ray.exceptions.RayActorError())
+            refused.exception()  # Who only tells does not look.
+            return refused
+        answered = table.call(method, pickle.dumps(arguments))
+        answered.add_done_callback(self._told)
+        return answered
+
+    def _told(self, answered: "asyncio.Future[Any]") -> None:
+        error = None if answered.cancelled() else answered.exception()
+        if error is not None and not isinstance(error, ray.exceptions.RayActorError):
+            self._cluster.failures.append(f"the table failed: {error!r}")
+
+
+class EngineDead(Exception):
+    """The engine core is gone."""
+
+
+@dataclass
+class Engine(Process):
+    """A prefiller or a decoder: `TurnObserver` and `Holdings`, around a model that is none.
+
+    Attributes:
+        core_dead: its core is gone, and its server still answers, with errors.
+        silent: it sends no beats.
+    """
+
+    cluster: Cluster = None  # type: ignore[assignment]
+    name: str = ""
+    role: Role = "decoder"
+    capacity_tokens: int = 0
+    core_dead: bool = False
+    silent: bool = False
+
+    def __post_init__(self) -> None:
+        self.holdings = Holdings()
+        self._table = Caller(self.cluster, self)
+        self._client = SimpleNamespace(generate=self._generate)
+        observe_engine(self._client)
+        self._observer = TurnObserver(self._app, self.name, self.holdings, self._table)
+        self._exchanges: set[Exchange] = set()
+        self.cluster.engines[self.name] = self
+        self.start(self._beat())
+
+    def kill(self) -> None:
+        super().kill()
+        self.cluster.engines.pop(self.name, None)
+        for exchange in list(self._exchanges):
+            exchange.end(EngineUnreachable(f"{self.name} is gone"))
+
+    async def _register(self) -> None:
+        info = EngineInfo(
+            self.name, self.role, f"http://{self.name}", 1, self.capacity_tokens, _MOST_TOKENS,
+            self.holdings.all(),
+        )  # fmt: skip
+        for conversation_id, incarnation in await self._table.call("register", info):
+            self.holdings.drop(conversation_id, incarnation)
+
+    async def _beat(self) -> None:
+        """As `EngineServer` does."""
+        await self._register()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self.core_dead or self.silent:
+                continue
+            with contextlib.suppress(TableUnavailable):
+                heard = await self._table.call("beat", self.name, None)
+                if heard is None:
+                    await self._register()
+                    continue
+                for conversation_id, incarnation in heard.ended:
+                    self.holdings.drop(conversation_id, incarnation)
+
+    def serve(self, path: str, raw: bytes, headers: dict[str, str]) -> "Exchange":
+        """Take a turn in."""
+        exchange = Exchange(raw)
+        self._exchanges.add(exchange)
+        names = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "path": path, "headers": names}
+        task = self.start(self._observer(scope, exchange.receive, exchange.send))
+
+        def over(_: "asyncio.Task[Any]") -> None:
+            self._exchanges.discard(exchange)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.cluster.failures.append(f"{self.name} failed: {error!r}")
+            exchange.end(None)
+
+        task.add_done_callback(over)
+        return exchange
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        """vLLM's server: it ends a request whose client has left."""
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        serving = self.start(self._answer(json.loads(message["body"]), send))
+        leaving = self.start(receive())
+        try:
+            await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+        finally:
+            leaving.cancel()
+            serving.cancel()
+
+    async def _answer(self, body: dict[str, Any], send: Any) -> None:
+        await asyncio.sleep(_READ_S)
+        prompt = tokens_of(body["messages"])
+        sampling = SimpleNamespace(
+            extra_args=None,
+            output_kind=SimpleNamespace(name="DELTA" if body["stream"] else "FINAL_ONLY"),
+            max_tokens=body["max_tokens"],
+        )
+        outputs = self._client.generate({"prompt_token_ids": prompt}, sampling, "r")
+        kind = b"text/event-stream" if body["stream"] else b"application/json"
+        headers = [(b"content-type", kind)]
+        answer: list[int] = []
+        began = False
+        try:
+            async for output in outputs:
+                answer += output.outputs[0].token_ids
+                if not body["stream"]:
+                    continue
+                if not began:
+                    began = True
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                delta = {"content": text_of(output.outputs[0].token_ids)}
+                finish = "length" if output.finished else None
+                choice = {"index": 0, "delta": delta, "finish_reason": finish}
+                await _send_event(send, {"choices": [choice]})
+        except EngineDead:
+            error = {"error": {"message": "EngineCore is gone", "code": 500}}
+            if not began:
+                await send({"type": "http.response.start", "status": 500, "headers": headers})
+                whole = json.dumps(error).encode()
+                await send({"type": "http.response.body", "body": whole})
+                return
+            await _send_event(send, error)
+        if body["stream"]:
+            done = {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}
+            await send(done)
+            await send({"type": "http.response.body", "body": b""})
+            return
+        message = {"role": "assistant", "content": text_of(answer)}
+        whole = {"choices": [{"index": 0, "message": message, "finish_reason": "length"}]}
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(whole).encode()})
+
+    async def _generate(
+        self, prompt: Any, sampling_params: Any, request_id: str
+    ) -> AsyncIterator[Any]:
+        ids, wanted = prompt["prompt_token_ids"], sampling_params.max_tokens
+        await asyncio.sleep(len(ids) * _PROMPT_TOKEN_S)
+        answer = answer_to(ids, wanted)
+        delta = sampling_params.output_kind.name == "DELTA"
+        size = max(1, wanted // _PARTS)
+        for start in range(0, wanted, size):
+            part = answer[start : start + size]
+            await asyncio.sleep(len(part) * _OUTPUT_TOKEN_S)
+            if self.core_dead:
+                raise EngineDead
+            finished = start + size >= wanted
+            if delta or finished:
+                yield SimpleNamespace(
+                    request_id=request_id,
+                    prompt_token_ids=ids,
+                    outputs=[SimpleNamespace(index=0, token_ids=part if delta else answer)],
+                    kv_transfer_params=None,
+                    num_cached_tokens=0,
+                    finished=finished,
+                )
+
+
+async def _send_event(send: Any, event: dict[str, Any]) -> None:
+    part = b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+    await send({"type": "http.response.body", "body": part, "more_body": True})
+
+
+class Exchange:
+    """A request to an engine and its response, which looks as `aiohttp` has it."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._asked: list[Any] = [{"type": "http.request", "body": raw, "more_body": False}]
+        self._left = asyncio.Event()
+        self._parts: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
+        self._ended = False
+        self.began = asyncio.Event()
+        self.status = 0
+        self.raw_headers: list[tuple[bytes, bytes]] = []
+        self.content = self
+
+    async def receive(self) -> Any:
+        """To the engine."""
+        if self._asked:
+            return self._asked.pop()
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        """From the engine."""
+        if self._ended or self._left.is_set():
+            return
+        if message["type"] == "http.response.start":
+            self.status, self.raw_headers = message["status"], message["headers"]
+            self.began.set()
+            return
+        if message.get("body"):
+            self._parts.put_nowait(message["body"])
+        if not message.get("more_body"):
+            self.end(None)
+
+    def end(self, error: BaseException | None) -> None:
+        """The response is over, or, with an error, broken off."""
+        if not self._ended:
+            self._ended = True
+            self._parts.put_nowait(error)
+            self.began.set()
+
+    def leave(self) -> None:
+        """The router does not want it any more."""
+        self._left.set()
+
+    async def head(self) -> None:
+        """Wait for the response's beginning."""
+        await self.began.wait()
+        if not self.status:
+            error = self._parts.get_nowait()
+            raise error if isinstance(error, EngineUnreachable) else EngineUnreachable("no answer")
+
+    @property
+    def content_type(self) -> str:
+        return dict(self.raw_headers)[b"content-type"].decode()
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        while (part := await self._parts.get()) is not None:
+            if isinstance(part, BaseException):
+                raise part
+            yield part
+
+    async def read(self) -> bytes:
+        return b"".join([part async for part in self.iter_any()])
+
+
+class Upstream:
+    """A router's calls to the engines of a `Cluster`."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def _engine(self, url: str) -> Engine:
+        name = url.removeprefix("http://").partition("/")[0]
+        engine = self._cluster.engines.get(name)
+        if engine is None:
+            raise EngineUnreachable(f"cannot connect to {name}", had_request=False)
+        return engine
+
+    async def count_tokens(self, url: str, body: dict[str, Any]) -> list[int]:
+        self._engine(url)
+        await asyncio.sleep(0.005)
+        if self._engine(url).core_dead:
+            raise EngineUnreachable("no tokenizer")
+        return tokens_of(body["messages"])
+
+    async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
+        prefiller = self._engine(url)
+        await asyncio.sleep(len(body["prompt"]) * _PROMPT_TOKEN_S)
+        if prefiller.dead or prefiller.core_dead:
+            raise EngineUnreachable(f"{prefiller.name} is gone")
+        return Prefilled(len(body["prompt"]), 0)
+
+    async def healthy(self, url: str) -> bool:
+        await asyncio.sleep(0.002)
+        try:
+            return not self._engine(url).core_dead
+        except EngineUnreachable:
+            return False
+
+    @contextlib.asynccontextmanager
+    async def post(self, url: str, raw: bytes, headers: dict[str, str]) -> AsyncIterator[Any]:
+        path = "/" + url.removeprefix("http://").partition("/")[2]
+        self._engine(url)
+        await asyncio.sleep(_SENT_S)
+        exchange = self._engine(url).serve(path, raw, headers)
+        try:
+            await exchange.head()
+            yield exchange
+        finally:
+            exchange.leave()
+
+
+@dataclass
+class Router(Process):
+    """A router's turns, and its beats."""
+
+    cluster: Cluster = None  # type: ignore[assignment]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.table = Caller(self.cluster, self)
+        upstream: Any = Upstream(self.cluster)
+        self.turns = TurnEndpoint(self.cluster.settings, self.table, upstream, self.name)
+        self.start(self._beat())
+
+    async def _beat(self) -> None:
+        while True:
+            with contextlib.suppress(TableUnavailable):
+                await self.table.call("router_beat", self.name)
+            await asyncio.sleep(BEAT_S)
