@@ -37,7 +37,13 @@ def main() -> int:
     application = replace(
         MAIN,
         name="chaos",
-        arguments=(*MAIN.arguments, f"decoders={asked.decoders}", *asked.settings),
+        arguments=(
+            *MAIN.arguments,
+            f"decoders={asked.decoders}",
+            # Those whose clients have left for good make room.
+            "idle_timeout_s=120",
+            *asked.settings,
+        ),
         decoders=asked.decoders,
         lone_engine=False,
     )

@@ -39,14 +39,17 @@ class Killer:
         self._decoders = decoders
         self._tally = tally
 
-    async def carry_out(self, kills: Sequence[PlannedKill], began_s: float) -> None:
-        """Kill whoever is to be killed, when it is time.
+    async def carry_out(self, kills: Sequence[PlannedKill], began_s: float, until_s: float) -> None:
+        """Kill whoever is to be killed, when it is time; what is late by then is left out.
 
         Args:
             began_s: what the kills' times are counted from, by `time.monotonic`.
+            until_s: nobody is killed later.
         """
         for kill in kills:
             await asyncio.sleep(max(0.0, began_s + kill.at_s - time.monotonic()))
+            if time.monotonic() > until_s:
+                break
             killed = await self._kill(kill)
             if killed is None:
                 self._tally.skipped[kill.victim] += 1

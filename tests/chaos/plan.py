@@ -101,6 +101,7 @@ class Plan:
         kill_every_s: the mean time between kills; 0: none.
         victims: who may be killed.
         pace: what all times of clients are multiplied with.
+        size: what all lengths, of messages and answers, are multiplied with.
     """
 
     seed: int
@@ -109,6 +110,7 @@ class Plan:
     kill_every_s: float
     victims: tuple[Victim, ...] = VICTIMS
     pace: float = 1.0
+    size: float = 1.0
 
     def conversations(self, client: int) -> Iterator[PlannedConversation]:
         """One client's conversations, without end."""
@@ -140,10 +142,10 @@ class Plan:
 
     def _turn(self, draw: random.Random, *, first: bool) -> PlannedTurn:
         words = draw.randint(150, 900) if first else draw.randint(5, 120)
-        misdeed = draw.choice(MISDEEDS) if draw.random() < 0.2 else None
+        misdeed = draw.choice(MISDEEDS) if draw.random() < 0.3 else None
         return PlannedTurn(
-            words=words,
-            output_tokens=draw.choice([8, 24, 60, 120, 200]),
+            words=max(1, int(self.size * words)),
+            output_tokens=max(1, int(self.size * draw.choice([8, 24, 60, 120, 200]))),
             streamed=draw.random() < 0.75,
             think_s=self.pace * draw.choice([0.0, 0.1, 0.5, 2.0, 4.0]),
             misdeed=misdeed,

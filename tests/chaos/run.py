@@ -38,9 +38,10 @@ async def run(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=plan.clients)
     looking = asyncio.ensure_future(_look(traces)) if traces is not None else None
     async with httpx.AsyncClient(timeout=180, limits=limits) as client:
-        clients = Clients(plan, url, tally, client, began_s + plan.duration_s)
+        until_s = began_s + plan.duration_s
+        clients = Clients(plan, url, tally, client, until_s)
         killer = Killer(url, decoders, tally)
-        killing = asyncio.ensure_future(killer.carry_out(kills, began_s))
+        killing = asyncio.ensure_future(killer.carry_out(kills, began_s, until_s))
         await clients.play()
         killing.cancel()
         await asyncio.wait([killing])

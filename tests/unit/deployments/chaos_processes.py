@@ -30,10 +30,10 @@ from deployments.table.table_client import TableClient, TableUnavailable
 _CALL_S = 0.001
 # Until a request has come to an engine, and until that has understood it.
 _SENT_S, _READ_S = 0.02, 0.02
-_PROMPT_TOKEN_S = 0.0002
-_OUTPUT_TOKEN_S = 0.02
+_PROMPT_TOKEN_S = 0.001
+_OUTPUT_TOKEN_S = 0.1
 # An answer comes in about so many parts.
-_PARTS = 5
+_PARTS = 4
 _MOST_TOKENS = 4000
 
 
