@@ -20,7 +20,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
 	bench-overhead bench-keys bench-table bench-energy bench-sm-slots bench-simulator \
-	test-autoscaler test-fuzz test-cluster clean
+	test-autoscaler test-cancelling test-chaos test-fuzz test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -50,6 +50,12 @@ test-fuzz: $(INSTALLED) ## Try 10,000 requests on real engines (CASES=..., SEED=
 
 test-autoscaler: $(INSTALLED) ## Have Ray's autoscaler start and end nodes for decoders (six minutes)
 	@$(BIN)/python -m pytest tests/engines/autoscaler $(ARGS)
+
+test-cancelling: $(INSTALLED) ## Cancel up to 300 first turns at a time, at several moments (ten minutes)
+	@$(BIN)/python -m pytest tests/engines/cancelling $(ARGS)
+
+test-chaos: $(INSTALLED) ## Kill processes under 64 conversations for 20 minutes (ARGS='--minutes 5 --seed 1')
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
 	@scripts/test_cluster.sh $(ARGS)

@@ -3,7 +3,7 @@
 import pytest
 
 # So that an assertion in what tests share says as much when it fails as one in a test.
-pytest.register_assert_rewrite("tests.engines", "tests.nvml", "tests.unit")
+pytest.register_assert_rewrite("tests.chaos", "tests.engines", "tests.nvml", "tests.unit")
 
 
 @pytest.fixture

@@ -18,22 +18,20 @@ CLIENTS = 64
 WORDS = 3000
 
 
-def _live() -> list[dict[str, Any]]:
-    listed: list[dict[str, Any]] = httpx.get(f"{URL}/v1/conversations", timeout=30).json()["data"]
-    return listed
-
-
-def _pids() -> dict[str, int]:
-    return {engine["id"]: engine["pid"] for engine in engines()}
-
-
 @pytest.mark.parametrize("after_s", [0.5, 4.0])
 async def test_first_turns_that_are_cancelled_together_lose_no_engine(
     application: str, client: httpx.AsyncClient, rng: random.Random, after_s: float
 ) -> None:
     """Most of them wait for the prefiller, some for their look-up, and one is prefilled."""
+    await require_no_engine_lost(client, rng, CLIENTS, after_s)
+
+
+async def require_no_engine_lost(
+    client: httpx.AsyncClient, rng: random.Random, clients: int, after_s: float
+) -> None:
+    """Have so many first turns cancelled so long after they were sent; fails if an engine goes."""
     before, lost = _pids(), metric("conserve_engines_lost_total")
-    prompts = [prose(rng, WORDS) for _ in range(CLIENTS)]
+    prompts = [prose(rng, WORDS) for _ in range(clients)]
     turns = [
         asyncio.ensure_future(chat(client, [{"role": "user", "content": prompt}], tokens=4))
         for prompt in prompts
@@ -50,3 +48,12 @@ async def test_first_turns_that_are_cancelled_together_lose_no_engine(
     assert reply.status == 200
     assert _pids() == before
     assert metric("conserve_engines_lost_total") == lost
+
+
+def _live() -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = httpx.get(f"{URL}/v1/conversations", timeout=30).json()["data"]
+    return listed
+
+
+def _pids() -> dict[str, int]:
+    return {engine["id"]: engine["pid"] for engine in engines()}
