@@ -7,7 +7,7 @@ import httpx
 from tests.chaos.client import body_of
 from tests.chaos.tally import Answered, Tally
 
-_AT_A_TIME = 16
+_AT_A_TIME = 32
 # Two tokens so close in log-probability are a tie: batches of other sizes add floats in another
 # order, and either is the most likely one then.
 _TIE = 1e-3

@@ -12,8 +12,8 @@ from tests.engines.stage import Stage
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN, last=True)]
 
-PLAN = Plan(seed=12, clients=8, duration_s=30, kill_every_s=0)
-KILLS = (PlannedKill(5.0, "lmcache", 0.0), PlannedKill(12.0, "decoder", 0.0))
+PLAN = Plan(seed=12, clients=8, duration_s=20, kill_every_s=0)
+KILLS = (PlannedKill(4.0, "lmcache", 0.0), PlannedKill(10.0, "decoder", 0.0))
 
 
 async def test_a_sample_of_chaos(application: str, stage: Stage) -> None:

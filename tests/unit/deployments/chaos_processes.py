@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from conserve.holdings import Holdings
 from conserve.settings import Settings
@@ -193,7 +195,7 @@ class Engine(Process):
     def __post_init__(self) -> None:
         self.holdings = Holdings()
         self._table = Caller(self.cluster, self)
-        self._client = SimpleNamespace(generate=self._generate)
+        self._client = SimpleNamespace(generate=self._generate, tokenizer=None)
         observe_engine(self._client)
         self._observer = TurnObserver(self._app, self.name, self.holdings, self._table)
         self._exchanges: set[Exchange] = set()
@@ -266,14 +268,11 @@ class Engine(Process):
     async def _answer(self, body: dict[str, Any], send: Any) -> None:
         await asyncio.sleep(_READ_S)
         prompt = tokens_of(body["messages"])
-        sampling = SimpleNamespace(
-            extra_args=None,
-            output_kind=SimpleNamespace(name="DELTA" if body["stream"] else "FINAL_ONLY"),
-            max_tokens=body["max_tokens"],
-        )
+        kind = RequestOutputKind.DELTA if body["stream"] else RequestOutputKind.FINAL_ONLY
+        sampling = SamplingParams(temperature=0, max_tokens=body["max_tokens"], output_kind=kind)
         outputs = self._client.generate({"prompt_token_ids": prompt}, sampling, "r")
-        kind = b"text/event-stream" if body["stream"] else b"application/json"
-        headers = [(b"content-type", kind)]
+        media = b"text/event-stream" if body["stream"] else b"application/json"
+        headers = [(b"content-type", media)]
         answer: list[int] = []
         began = False
         try:
@@ -307,12 +306,13 @@ class Engine(Process):
         await send({"type": "http.response.body", "body": json.dumps(whole).encode()})
 
     async def _generate(
-        self, prompt: Any, sampling_params: Any, request_id: str
-    ) -> AsyncIterator[Any]:
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
         ids, wanted = prompt["prompt_token_ids"], sampling_params.max_tokens
+        assert wanted is not None
         await asyncio.sleep(len(ids) * _PROMPT_TOKEN_S)
         answer = answer_to(ids, wanted)
-        delta = sampling_params.output_kind.name == "DELTA"
+        delta = sampling_params.output_kind == RequestOutputKind.DELTA
         size = max(1, wanted // _PARTS)
         for start in range(0, wanted, size):
             part = answer[start : start + size]
@@ -321,14 +321,32 @@ class Engine(Process):
                 raise EngineDead
             finished = start + size >= wanted
             if delta or finished:
-                yield SimpleNamespace(
-                    request_id=request_id,
-                    prompt_token_ids=ids,
-                    outputs=[SimpleNamespace(index=0, token_ids=part if delta else answer)],
-                    kv_transfer_params=None,
-                    num_cached_tokens=0,
-                    finished=finished,
+                shown = part if delta else answer
+                reason = "length" if finished else None
+                choice = CompletionOutput(0, text_of(shown), shown, None, None, reason)
+                yield RequestOutput(
+                    request_id, None, ids, None, [choice], finished, num_cached_tokens=0
                 )
+
+
+class Words:
+    """In the place of vLLM's detokenizer, for a model whose tokens are words."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    @classmethod
+    def from_new_request(cls, tokenizer: Any, request: Any) -> "Words":
+        return cls()
+
+    def update(self, token_ids: list[int], stopped: bool) -> None:
+        """Take in further tokens; no stop string is ever found."""
+        self._text += text_of(token_ids)
+
+    def get_next_output_text(self, finished: bool, delta: bool) -> str:
+        """What came since the last time."""
+        text, self._text = self._text, ""
+        return text
 
 
 async def _send_event(send: Any, event: dict[str, Any]) -> None:

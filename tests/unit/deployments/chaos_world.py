@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm.v1.engine import detokenizer
 
 from conserve.clock import unix_s
 from conserve.settings import Settings
@@ -22,6 +23,7 @@ from tests.unit.deployments.chaos_processes import (
     Process,
     Router,
     TableProcess,
+    Words,
     answer_to,
     text_of,
     tokens_of,
@@ -360,17 +362,18 @@ class Asked:
         for event in events:
             parsed = {} if event == b"[DONE]" else json.loads(event)
             if "error" in parsed:
-                raise Broken("cut")
+                raise Broken(f"cut: {parsed['error']['code']}")
             texts += [one["delta"].get("content") or "" for one in parsed.get("choices", [])]
         assert events[-1] == b"[DONE]", "a stream ends without a word"
         return "".join(texts), name
 
 
 @contextlib.contextmanager
-def virtual_wall_clock() -> Iterator[None]:
-    """`time.time_ns`, from which tables number turns, on the loop's clock as well."""
+def _stand_ins() -> Iterator[None]:
+    """A detokenizer; and `time.time_ns`, from which tables number turns, on the loop's clock."""
     loop = asyncio.get_running_loop()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detokenizer, "IncrementalDetokenizer", Words)
         patch.setattr(time, "time_ns", lambda: int((1.7e9 + loop.time()) * 1e9))
         yield
 
@@ -388,7 +391,7 @@ class Errors(logging.Handler):
 
 async def play(plan: Plan) -> World:
     """Play a plan; fails if something does not hold."""
-    with virtual_wall_clock():
+    with _stand_ins():
         world = World(plan)
         try:
             await world.start()
