@@ -38,7 +38,8 @@ logger = logging.getLogger("ray.serve")
 _ATTEMPTS = 3
 # A prompt that may be what kills engines is given to so many, and to no other.
 _LOST_AT_MOST = 2
-# How long a stream without a decoder waits for one: longer than a lost one takes to be replaced.
+# How long a stream without a decoder waits for one with room: longer than a lost one takes to be
+# replaced.
 _REPLACEMENT_S = 300.0
 _REPLACEMENT_POLL_S = 1.0
 # A decoder reports a cancelled turn itself; this is for the case that it never saw it.
@@ -140,9 +141,23 @@ class Turn:
     # --- where it goes -----------------------------------------------------------------------
 
     async def _place(self) -> TurnPlan:
+        deadline_s = time.monotonic() + _REPLACEMENT_S
+        while True:
+            try:
+                return await self._place_once()
+            except ApiError as error:
+                # A stream that has begun cannot be sent again: it waits for another decoder, and
+                # for room there.
+                waits = self._sent is not None and error.status in (429, 503)
+                if not waits or time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(_REPLACEMENT_POLL_S)
+
+    async def _place_once(self) -> TurnPlan:
         # On a further attempt the conversation is known, whether it was named or recognised.
         known = self._request.explicit_id or self._conversation_id
-        answer = await self._begin(known)
+        candidates = self._request.candidates
+        answer = await self._claim("begin", known, candidates, self._limited)
         if isinstance(answer, TurnPlan):
             self._conversation_id = answer.turn.conversation_id
             if answer.prefiller_url is not None:
@@ -177,19 +192,6 @@ class Turn:
             self._plan = placed
             await self._prefill(placed, counted.prompt)
         return placed
-
-    async def _begin(self, conversation_id: str | None) -> TurnPlan | Unplaced:
-        deadline_s = time.monotonic() + _REPLACEMENT_S
-        while True:
-            try:
-                candidates = self._request.candidates
-                return await self._claim("begin", conversation_id, candidates, self._limited)
-            except ApiError as error:
-                # A stream that has begun cannot be sent again: it waits for another decoder.
-                waits = self._sent is not None and error.status == 503
-                if not waits or time.monotonic() > deadline_s:
-                    raise
-            await asyncio.sleep(_REPLACEMENT_POLL_S)
 
     async def _claim(self, method: str, *arguments: Any) -> TurnPlan | Unplaced:
         """Ask the table for a turn, and give it back if the client leaves before the answer."""

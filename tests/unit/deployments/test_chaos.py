@@ -54,6 +54,5 @@ def test_every_conversation_ends_and_all_accounts_agree(errors: Errors, pace: fl
     # It is what it is meant to be.
     assert turns > 40 * SEEDS
     assert set(killed) == {*VICTIMS, "silence"}
-    print(retries)
-    causes = {"router gone", "no router", "cancel", "reconnect", "vanish", "503 unavailable"}
+    causes = {"cut", "router gone", "no router", "cancel", "reconnect", "vanish", "503 unavailable"}
     assert causes < set(retries)

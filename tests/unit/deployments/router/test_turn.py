@@ -396,18 +396,27 @@ def test_a_stream_that_cannot_or_is_not_to_go_on_ends_in_an_error(
         assert wire.NOTES_HEADER not in engines.posted[0][1]
 
 
-def test_a_stream_waits_for_a_decoder_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("refused", "refusal"),
+    [
+        ("begin", Refusal(503, "no engine is ready", "unavailable", 5)),
+        ("place", Refusal(429, "64 conversations wait for room already", "queue_full", 5)),
+    ],
+)
+def test_a_stream_waits_for_a_decoder_where_there_is_none_or_none_with_room(
+    monkeypatch: pytest.MonkeyPatch, refused: str, refusal: Refusal
 ) -> None:
     monkeypatch.setattr("deployments.router.turn._REPLACEMENT_POLL_S", 0.0)
 
     class Alone(Table):
+        refusals = 0
+
         async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-            if method == "begin" and self.lost and self.asked.count("begin") < 5:
-                self.asked.append(method)
-                return Refusal(503, "no engine is ready", "unavailable", 5)
+            if method == refused and self.lost and self.refusals < 4:
+                self.refusals += 1
+                return refusal
             return await super().call(method, *arguments, **options)
 
     table, engines = Alone(), Streams(die=set(), after={"d1": 2})
     assert _streamed(table, engines) == ("".join(ANSWER), ["done"])
-    assert table.asked.count("begin") == 6
+    assert table.refusals == 4
