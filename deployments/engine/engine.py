@@ -29,6 +29,7 @@ from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.observer import TurnObserver, observe_engine
+from deployments.engine.sockets import unnamed_afterwards
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, Heard
 from deployments.node.lmcache_server import Address
@@ -104,7 +105,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         """Load the engine while LMCache's server comes up; the connector waits for it."""
         cache = asyncio.get_running_loop().create_task(self._node.wait_until_healthy())
         try:
-            await super().__init__(config)
+            with unnamed_afterwards():
+                await super().__init__(config)
         except Exception:
             # If there is no LMCache server, that is the cause, and its error says so better.
             await asyncio.wait([cache], timeout=1)
