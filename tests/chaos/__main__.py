@@ -21,7 +21,6 @@ from tests.engines.applications import MAIN
 from tests.engines.lone import LONE_PORT, lone_engine, wait_for_lone
 from tests.engines.stage import Stage
 
-SHARED_MEMORY = Path("/dev/shm")
 _REPORT_S = 30.0
 
 
@@ -48,7 +47,6 @@ def main() -> int:
         lone_engine=False,
     )
     console.print(f"chaos with seed {plan.seed}; logs are in {logs}")
-    in_memory = set(SHARED_MEMORY.iterdir())
     traces, stage = Traces(logs), Stage(logs)
     try:
         console.print("starting engines")
@@ -63,7 +61,7 @@ def main() -> int:
         asyncio.run(compare(tally, f"http://127.0.0.1:{LONE_PORT}"))
     finally:
         lone.stop()
-    for left in [*traces.left(), *map(str, sorted(set(SHARED_MEMORY.iterdir()) - in_memory))]:
+    for left in traces.left():
         tally.fail(f"left behind: {left}")
     console.print(_summary(plan, tally))
     for failure in tally.failures:
