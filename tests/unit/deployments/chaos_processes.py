@@ -432,12 +432,12 @@ class Upstream:
             raise EngineUnreachable(f"cannot connect to {name}", had_request=False)
         return engine
 
-    async def count_tokens(self, url: str, body: dict[str, Any]) -> list[int]:
+    async def check(self, url: str, path: str, raw: bytes) -> list[list[int]]:
         self._engine(url)
         await asyncio.sleep(0.005)
         if self._engine(url).core_dead:
             raise EngineUnreachable("no tokenizer")
-        return tokens_of(body["messages"])
+        return [tokens_of(json.loads(raw)["messages"])]
 
     async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
         prefiller = self._engine(url)

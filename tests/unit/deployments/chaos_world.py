@@ -277,7 +277,7 @@ class World:
         assert not service._pending
         assert not service._routers_of
         table = service._table
-        live = table.recent(10_000)
+        live = table.live()
         assert [one.id for one in live if one.running] == []
         assert table.reasoning == 0
         assert all(one.queued_tokens == 0 for one in table.prefillers.values())

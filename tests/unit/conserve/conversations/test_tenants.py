@@ -65,11 +65,3 @@ def test_a_table_is_told_by_decoders_whose_they_are() -> None:
     successor.add_decoder("d1", 1000, account)
     assert has(successor, "one") == (1, 60, 1)
     assert successor.usage.tenant("one").begun_lately(100) == 1
-
-
-def test_conversations_of_one_tenant_are_listed_the_newest_first() -> None:
-    table = a_table()
-    for now_s, name in enumerate(("one\ta", "two\ta", "one\tb", "one\tc", "none")):
-        turn(table, name, 10, now_s=now_s)
-    assert [one.id for one in table.recent(2, "one")] == ["one\tc", "one\tb"]
-    assert len(table.recent(10)) == 5
