@@ -2,6 +2,10 @@
 
 import pytest
 
+# Loaded here, so that the tests within these tests have the same each time: what they load is
+# unloaded again, but not from the package that other tests have loaded.
+from tests.engines import applications, order  # noqa: F401
+
 pytest_plugins = ["pytester"]
 
 _FIXTURES = """

@@ -29,8 +29,12 @@ _COVERAGE = 0.25
 @pytest.mark.anyio
 @pytest.mark.timeout(4 * 3600)
 async def test_no_request_takes_anything_down(
-    application: str, client: httpx.AsyncClient, request: pytest.FixtureRequest
+    application: str,
+    client: httpx.AsyncClient,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.WARNING, "httpx")
     count = request.config.getoption("--fuzz-cases")
     seed = request.config.getoption("--fuzz-seed")
     logger.info("%d cases, --fuzz-seed %d", count, seed)
