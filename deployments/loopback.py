@@ -8,7 +8,7 @@ keeps to itself: check it when that version changes. See docs/security.md.
 import os
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
 LOOPBACK = "127.0.0.1"
 
@@ -19,6 +19,21 @@ def start_on_loopback() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     # An engine looks itself up among Ray's nodes by its address.
     os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
+
+
+def find_on_loopback(address: str) -> None:
+    """Have this process reach, by ``auto``, a Ray on this machine that listens on loopback alone.
+
+    Ray would look for it at the machine's other address.
+    """
+    if address != "auto":
+        return
+    try:
+        found = services.get_ray_address_from_environment(address, None)
+    except ConnectionError:
+        return  # There is none, as joining it will say.
+    if found.startswith(f"{LOOPBACK}:"):
+        ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def listen_where_ray_does() -> None:

@@ -19,6 +19,7 @@ from conserve_cli.doctor.facts import NodeFacts
 from conserve_cli.doctor.findings import Finding
 from conserve_cli.doctor.observe import observe_node
 from conserve_cli.doctor.verdict import judge
+from deployments.loopback import find_on_loopback
 from deployments.messages import HEAD_NODE
 
 # A first worker on a node imports for a while.
@@ -51,6 +52,7 @@ def examine_cluster(
         ConnectionError: there is no cluster.
     """
     _require_listener(address)
+    find_on_loopback(address)
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]

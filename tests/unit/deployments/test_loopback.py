@@ -18,7 +18,9 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is changed here is changed back."""
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     monkeypatch.setattr(replica, "add_port_to_grpc_server", replica.add_port_to_grpc_server)
-    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+    # Set and taken away again, so that what is set here does not stay.
+    monkeypatch.setenv("VLLM_HOST_IP", "")
+    monkeypatch.delenv("VLLM_HOST_IP")
 
 
 async def _listening(address: str) -> list[str]:
@@ -45,6 +47,33 @@ def test_the_ray_that_is_started_next_has_a_loopback_address(
     loopback.start_on_loopback()
     assert services.get_node_ip_address() == "127.0.0.1"
     assert os.environ["VLLM_HOST_IP"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("address", "running", "bootstrap"),
+    [
+        ("auto", "127.0.0.1:6379", "127.0.0.1:6379"),
+        ("auto", "192.0.2.1:6379", "192.0.2.1:6379"),
+        # Ray of a cluster, asked for from its head: it knows itself by its other address.
+        ("127.0.0.1:6379", "192.0.2.1:6379", "192.0.2.1:6379"),
+    ],
+)
+def test_a_ray_that_runs_is_found_where_it_listens(
+    monkeypatch: pytest.MonkeyPatch, address: str, running: str, bootstrap: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(services, "node_ip_address_from_perspective", lambda address: "192.0.2.1")
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: {running})
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda temp_dir: None)
+    loopback.find_on_loopback(address)
+    assert services.canonicalize_bootstrap_address(address) == bootstrap
+
+
+def test_where_no_ray_runs_joining_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "find_gcs_addresses", set)
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda temp_dir: None)
+    loopback.find_on_loopback("auto")
+    assert ray_constants.ENABLE_RAY_CLUSTER
 
 
 @pytest.mark.anyio
