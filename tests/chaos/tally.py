@@ -76,7 +76,10 @@ class Tally:
         """A stream ended with an error event."""
         now_s = time.monotonic()
         alone = any(since < now_s and began_s < until for since, until in self.without_decoder)
-        self.cut["no decoder left" if alone else "decoder"] += 1
+        # What two engines died with goes to no third.
+        twice = code == "engines_lost"
+        cause = "two engines" if twice else "no decoder left" if alone else "decoder"
+        self.cut[cause] += 1
         self.retries[f"stream cut: {code}"] += 1
-        if self.continuation and not alone:
+        if self.continuation and not alone and not twice:
             self.fail(f"{key}: a stream was cut ({code}), though a decoder lived")
