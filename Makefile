@@ -19,8 +19,8 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-keys bench-table bench-energy bench-sm-slots bench-simulator \
-	test-autoscaler test-cancelling test-chaos test-fuzz test-cluster clean
+	bench-overhead bench-keys bench-tenants bench-unkind bench-table bench-energy \
+	bench-sm-slots bench-simulator test-autoscaler test-cancelling test-chaos test-fuzz test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -78,6 +78,12 @@ bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 
 bench-keys: $(INSTALLED) ## Measure what keys cost a warm turn: two routers before the same engines
 	@$(BIN)/python -m benchmarks.experiments.keys $(ARGS)
+
+bench-tenants: $(INSTALLED) ## Measure whether a tenant can tell from time what another has sent
+	@$(BIN)/python -m benchmarks.experiments.tenants $(ARGS)
+
+bench-unkind: $(INSTALLED) ## Measure what clients that do their worst cost the others
+	@$(BIN)/python -m benchmarks.experiments.unkind $(ARGS)
 
 bench-table: $(INSTALLED) ## Measure the conversation table: decisions a second, bytes each
 	@$(BIN)/python -m benchmarks.experiments.table $(ARGS)
