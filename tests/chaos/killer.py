@@ -50,17 +50,17 @@ class Killer:
             await asyncio.sleep(max(0.0, began_s + kill.at_s - time.monotonic()))
             if time.monotonic() > until_s:
                 break
-            killed = await self._kill(kill)
+            killed = await self._kill(kill, until_s)
             if killed is None:
                 self._tally.skipped[kill.victim] += 1
             else:
                 self._tally.kills[kill.victim] += 1
                 self._tally.say(f"killed: {kill.victim} ({killed})")
 
-    async def _kill(self, kill: PlannedKill) -> str | None:
+    async def _kill(self, kill: PlannedKill, until_s: float) -> str | None:
         """Returns who was killed, or None if there was nobody."""
         if kill.victim in _DECODERS:
-            return await self._kill_decoder(kill)
+            return await self._kill_decoder(kill, until_s)
         if kill.victim == "prefiller":
             pids = [engine["pid"] for engine in await self._engines("prefiller") or []]
         else:
@@ -72,8 +72,8 @@ class Killer:
             self._tally.router_killed_s = time.monotonic()
         return _killed(pids[int(kill.draw * len(pids))])
 
-    async def _kill_decoder(self, kill: PlannedKill) -> str | None:
-        whole = await self._whole()
+    async def _kill_decoder(self, kill: PlannedKill, until_s: float) -> str | None:
+        whole = await self._whole(until_s)
         if whole is None:
             return None
         if kill.victim == "both decoders":
@@ -100,9 +100,9 @@ class Killer:
                 return
             await asyncio.sleep(0.5)
 
-    async def _whole(self) -> list[dict[str, Any]] | None:
+    async def _whole(self, until_s: float) -> list[dict[str, Any]] | None:
         """All decoders, once all have been there for a moment; None if that takes too long."""
-        deadline_s = time.monotonic() + _WHOLE_S
+        deadline_s = min(until_s, time.monotonic() + _WHOLE_S)
         while time.monotonic() < deadline_s:
             before = await self._engines("decoder")
             # One that has just died is still listed.

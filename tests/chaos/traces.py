@@ -6,8 +6,9 @@ import psutil
 
 from conserve import shared_memory
 
-# Ray keeps its sessions, logs for the most part, for whoever looks for a cause.
-_KEPT = ("/tmp/ray/",)
+# Ray keeps its sessions, logs for the most part, for whoever looks for a cause; PyTorch what it has
+# compiled, for the next start.
+_KEPT = ("/tmp/ray/", "/tmp/torchinductor_")
 
 
 class Traces:
