@@ -34,7 +34,7 @@ def test_each_is_named_with_what_to_do() -> None:
 
 
 def test_what_the_settings_ask_for_is_not_told() -> None:
-    asked = load({"host": "0.0.0.0", "engine_host": "192.0.2.1"})
+    asked = load({"host": "0.0.0.0", "unauthenticated": True, "engine_host": "192.0.2.1"})
     assert bad_of([ROUTER, ENGINE], asked) == []
     assert bad_of([ENGINE], load({"engine_host": "node"})) == []
     # Another port of the same process, and another address than the one that was asked for.
