@@ -65,8 +65,9 @@ def explicit_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | No
 
     ``headers`` has lower-cased names. The first of ``HEADERS``, then of ``BODY_FIELDS``, that is
     present and not empty wins; those after it are not looked at. Surrounding white space is no
-    part of an id. An id is at most ``MAX_ID_CHARS`` printable ASCII characters, so that it can
-    stand in response headers, URLs (percent-encoded by the client where needed) and logs.
+    part of an id. An id is at most ``MAX_ID_CHARS`` printable ASCII characters, and neither ``.``
+    nor ``..``, so that it can stand in response headers, URLs (percent-encoded by the client where
+    needed) and logs.
 
     Raises InvalidConversationId when the winning value breaks that rule or is not a string.
     """
@@ -142,6 +143,12 @@ def _checked(source: str, value: str) -> str:
             source,
             f"has {len(value)} characters, the limit is {MAX_ID_CHARS}; "
             f"send a shorter id than {_shown(value)}",
+        )
+    if value in (".", ".."):
+        raise InvalidConversationId(
+            source,
+            f'must not be "{value}": clients take it out of a URL, so the conversation could be '
+            "neither looked at nor ended there",
         )
     if value.isascii() and value.isprintable():
         return value

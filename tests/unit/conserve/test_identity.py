@@ -128,6 +128,14 @@ def test_only_printable_ascii(source: str, value: str, problem: str) -> None:
     assert "256 printable ASCII" in str(error)
 
 
+@pytest.mark.parametrize("source", ["X-Conversation-Id", "session_id"])
+@pytest.mark.parametrize("value", [".", "..", " .. "])
+def test_an_id_that_no_url_can_hold_is_refused(source: str, value: str) -> None:
+    """`DELETE /v1/conversations/..` becomes `DELETE /v1` before it is sent."""
+    assert "must not be" in str(refusal(source, value))
+    assert ask(source, "...") == "..."
+
+
 @given(st.text(max_size=300), st.sampled_from(SOURCES))
 def test_an_id_is_safe_or_refused(value: str, source: str) -> None:
     try:
