@@ -27,6 +27,8 @@ MOST_TOKEN_IDS = 262_144
 # Of which the engine makes a grammar before it answers anybody else, at some 2 ms a KiB.
 _GRAMMARS = ("response_format", "structured_outputs")
 MOST_GRAMMAR_CHARS = 32 * 1024
+# The same of tools, where one has to be called: at some 0.7 ms a KiB.
+MOST_TOOL_CHARS = 64 * 1024
 # What is counted at a time, while other threads wait.
 _PIECE_BYTES = 64 * 1024
 _LARGEST_TOKEN_ID = 2**31 - 1
@@ -111,13 +113,32 @@ def check(body: Mapping[str, Any], chat: bool) -> None:
                 f"{length}; ask for something simpler",
                 param=name,
             )
+    _check_tool_grammars(body)
     n = body.get("n")
-    if isinstance(n, int) and n * prompts > MOST_CHOICES:
+    # The engine would make a number of "2" and of 2.0.
+    if n is not None and type(n) is not int:
+        raise ApiError(400, "n must be an integer", param="n")
+    if n is not None and n * prompts > MOST_CHOICES:
         raise ApiError(
             400,
             f"a request may ask for {MOST_CHOICES} choices in all, and this one asks for "
             f"{min(n, 10**9)} of {prompts} prompt{'s' * (prompts > 1)}; send several",
             param="n",
+        )
+
+
+def _check_tool_grammars(body: Mapping[str, Any]) -> None:
+    """Bound the tools of which one has to be called: the engine makes a grammar of them."""
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if choice in (None, "auto", "none") or not isinstance(tools, list):
+        return
+    length = len(json.dumps(tools, ensure_ascii=False))
+    if length > MOST_TOOL_CHARS:
+        raise ApiError(
+            400,
+            f"tools of which tool_choice has one called may have {MOST_TOOL_CHARS} characters of "
+            f"JSON, and these have {length}; send fewer, or leave the choice to the model",
+            param="tools",
         )
 
 

@@ -97,6 +97,8 @@ class RequestCheck:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # One request may be begun within another one's task.
+        _current.set(None)
         if scope["type"] != "http" or not scope["path"].startswith(CHECK_PREFIX):
             await self._app(scope, receive, send)
             return

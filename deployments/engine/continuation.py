@@ -126,8 +126,10 @@ async def continued(
     if params.max_tokens is not None:
         rest.max_tokens = params.max_tokens - len(token_ids)
     if over:
-        # One token more is generated, and dropped: then this engine, too, holds the turn's KV.
+        # The last token is generated once more, and dropped: then this engine, too, holds the KV
+        # of those before it.
         rest.max_tokens, rest.min_tokens = 1, 0
+        token_ids.pop()
     whole = {**prompt, "prompt_token_ids": [*prompt_ids, *token_ids]}
     async with aclosing(generate(whole, rest)) as stream:
         async for raw in stream:

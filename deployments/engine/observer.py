@@ -121,6 +121,12 @@ def observe_engine(client: Any) -> None:
             see = _nothing
         async with contextlib.aclosing(stream):
             async for output in stream:
+                if any(choice.finish_reason == "abort" for choice in output.outputs):
+                    # Not by this turn's client, or nobody would be waiting: the engine is told to
+                    # end. To its client it would pass for the answer's own end.
+                    from vllm.v1.engine.exceptions import EngineDeadError
+
+                    raise EngineDeadError
                 see(output)
                 observation.put_out(output)
                 yield output
@@ -150,6 +156,8 @@ class TurnObserver:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        # One request may be begun within another one's task.
+        _current.set(None)
         if wire.CONVERSATION_HEADER not in headers:
             await self._app(scope, receive, send)
             return

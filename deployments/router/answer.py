@@ -94,7 +94,7 @@ class RelayedAnswer:
         effective = self._chat
         last_s = 0.0
         record = self.record
-        if record is not None and self.started:
+        if record is not None:
             record.resume()
         async for part in response.content.iter_any():
             if record is not None:

@@ -37,13 +37,16 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            error = self._refusal(scope["method"], Headers(scope=scope))
+            error = self._refusal(scope, Headers(scope=scope))
             if error is not None:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _refusal(self, method: str, headers: Headers) -> ApiError | None:
+    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        if not scope["path"].isprintable():
+            # Starlette takes a path with a line break at its end for the one without.
+            return ApiError(404, "no such path: it holds a character that cannot be seen")
         if self._checks_names:
             # HTTP/1.0 may come without a Host; browsers never do.
             for host in headers.getlist("host"):
@@ -63,7 +66,7 @@ class Guard:
                         "loopback; the setting allowed_hosts can let them",
                         "wrong_origin",
                     )
-        if method == "POST" and not _JSON.match(headers.get("content-type", "")):
+        if scope["method"] == "POST" and not _JSON.match(headers.get("content-type", "")):
             return ApiError(
                 415,
                 "the body must be JSON, and say so: send it with `Content-Type: application/json`",

@@ -17,7 +17,7 @@ from conserve.recognition import Digest
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of
-from deployments.router.salt import salted
+from deployments.router.salt import own_media, salted
 
 CHAT = "/v1/chat/completions"
 
@@ -97,6 +97,8 @@ def _understood(scope: Scope, headers: Headers, raw: bytes, settings: Settings) 
     path, caller = scope["path"], caller_of(scope)
     tenant = None if caller is None else caller.tenant
     chat = path == CHAT
+    if json.detect_encoding(raw) not in ("utf-8", "utf-8-sig"):
+        raise ApiError(400, "the body must be JSON in UTF-8")
     budget.check_raw(raw, chat)
     body = _parsed(raw)
     model = body.get("model", settings.model_id)
@@ -121,6 +123,8 @@ def _understood(scope: Scope, headers: Headers, raw: bytes, settings: Settings) 
         own["vllm_xargs"] = {k: v for k, v in extra.items() if k not in _NOT_FORWARDED}
     if "model" not in own:
         own["model"] = model
+    if caller is not None and chat:
+        own["messages"] = own_media(body["messages"], caller.cache_salt)
     if own != body:
         raw = _changed(raw, body, own)
     raw, own = salted(raw, own, None if caller is None else caller.cache_salt)

@@ -11,6 +11,38 @@ _LONGEST = 128
 _UNFIT = frozenset("@/\\\0")
 
 
+def own_media(messages: Any, salt: str) -> Any:
+    """Messages in which no part goes by a name that another tenant could give.
+
+    vLLM keeps what it has made of an image under the ``uuid`` of its part, whatever the salt: who
+    names another's gets it to see, and who names one first has others see it.
+
+    Returns:
+        The same object, if no part has a name.
+    """
+    if not isinstance(messages, list):
+        return messages
+    changed = [_own_parts(message, salt) for message in messages]
+    same = all(one is other for one, other in zip(changed, messages, strict=True))
+    return messages if same else changed
+
+
+def _own_parts(message: Any, salt: str) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    if not any(isinstance(part, dict) and part.get("uuid") is not None for part in content):
+        return message
+    return {**message, "content": [_own_part(part, salt) for part in content]}
+
+
+def _own_part(part: Any, salt: str) -> Any:
+    if not isinstance(part, dict) or part.get("uuid") is None:
+        return part
+    name = json.dumps([salt, part["uuid"]]).encode()
+    return {**part, "uuid": hashlib.sha256(name).hexdigest()}
+
+
 def salted(raw: bytes, body: dict[str, Any], salt: str | None) -> tuple[bytes, dict[str, Any]]:
     """A request's body, and the same parsed, with the salt that it is to have.
 

@@ -42,6 +42,9 @@ _LOST_AT_MOST = 2
 # replaced.
 _REPLACEMENT_S = 300.0
 _REPLACEMENT_POLL_S = 1.0
+# An engine whose core ends is healthy for a moment longer.
+_DYING_LOOKS = 4
+_DYING_LOOK_S = 0.5
 # A decoder reports a cancelled turn itself; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
 
@@ -79,7 +82,7 @@ class Turn:
         self._plan: TurnPlan | None = None
         self._at_decoder = False
         # Engines that were lost while they had this turn's prompt.
-        self._lost = 0
+        self._lost: set[str] = set()
 
     async def run(self, receive: Receive) -> None:
         """Serve the turn to its end, whatever that is, or until its client leaves."""
@@ -94,8 +97,8 @@ class Turn:
             leaving.cancel()
             serving.cancel()
         self._table.tell("observe", self._timing(outcome))
-        if (self._request.final or self._request.one_off) and self._plan is not None:
-            self._table.tell("release", self._plan.turn.conversation_id, "final")
+        if (self._request.final or self._request.one_off) and self._conversation_id is not None:
+            self._table.tell("release", self._conversation_id, "final")
 
     async def _serve(self) -> None:
         for attempt in range(_ATTEMPTS):
@@ -129,11 +132,11 @@ class Turn:
         Raises:
             ApiError: it may.
         """
-        if self._lost >= _LOST_AT_MOST:
+        if len(self._lost) >= _LOST_AT_MOST:
             raise ApiError(
                 500,
-                f"{self._lost} engines were lost while they worked on this request, so it is not "
-                "given to another one; do not send it again as it is",
+                f"{len(self._lost)} engines were lost while they worked on this request, so it is "
+                "not given to another one; do not send it again as it is",
                 "engines_lost",
                 final=True,
             )
@@ -151,6 +154,10 @@ class Turn:
                 waits = self._sent is not None and error.status in (429, 503)
                 if not waits or time.monotonic() > deadline_s:
                     raise
+            if self._plan is not None:
+                # It had begun, and its prompt was refused.
+                _abandon(self._table, self._plan)
+                self._plan = None
             await asyncio.sleep(_REPLACEMENT_POLL_S)
 
     async def _place_once(self) -> TurnPlan:
@@ -277,17 +284,25 @@ class Turn:
         async with self._upstream.post(url, body, headers) as response:
             if response.status != 200:
                 error = await engine_error(response)
-                if error.status >= 500 and not await self._upstream.healthy(plan.decoder_url):
+                if error.status >= 500 and not await self._lives_on(plan.decoder_url):
                     raise EngineUnreachable(f"decoder {plan.decoder_id} answered {error.status}")
                 raise error
             try:
                 await self._answer.relay(response, self._own_headers())
             except StreamBroken as broken:
-                if broken.event is not None and await self._upstream.healthy(plan.decoder_url):
+                if broken.event is not None and await self._lives_on(plan.decoder_url):
                     # It is not lost: what it says is about this request.
                     await self._answer.end_with_event(broken.event)
                     raise AnsweredWithError from None
                 raise EngineUnreachable(f"decoder {plan.decoder_id}: {broken}") from None
+
+    async def _lives_on(self, url: str) -> bool:
+        """Whether an engine that failed on this turn is healthy, and not just about to end."""
+        for _ in range(_DYING_LOOKS):
+            if not await self._upstream.healthy(url):
+                return False
+            await asyncio.sleep(_DYING_LOOK_S)
+        return True
 
     @property
     def _sent(self) -> bytes | None:
@@ -341,7 +356,8 @@ class Turn:
     async def _report_if_lost(self, engine_id: str, url: str, why: str, had_prompt: bool) -> None:
         if not await self._upstream.healthy(url):
             # One that was gone before the prompt came cannot have died of it.
-            self._lost += had_prompt
+            if had_prompt:
+                self._lost.add(engine_id)
             await self._table.call("engine_lost", engine_id, why)
 
     def _timing(self, outcome: TurnOutcome) -> TurnTiming:

@@ -381,7 +381,10 @@ class TableService:
         """
         await self._not_ready()
         table = self._table
-        total = len(table) if tenant is None else table.usage.tenant(tenant).conversations
+        total = len(table)
+        if tenant is not None:
+            usage = table.usage.tenants().get(tenant)
+            total = 0 if usage is None else usage.conversations
         listed = await list_recent(table, limit, unix_s(), tenant)
         return b'{"object":"list","data":%b,"total":%d}' % (listed, total)
 

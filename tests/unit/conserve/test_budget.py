@@ -70,6 +70,19 @@ def refusal(body: dict[str, Any]) -> ApiError | None:
             "messages",
         ),
         (chat(tools=[{}] * 512), chat(tools=[{}] * 513), "tools"),
+        (chat(n=128), chat(n="2"), "n"),
+        (chat(n=None), chat(n=2.0), "n"),
+        (chat(n=1), chat(n=True), "n"),
+        (
+            chat(tools=["x" * 65_000], tool_choice="required"),
+            chat(tools=["x" * 66_000], tool_choice="required"),
+            "tools",
+        ),
+        (
+            chat(tools=["x" * 66_000], tool_choice="auto"),
+            chat(tools=["x" * 66_000], tool_choice={"type": "function"}),
+            "tools",
+        ),
         (chat(stop=["x"] * 64), chat(stop=["x"] * 65), "stop"),
         (chat(stop="x" * 64), chat(stop="x" * 1025), "stop"),
         (chat(stop=["x" * 1024]), chat(stop=["x" * 1025]), "stop"),
@@ -135,7 +148,7 @@ def test_messages_that_are_none(messages: Any) -> None:
 
 def test_odd_values_are_for_the_engine_to_judge() -> None:
     """It says best what it takes."""
-    assert refusal(chat(n="many", stop=5, logit_bias=None, tools="x", vllm_xargs=[1])) is None
+    assert refusal(chat(n=-1, stop=5, logit_bias=None, tools="x", vllm_xargs=[1])) is None
     assert refusal({"messages": [{**USER, "tool_calls": "x"}]}) is None
 
 

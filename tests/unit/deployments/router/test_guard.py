@@ -143,3 +143,20 @@ def test_it_stands_before_every_path() -> None:
         scope = {"type": "http", "method": method, "path": path, "headers": headers}
         asyncio.run(door(scope, None, send))  # type: ignore[arg-type]
     assert [one["status"] for one in sent if "status" in one] == [421, 421]
+
+
+@pytest.mark.parametrize(
+    "path", ["/metrics\n", "/v1/chat/completions\n", "/v1/engines\r", "/\u2028"]
+)
+def test_a_path_with_what_cannot_be_seen_is_none(path: str) -> None:
+    """Routes match with a line break at the end, and what compares paths does not."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    door = FrontDoor(Settings(), None, "router")  # type: ignore[arg-type]
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
+    asyncio.run(door(scope, None, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == 404

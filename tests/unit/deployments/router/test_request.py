@@ -53,7 +53,16 @@ def test_a_body_is_refused_for_what_it_holds(pad: int) -> None:
     assert error.param == "messages"
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+def test_what_is_not_utf_8_is_refused(encoding: str) -> None:
+    """Python would read it; but in it, half of a character can pass for the end of a string."""
+    assert (
+        "UTF-8"
+        in refused('{"messages": [{"role": "user", "content": "∀"}]}'.encode(encoding)).message
+    )
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_what_is_not_changed_is_passed_on_as_it_came(encoding: str) -> None:
     """Strings of megabytes are not written anew for a name that is taken out."""
     text = (

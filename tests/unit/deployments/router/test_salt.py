@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
-from deployments.router.salt import salted
+from deployments.router.salt import own_media, salted
 
 
 def salt_of(body: dict[str, Any]) -> Any:
@@ -33,3 +33,24 @@ def test_one_that_would_end_an_engine_is_hashed(salt: str) -> None:
 @pytest.mark.parametrize("salt", [5, None, "", ["@"]])
 def test_what_is_no_salt_is_for_the_engine_to_refuse(salt: Any) -> None:
     assert salt_of({"cache_salt": salt}) == salt
+
+
+def test_tenants_media_have_names_of_their_own() -> None:
+    image = {"type": "image_url", "image_url": None, "uuid": "cat"}
+    text = {"type": "text", "text": "what is it?"}
+    messages = [{"role": "user", "content": "hello"}, {"role": "user", "content": [text, image]}]
+    names = {}
+    for salt in ("a", "b"):
+        own = own_media(messages, salt)
+        assert own[0] is messages[0]
+        assert own[1]["content"][0] is text
+        assert {**own[1]["content"][1], "uuid": "cat"} == image
+        names[salt] = own[1]["content"][1]["uuid"]
+        assert own_media(messages, salt) == own
+    assert len({"cat", *names.values()}) == 3
+
+
+def test_messages_without_named_media_are_not_copied() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x", "uuid": None}, "y"]}, 5]
+    assert own_media(messages, "a") is messages
+    assert own_media("junk", "a") == "junk"

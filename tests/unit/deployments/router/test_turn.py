@@ -124,6 +124,7 @@ def exchange(
     body: dict[str, Any],
     access: Access | None = None,
     key: str = "",
+    headers: dict[str, str] | None = None,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """All that is sent in answer to one chat."""
@@ -139,8 +140,10 @@ def exchange(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [(b"authorization", b"Bearer " + key.encode()), (b"x-api-key", key.encode())]
-    scope = {"type": "http", "path": "/v1/chat/completions", "headers": headers if key else []}
+    sent_headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    if key:
+        sent_headers += [(b"authorization", f"Bearer {key}".encode()), (b"x-api-key", key.encode())]
+    scope = {"type": "http", "path": "/v1/chat/completions", "headers": sent_headers}
     if access is not None:
         access.admit(scope)
     asyncio.run(endpoint(scope, receive, send))
@@ -420,3 +423,70 @@ def test_a_stream_waits_for_a_decoder_where_there_is_none_or_none_with_room(
     table, engines = Alone(), Streams(die=set(), after={"d1": 2})
     assert _streamed(table, engines) == ("".join(ANSWER), ["done"])
     assert table.refusals == 4
+
+
+def test_half_a_first_event_is_not_put_before_the_next_decoders() -> None:
+    class Half(Streams):
+        @contextlib.asynccontextmanager
+        async def post(self, url: str, raw: bytes, headers: dict[str, str]) -> AsyncIterator[Any]:
+            if "d1" in url:
+                self._serve(url)
+                self.posted.append((raw, headers))
+                self.dead.add("d1")
+                yield Stream([_noted(0, "one ", True)[:30]], EngineUnreachable("d1 is gone"))
+                return
+            async with super().post(url, raw, headers) as response:
+                yield response
+
+    table, engines = Table(), Half(die=set())
+    start, *parts = exchange(table, engines, STREAMED)
+    assert start["status"] == 200
+    whole = b"".join(part["body"] for part in parts)
+    assert whole.startswith(b"data: {")
+    assert wire.NOTE_MARK + b"[[" not in whole
+    assert whole.count(b"data: ") == len(ANSWER) + 1
+
+
+def test_a_decoder_whose_core_is_told_to_end_is_lost_a_moment_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deployments.router.turn._DYING_LOOK_S", 0.0)
+
+    class Dying(Streams):
+        looks = 0
+
+        async def healthy(self, url: str) -> bool:
+            self.looks += 1
+            return self.looks < 3
+
+    error = b'data: {"error":{"code":"dead"}}\n\n'
+    table, engines = Table(), Dying(die=set(), after={"d1": 2}, last_words=error)
+    assert _streamed(table, engines) == ("".join(ANSWER), ["done"])
+    assert table.lost == ["d1"]
+
+
+def test_a_final_turn_ends_its_conversation_though_it_never_came_to_an_engine() -> None:
+    table, engines = Table(), Engines(die=set(), gone={f"d{n}" for n in range(1, 9)})
+    exchange(table, engines, PROMPT, headers={"x-dynamo-session-final": "true"})
+    assert ("release", "c") in table.told
+
+
+def test_a_decoder_that_is_lost_once_is_counted_once() -> None:
+    """While it renders a prompt for a prefiller: both that and the turn find it gone."""
+
+    class PerTurn(Table):
+        async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+            if method == "begin" and not self.lost:
+                self.asked.append(method)
+                return TurnPlan(TurnKey("c", 1, 1), "d9", "http://d9", "p1", "http://p1", True)
+            return await super().call(method, *arguments, **options)
+
+    class Checking(Engines):
+        async def check(self, url: str, path: str, raw: bytes) -> list[list[int]]:
+            if "d9" in url:
+                self._serve(url)
+            return [[1, 2, 3]]
+
+    table, engines = PerTurn(), Checking(die={"d9"})
+    status, headers, _ = ask(table, engines)
+    assert (status, headers[b"x-conserve-decoder"]) == (200, b"d1")
