@@ -121,17 +121,37 @@ def observe_engine(client: Any) -> None:
             see = _nothing
         async with contextlib.aclosing(stream):
             async for output in stream:
-                if any(choice.finish_reason == "abort" for choice in output.outputs):
-                    # Not by this turn's client, or nobody would be waiting: the engine is told to
-                    # end. To its client it would pass for the answer's own end.
-                    from vllm.v1.engine.exceptions import EngineDeadError
-
-                    raise EngineDeadError
+                _require_an_answer(output, sampling_params, observation)
                 see(output)
                 observation.put_out(output)
                 yield output
 
     client.generate = observed
+
+
+def _require_an_answer(output: Any, params: Any, observation: _Observation) -> None:
+    """Raise where an output is none, though vLLM passes it on as one, or as a failure of its own.
+
+    Raises:
+        EngineDeadError: the engine is told to end, and aborts what it has. To the client, that
+            would pass for the answer's own end.
+        VLLMValidationError: no grammar can be made of what was asked for; vLLM finds that out
+            after it has taken the request.
+    """
+    reasons = {choice.finish_reason for choice in output.outputs}
+    if "abort" in reasons:
+        # Not by this turn's client, or nobody would be waiting.
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        raise EngineDeadError
+    begun = any(observation.output_tokens.values())
+    if "error" in reasons and params.structured_outputs is not None and not begun:
+        from vllm.exceptions import VLLMValidationError
+
+        raise VLLMValidationError(
+            "the engine can make no grammar of the output that is asked for; mend or simplify it",
+            parameter="structured_outputs",
+        )
 
 
 def _nothing(output: Any) -> None:

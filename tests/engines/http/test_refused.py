@@ -148,3 +148,14 @@ async def test_the_prefiller_computes_the_prompt_of_the_turn(
     last = shown.json()["last_turn"]
     assert last["prompt_tokens"] > 300
     assert last["lmcache_tokens"] == last["prompt_tokens"] // 128 * 128
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_grammar_that_only_its_compiler_refuses(
+    application: str, client: httpx.AsyncClient, path: str
+) -> None:
+    """vLLM finds that out once it has the request, and says that it has failed itself."""
+    body = {**CHAT, **COMPLETION, "structured_outputs": {"grammar": "root ::= root"}}
+    response = await client.post(application + path, json={**body, "max_tokens": 8})
+    assert response.status_code == 400, response.text
+    assert "grammar" in response.json()["error"]["message"]
