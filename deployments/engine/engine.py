@@ -95,11 +95,16 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        await super().check_health()
+        await self._require_engine()
         if self._serving.done():
             raise RuntimeError("the engine's HTTP server has ended")
         if self._beating is not None and self._beating.done() and not self._leaving:
             raise RuntimeError("the engine's beats to the conversation table have ended")
+
+    async def _require_engine(self) -> None:
+        await super().check_health()
+        if self._observer.ending:
+            raise RuntimeError("the engine's core has been told to end")
 
     async def _load_engine(self, config: LLMConfig) -> None:
         """Load the engine while LMCache's server comes up; the connector waits for it."""
@@ -163,7 +168,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     async def _lives(self) -> bool:
         try:
-            await super().check_health()
+            await self._require_engine()
         except Exception as error:
             logger.warning("%s %s leaves, not healthy: %s", self._role, self._id, error)
             return False
@@ -174,7 +179,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         describe(app)
         client = self.engine._engine_client
         make_checkable(client, app.state.online_renderer, await client.get_supported_tasks())
-        observer = TurnObserver(app, self._id, self._holdings, self._table)
+        observer = self._observer = TurnObserver(app, self._id, self._holdings, self._table)
         host = self._settings.engine_host
         assert host is not None
         if host == "node":
@@ -254,7 +259,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             await asyncio.sleep(BEAT_S)
             try:
                 # A dead engine behind a living replica is as good as silent.
-                await super().check_health()
+                await self._require_engine()
             except Exception as error:
                 logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
                 continue

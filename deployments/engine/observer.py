@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conserve import identity, recognition, wire
@@ -48,6 +49,8 @@ class _Observation:
     notes: bool = False
     unnoted: list[Emitted] = field(default_factory=list)
     sent: list[Emitted] = field(default_factory=list)
+    # Called when the engine aborts what it has, because it is told to end.
+    engine_ends: Callable[[], None] = lambda: None
 
     def see(self, output: Any, delta: bool) -> None:
         self.prompt_tokens = max(self.prompt_tokens, len(output.prompt_token_ids or ()))
@@ -141,6 +144,7 @@ def _require_an_answer(output: Any, params: Any, observation: _Observation) -> N
     reasons = {choice.finish_reason for choice in output.outputs}
     if "abort" in reasons:
         # Not by this turn's client, or nobody would be waiting.
+        observation.engine_ends()
         from vllm.v1.engine.exceptions import EngineDeadError
 
         raise EngineDeadError
@@ -163,6 +167,10 @@ class TurnObserver:
 
     The report is made before the client learns that the turn is over, so that the next turn
     finds the table up to date, however fast it follows.
+
+    Attributes:
+        ending: whether the engine has been told to end: it is not healthy then, though its core
+            may take seconds to be gone.
     """
 
     def __init__(
@@ -173,12 +181,19 @@ class TurnObserver:
         self._holdings = holdings
         self._table = table
         self._reports: set[asyncio.Task[None]] = set()
+        self.ending = False
+
+    def _engine_ends(self) -> None:
+        self.ending = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
         # One request may be begun within another one's task.
         _current.set(None)
         if wire.CONVERSATION_HEADER not in headers:
+            if self.ending and scope["type"] == "http" and scope["path"] == "/health":
+                await Response(status_code=503)(scope, receive, send)
+                return
             await self._app(scope, receive, send)
             return
         turn = _Turn(
@@ -205,6 +220,7 @@ class TurnObserver:
                 else:
                     turn.beginning = await asyncio.to_thread(_beginning, body, tenant)
         turn.observation.notes = wire.NOTES_HEADER in headers
+        turn.observation.engine_ends = self._engine_ends
         self._holdings.begin(turn.key)
         if wire.PREFILLED_HEADER not in headers:
             turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.key.conversation_id)

@@ -42,9 +42,6 @@ _LOST_AT_MOST = 2
 # replaced.
 _REPLACEMENT_S = 300.0
 _REPLACEMENT_POLL_S = 1.0
-# An engine whose core ends is healthy for a moment longer.
-_DYING_LOOKS = 4
-_DYING_LOOK_S = 0.5
 # A decoder reports a cancelled turn itself; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
 
@@ -284,25 +281,17 @@ class Turn:
         async with self._upstream.post(url, body, headers) as response:
             if response.status != 200:
                 error = await engine_error(response)
-                if error.status >= 500 and not await self._lives_on(plan.decoder_url):
+                if error.status >= 500 and not await self._upstream.healthy(plan.decoder_url):
                     raise EngineUnreachable(f"decoder {plan.decoder_id} answered {error.status}")
                 raise error
             try:
                 await self._answer.relay(response, self._own_headers())
             except StreamBroken as broken:
-                if broken.event is not None and await self._lives_on(plan.decoder_url):
+                if broken.event is not None and await self._upstream.healthy(plan.decoder_url):
                     # It is not lost: what it says is about this request.
                     await self._answer.end_with_event(broken.event)
                     raise AnsweredWithError from None
                 raise EngineUnreachable(f"decoder {plan.decoder_id}: {broken}") from None
-
-    async def _lives_on(self, url: str) -> bool:
-        """Whether an engine that failed on this turn is healthy, and not just about to end."""
-        for _ in range(_DYING_LOOKS):
-            if not await self._upstream.healthy(url):
-                return False
-            await asyncio.sleep(_DYING_LOOK_S)
-        return True
 
     @property
     def _sent(self) -> bytes | None:

@@ -447,24 +447,6 @@ def test_half_a_first_event_is_not_put_before_the_next_decoders() -> None:
     assert whole.count(b"data: ") == len(ANSWER) + 1
 
 
-def test_a_decoder_whose_core_is_told_to_end_is_lost_a_moment_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("deployments.router.turn._DYING_LOOK_S", 0.0)
-
-    class Dying(Streams):
-        looks = 0
-
-        async def healthy(self, url: str) -> bool:
-            self.looks += 1
-            return self.looks < 3
-
-    error = b'data: {"error":{"code":"dead"}}\n\n'
-    table, engines = Table(), Dying(die=set(), after={"d1": 2}, last_words=error)
-    assert _streamed(table, engines) == ("".join(ANSWER), ["done"])
-    assert table.lost == ["d1"]
-
-
 def test_a_final_turn_ends_its_conversation_though_it_never_came_to_an_engine() -> None:
     table, engines = Table(), Engines(die=set(), gone={f"d{n}" for n in range(1, 9)})
     exchange(table, engines, PROMPT, headers={"x-dynamo-session-final": "true"})
