@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve import budget
@@ -167,6 +167,7 @@ def test_too_much_is_refused_unparsed(body: bytes) -> None:
         budget.check_raw(body, chat=True)
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([1, 2, 3, 64, 65_535]),
