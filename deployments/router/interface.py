@@ -44,6 +44,7 @@ def _schema(name: str) -> Json:
 _STATUSES = {
     "400": "The request is wrong, or too long for the model's context.",
     "401": "A key is missing or not valid.",
+    "403": "A web page of another origin asked, or the key may not do this.",
     "404": "There is no such thing: model, conversation or path.",
     "405": "The path does not have this method; `Allow` has those that it has.",
     "408": "The request was not whole in time.",
@@ -77,7 +78,7 @@ def _error(status: str) -> Json:
 RESPONSES = {status: _error(status) for status in _STATUSES}
 
 # What any path may answer.
-_ANY = ("401", "421", "500", "503")
+_ANY = ("401", "403", "421", "500", "503")
 # What one that reads a body may.
 _BODY = ("400", "408", "413", "415")
 

@@ -59,6 +59,7 @@ SERVED = {"x_conversation_id": "a", "x_conserve_decoder": "b"}
 def test_what_is_right_passes() -> None:
     judged(200, CHAT, **SERVED)
     judged(400, ERROR)
+    judged(403, ERROR)
     judged(503, ERROR, retry_after="5")
     judged(200, 'data: {"a": 1}\n\ndata: [DONE]\n\n', EVENTS, **SERVED)
     judged(200, 'data: {"a": 1}\n\n', EVENTS, cut=True, **SERVED)

@@ -19,6 +19,8 @@ CHAT, COMPLETION = "POST /v1/chat/completions", "POST /v1/completions"
 TURNS = (CHAT, COMPLETION)
 JSON = "application/json"
 
+_CONVERSATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/conversations/{id}")
+
 # A turn that an engine serves, to which others add.
 _PLAIN: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "open the file"}], "max_tokens": 8},
@@ -273,8 +275,9 @@ def _with_plain_prompts(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def short_turns(document: dict[str, Any]) -> dict[str, Any]:
-    """The document, of turns that say nothing but a plain prompt, and are soon over."""
+    """The document, of conversations alone, whose turns are plain and soon over."""
     short = copy.deepcopy(document)
+    short["paths"] = {path: short["paths"][path] for path in _CONVERSATIONS}
     for label, schema in _request_schemas(short):
         fields = {"max_tokens": {"enum": [1, 4]}, "stream": {"type": "boolean"}}
         schema["properties"] = {**_PLAIN_PROMPTS[label], **fields}

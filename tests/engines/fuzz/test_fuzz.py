@@ -24,8 +24,6 @@ pytestmark = [pytest.mark.application(MAIN, last=True)]
 
 # Of all cases, this part is what schemathesis tries of every field; the others are drawn.
 _COVERAGE = 0.25
-# A run of so many cases goes every way through a conversation's life.
-_MEETS_ALL = 5000
 
 
 @pytest.mark.anyio
@@ -87,9 +85,6 @@ def test_conversations_in_any_order(application: str, request: pytest.FixtureReq
             suppress_health_check=list(hypothesis.HealthCheck),
         )
     )
-    assert {200, 404} <= {status for _, status in seen}, seen
-    if count < _MEETS_ALL:
-        return
     for operation in ("GET /v1/conversations/{id}", "DELETE /v1/conversations/{id}", *TURNS):
         assert (operation, 200) in seen, seen
 
