@@ -104,6 +104,9 @@ def check(body: Mapping[str, Any], chat: bool) -> None:
         _check_messages(body.get("messages"))
     for name, most in _MOST_ENTRIES.items():
         _check_entries(name, body.get(name), most)
+    if not isinstance(body.get("structured_outputs"), dict | None):
+        # vLLM 0.29 looks into it before it looks what it is, and fails.
+        raise ApiError(400, "structured_outputs must be an object", param="structured_outputs")
     for name in _GRAMMARS:
         length = len(json.dumps(body.get(name), ensure_ascii=False))
         if length > MOST_GRAMMAR_CHARS:

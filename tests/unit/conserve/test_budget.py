@@ -71,6 +71,8 @@ def refusal(body: dict[str, Any]) -> ApiError | None:
         ),
         (chat(tools=[{}] * 512), chat(tools=[{}] * 513), "tools"),
         (chat(n=128), chat(n="2"), "n"),
+        (chat(structured_outputs={}), chat(structured_outputs=False), "structured_outputs"),
+        (chat(structured_outputs=None), chat(structured_outputs=-1), "structured_outputs"),
         (chat(n=None), chat(n=2.0), "n"),
         (chat(n=1), chat(n=True), "n"),
         (
