@@ -19,7 +19,7 @@ CHAT, COMPLETION = "POST /v1/chat/completions", "POST /v1/completions"
 TURNS = (CHAT, COMPLETION)
 JSON = "application/json"
 
-_CONVERSATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/conversations/{id}")
+_CONVERSATIONS = ("/v1/chat/completions", "/v1/conversations/{id}")
 
 # A turn that an engine serves, to which others add.
 _PLAIN: dict[str, dict[str, Any]] = {
@@ -275,14 +275,20 @@ def _with_plain_prompts(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def short_turns(document: dict[str, Any]) -> dict[str, Any]:
-    """The document, of conversations alone, whose turns are plain and soon over."""
+    """The document, of chats and their conversations alone, whose turns are plain and soon over.
+
+    What a turn leaves is there until a client ends it, so that the same requests have the same
+    answers: none is said to be its conversation's last. (A bare completion is over by itself.)
+    """
     short = copy.deepcopy(document)
-    short["paths"] = {path: short["paths"][path] for path in _CONVERSATIONS}
+    fields = {"max_tokens": {"enum": [1, 4]}, "stream": {"type": "boolean"}}
     for label, schema in _request_schemas(short):
-        fields = {"max_tokens": {"enum": [1, 4]}, "stream": {"type": "boolean"}}
         schema["properties"] = {**_PLAIN_PROMPTS[label], **fields}
         schema["required"] = [*_PLAIN_PROMPTS[label], "max_tokens"]
         schema["additionalProperties"] = False
+    short["paths"] = {path: short["paths"][path] for path in _CONVERSATIONS}
+    turn = short["paths"]["/v1/chat/completions"]["post"]
+    turn["parameters"].remove({"$ref": "#/components/parameters/final"})
     return short
 
 
