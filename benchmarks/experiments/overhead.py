@@ -19,7 +19,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -216,12 +216,16 @@ def paired_ratio(system: WarmTurns, bare: WarmTurns) -> tuple[float, float, floa
         The ratio, and the ends of its 95 % interval (bootstrap over rounds).
     """
     rounds = zip(system.round_median_s, bare.round_median_s, strict=True)
-    ratios = [mine / theirs for mine, theirs in rounds]
+    return median_interval([mine / theirs for mine, theirs in rounds])
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the ends of its 95 % interval (bootstrap over the values)."""
     draw = random.Random(0)
     medians = sorted(
-        statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(BOOTSTRAP_DRAWS)
+        statistics.median(draw.choices(values, k=len(values))) for _ in range(BOOTSTRAP_DRAWS)
     )
-    return statistics.median(ratios), percentile(medians, 0.025), percentile(medians, 0.975)
+    return statistics.median(values), percentile(medians, 0.025), percentile(medians, 0.975)
 
 
 def percentile(values: Iterable[float], q: float) -> float:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.experiments.overhead import BOOTSTRAP_DRAWS, MODEL, percentile
+from benchmarks.experiments.overhead import MODEL, median_interval
 from conserve.launch import Launch
 from conserve.tenants import KeyFile, keyfile
 
@@ -84,12 +84,7 @@ async def measure(
 
 def ratio(times: list[float], base: list[float]) -> tuple[float, float, float]:
     """Median over rounds of one against another, and its 95 % interval."""
-    ratios = [one / other for one, other in zip(times, base, strict=True)]
-    draw = random.Random(0)
-    medians = sorted(
-        statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(BOOTSTRAP_DRAWS)
-    )
-    return statistics.median(ratios), percentile(medians, 0.025), percentile(medians, 0.975)
+    return median_interval([one / other for one, other in zip(times, base, strict=True)])
 
 
 def report(times: dict[str, list[float]], console: Console) -> None:

@@ -18,6 +18,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import queue
 import random
 import statistics
 import tempfile
@@ -33,7 +34,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.experiments.overhead import BOOTSTRAP_DRAWS, MODEL, ChatAgent, WarmTurns, percentile
+from benchmarks.experiments.overhead import MODEL, ChatAgent, WarmTurns, median_interval, percentile
 from conserve import budget
 from conserve.launch import Launch
 from conserve.settings import Settings
@@ -121,6 +122,16 @@ def _send_for_ever(url: str, unkind: Unkind, connections: int, counts: Any) -> N
     asyncio.run(all_of_them())
 
 
+def _first_answer(process: Any, counts: Any) -> Any:
+    """The unkind clients' first answer, once there is one."""
+    while process.is_alive():
+        try:
+            return counts.get(timeout=1)
+        except queue.Empty:
+            continue
+    raise RuntimeError("the unkind clients' process has ended; see its error above")
+
+
 @dataclass
 class Seen:
     """Of one kind of unkind client: p95 of the others' time between tokens, a number a round."""
@@ -165,8 +176,7 @@ async def measure(
                 process = spawn.Process(target=_send_for_ever, args=arguments, daemon=True)
                 if name != NONE:
                     process.start()
-                    # Until it has its first answer.
-                    first = await asyncio.to_thread(counts.get, timeout=120)
+                    first = await asyncio.to_thread(_first_answer, process, counts)
                     seen[name].answers[str(first)] += 1
                 try:
                     seen[name].p95_s.append(await _phase(agents, options.seconds))
@@ -183,11 +193,7 @@ async def measure(
 def difference(seen: Seen, calm: Seen) -> tuple[float, float, float]:
     """Median over rounds of what this kind adds to p95, and its 95 % interval, in seconds."""
     more = [with_s - without_s for with_s, without_s in zip(seen.p95_s, calm.p95_s, strict=True)]
-    draw = random.Random(0)
-    medians = sorted(
-        statistics.median(draw.choices(more, k=len(more))) for _ in range(BOOTSTRAP_DRAWS)
-    )
-    return statistics.median(more), percentile(medians, 0.025), percentile(medians, 0.975)
+    return median_interval(more)
 
 
 def report(seen: dict[str, Seen], console: Console) -> None:

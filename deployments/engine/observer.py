@@ -115,17 +115,20 @@ def observe_engine(client: Any) -> None:
         observation.prompt_tokens = max(observation.prompt_tokens, len(given or ()))
         delta = getattr(sampling_params.output_kind, "name", "") == "DELTA"
         observation.notes &= observation.started == 1 and can_be_continued(prompt, sampling_params)
-        see: Callable[[Any], None] = functools.partial(observation.see, delta=delta)
+
+        def see(output: Any) -> None:
+            _require_an_answer(output, sampling_params, observation)
+            observation.see(output, delta)
+
         if observation.sent:
             run = functools.partial(generate, request_id=request_id, **options)
             sent, tokenizer = observation.sent, client.tokenizer
-            # It sees the engine's outputs, which are other ones than it yields.
+            # It has the engine's outputs seen, which are other ones than it yields.
             stream = continued(sent, prompt, sampling_params, request_id, tokenizer, run, see)
-            see = _nothing
         async with contextlib.aclosing(stream):
             async for output in stream:
-                _require_an_answer(output, sampling_params, observation)
-                see(output)
+                if not observation.sent:
+                    see(output)
                 observation.put_out(output)
                 yield output
 
@@ -148,18 +151,14 @@ def _require_an_answer(output: Any, params: Any, observation: _Observation) -> N
         from vllm.v1.engine.exceptions import EngineDeadError
 
         raise EngineDeadError
-    begun = any(observation.output_tokens.values())
-    if "error" in reasons and params.structured_outputs is not None and not begun:
+    unfit = "error" in reasons and params.structured_outputs is not None
+    if unfit and not any(observation.output_tokens.values()):
         from vllm.exceptions import VLLMValidationError
 
         raise VLLMValidationError(
             "the engine can make no grammar of the output that is asked for; mend or simplify it",
             parameter="structured_outputs",
         )
-
-
-def _nothing(output: Any) -> None:
-    """Stands for `see` where that was called already."""
 
 
 class TurnObserver:

@@ -1,0 +1,153 @@
+"""What a decoder makes of outputs that are none, however its stream began."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import CompletionOutput, RequestOutput
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.tokenizers import get_tokenizer
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from conserve import wire
+from conserve.embedded import model_path
+from conserve.holdings import Holdings
+from conserve.wire import Emitted
+from deployments.engine.observer import TurnObserver, observe_engine
+
+PROMPT = [5, 6, 7]
+
+
+class Table:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        self.told.append(method)
+        return True
+
+
+class Decoder:
+    """An engine that puts out a few tokens and then ends for a reason, behind its HTTP app."""
+
+    def __init__(self, reason: str, tokens: int = 2, **params: Any) -> None:
+        self.table = Table()
+        self._reason = reason
+        self._tokens = tokens
+        self._params = SamplingParams(output_kind=RequestOutputKind.DELTA, **params)
+        self.client = SimpleNamespace(
+            generate=self._generate, tokenizer=get_tokenizer(str(model_path()))
+        )
+        observe_engine(self.client)
+        self.failure: Exception | None = None
+        self.observer = TurnObserver(self._app, "d", Holdings(), self.table)  # type: ignore[arg-type]
+
+    async def _generate(
+        self, prompt: dict[str, Any], params: Any, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        for number in range(self._tokens + 1):
+            reason = self._reason if number == self._tokens else None
+            ids = [] if reason else [40 + number]
+            choice = CompletionOutput(0, "x", ids, None, None, finish_reason=reason)
+            given = prompt["prompt_token_ids"]
+            yield RequestOutput("r", None, given, None, [choice], reason is not None)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        """As vLLM has it: an error in a stream is an event, and [DONE] comes after it."""
+        if scope["path"] == "/health":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        prompt = {"type": "token", "prompt_token_ids": PROMPT}
+        events = []
+        try:
+            async for output in self.client.generate(prompt, self._params, "r"):
+                events.append(b"data: " + output.outputs[0].text.encode() + b"\n\n")
+                await send({"type": "http.response.body", "body": events[-1], "more_body": True})
+        except Exception as error:
+            self.failure = error
+            body = b'data: {"error": {}}\n\n'
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        body = b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    def ask(self, path: str, sent: bytes = b"", **headers: str) -> tuple[int, bytes]:
+        given = [
+            (name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()
+        ]
+        received = [{"type": "http.request", "body": sent + b"{}"}]
+        messages: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return received.pop(0)
+
+        async def send(message: Any) -> None:
+            messages.append(message)
+
+        scope = {"type": "http", "path": path, "headers": given}
+        asyncio.run(self.observer(scope, receive, send))  # type: ignore[arg-type]
+        return messages[0]["status"], b"".join(one["body"] for one in messages[1:])
+
+    def turn(self, sent: bytes = b"") -> bytes:
+        names = {
+            wire.CONVERSATION_HEADER: "c",
+            wire.INCARNATION_HEADER: "1",
+            wire.TURN_HEADER: "1",
+            wire.NOTES_HEADER: "1",
+        }
+        if sent:
+            names[wire.SENT_HEADER] = str(len(sent))
+        return self.ask("/v1/completions", sent, **names)[1]
+
+
+SENT = wire.note([Emitted([41])])
+
+
+@pytest.mark.parametrize("sent", [b"", SENT])
+def test_an_answer_that_the_engine_aborts_is_none(sent: bytes) -> None:
+    decoder = Decoder("abort")
+    assert decoder.ask("/health")[0] == 200
+    assert b'"error"' in decoder.turn(sent)
+    assert isinstance(decoder.failure, EngineDeadError)
+    # Nothing of it is completed, and nobody takes the engine for one that lives on.
+    assert decoder.table.told == ["abandon"]
+    assert decoder.ask("/health")[0] == 503
+    assert decoder.observer.ending
+
+
+@pytest.mark.parametrize("sent", [b"", SENT])
+def test_one_that_comes_to_its_end_is_complete(sent: bytes) -> None:
+    decoder = Decoder("length")
+    answer = decoder.turn(sent)
+    assert decoder.failure is None
+    assert decoder.table.told == ["advance"]
+    assert decoder.ask("/health")[0] == 200
+    notes = [line + b"\n" for line in answer.split(b"\n") if line.startswith(wire.NOTE_MARK)]
+    emitted = wire.read_notes(b"".join(notes))
+    assert [one.finish_reason for one in emitted][-1] == "length"
+    assert [id_ for one in emitted for id_ in one.token_ids] == [*([41] if sent else []), 40, 41]
+
+
+def test_a_grammar_that_cannot_be_compiled_is_the_clients_affair() -> None:
+    grammar = StructuredOutputsParams(grammar="root ::= root")
+    decoder = Decoder("error", tokens=0, structured_outputs=grammar)
+    decoder.turn()
+    assert isinstance(decoder.failure, VLLMValidationError)
+    assert not decoder.observer.ending
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_other_errors_are_the_engines(tokens: int) -> None:
+    """vLLM tells the client itself."""
+    decoder = Decoder("error", tokens=tokens)
+    decoder.turn()
+    assert decoder.failure is None
+    assert not decoder.observer.ending
