@@ -17,6 +17,9 @@ def test_conversations_count_as_new_for_a_minute() -> None:
     usage.began(500.0)
     usage.began(20.0)
     assert usage.begun_lately(500.0) == 1
+    # And one from a decoder whose clock is an hour ahead keeps nobody out for an hour.
+    usage.began(4100.0)
+    assert usage.begun_lately(500.0) == 1
 
 
 def test_what_is_kept_of_it_is_bounded() -> None:
