@@ -14,16 +14,18 @@ from conserve.errors import ApiError
 
 # Entries of lists and objects in all, at whatever depth, token ids aside.
 MOST_VALUES = 65_536
+# Of these, lists and objects: each costs several times what a number does, wherever it is walked.
+MOST_CONTAINERS = 16_384
 # Lists and objects within each other; the body is the first.
 DEEPEST = 64
 # Messages, parts of their contents and tool calls, together: each is judged against a dozen types,
-# and a part or a call costs as much as three messages. A thousand turns of an agent fit.
-MOST_ITEMS = 8192
+# and a part or a call costs as much as three messages. Twelve hundred turns of an agent with a call each fit.
+MOST_ITEMS = 6144
 ITEMS_A_PART = 3
 # Prompts of a completion, times the choices asked for: each is a request to the engine.
 MOST_CHOICES = 128
 # Token ids of a completion's prompts, together.
-MOST_TOKEN_IDS = 262_144
+MOST_TOKEN_IDS = 131_072
 # Of which the engine makes a grammar before it answers anybody else, at some 2 ms a KiB.
 _GRAMMARS = ("response_format", "structured_outputs")
 MOST_GRAMMAR_CHARS = 32 * 1024
@@ -59,9 +61,7 @@ def check_raw(raw: bytes, chat: bool) -> None:
         ApiError: 400, whatever the body is, it holds more than `check` would pass.
     """
     most = MOST_VALUES if chat else MOST_VALUES + MOST_TOKEN_IDS
-    # The body is a container too, and so is each of a list of prompts.
-    most_containers = MOST_VALUES + 1 if chat else MOST_VALUES + 2 + MOST_CHOICES
-    if raw.count(b",") <= most and raw.count(b"[") + raw.count(b"{") <= most_containers:
+    if raw.count(b",") <= most and raw.count(b"[") + raw.count(b"{") <= MOST_CONTAINERS:
         return
     separators = containers = at = 0
     in_string = False
@@ -76,12 +76,12 @@ def check_raw(raw: bytes, chat: bool) -> None:
         in_string ^= len(between) % 2 == 0
         separators += outside.count(b",")
         containers += outside.count(b"[") + outside.count(b"{")
-        if separators > most or containers > most_containers:
+        if separators > most or containers > MOST_CONTAINERS:
             raise ApiError(
                 400,
-                f"a request may hold {MOST_VALUES} values in all, and {MOST_TOKEN_IDS} token ids "
-                "in its prompt, and this one holds more; send fewer messages, or text instead of "
-                "structure",
+                f"a request may hold {MOST_VALUES} values in all, {MOST_CONTAINERS} of them lists "
+                f"and objects, and {MOST_TOKEN_IDS} token ids in its prompt, and this one holds "
+                "more; send fewer messages, or text instead of structure",
             )
 
 

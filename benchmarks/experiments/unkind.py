@@ -86,8 +86,10 @@ def kinds(most_bytes: int) -> dict[str, Unkind]:
         ),
         "most arrays, unbounded": Unkind(_CHAT, b'{"messages":[' + b"[]," * (room // 3) + b"[]]}"),
         "most values": Unkind(_CHAT, _chat(tools=[[0] * 127] * (budget.MOST_VALUES // 128 - 1))),
+        # The engine refuses the temperature.
         "deepest": Unkind(
-            _CHAT, _chat(metadata=[_nested(deep)] * (budget.MOST_VALUES // (deep + 1) - 1))
+            _CHAT,
+            _chat(metadata=[_nested(deep)] * (budget.MOST_CONTAINERS // deep - 1), temperature=-1),
         ),
         "most messages": Unkind(_CHAT, _chat(messages=messages)),
         "most token ids": Unkind(_COMPLETION, _completion([1] * budget.MOST_TOKEN_IDS)),

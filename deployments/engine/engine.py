@@ -35,6 +35,7 @@ from deployments.messages import EngineInfo, Heard
 from deployments.node.lmcache_server import Address
 from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.threads import give_way_soon
 from hetero.gpus import EngineUse
 from hetero.tiers import RoleTier
 
@@ -54,6 +55,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     ) -> None:
         context = serve.get_replica_context()
         listen_where_ray_does()
+        give_way_soon()
         self._id = context.replica_id.unique_id
         self._role: Role = role
         self._settings = settings

@@ -22,6 +22,7 @@ from deployments.loopback import listen_where_ray_does
 from deployments.messages import HEAD_NODE
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.threads import give_way_soon
 
 logger = logging.getLogger("ray.serve")
 
@@ -44,6 +45,7 @@ class Router:
     ) -> None:
         context = serve.get_replica_context()
         listen_where_ray_does()
+        give_way_soon()
         self._handles = engines
         self._table = TableClient(context.app_name, settings)
         self._id = context.replica_id.unique_id

@@ -43,8 +43,8 @@ def refusal(body: dict[str, Any]) -> ApiError | None:
 @pytest.mark.parametrize(
     ("kept", "more", "param"),
     [
-        # The body's two, a message with two, and what is in the tool.
-        (chat(tools=[{"x": [[]] * 65_529}]), chat(tools=[{"x": [[]] * 65_530}]), None),
+        # The body, its lists of messages and tools, one of each, and the list in the tool.
+        (chat(tools=[{"x": [[]] * 16_378}]), chat(tools=[{"x": [[]] * 16_379}]), None),
         (chat(x={str(n): n for n in range(65_531)}), chat(x=list(range(65_532))), "x"),
         (chat(x=nested(63)), chat(x=nested(64)), "x"),
         (
@@ -53,15 +53,15 @@ def refusal(body: dict[str, Any]) -> ApiError | None:
             "messages",
         ),
         (prompted("x", x=nested(63)), prompted("x", x=nested(64)), "x"),
-        ({"messages": [USER] * 8192}, {"messages": [USER] * 8193}, "messages"),
+        ({"messages": [USER] * 6144}, {"messages": [USER] * 6145}, "messages"),
         (
-            {"messages": [{"role": "user", "content": ["x"] * 2730}]},
-            {"messages": [{"role": "user", "content": ["x"] * 2731}]},
+            {"messages": [{"role": "user", "content": ["x"] * 2047}]},
+            {"messages": [{"role": "user", "content": ["x"] * 2048}]},
             "messages",
         ),
         (
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}] * 2048},
-            {"messages": [{"role": "assistant", "tool_calls": [CALL]}] * 2049},
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}] * 1536},
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}] * 1537},
             "messages",
         ),
         (
@@ -114,8 +114,8 @@ def refusal(body: dict[str, Any]) -> ApiError | None:
         (chat(n=128), chat(n=129), "n"),
         (prompted(["x"] * 64, n=2), prompted(["x"] * 65, n=2), "n"),
         (prompted(["x"] * 128), prompted(["x"] * 129), "prompt"),
-        (prompted([7] * 262_144), prompted([7] * 262_145), "prompt"),
-        (prompted([[7] * 2048] * 128), prompted([[7] * 2049] * 128), "prompt"),
+        (prompted([7] * 131_072), prompted([7] * 131_073), "prompt"),
+        (prompted([[7] * 1024] * 128), prompted([[7] * 1025] * 128), "prompt"),
         (prompted([0, 2**31 - 1]), prompted([0, 2**31]), "prompt"),
         (prompted([[1], [0]]), prompted([[1], [-1]]), "prompt"),
         (prompted([1, 0]), prompted([1, False]), "prompt"),
@@ -157,8 +157,8 @@ def test_odd_values_are_for_the_engine_to_judge() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"messages": [' + b"[]," * 70_000 + b"1]}",
-        b'{"messages": [' + b"{}," * 70_000,
+        b'{"messages": [' + b"[]," * 17_000 + b"1]}",
+        b'{"messages": [' + b"{}," * 17_000,
         b'{"messages": [' + b"1," * 70_000 + b"1]}",
         b'{"x": "\\\\", "messages": [' + b'"\\\\\\"",' * 70_000 + b"1]}",
         b"[" * 70_000,
