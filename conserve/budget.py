@@ -19,7 +19,7 @@ MOST_CONTAINERS = 16_384
 # Lists and objects within each other; the body is the first.
 DEEPEST = 64
 # Messages, parts of their contents and tool calls, together: each is judged against a dozen types,
-# and a part or a call costs as much as three messages. Twelve hundred turns of an agent with a call each fit.
+# and a part or a call costs as much as three messages. Twelve hundred turns fit, with a call each.
 MOST_ITEMS = 6144
 ITEMS_A_PART = 3
 # Prompts of a completion, times the choices asked for: each is a request to the engine.
