@@ -94,3 +94,35 @@ def test_the_table_gets_the_newest_candidates() -> None:
 def test_a_number_that_no_engine_can_hand_on_is_refused() -> None:
     hello = [{"role": "user", "content": "hello"}]
     assert refused({"messages": hello, "stream_interval": 2**64}).param == "stream_interval"
+
+
+@pytest.mark.parametrize(("pieces", "slept_s"), [(1, 0.0), (4, 0.0), (5, 0.0), (36, 31 / 256)])
+def test_a_long_body_comes_no_faster_than_it_costs(
+    pieces: int, slept_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 256 KiB on, at 16 MiB a second: others' tokens are passed on in between."""
+    sleeps: list[float] = []
+    sleep = asyncio.sleep
+
+    async def counted(delay_s: float) -> None:
+        sleeps.append(delay_s)
+        await sleep(0)
+
+    monkeypatch.setattr("deployments.router.request.asyncio.sleep", counted)
+    piece = b"x" * (64 * 1024)
+    raw = b'{"messages": [{"role": "user", "content": "' + piece * pieces
+    raw = raw[: len(piece) * pieces - 4] + b'"}]}'
+    parts = [raw[at : at + len(piece)] for at in range(0, len(raw), len(piece))]
+    messages = [
+        {"type": "http.request", "body": part, "more_body": number < len(parts)}
+        for number, part in enumerate(parts, start=1)
+    ]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
+    request = asyncio.run(read_request(scope, receive, SETTINGS))
+    assert request is not None
+    assert request.body["messages"] == json.loads(raw)["messages"]
+    assert sum(sleeps) == pytest.approx(slept_s)
