@@ -7,7 +7,7 @@ What the engine's model can take is for the engine to say.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from conserve.errors import ApiError
@@ -34,6 +34,8 @@ MOST_TOOL_CHARS = 64 * 1024
 # What is counted at a time, while other threads wait.
 _PIECE_BYTES = 64 * 1024
 _LARGEST_TOKEN_ID = 2**31 - 1
+# `dict | list` would be made anew for every value.
+_CONTAINER = (dict, list)
 # The engine looks at each of these in one go, or at each output token.
 _MOST_ENTRIES = {
     "tools": 512,
@@ -148,7 +150,7 @@ def _check_tool_grammars(body: Mapping[str, Any]) -> None:
 def _check_values(body: Mapping[str, Any]) -> None:
     left = MOST_VALUES - len(body)
     for name, value in body.items():
-        level, depth = _containers([value]), 1
+        level, depth = [value] if isinstance(value, _CONTAINER) else [], 1
         while level:
             depth += 1
             if depth > DEEPEST:
@@ -169,12 +171,9 @@ def _check_values(body: Mapping[str, Any]) -> None:
             level = [
                 inner
                 for one in level
-                for inner in _containers(one.values() if isinstance(one, dict) else one)
+                for inner in (one.values() if isinstance(one, dict) else one)
+                if isinstance(inner, _CONTAINER)
             ]
-
-
-def _containers(values: Iterable[Any]) -> list[Any]:
-    return [value for value in values if isinstance(value, dict | list)]
 
 
 def _check_messages(messages: Any) -> None:

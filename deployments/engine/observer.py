@@ -30,7 +30,7 @@ from deployments.table.table_client import TableClient, TableUnavailable
 logger = logging.getLogger("ray.serve")
 
 _DONE = b"data: [DONE]"
-_SMALL_BYTES = 64 * 1024
+_SMALL_BYTES = 16 * 1024
 # An answer must not hang on its bookkeeping. What the table misses, it learns from `Holdings`.
 _REPORT_PATIENCE_S = 5.0
 

@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 
 _BODY_TIMEOUT_S = 120.0
 # What is longer is understood in a thread, one at a time: everybody's tokens pass through this one.
-_SMALL_BYTES = 64 * 1024
+_SMALL_BYTES = 16 * 1024
 _READER = ThreadPoolExecutor(1, "reader")
 # What is longer than this comes in no faster: 8 MiB in half a second.
 _UNPACED_BYTES = 256 * 1024
