@@ -27,7 +27,7 @@ from benchmarks.experiments.overhead import WarmTurns, measure, paired_ratio, re
 from conserve.launch import Launch
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
-from deployments.loopback import start_on_loopback
+from deployments.loopback import find_on_loopback
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableClient
 
@@ -54,8 +54,7 @@ class _RunningTable(TableClient):
 
 def door(port: int, keys_file: Path | None) -> None:
     """Serve as a router of the application that runs, until this process is ended."""
-    # The application has one node, and its Ray is on loopback.
-    start_on_loopback()
+    find_on_loopback("auto")
     ray.init(address="auto", namespace="serve", log_to_driver=False)
     settings = Settings(keys_file=None if keys_file is None else str(keys_file))
     front = FrontDoor(settings, _RunningTable("", settings), f"door-{port}")

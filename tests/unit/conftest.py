@@ -1,9 +1,11 @@
-"""Fixtures of unit tests: GPUs that are not there."""
+"""Fixtures of unit tests: GPUs that are not there, and a Ray that is as it was."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ray._private import ray_constants
+from ray.serve._private import replica
 
 from hetero.nvml import Nvml
 from tests.nvml import standin
@@ -30,3 +32,13 @@ def nvml(machine: standin.Machine) -> Iterator[Nvml]:
     """A session with the stand-in."""
     with Nvml() as session:
         yield session
+
+
+@pytest.fixture
+def ray_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `deployments.loopback` changes of Ray is changed back, for the tests that come after."""
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    monkeypatch.setattr(replica, "add_port_to_grpc_server", replica.add_port_to_grpc_server)
+    # Set and taken away again, so that what is set by a test does not stay.
+    monkeypatch.setenv("VLLM_HOST_IP", "")
+    monkeypatch.delenv("VLLM_HOST_IP")

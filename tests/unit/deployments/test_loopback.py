@@ -12,15 +12,7 @@ from ray.serve._private import replica
 
 from deployments import loopback
 
-
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is changed here is changed back."""
-    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
-    monkeypatch.setattr(replica, "add_port_to_grpc_server", replica.add_port_to_grpc_server)
-    # Set and taken away again, so that what is set here does not stay.
-    monkeypatch.setenv("VLLM_HOST_IP", "")
-    monkeypatch.delenv("VLLM_HOST_IP")
+pytestmark = pytest.mark.usefixtures("ray_as_before")
 
 
 async def _listening(address: str) -> list[str]:

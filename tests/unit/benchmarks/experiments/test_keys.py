@@ -11,6 +11,8 @@ from benchmarks.experiments import keys
 from conserve.tenants import KeyRing
 from deployments.router.frontdoor import FrontDoor
 
+pytestmark = pytest.mark.usefixtures("ray_as_before")
+
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
