@@ -20,7 +20,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
 	bench-overhead bench-keys bench-tenants bench-unkind bench-table bench-energy \
-	bench-sm-slots bench-simulator test-autoscaler test-cancelling test-chaos test-fuzz test-cluster clean
+	bench-sm-slots bench-simulator test-autoscaler test-cancelling test-chaos test-fuzz test-peers \
+	test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -53,6 +54,9 @@ test-autoscaler: $(INSTALLED) ## Have Ray's autoscaler start and end nodes for d
 
 test-cancelling: $(INSTALLED) ## Cancel up to 300 first turns at a time, at several moments (ten minutes)
 	@$(BIN)/python -m pytest tests/engines/cancelling $(ARGS)
+
+test-peers: $(INSTALLED) ## Start every peer of the benchmarks, and talk to it (six minutes)
+	@$(BIN)/python -m pytest tests/engines/peers tests/engines/every_peer $(ARGS)
 
 test-chaos: $(INSTALLED) ## Kill processes under 64 conversations for 20 minutes (ARGS='--minutes 5 --seed 1')
 	@$(BIN)/python -m tests.chaos $(ARGS)
