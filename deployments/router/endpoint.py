@@ -9,6 +9,7 @@ from conserve.settings import Settings
 from deployments.messages import TurnTiming
 from deployments.router.access import caller_of
 from deployments.router.answer import refuse
+from deployments.router.patience import hold_back
 from deployments.router.request import read_request
 from deployments.router.turn import Turn
 from deployments.router.upstream import Upstream
@@ -36,6 +37,7 @@ class TurnEndpoint:
             latency_s = time.perf_counter() - arrived_s
             refused = TurnTiming("refused", latency_s, None, (), tenant=tenant)
             self._table.tell("observe", refused)
+            await hold_back(error, arrived_s)
             await refuse(error, [], send)
             return
         if request is None:

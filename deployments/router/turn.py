@@ -25,6 +25,7 @@ from deployments.router.answer import (
     RelayedAnswer,
     StreamBroken,
 )
+from deployments.router.patience import hold_back
 from deployments.router.prompt import CountedPrompt, count_prompt
 from deployments.router.request import ClientRequest
 from deployments.router.responses import TABLE_RESTARTING
@@ -335,6 +336,8 @@ class Turn:
             failure = ApiError(500, "internal error; see the router's log", "internal_error")
         if self._plan is not None:
             _abandon(self._table, self._plan)
+        if not self._answer.started:
+            await hold_back(failure, self._arrived_s)
         await self._answer.end_with(failure, self._own_headers())
         return "refused" if failure.status < 500 else "failed"
 

@@ -1,0 +1,31 @@
+"""What costs much to refuse is refused later."""
+
+import asyncio
+import time
+
+import pytest
+
+from conserve.errors import ApiError
+from deployments.router import patience
+
+
+def test_a_cheap_refusal_comes_at_once_and_a_dear_one_later() -> None:
+    assert patience.wait_s(0.0) == patience.wait_s(0.025) == 0.0
+    assert patience.wait_s(0.125) == pytest.approx(0.4)
+    assert patience.wait_s(100.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("status", "waits"), [(400, True), (422, True), (429, False), (503, False)]
+)
+def test_only_who_is_at_fault_waits(
+    monkeypatch: pytest.MonkeyPatch, status: int, waits: bool
+) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(patience.asyncio, "sleep", sleep)
+    asyncio.run(patience.hold_back(ApiError(status, "no"), time.perf_counter() - 10.0))
+    assert slept == ([1.0] if waits else [])
