@@ -10,7 +10,7 @@ from starlette.types import Message, Send
 
 from conserve.errors import ApiError
 from deployments.router.responses import error_response
-from deployments.router.stream_record import ERROR_EVENT, StreamRecord
+from deployments.router.stream_record import END_OF_EVENT, ERROR_EVENT, StreamRecord
 
 # How a tool call begins in an answer, or in a part of its stream; within a text its quotes would
 # be escaped.
@@ -108,7 +108,7 @@ class RelayedAnswer:
                 if not part:
                     continue
             elif not self.started and part.startswith(ERROR_EVENT):
-                raise StreamBroken(part)
+                raise StreamBroken(part.partition(END_OF_EVENT)[0] + END_OF_EVENT)
             now_s = time.perf_counter()
             if not self.started:
                 await self._begin()

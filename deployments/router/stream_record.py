@@ -7,7 +7,7 @@ from conserve import wire
 # How an engine's last word in a stream begins, where it is an error.
 ERROR_EVENT = b'data: {"error"'
 
-_END = b"\n\n"
+END_OF_EVENT = b"\n\n"
 _DONE = b"data: [DONE]"
 _ID = re.compile(rb'"id":"(?:chatcmpl-|cmpl-)([^"\\]{1,200})"')
 _CREATED = re.compile(rb'"created":\d+')
@@ -49,7 +49,7 @@ class StreamRecord:
 
     def take(self, part: bytes) -> bytes:
         """What a client is to get of the next bytes; may be none."""
-        *events, self._rest = (self._rest + part).split(_END)
+        *events, self._rest = (self._rest + part).split(END_OF_EVENT)
         return b"".join(passed for event in events if (passed := self._take_event(event)))
 
     def _take_event(self, event: bytes) -> bytes:
@@ -60,7 +60,7 @@ class StreamRecord:
             note, _, event = event.partition(b"\n")
         # Only where the stream could go on, or begin: else the client gets what the engine said.
         if event.startswith(ERROR_EVENT) and (self.can_resume or not self._passed):
-            self.error = event + _END
+            self.error = event + END_OF_EVENT
             return b""
         self.done = event == _DONE
         if self._skip:
@@ -74,7 +74,7 @@ class StreamRecord:
         if note:
             self.notes += note + b"\n"
         self._passed += 1
-        return event + _END
+        return event + END_OF_EVENT
 
     def _read_first(self, event: bytes) -> None:
         if found := _ID.search(event):

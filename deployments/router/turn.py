@@ -45,6 +45,8 @@ _REPLACEMENT_S = 300.0
 _REPLACEMENT_POLL_S = 1.0
 # A decoder reports a cancelled turn itself; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
+# What vLLM puts behind its last event, an error too.
+_DONE = b"data: [DONE]\n\n"
 
 
 class Turn:
@@ -290,7 +292,7 @@ class Turn:
             except StreamBroken as broken:
                 if broken.event is not None and await self._upstream.healthy(plan.decoder_url):
                     # It is not lost: what it says is about this request.
-                    await self._answer.end_with_event(broken.event)
+                    await self._answer.end_with_event(broken.event + _DONE)
                     raise AnsweredWithError from None
                 raise EngineUnreachable(f"decoder {plan.decoder_id}: {broken}") from None
 

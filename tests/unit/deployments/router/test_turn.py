@@ -394,11 +394,13 @@ def test_an_error_of_a_decoder_that_lives_is_its_answer() -> None:
         async def healthy(self, url: str) -> bool:
             return True
 
-    error = b'data: {"error":{"code":"refused"}}\n\n'
+    error = b'data: {"error":{"code":"refused"}}\n\ndata: [DONE]\n\n'
     for after, said in ((2, "one two "), (0, "")):
-        table, engines = Table(), Living(die=set(), after={"d1": after}, last_words=error)
-        assert _streamed(table, engines) == (said, ["refused"])
-        assert engines.served == ["d1"]
+        for continues in (True, False):
+            table, engines = Table(), Living(die=set(), after={"d1": after}, last_words=error)
+            answer = _streamed(table, engines, continue_streams=continues)
+            assert answer == (said, ["refused", "done"])
+            assert engines.served == ["d1"]
 
 
 @pytest.mark.parametrize(("notes", "continues"), [(False, True), (True, False)])
