@@ -12,7 +12,7 @@ from conserve.errors import ApiError
 
 _FREE_S = 0.025
 _TIMES = 4
-_LONGEST_S = 1.0
+_LONGEST_S = 4.0
 _ABOUT_THE_REQUEST = (400, 413, 422)
 
 
