@@ -1,9 +1,14 @@
 """Fixtures of all tests."""
 
 import pytest
+from hypothesis import settings
 
 # So that an assertion in what tests share says as much when it fails as one in a test.
 pytest.register_assert_rewrite("tests.chaos", "tests.engines", "tests.nvml", "tests.unit")
+
+# How long an example takes is the machine's business.
+settings.register_profile("conserve", deadline=None)
+settings.load_profile("conserve")
 
 
 @pytest.fixture
