@@ -10,6 +10,8 @@ from typing import NamedTuple
 import msgspec
 
 from conserve import identity
+from conserve.histories.points import Points
+from conserve.histories.sharing import Prefix
 from conserve.recognition import Digest
 
 
@@ -72,6 +74,9 @@ class Conversation(msgspec.Struct, gc=False):
         ttfet_s: time from then to the first token of its first answer that was not a tool call.
         period: the period of the table in which to look next whether it is idle.
         energy_j: its share of what its engines' GPUs have used, estimated; 0 where none report.
+        root: the digest of its first prompt; None where that was no chat's.
+        points: `Points.packed`: beginnings whose length is known, at which others may leave it.
+        base: in a table, what it begins with as others on its decoder do.
     """
 
     id: str
@@ -93,12 +98,23 @@ class Conversation(msgspec.Struct, gc=False):
     ttfet_s: float | None = None
     period: int = 0
     energy_j: float = 0.0
+    root: Digest | None = None
+    points: bytes = b""
+    base: Prefix | None = None
 
     @property
     def last_turn(self) -> TurnStats | None:
         """What the engine reported of its latest turn."""
         packed = self.packed_last_turn
         return TurnStats(*_PACKED.unpack(packed)) if packed else None
+
+    def add_point(self, stats: TurnStats, tails: tuple[Digest, ...]) -> None:
+        """Note how long it was at the end of a turn that left these tails."""
+        if tails:
+            points = Points(self.points)
+            # Of several choices, whose lengths the engine does not tell apart, the first.
+            points.add(tails[0], stats.prompt_tokens + stats.output_tokens)
+            self.points = points.packed
 
     @property
     def newest_turn(self) -> TurnKey:

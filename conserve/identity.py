@@ -37,6 +37,8 @@ _MAX_ECHO_CHARS = 40
 # Between a tenant and its client's own id, in an id as ConServe keeps it. It is not printable, so
 # no client's id holds it; and a header may.
 _SCOPE = "\t"
+# Between a conversation and the number of one of its histories, but for the first.
+_FURTHER = "\t\t"
 
 _HEADER_KEYS = tuple((name, name.lower()) for name in HEADERS)
 
@@ -126,15 +128,25 @@ def scoped(tenant: str | None, conversation_id: str) -> str:
     return conversation_id if tenant is None else f"{tenant}{_SCOPE}{conversation_id}"
 
 
+def further(conversation_id: str, number: int) -> str:
+    """The id of one more history of a conversation whose first has the conversation's own."""
+    return f"{conversation_id}{_FURTHER}{number}"
+
+
+def conversation_of(history_id: str) -> str:
+    """The id, as it is kept, of the conversation that a history belongs to."""
+    return history_id.partition(_FURTHER)[0]
+
+
 def tenant_of(conversation_id: str) -> str | None:
-    """The tenant of an id as it is kept; None if it has none."""
-    tenant, scope, _ = conversation_id.partition(_SCOPE)
+    """The tenant of an id as it is kept, or of a history's; None if it has none."""
+    tenant, scope, _ = conversation_of(conversation_id).partition(_SCOPE)
     return tenant if scope else None
 
 
 def own_id(conversation_id: str) -> str:
-    """An id as its client knows it."""
-    return conversation_id.rpartition(_SCOPE)[2]
+    """An id, or that of a history's conversation, as its client knows it."""
+    return conversation_of(conversation_id).rpartition(_SCOPE)[2]
 
 
 def _checked(source: str, value: str) -> str:

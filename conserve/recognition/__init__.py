@@ -14,15 +14,24 @@ history is served as a new conversation.
 """
 
 from conserve.recognition.answers import answers_from_body, answers_from_stream
-from conserve.recognition.chain import Beginning, Digest, candidate_digests, tail_digest
+from conserve.recognition.chain import (
+    Beginning,
+    Chain,
+    Digest,
+    candidate_digests,
+    chain_of,
+    tail_digest,
+)
 from conserve.recognition.index import TailIndex
 
 __all__ = [
     "Beginning",
+    "Chain",
     "Digest",
     "TailIndex",
     "answers_from_body",
     "answers_from_stream",
     "candidate_digests",
+    "chain_of",
     "tail_digest",
 ]

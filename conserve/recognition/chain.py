@@ -1,58 +1,113 @@
-"""Digests of a turn's beginnings: a hash chain over messages in their normal form."""
+"""Digests of a turn's beginnings: a hash chain over its tools and its messages in normal form."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from conserve.recognition.normal import encoded, normalised
 
 Digest = bytes
-"""16 bytes (BLAKE2b) that stand for a list of messages."""
+"""16 bytes (BLAKE2b) that stand for a list of messages, and the tools before them."""
 
 _DIGEST_BYTES = 16
+_LEADING = ("system", "developer")
+
+
+class Chain(NamedTuple):
+    """Where a turn's messages may have been heard before.
+
+    Attributes:
+        root: the first prompt, which is all before the first answer. Whatever goes back to an
+            earlier point of a history has its root.
+        system: the tools and the system messages at the beginning; None where there are neither.
+        ends: for each answer that is followed by anything, all up to its end; longest first.
+    """
+
+    root: Digest
+    system: Digest | None
+    ends: Sequence[Digest]
+
+
+def chain_of(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any = None,
+    tenant: str | None = None,
+    most_ends: int | None = None,
+) -> Chain:
+    """The chain of a turn. Never raises, whatever JSON stands in the arguments.
+
+    Args:
+        tools: they stand before the messages in a prompt, so other tools are another chain.
+        tenant: whose messages they are; no two tenants have a digest in common.
+        most_ends: of the longest beginnings, so many.
+    """
+    hasher = _hasher(tenant, tools)
+    given = _as_list(messages)
+    root: Digest | None = None
+    system: Digest | None = hasher.digest() if tools else None
+    leading = True
+    ends: list[Digest] = []
+    for message in given[:-1]:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role == "assistant" and root is None:
+            root = hasher.digest()
+        hasher.update(encoded(normalised(message)))
+        leading = leading and role in _LEADING
+        if leading:
+            system = hasher.digest()
+        if role == "assistant":
+            ends.append(hasher.digest())
+    if root is None:
+        for message in given[-1:]:
+            hasher.update(encoded(normalised(message)))
+        root = hasher.digest()
+    ends.reverse()
+    return Chain(root, system, tuple(ends[:most_ends]))
 
 
 def candidate_digests(
-    messages: Sequence[Mapping[str, Any]], tenant: str | None = None
+    messages: Sequence[Mapping[str, Any]], tenant: str | None = None, tools: Any = None
 ) -> list[Digest]:
-    """The tails that these messages may continue, longest first.
-
-    One digest for each assistant message that at least one message follows: of all messages up to
-    and including it. Never raises, whatever JSON stands in ``messages``.
-
-    Args:
-        tenant: whose messages they are; no two tenants have a digest in common.
-    """
-    hasher = _hasher(tenant)
-    digests = []
-    for message in _as_list(messages)[:-1]:
-        hasher.update(encoded(normalised(message)))
-        if isinstance(message, Mapping) and message.get("role") == "assistant":
-            digests.append(hasher.digest())
-    digests.reverse()
-    return digests
+    """The tails that these messages may continue, longest first: a chain's ``ends``."""
+    return list(chain_of(messages, tools, tenant).ends)
 
 
 def tail_digest(
-    messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], tenant: str | None = None
+    messages: Sequence[Mapping[str, Any]],
+    answer: Mapping[str, Any],
+    tenant: str | None = None,
+    tools: Any = None,
 ) -> Digest:
     """The digest of a finished turn: its messages, then its answer.
 
     It is among the ``candidate_digests`` of every turn of this tenant that begins with these
     messages and this answer. Never raises, whatever JSON stands in the arguments.
     """
-    return Beginning(messages, tenant).tail_digest(answer)
+    return Beginning(messages, tenant, tools).tail_digest(answer)
 
 
 class Beginning:
-    """A turn's messages, hashed once for all the answers that it may get."""
+    """A turn's messages, hashed once for all the answers that it may get.
 
-    __slots__ = ("_hasher",)
+    Attributes:
+        root: as `Chain` has it.
+    """
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]], tenant: str | None = None) -> None:
-        self._hasher = _hasher(tenant)
-        for message in _as_list(messages):
+    __slots__ = ("_hasher", "root")
+
+    def __init__(
+        self, messages: Sequence[Mapping[str, Any]], tenant: str | None = None, tools: Any = None
+    ) -> None:
+        self._hasher = _hasher(tenant, tools)
+        root: Digest | None = None
+        given = _as_list(messages)
+        for i, message in enumerate(given):
+            last = i == len(given) - 1
+            answers = isinstance(message, Mapping) and message.get("role") == "assistant"
+            if root is None and answers and not last:
+                root = self._hasher.digest()
             self._hasher.update(encoded(normalised(message)))
+        self.root = self._hasher.digest() if root is None else root
 
     def tail_digest(self, answer: Mapping[str, Any]) -> Digest:
         """As `tail_digest` has it."""
@@ -61,9 +116,12 @@ class Beginning:
         return hasher.digest()
 
 
-def _hasher(tenant: str | None) -> "hashlib.blake2b":
+def _hasher(tenant: str | None, tools: Any) -> "hashlib.blake2b":
     # A key is at most 64 bytes long, and so is a tenant's name.
-    return hashlib.blake2b(digest_size=_DIGEST_BYTES, key=(tenant or "").encode())
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=(tenant or "").encode())
+    if tools:
+        hasher.update(encoded(["tools", tools]))
+    return hasher
 
 
 def _as_list(messages: Any) -> Sequence[Any]:

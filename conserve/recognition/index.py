@@ -1,7 +1,7 @@
 """Which conversations can be continued by which digest."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from conserve.recognition.chain import Digest
 
@@ -43,23 +43,37 @@ class TailIndex:
                 if len(owners) == 1:
                     self._owners[digest] = next(iter(owners))
 
-    def match(self, candidates: Iterable[Digest], busy: Callable[[str], bool]) -> str | None:
-        """The conversation that a turn with these ``candidate_digests`` continues, or None.
+    def newest(self, digest: Digest) -> Iterator[str]:
+        """Those of which it is a tail, the newest first."""
+        owners = self._owners.get(digest)
+        if isinstance(owners, str):
+            return iter((owners,))
+        return iter(()) if owners is None else reversed(owners)
 
-        The first candidate that is a tail decides. Of several conversations with that tail, one
-        that is not ``busy`` (has no turn running) is preferred, the least recently matched first;
-        if all are, the least recently matched.
+    def has(self, digest: Digest) -> bool:
+        """Whether it is a tail of any."""
+        return digest in self._owners
+
+    def is_shared(self, digest: Digest) -> bool:
+        """Whether it is a tail of more than one."""
+        return isinstance(self._owners.get(digest), OrderedDict)
+
+    def match(self, candidates: Iterable[Digest], busy: Callable[[str], bool]) -> str | None:
+        """The history that a turn with these ``candidate_digests`` continues, or None.
+
+        The first candidate that is a tail decides. Of several histories with that tail, one that is
+        not ``busy`` (has no turn running) is taken, the least recently matched first; if all are,
+        none: the turn leaves them at that point.
         """
         for digest in candidates:
             owners = self._owners.get(digest)
             if owners is None:
                 continue
             if isinstance(owners, str):
-                return owners
+                return None if busy(owners) else owners
             chosen = next((owner for owner in owners if not busy(owner)), None)
-            if chosen is None:
-                chosen = next(iter(owners))
-            # It is about to be busy: let the next match meet the others first.
-            owners.move_to_end(chosen)
+            if chosen is not None:
+                # It is about to be busy: let the next match meet the others first.
+                owners.move_to_end(chosen)
             return chosen
         return None

@@ -90,4 +90,4 @@ def test_unbound_ones_end_too() -> None:
     turn(table, "c", now_s=0, tails=TAILS)
     table.remove_decoder("d1")
     assert [c.id for c in table.expire(IDLE_S)] == ["c"]
-    assert table.recognise(TAILS) is None
+    assert table.recognise(TAILS, "c") is None

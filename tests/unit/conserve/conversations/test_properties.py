@@ -41,7 +41,8 @@ class Known:
     promised: bool = False
 
 
-IDS = st.sampled_from(["a", "one\ta", "one\tb", "two\ta", "two\tc"])
+UNNAMED = ["conv-" + digit * 24 for digit in "123"]
+IDS = st.sampled_from(["a", "one\ta", "one\tb", "two\ta", "two\tc", *UNNAMED])
 TENANTS = ("", "one", "two")
 TOKENS = st.integers(1, 400)
 DIGESTS = st.sampled_from([b"x" * 16, b"y" * 16, b"z" * 16])
@@ -298,15 +299,14 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.table.add_decoder(decoder_id, CAPACITY[decoder_id], given) == []
             self.adopted(decoder_id, account)
 
-    @rule(digest=DIGESTS)
-    def recognise(self, digest: bytes) -> None:
-        owners = {i for i, k in self.known.items() if digest in k.tails}
+    @rule(digest=DIGESTS, conversation_id=IDS)
+    def recognise(self, digest: bytes, conversation_id: str) -> None:
+        named = None if conversation_id in UNNAMED else conversation_id
+        mine = UNNAMED if named is None else [named]
+        owners = {i for i, k in self.known.items() if i in mine and digest in k.tails}
         idle = {i for i in owners if not self.known[i].running}
-        found = self.table.recognise([digest])
-        if owners:
-            assert found in (idle or owners)
-        else:
-            assert found is None
+        found = self.table.recognise([digest], named)
+        assert found in (idle or {None})
 
     # What must hold after each.
 
@@ -367,7 +367,8 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(self.table) == self.table.reasoning == 0
         assert set(held(self.table).values()) <= {(0, 0)}
         assert not any(p.queued_tokens for p in self.table.prefillers.values())
-        assert self.table.recognise([b"x" * 16, b"y" * 16, b"z" * 16]) is None
+        for named in (None, "a", "one\ta"):
+            assert self.table.recognise([b"x" * 16, b"y" * 16, b"z" * 16], named) is None
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -73,7 +73,7 @@ def test_a_lost_table_is_rebuilt_from_what_decoders_hold() -> None:
             assert (new.decoder_id, new.held_tokens) == (old.decoder_id, old.held_tokens)
             assert (new.turns, new.incarnation) == (old.turns, old.incarnation)
             assert new.last_turn == old.last_turn
-            assert rebuilt.recognise([old.tails[0]]) == f"c{i}"
+            assert rebuilt.recognise([old.tails[0]], f"c{i}") == (None if old.running else f"c{i}")
         # The turn that was under way ends in the new table, and new turns are told apart from it.
         assert start(rebuilt, "c1").id not in (running.id, running.incarnation)
         assert running.advance(rebuilt, 150)
@@ -92,8 +92,8 @@ def test_a_turn_begun_under_a_lost_table_counts_in_the_rebuilt_one() -> None:
     conversation = the(rebuilt, "c")
     assert (conversation.turns, conversation.held_tokens) == (2, 160)
     assert (conversation.phase, conversation.last_used_s) == ("acting", 5)
-    assert rebuilt.recognise(OTHER_TAILS) == "c"
-    assert rebuilt.recognise(TAILS) is None
+    assert rebuilt.recognise(OTHER_TAILS, "c") == "c"
+    assert rebuilt.recognise(TAILS, "c") is None
     assert held(rebuilt)["d1"] == (160, 1)
     assert rebuilt.reasoning == 0
     # Reported again, and followed by a turn that is told apart from it.
@@ -150,8 +150,8 @@ def test_a_decoder_thought_lost_gets_its_conversations_back() -> None:
     assert table.add_decoder("d1", 1000, account) == []
     assert held(table)["d1"] == (110, 1)
     assert the(table, "c").moves == 0
+    assert table.recognise(TAILS, "c") == "c"
     assert table.begin("c", now_s=1) is not None
-    assert table.recognise(TAILS) == "c"
 
 
 def test_a_decoder_forgets_what_moved_elsewhere_meanwhile() -> None:

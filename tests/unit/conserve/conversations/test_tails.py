@@ -1,23 +1,25 @@
 """The table recognises a conversation by its newest tail."""
 
+from conserve import identity
 from tests.unit.conserve.conversations.scene import OTHER_TAILS, TAILS, Turn, a_table, start, turn
 
 
 def test_a_conversation_is_recognised_by_its_newest_tail_only() -> None:
     table = a_table()
     turn(table, "c", tails=TAILS)
-    assert table.recognise([b"x" * 16, *TAILS]) == "c"
+    assert table.recognise([b"x" * 16, *TAILS], "c") == "c"
     turn(table, "c", tails=OTHER_TAILS)
-    assert table.recognise(TAILS) is None
-    assert table.recognise(OTHER_TAILS) == "c"
+    assert table.recognise(TAILS, "c") is None
+    assert table.recognise(OTHER_TAILS, "c") == "c"
     table.release("c")
-    assert table.recognise(OTHER_TAILS) is None
+    assert table.recognise(OTHER_TAILS, "c") is None
 
 
 def test_of_twins_an_idle_one_is_recognised() -> None:
     """Equal prompts and greedy answers: equal tails, and yet two conversations."""
     table = a_table()
-    for twin in "abc":
+    twins = [identity.new_id() for _ in range(3)]
+    for twin in twins:
         turn(table, twin, tails=TAILS)
     recognised = []
     for _ in range(3):
@@ -25,6 +27,36 @@ def test_of_twins_an_idle_one_is_recognised() -> None:
         assert twin_id is not None
         recognised.append(twin_id)
         start(table, twin_id)
-    assert sorted(recognised) == ["a", "b", "c"]
-    Turn.last(table, "b").abandon(table)
-    assert table.recognise(TAILS) == "b"
+    assert sorted(recognised) == sorted(twins)
+    assert table.recognise(TAILS) is None
+    Turn.last(table, twins[1]).abandon(table)
+    assert table.recognise(TAILS) == twins[1]
+
+
+def test_nobody_is_given_a_conversation_that_somebody_has_named() -> None:
+    table = a_table()
+    unnamed = identity.new_id()
+    for one in ("c", "d", unnamed):
+        turn(table, one, tails=TAILS)
+    assert table.recognise(TAILS) == unnamed
+    assert table.recognise(TAILS, unnamed) == unnamed
+    assert table.recognise(TAILS, identity.new_id()) is None
+    assert table.recognise(TAILS, "c") == "c"
+    assert table.recognise(TAILS, "d") == "d"
+    assert table.recognise(TAILS, "e") is None
+
+
+def test_a_named_conversation_has_several_histories() -> None:
+    table = a_table()
+    second = identity.further("c", 2)
+    turn(table, "c", tails=TAILS)
+    turn(table, second, tails=OTHER_TAILS)
+    turn(table, "cc", tails=OTHER_TAILS)
+    assert [one.id for one in table.histories("c")] == ["c", second]
+    assert table.recognise(TAILS, "c") == "c"
+    assert table.recognise(OTHER_TAILS, "c") == second
+    table.release("c")
+    assert [one.id for one in table.histories("c")] == [second]
+    assert table.recognise(OTHER_TAILS, "c") == second
+    table.release(second)
+    assert table.histories("c") == []
