@@ -127,9 +127,9 @@ class Conversation(msgspec.Struct, gc=False):
 
     @property
     def can_go_on(self) -> bool:
-        """Whether its client can come back to it: by an id of its own, or by an answer it has."""
+        """Whether its client can come back to it: by an answer it has, or its id alone."""
         began = bool(self.running or self.turns or self.tails)
-        return began or not identity.is_generated(self.id)
+        return began or (self.root is None and not identity.is_generated(self.id))
 
     @property
     def phase(self) -> str:

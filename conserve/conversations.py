@@ -220,6 +220,19 @@ class ConversationTable:
         ids = self._groups.of(conversation_id, self._conversations)
         return [self._conversations[id] for id in ids]
 
+    def lives(self, history_id: str) -> bool:
+        """Whether its conversation has a live history, this one or another."""
+        return self._groups.lives(history_id, self._conversations)
+
+    def has_several(self, history_id: str) -> bool:
+        """Whether its conversation has, or has had, other histories than the first."""
+        return self._groups.has_further(identity.conversation_of(history_id))
+
+    @property
+    def conversations(self) -> int:
+        """How many conversations the live histories are of."""
+        return len(self._conversations) - self._groups.beyond_one(self._conversations)
+
     def bind(
         self,
         conversation_id: str,
@@ -257,8 +270,9 @@ class ConversationTable:
             known.asked_s = now_s if arrived_s is None else arrived_s
             if opening.chain is not None:
                 known.root = opening.chain.root
+            if not self._groups.lives(known.id, self._conversations):
+                self.usage.of(known.id).began(now_s)
             self._join(known)
-            self.usage.of(known.id).began(now_s)
             self._look_at(known, now_s + self._idle_timeout_s)
         else:
             known.moves += 1
@@ -410,14 +424,14 @@ class ConversationTable:
         self._hold(conversation, 0)
         if conversation.decoder_id is not None:
             self.decoders[conversation.decoder_id].conversations -= 1
+        self._groups.discard(conversation.id)
         usage = self.usage.of(conversation_id)
-        usage.conversations -= 1
+        usage.conversations -= not self._groups.lives(conversation.id, self._conversations)
         usage.turns -= len(conversation.running)
         if conversation.running:
             self.reasoning -= 1
         self._leave_tails(conversation)
         self._kinship.leave(conversation)
-        self._groups.discard(conversation.id)
         return conversation
 
     def expire(self, now_s: float) -> list[Conversation]:
@@ -492,11 +506,11 @@ class ConversationTable:
         self.usage.of(conversation.id).held_tokens += tokens
 
     def _join(self, conversation: Conversation) -> None:
+        usage = self.usage.of(conversation.id)
+        usage.conversations += not self._groups.lives(conversation.id, self._conversations)
         self._conversations[conversation.id] = conversation
         self._groups.add(conversation.id)
         self._kinship.join(conversation)
-        usage = self.usage.of(conversation.id)
-        usage.conversations += 1
         usage.turns += len(conversation.running)
 
     def _start_turn(self, conversation: Conversation, now_s: float) -> None:
@@ -580,7 +594,7 @@ class ConversationTable:
             held.moves = known.moves
             held.asked_s, held.ttfet_s = known.asked_s, known.ttfet_s
             held.energy_j = known.energy_j
-        else:
+        elif not self._groups.lives(held.id, self._conversations):
             self.usage.of(held.id).began(held.created_s)
         self._join(held)
         idle_at_s = held.last_used_s + self._idle_timeout_s

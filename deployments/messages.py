@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from conserve.conversation import Conversation, TurnKey
+from conserve.recognition import Digest
 from conserve.tenants.limits import Limits
 from conserve.wire import Role
 
@@ -92,7 +93,9 @@ class TurnPlan:
     """Where a turn goes. ``prefiller_id`` is set where a remote prefill comes first.
 
     Attributes:
-        later: whether this decoder had a turn of the conversation before.
+        later: whether this decoder had a turn of the history before.
+        root: of a history that begins, the digest of its first prompt, where that is a chat's.
+        points: of the same, those of its beginnings whose length is known (`Points.packed`).
     """
 
     turn: TurnKey
@@ -101,6 +104,8 @@ class TurnPlan:
     prefiller_id: str | None = None
     prefiller_url: str | None = None
     later: bool = False
+    root: Digest | None = None
+    points: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +118,10 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """A turn whose conversation is bound nowhere: count its prompt, then ask for a place.
+    """A turn whose history is bound nowhere: count its prompt, then ask for a place.
 
     Attributes:
+        conversation_id: the history's.
         tokenizer_url: the HTTP server of an engine that can count.
         tokenizer_id: that engine's id.
         max_model_len: the longest that prompt plus output may be, in tokens.

@@ -26,6 +26,15 @@ class Groups:
             if not further:
                 del self._further[conversation_id]
 
+    def lives(self, history_id: str, live: Container[str]) -> bool:
+        """Whether any history of its conversation lives.
+
+        Args:
+            live: holds the id of every history that lives.
+        """
+        conversation_id = identity.conversation_of(history_id)
+        return conversation_id in live or conversation_id in self._further
+
     def of(self, conversation_id: str, live: Container[str]) -> list[str]:
         """The ids of a conversation's histories, the oldest first.
 
@@ -35,7 +44,13 @@ class Groups:
         first = [conversation_id] if conversation_id in live else []
         return first + list(self._further.get(conversation_id, ()))
 
-    @property
-    def further(self) -> int:
-        """How many histories are not the first of their conversation."""
-        return sum(map(len, self._further.values()))
+    def has_further(self, conversation_id: str) -> bool:
+        """Whether a conversation has histories that do not bear its id."""
+        return conversation_id in self._further
+
+    def beyond_one(self, live: Container[str]) -> int:
+        """How many histories there are beyond one a conversation."""
+        return sum(
+            len(further) - (conversation_id not in live)
+            for conversation_id, further in self._further.items()
+        )

@@ -13,7 +13,7 @@ from conserve.recognition import Chain, Digest, TailIndex
 # Of histories with one root, so many are looked at: the newest.
 _LOOKED_AT = 32
 # Shorter system parts are not worth an account of their own.
-_LEAST_SYSTEM_TOKENS = 64
+LEAST_SYSTEM_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Opening:
     @property
     def system(self) -> Digest | None:
         """The digest of its system part, if that is worth an account of its own."""
-        counts = self.chain is not None and self.system_tokens >= _LEAST_SYSTEM_TOKENS
+        counts = self.chain is not None and self.system_tokens >= LEAST_SYSTEM_TOKENS
         return self.chain.system if self.chain is not None and counts else None
 
 

@@ -1,6 +1,6 @@
 """What histories on one decoder begin with alike is counted once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -118,6 +118,19 @@ class Sharing(Generic[History]):
             if base.tokens == tokens:
                 return base
             longer = base
+
+
+def held_together(histories: Iterable[Holder]) -> int:
+    """What histories hold in tokens, with what they share counted once."""
+    held, counted = 0, set()
+    for history in histories:
+        held += history.held_tokens - _length(history.base)
+        prefix = history.base
+        while prefix is not None and id(prefix) not in counted:
+            counted.add(id(prefix))
+            held += prefix.tokens - _length(prefix.base)
+            prefix = prefix.base
+    return held
 
 
 def _length(prefix: Prefix | None) -> int:

@@ -220,7 +220,9 @@ class TurnObserver:
                     turn.beginning = await asyncio.to_thread(_beginning, body, tenant)
         turn.observation.notes = wire.NOTES_HEADER in headers
         turn.observation.engine_ends = self._engine_ends
-        self._holdings.begin(turn.key)
+        root = bytes.fromhex(headers.get(wire.ROOT_HEADER, ""))
+        points = bytes.fromhex(headers.get(wire.POINTS_HEADER, ""))
+        self._holdings.begin(turn.key, root or None, points)
         if wire.PREFILLED_HEADER not in headers:
             turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.key.conversation_id)
         _current.set(turn.observation)
@@ -308,10 +310,11 @@ class _Turn:
 
 def _beginning(body: bytes, tenant: str | None) -> recognition.Beginning | None:
     try:
-        messages = json.loads(body).get("messages")
+        asked = json.loads(body)
+        messages, tools = asked.get("messages"), asked.get("tools")
     except (ValueError, RecursionError, AttributeError):
         return None  # The engine refuses it.
-    return recognition.Beginning(messages, tenant) if isinstance(messages, list) else None
+    return recognition.Beginning(messages, tenant, tools) if isinstance(messages, list) else None
 
 
 async def _read_ahead(receive: Receive) -> bytes:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope
 from conserve import budget, identity, recognition
 from conserve.errors import ApiError, unknown_model
 from conserve.numbers import beyond_64_bits
-from conserve.recognition import Digest
+from conserve.recognition import Chain
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of
@@ -29,7 +29,7 @@ _READER = ThreadPoolExecutor(1, "reader")
 # What is longer than this comes in no faster: 8 MiB in half a second.
 _UNPACED_BYTES = 256 * 1024
 _PACE_BYTES_S = 16 * 1024 * 1024
-# The table gets so many digests to recognise a conversation by: those of the newest answers.
+# The table gets so many digests to recognise a history by: those of the newest answers.
 _MOST_CANDIDATES = 64
 _SPACE = re.compile(r"[ \t\n\r]*")
 # A client does not direct the handoff; the router does.
@@ -43,7 +43,7 @@ class ClientRequest:
     Attributes:
         raw: the body as engines get it; ``body`` is the same, parsed.
         explicit_id: the conversation's id, scoped to its tenant, if the request names it.
-        candidates: digests by which the conversation is recognised if not.
+        chain: digests by which its history is recognised; None for a completion.
         one_off: whether it is a completion without an id: a conversation of this one turn.
         final: whether the client says that it is the conversation's last turn.
         tenant: whose it is, where there are keys.
@@ -53,7 +53,7 @@ class ClientRequest:
     raw: bytes
     body: dict[str, Any]
     explicit_id: str | None
-    candidates: list[Digest]
+    chain: Chain | None
     one_off: bool
     final: bool
     request_id: str | None
@@ -140,10 +140,10 @@ def _understood(scope: Scope, headers: Headers, raw: bytes, settings: Settings) 
         raw=raw,
         body=own,
         explicit_id=None if stated_id is None else identity.scoped(tenant, stated_id),
-        candidates=(
-            recognition.candidate_digests(body["messages"], tenant)[:_MOST_CANDIDATES]
-            if chat and explicit_id is None
-            else []
+        chain=(
+            recognition.chain_of(body["messages"], body.get("tools"), tenant, _MOST_CANDIDATES)
+            if chat
+            else None
         ),
         one_off=explicit_id is None and not chat,
         final=identity.is_final(headers),

@@ -173,7 +173,10 @@ class AnyOrder(RuleBasedStateMachine):
             or (seen and reported.id > known.finished and reported.decoder_id == known.decoder)
         ):
             self.ended(known, reported, seen)
-        nothing_left = known is not None and not known.reached and not known.running
+        unreachable = reported.conversation_id in UNNAMED and known and not known.turns
+        nothing_left = (
+            known is not None and not known.running and bool(not known.reached or unreachable)
+        )
         assert (ended is not None) == nothing_left
         if nothing_left:
             del self.known[reported.conversation_id]

@@ -92,8 +92,7 @@ class Trees(RuleBasedStateMachine):
         for one in self.on(decoder_id):
             common = 0
             for other in counted:
-                both = [p for p in one.points & other.points]
-                common = max([common, *map(tokens_of, both)])
+                common = max([common, *map(tokens_of, one.points & other.points)])
                 system = one.held[:1]
                 if system == other.held[:1]:
                     common = max(common, tokens_of(system))
@@ -126,14 +125,14 @@ class Trees(RuleBasedStateMachine):
         chain = chain_of(spoken(messages))
         found = self.table.recognise(chain.ends)
         # The longest beginning that is all of a history decides; a busy one is left there.
-        longest = ()
+        longest: Messages = ()
         for one in self.known.values():
             its = one.messages
             if its and messages[: len(its)] == its and len(its) > len(longest):
                 longest = its
         owners = {i: one for i, one in self.known.items() if one.messages == longest != ()}
         idle = {i for i, one in owners.items() if one.turn is None}
-        assert found in (idle or {None})
+        assert found in (idle or {None})  # type: ignore[arg-type]
         if found is not None and self.known[found].decoder is not None:
             assert self.table.begin(found, 0) is not None
             known = self.known[found]
@@ -144,7 +143,7 @@ class Trees(RuleBasedStateMachine):
             assert self.table.bind(found, tokens_of(messages), 0, opening=opening) is not None
             known = self.known.setdefault(found, Known((), decoder))
             if not known.points:
-                ends = [m for m in self.beginnings(messages)]
+                ends = self.beginnings(messages)
                 kin = [
                     one
                     for one in self.known.values()

@@ -79,16 +79,19 @@ def test_what_is_not_changed_is_passed_on_as_it_came(encoding: str) -> None:
     )
 
 
-def test_the_table_gets_the_newest_candidates() -> None:
+def test_the_table_gets_the_newest_ends() -> None:
     messages: list[dict[str, str]] = []
     for turn in range(100):
         messages += [{"role": "user", "content": f"{turn}"}, {"role": "assistant", "content": "a"}]
     messages.append({"role": "user", "content": "last"})
-    candidates = read({"messages": messages}).candidates
-    assert len(candidates) == 64
+    chain = read({"messages": messages}).chain
+    assert chain is not None
+    assert len(chain.ends) == 64
     # The longest beginning is the one that the last answer ends.
-    shorter = read({"messages": messages[:-2]}).candidates
-    assert candidates[1:] == shorter[:63]
+    shorter = read({"messages": messages[:-2]}).chain
+    assert shorter is not None
+    assert chain.ends[1:] == shorter.ends[:63]
+    assert chain.root == shorter.root
 
 
 def test_a_number_that_no_engine_can_hand_on_is_refused() -> None:
