@@ -12,6 +12,8 @@ HEAD_NODE = "node:__internal_head__"
 
 # Where a turn goes to, on a router as on an engine.
 TURN_PATHS = ("/v1/chat/completions", "/v1/completions")
+# What an engine answers as it stands.
+TOKEN_PATHS = ("/tokenize", "/detokenize")
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,23 @@ class Upstream:
         found = wire.cached_tokens(answer.get("kv_transfer_params"))
         return Prefilled(int(answer["usage"]["prompt_tokens"]), found.lmcache_tokens or 0)
 
+    async def answered(self, url: str, raw: bytes) -> bytes:
+        """An engine's answer to a request that is no turn, as JSON.
+
+        Args:
+            url: the engine's URL, with the path.
+
+        Raises:
+            ApiError: the engine refuses the request.
+            EngineUnreachable: try another engine.
+        """
+        async with self.post(url, raw, {"Content-Type": "application/json"}) as response:
+            if response.status != 200:
+                raise await engine_error(response)
+            return await response.read()
+
     async def described(self, url: str) -> dict[str, Any]:
-        """An engine's own OpenAPI document, of the paths that turns take.
+        """An engine's own OpenAPI document, of the paths that routers ask for.
 
         Raises:
             ApiError: it has none.
