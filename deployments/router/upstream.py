@@ -76,7 +76,10 @@ class Upstream:
         asked = {**body, "kv_transfer_params": wire.transfer_params()}
         answer = await self._json(url + "/v1/completions", asked)
         found = wire.cached_tokens(answer.get("kv_transfer_params"))
-        return Prefilled(int(answer["usage"]["prompt_tokens"]), found.lmcache_tokens or 0)
+        usage = answer["usage"]
+        return Prefilled(
+            int(usage["prompt_tokens"]), found.lmcache_tokens or 0, _cached(body["prompt"], usage)
+        )
 
     async def answered(self, url: str, raw: bytes) -> bytes:
         """An engine's answer to a request that is no turn, as JSON.
@@ -166,6 +169,14 @@ class Upstream:
                 read_bufsize=256 * 1024,
             )
         return self._session
+
+
+def _cached(prompt: Any, usage: dict[str, Any]) -> int | None:
+    details = usage.get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens")
+    # Of several prompts vLLM tells the last one's.
+    several = isinstance(prompt, list) and any(isinstance(one, list) for one in prompt)
+    return None if cached is None or several else int(cached)
 
 
 async def engine_error(response: aiohttp.ClientResponse) -> ApiError:
