@@ -127,9 +127,9 @@ async def test_usage_says_what_was_not_computed(
     application: str, client: httpx.AsyncClient, stream: bool
 ) -> None:
     """Nothing of a first prompt, though the decoder takes it from LMCache; later, the history."""
-    messages = [{"role": "user", "content": prose(random.Random(f"cached {stream}"), 600)}]
+    messages = [{"role": "user", "content": prose(random.Random(), 600)}]
 
-    async def turn() -> Any:
+    async def turn() -> tuple[str, Any]:
         asked = {"messages": messages, "max_tokens": 8, "temperature": 0, "stream": stream}
         if stream:
             asked["stream_options"] = {"include_usage": True}
@@ -137,17 +137,21 @@ async def test_usage_says_what_was_not_computed(
         reply = await client.post(application + "/v1/chat/completions", json=asked, headers=headers)
         assert reply.headers["x-conversation-id"] == f"cached-{stream}/a"
         if not stream:
-            return reply.json()["usage"]
-        events = [event for event in reply.text.split("\n\n") if '"usage":{' in event]
-        return json.loads(events[-1].removeprefix("data: "))["usage"]
+            whole = reply.json()
+            return whole["choices"][0]["message"]["content"], whole["usage"]
+        *events, last, done, _ = reply.text.split("\n\n")
+        assert done == "data: [DONE]"
+        parts = [json.loads(event.removeprefix("data: "))["choices"] for event in events]
+        text = "".join(part[0]["delta"].get("content") or "" for part in parts)
+        return text, json.loads(last.removeprefix("data: "))["usage"]
 
-    first = await turn()
+    answer, first = await turn()
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     messages += [
-        {"role": "assistant", "content": "yes"},
+        {"role": "assistant", "content": answer},
         {"role": "user", "content": "go on"},
     ]
-    later = (await turn())["prompt_tokens_details"]["cached_tokens"]
+    later = (await turn())[1]["prompt_tokens_details"]["cached_tokens"]
     assert first["prompt_tokens"] - 128 <= later <= first["prompt_tokens"]
 
 
