@@ -35,13 +35,6 @@ _WAIT_S = 30.0
 # Engines that are tried, one after another.
 _ATTEMPTS = 3
 
-_BUSY = ApiError(
-    429,
-    "too many ask for tokens at a time; try again shortly, or ask for fewer at once",
-    "overloaded",
-    retry_after_s=5,
-)
-
 _Judged = Callable[[Settings, bytes], bytes]
 """A body as the engine gets it; raises ApiError where it is refused."""
 
@@ -90,13 +83,13 @@ class TokensEndpoint:
     @asynccontextmanager
     async def _one_of_few(self) -> AsyncIterator[None]:
         if self._waiting >= _MOST_WAITING:
-            raise _BUSY
+            raise _busy()
         self._waiting += 1
         try:
             async with asyncio.timeout(_WAIT_S):
                 await self._free.acquire()
         except TimeoutError:
-            raise _BUSY from None
+            raise _busy() from None
         finally:
             self._waiting -= 1
         try:
@@ -113,6 +106,15 @@ class TokensEndpoint:
         raise ApiError(
             503, "no engine is ready to answer; try again shortly", "unavailable", retry_after_s=5
         )
+
+
+def _busy() -> ApiError:
+    return ApiError(
+        429,
+        "too many ask for tokens at a time; try again shortly, or ask for fewer at once",
+        "overloaded",
+        retry_after_s=5,
+    )
 
 
 def by_leisure(engines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
