@@ -33,6 +33,9 @@ ROOT_HEADER = "x-conserve-root"
 POINTS_HEADER = "x-conserve-points"
 # Set where a prefiller has computed this later turn's prompt: LMCache holds more than turn 1's KV.
 PREFILLED_HEADER = "x-conserve-prefilled"
+# Set where a prefiller has computed the prompt just now: so many of its tokens it had found in
+# caches. What the decoder then finds beyond them has been computed for this turn.
+PREFILL_CACHED_HEADER = "x-conserve-prefill-cached"
 # Set where a stream may have to be continued elsewhere: the decoder then notes beside each event
 # which tokens it holds.
 NOTES_HEADER = "x-conserve-notes"

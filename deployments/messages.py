@@ -13,6 +13,8 @@ HEAD_NODE = "node:__internal_head__"
 
 # Where a turn goes to, on a router as on an engine.
 TURN_PATHS = ("/v1/chat/completions", "/v1/completions")
+# What an engine answers as it stands.
+TOKEN_PATHS = ("/tokenize", "/detokenize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +112,16 @@ class TurnPlan:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What a prefiller did: the prompt's length, and how much of its KV it found in LMCache."""
+    """What a prefiller did: the prompt's length, and how much of its KV it found in LMCache.
+
+    Attributes:
+        cached_tokens: how much it found in LMCache and in its own cache; None if it does not say,
+            or there were several prompts.
+    """
 
     prompt_tokens: int
     lmcache_tokens: int
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,8 @@ class Turn:
         self._conversation_id: str | None = None
         self._plan: TurnPlan | None = None
         self._at_decoder = False
+        # What the prefiller of the present plan did.
+        self._prefilled: Prefilled | None = None
         # Engines that were lost while they had this turn's prompt.
         self._lost: set[str] = set()
 
@@ -161,6 +163,7 @@ class Turn:
             await asyncio.sleep(_REPLACEMENT_POLL_S)
 
     async def _place_once(self) -> TurnPlan:
+        self._prefilled = None
         asked = self._request
         # On a further attempt the history is known.
         known = self._conversation_id
@@ -251,6 +254,7 @@ class Turn:
                 engine = (plan.prefiller_id, plan.prefiller_url)
                 await self._report_if_lost(*engine, str(error), had_it)
         finally:
+            self._prefilled = done
             self._table.tell("prefilled", plan, done)
         self._require_another_try()
 
@@ -271,6 +275,8 @@ class Turn:
             headers[wire.POINTS_HEADER] = plan.points.hex()
         if plan.later and plan.prefiller_id is not None:
             headers[wire.PREFILLED_HEADER] = "1"
+        if self._prefilled is not None and self._prefilled.cached_tokens is not None:
+            headers[wire.PREFILL_CACHED_HEADER] = str(self._prefilled.cached_tokens)
         if asked.request_id:
             headers["x-request-id"] = asked.request_id
         body, record = asked.raw, self._answer.record

@@ -69,6 +69,7 @@ class Engines:
     die: set[str]
     gone: set[str] = field(default_factory=set)
     served: list[str] = field(default_factory=list)
+    prefilled: Prefilled = field(default_factory=lambda: Prefilled(3, 0))
     got: list[tuple[dict[str, str], Any]] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
 
@@ -88,7 +89,7 @@ class Engines:
     async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
         self._serve(url)
         self.got.append(({}, body))
-        return Prefilled(3, 0)
+        return self.prefilled
 
     async def healthy(self, url: str) -> bool:
         return url.removeprefix("http://") not in self.dead
@@ -230,6 +231,24 @@ def test_engines_get_the_tenants_salt_and_nothing_of_its_key(tmp_path: Path) -> 
     assert table.tenants == [TurnTenant("acme", Limits(turns=3))] * 2
     (timing,) = [told for name, told in table.told if name == "observe"]
     assert timing.tenant == "acme"
+
+
+@pytest.mark.parametrize(
+    ("prefillers", "found", "told"), [(1, 2, "2"), (1, 0, "0"), (1, None, None), (0, 2, None)]
+)
+def test_a_decoder_is_told_what_the_prefiller_had_found(
+    prefillers: int, found: int | None, told: str | None
+) -> None:
+    engines = Engines(set(), prefilled=Prefilled(3, 0, found))
+    assert ask(Table(prefillers), engines)[0] == 200
+    assert engines.got[-1][0].get(wire.PREFILL_CACHED_HEADER) == told
+
+
+def test_a_decoder_is_not_told_of_an_earlier_prefill() -> None:
+    """It is lost, and the next one gets a plan without a prefiller."""
+    engines = Engines({"d1"}, prefilled=Prefilled(3, 0, 1))
+    assert ask(Table(1), engines)[0] == 200
+    assert wire.PREFILL_CACHED_HEADER not in engines.got[-1][0]
 
 
 def test_a_turn_that_was_let_in_is_held_to_no_limit_again(tmp_path: Path) -> None:
