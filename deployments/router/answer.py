@@ -10,7 +10,7 @@ from starlette.types import Message, Send
 
 from conserve.errors import ApiError
 from deployments.router.responses import error_response
-from deployments.router.stream_record import StreamRecord
+from deployments.router.stream_record import ERROR_EVENT, StreamRecord
 
 # How a tool call begins in an answer, or in a part of its stream; within a text its quotes would
 # be escaped.
@@ -24,7 +24,7 @@ class AnsweredWithError(Exception):
 
 
 class StreamBroken(Exception):
-    """A stream that can be continued has ended too soon.
+    """A stream that can be continued, or of which the client has nothing, has ended too soon.
 
     Attributes:
         event: the error by which the engine ended it, if it did; the client does not have it.
@@ -66,13 +66,15 @@ class RelayedAnswer:
         self.ttft_s: float | None = None
         self.tbt_s: list[float] = []
         self.effective = False
+        # How a stream begins, for the client.
+        self._beginning: Message | None = None
 
     async def relay(self, response: aiohttp.ClientResponse, own_headers: RawHeaders) -> None:
         """Pass a response on to its end.
 
         Raises:
             AnsweredWithError: the engine could not go on, and has told the client.
-            StreamBroken: nor could it, and another one can.
+            StreamBroken: nor could it, and another one can; the client has not been told.
         """
         self.streamed = response.content_type == "text/event-stream"
         if self.streamed:
@@ -94,6 +96,8 @@ class RelayedAnswer:
         effective = self._chat
         last_s = 0.0
         record = self.record
+        uncached = (b"cache-control", b"no-cache")
+        self._beginning = _start(response, [*own_headers, *_passed_on(response), uncached])
         if record is not None:
             record.resume()
         async for part in response.content.iter_any():
@@ -103,11 +107,11 @@ class RelayedAnswer:
                     break
                 if not part:
                     continue
+            elif not self.started and part.startswith(ERROR_EVENT):
+                raise StreamBroken(part)
             now_s = time.perf_counter()
             if not self.started:
-                self.started = True
-                uncached = (b"cache-control", b"no-cache")
-                await self._send(_start(response, [*own_headers, *_passed_on(response), uncached]))
+                await self._begin()
                 self.ttft_s = now_s - self._arrived_s
             elif last_s and not part.startswith(b"data: [DONE]"):
                 # Several events may have come together.
@@ -117,19 +121,26 @@ class RelayedAnswer:
             effective = effective and _TOOL_CALL not in part
             ending.append(part)
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
-        if record is not None and record.can_resume and not record.done:
+        if record is not None and not record.done and (record.can_resume or record.error):
             raise StreamBroken(record.error)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         # Nothing may be awaited after that: the server takes the exchange for over, and this
         # turn would count as one whose client has left.
-        if b'data: {"error"' in b"".join(ending):
+        if ERROR_EVENT in b"".join(ending):
             raise AnsweredWithError
         self.effective = effective
 
     async def end_with_event(self, event: bytes) -> None:
         """End a stream with the engine's own last event."""
+        if not self.started:
+            await self._begin()
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _begin(self) -> None:
+        assert self._beginning is not None
+        self.started = True
+        await self._send(self._beginning)
 
     async def end_with(self, error: ApiError, own_headers: RawHeaders) -> None:
         """End with an error: as the response, or where that has begun, as its last event."""

@@ -4,8 +4,10 @@ import re
 
 from conserve import wire
 
+# How an engine's last word in a stream begins, where it is an error.
+ERROR_EVENT = b'data: {"error"'
+
 _END = b"\n\n"
-_ERROR = b'data: {"error"'
 _DONE = b"data: [DONE]"
 _ID = re.compile(rb'"id":"(?:chatcmpl-|cmpl-)([^"\\]{1,200})"')
 _CREATED = re.compile(rb'"created":\d+')
@@ -51,11 +53,13 @@ class StreamRecord:
         return b"".join(passed for event in events if (passed := self._take_event(event)))
 
     def _take_event(self, event: bytes) -> bytes:
+        if self.error is not None:
+            return b""  # vLLM puts its end behind it.
         note = b""
         if event.startswith(wire.NOTE_MARK):
             note, _, event = event.partition(b"\n")
-        # Only where the stream could go on: else the client gets what the engine said.
-        if event.startswith(_ERROR) and self.can_resume:
+        # Only where the stream could go on, or begin: else the client gets what the engine said.
+        if event.startswith(ERROR_EVENT) and (self.can_resume or not self._passed):
             self.error = event + _END
             return b""
         self.done = event == _DONE

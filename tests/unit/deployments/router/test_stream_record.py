@@ -75,13 +75,24 @@ def test_what_is_not_known_to_be_whole_is_not_noted() -> None:
 
 
 @pytest.mark.parametrize("began", [True, False])
-def test_an_error_is_kept_back_where_the_stream_can_go_on(began: bool) -> None:
+def test_an_error_is_kept_back_where_the_stream_can_go_on_or_begin(began: bool) -> None:
     error = b'data: {"error":{"message":"gone"}}\n\n'
     record = StreamRecord()
     if began:
         record.take(b"".join(_stream()[0]))
-    assert record.take(error) == (b"" if began else error)
-    assert record.error == (error if began else None)
+    # And what vLLM puts behind it, alone or with it.
+    assert record.take(error + b"data: [DONE]\n\n") == b""
+    assert record.take(b"data: [DONE]\n\n") == b""
+    assert record.error == error
+    assert not record.done
+
+
+def test_an_error_after_an_event_without_notes_is_passed_on() -> None:
+    error = b'data: {"error":{"message":"gone"}}\n\n'
+    record = StreamRecord()
+    record.take(_event("a"))
+    assert record.take(error) == error
+    assert record.error is None
 
 
 def test_without_notes_a_stream_cannot_go_on() -> None:
