@@ -6,16 +6,16 @@ exact by construction: a decoder's ``held_tokens`` is changed in `ConversationTa
 What each tenant has is counted at the same places.
 """
 
-import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from conserve import identity
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.histories.groups import Groups
 from conserve.histories.kinship import Kinship, Opening
+from conserve.histories.points import mark
 from conserve.placement import Decoder, Placement, PlacementPolicy, Prefiller
-from conserve.recognition import Digest, TailIndex
+from conserve.recognition import Chain, Digest
 from conserve.tenants.usage import UsageBook
 
 # For the process that keeps a table: a conversation's objects lie anywhere in memory, and on pages
@@ -64,9 +64,9 @@ class ConversationTable:
         self._looks: defaultdict[int, list[str]] = defaultdict(list)
         self._listed = 0
         self._period_s = max(1.0, idle_timeout_s / 256)
-        self._tails = TailIndex()
         self._groups = Groups()
         self._kinship = Kinship(self._conversations.get, self._charge)
+        self._families = self._kinship.families
         self.decoders: dict[str, Decoder] = {}
         self.prefillers: dict[str, Prefiller] = {}
         self._leaving: set[str] = set()
@@ -194,26 +194,21 @@ class ConversationTable:
 
     # --- turns -------------------------------------------------------------------------------
 
-    def recognise(self, ends: Sequence[Digest], conversation_id: str | None = None) -> str | None:
-        """The history that a turn continues, or None: it begins another.
-
-        Of a conversation that is named, one of its own; else one of those that nobody has named,
-        for a client could be given another's by saying the same.
+    def recognise(self, chain: Chain, conversation_id: str | None = None) -> str | None:
+        """The history that a turn continues, or None: it begins another. See `Families`.
 
         Args:
-            ends: `conserve.recognition.Chain.ends` of the turn's messages.
+            chain: of the turn's messages.
             conversation_id: as the client has stated it, scoped to its tenant.
         """
-        if conversation_id is None:
-            return self._tails.match(ends, self._is_running)
-        if identity.is_generated(conversation_id):
-            # Its client states the id that it was given.
-            own = self.histories(conversation_id)
-            found = (one for end in ends for one in own if end in one.tails)
-            first = next(found, None)
-            return None if first is None or first.running else first.id
-        name = _name_mask(conversation_id)
-        return self._tails.match((_masked(end, name) for end in ends), self._is_running)
+        if conversation_id is not None and identity.is_generated(conversation_id):
+            # Its client states the id that it was given: no twin will do.
+            marks = {mark(end) for end in chain.ends}
+            for one in self.histories(conversation_id):
+                if one.root == chain.root and not one.running and marks.intersection(one.tails):
+                    return one.id
+            return None
+        return self._families.match(chain, conversation_id)
 
     def histories(self, conversation_id: str) -> list[Conversation]:
         """A conversation's live histories, the oldest first."""
@@ -348,10 +343,8 @@ class ConversationTable:
         conversation.turns += 1
         self._compare(conversation, stats)
         if tails:
-            self._leave_tails(conversation)
-            conversation.tails = tails
-            self._add_tails(conversation)
-            conversation.add_point(stats, tails)
+            held_tokens = stats.prompt_tokens + stats.output_tokens
+            self._families.set_tails(conversation, tails, held_tokens)
         self._finish_turn(conversation, turn.turn_id, stats, now_s)
         if tails:
             self._kinship.advanced(conversation)
@@ -390,7 +383,7 @@ class ConversationTable:
             self._next_id = max(self._next_id, turn.turn_id + 1)
             self._finish_turn(conversation, turn.turn_id, stats, now_s)
         if not conversation.running:
-            if not conversation.packed_last_turn or not conversation.can_go_on:
+            if not conversation.has_last_turn or not conversation.can_go_on:
                 return self.release(turn.conversation_id)
             if conversation.promised:
                 # Nothing of it ever got to the decoder that it was to move to.
@@ -430,8 +423,7 @@ class ConversationTable:
         usage.turns -= len(conversation.running)
         if conversation.running:
             self.reasoning -= 1
-        self._leave_tails(conversation)
-        self._kinship.leave(conversation)
+        self._families.leave(conversation)
         return conversation
 
     def expire(self, now_s: float) -> list[Conversation]:
@@ -471,20 +463,10 @@ class ConversationTable:
             return None
         return conversation
 
-    def _is_running(self, conversation_id: str) -> bool:
-        return self._conversations[conversation_id].running != ()
-
     def _siblings(self, history_id: str) -> list[Conversation]:
         """The other histories of a conversation that was named."""
         conversation_id = identity.conversation_of(history_id)
         return [one for one in self.histories(conversation_id) if one.id != history_id]
-
-    def _add_tails(self, conversation: Conversation) -> None:
-        # This is the table's own id, not the caller's equal one: a million copies are 80 MB.
-        self._tails.add(conversation.id, _tail_keys(conversation))
-
-    def _leave_tails(self, conversation: Conversation) -> None:
-        self._tails.discard(conversation.id, _tail_keys(conversation))
 
     def _compare(self, conversation: Conversation, stats: TurnStats) -> None:
         """Compare what the account has of a history with what its engine had at a turn's begin."""
@@ -510,7 +492,7 @@ class ConversationTable:
         usage.conversations += not self._groups.lives(conversation.id, self._conversations)
         self._conversations[conversation.id] = conversation
         self._groups.add(conversation.id)
-        self._kinship.join(conversation)
+        self._families.join(conversation)
         usage.turns += len(conversation.running)
 
     def _start_turn(self, conversation: Conversation, now_s: float) -> None:
@@ -536,7 +518,7 @@ class ConversationTable:
         conversation.finished = max(conversation.finished, turn_id)
         if stats is not None:
             conversation.promised = False
-            conversation.packed_last_turn = stats.pack()
+            conversation.last_turn = stats
             self._hold(conversation, stats.prompt_tokens + stats.output_tokens)
         conversation.last_used_s = now_s
 
@@ -611,25 +593,4 @@ class ConversationTable:
         self._hold(held, tokens)
         if held.running:
             self.reasoning += 1
-        self._add_tails(held)
         self._kinship.advanced(held)
-
-
-# Tails of conversations that were named are theirs alone; without a name, anybody's who says them.
-_NAME_BYTES = 16
-
-
-def _tail_keys(conversation: Conversation) -> Sequence[Digest]:
-    if identity.is_generated(conversation.id):
-        return conversation.tails
-    name = _name_mask(identity.conversation_of(conversation.id))
-    return [_masked(tail, name) for tail in conversation.tails]
-
-
-def _name_mask(conversation_id: str) -> int:
-    digest = hashlib.blake2b(conversation_id.encode(), digest_size=_NAME_BYTES).digest()
-    return int.from_bytes(digest, "little")
-
-
-def _masked(digest: Digest, name: int) -> Digest:
-    return (int.from_bytes(digest, "little") ^ name).to_bytes(_NAME_BYTES, "little")

@@ -55,15 +55,13 @@ class Holdings:
         held.last_used_s = unix_s()
         if stats is not None:
             held.held_tokens = stats.prompt_tokens + stats.output_tokens
-            held.packed_last_turn = stats.pack()
+            held.last_turn = stats
             self._turn1_tokens.setdefault(turn.conversation_id, stats.prompt_tokens)
         if completed:
             held.turns += 1
-            if tails:
-                held.tails = tails
-            if stats is not None:
-                held.add_point(stats, tails)
-        if not held.packed_last_turn and not held.running:
+            if tails and stats is not None:
+                held.set_tails(tails, stats.prompt_tokens + stats.output_tokens)
+        if not held.has_last_turn and not held.running:
             self.drop(turn.conversation_id, turn.incarnation)
 
     def drop(self, conversation_id: str, incarnation: int) -> None:

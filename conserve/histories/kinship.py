@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from conserve.conversation import Conversation
+from conserve.histories.families import Families
 from conserve.histories.points import Points
 from conserve.histories.sharing import Sharing
 from conserve.placement import NOTHING_SHARED, Decoder, Shared
-from conserve.recognition import Chain, Digest, TailIndex
+from conserve.recognition import Chain, Digest
 
 # Of histories with one root, so many are looked at: the newest.
 _LOOKED_AT = 32
@@ -49,18 +50,8 @@ class Kinship:
         charge: Callable[[Conversation, int], None],
     ) -> None:
         self._get = get
-        self._roots = TailIndex()
+        self.families = Families(get)
         self.sharing: Sharing[Conversation] = Sharing(charge)
-
-    def join(self, history: Conversation) -> None:
-        """A history lives from now on."""
-        if history.root is not None:
-            self._roots.add(history.id, (history.root,))
-
-    def leave(self, history: Conversation) -> None:
-        """It does not any more; what it held is given back by the caller."""
-        if history.root is not None:
-            self._roots.discard(history.id, (history.root,))
 
     def shared(
         self,
@@ -77,14 +68,15 @@ class Kinship:
         if opening.chain is None:
             return NOTHING_SHARED
         tokens: dict[str, int] = {}
-        warm_on: str | None = None
-        if self._roots.has(opening.chain.root):
-            ids = {decoder.id for decoder in decoders}
-            for kin in self._kin(opening.chain.root):
-                common = _common(kin, opening.chain)
-                if kin.decoder_id in ids and common > tokens.get(kin.decoder_id, 0):
-                    tokens[kin.decoder_id] = common
-            warm_on = max(tokens, key=tokens.__getitem__, default=None)
+        # What is promised is not computed yet: a prompt that began with it would be cold.
+        computed: dict[str, int] = {}
+        for kin in self._kin(opening.chain.root):
+            if kin.decoder_id is None or not any(one.id == kin.decoder_id for one in decoders):
+                continue
+            common = _common(kin, opening.chain)
+            for known in (tokens,) if kin.promised else (tokens, computed):
+                known[kin.decoder_id] = max(known.get(kin.decoder_id, 0), common)
+        warm_on = max(computed, key=computed.__getitem__, default=None)
         system = opening.system
         if system is not None:
             for decoder in decoders:
@@ -92,8 +84,12 @@ class Kinship:
                 if held > tokens.get(decoder.id, 0):
                     tokens[decoder.id] = held
             if warm_on is None:
-                at_home = [one.decoder_id for one in siblings() if one.decoder_id in tokens]
-                warm_on = at_home[-1] if at_home else None
+                at_home = (
+                    one.decoder_id
+                    for one in reversed(siblings())
+                    if one.decoder_id in tokens and not one.promised and _begins_with(one, system)
+                )
+                warm_on = next(at_home, None)
         return Shared(tokens, warm_on) if tokens else NOTHING_SHARED
 
     def opened(self, history: Conversation, opening: Opening) -> None:
@@ -102,7 +98,7 @@ class Kinship:
         if chain is None:
             return
         nearest, tokens = None, 0
-        if self._roots.is_shared(chain.root):
+        if not self.families.is_alone(chain.root):
             nearest, tokens = self._nearest(history, chain.root, lambda kin: _common(kin, chain))
         if not history.points:
             if nearest is not None:
@@ -118,7 +114,7 @@ class Kinship:
 
     def advanced(self, history: Conversation) -> None:
         """A history has a new point, or has come to a decoder with its points."""
-        if history.root is None or not self._roots.is_shared(history.root):
+        if history.root is None or self.families.is_alone(history.root):
             return
         points = Points(history.points)
         nearest, tokens = self._nearest(
@@ -148,7 +144,7 @@ class Kinship:
     def _kin(self, root: Digest | None) -> Iterator[Conversation]:
         if root is None:
             return
-        for id_ in islice(self._roots.newest(root), _LOOKED_AT):
+        for id_ in islice(self.families.newest(root), _LOOKED_AT):
             kin = self._get(id_)
             if kin is not None:
                 yield kin
@@ -157,4 +153,12 @@ class Kinship:
 def _common(kin: Conversation, chain: Chain) -> int:
     """The tokens that a kin has in common with a prompt, as far as is known."""
     found = Points(kin.points).longest((*chain.ends, chain.root))
-    return 0 if found is None else found[1]
+    return 0 if found is None else min(found[1], kin.held_tokens)
+
+
+def _begins_with(history: Conversation, system: Digest) -> bool:
+    """Whether a history is counted as beginning with this system part."""
+    prefix = history.base
+    while prefix is not None and prefix.base is not None:
+        prefix = prefix.base
+    return prefix is not None and prefix.key == (history.decoder_id, system)

@@ -12,13 +12,28 @@ _MARK_BYTES = 8
 _POINT = struct.Struct(f"<{_MARK_BYTES}sI")
 
 
+def mark(digest: Digest) -> bytes:
+    """What points keep of a digest: enough to tell apart those of one root."""
+    return digest[:_MARK_BYTES]
+
+
+def newest_mark(packed: bytes, before: int = 0) -> bytes:
+    """The mark of the longest point; empty without any.
+
+    Args:
+        packed: `Points.packed`, behind so many other bytes.
+    """
+    end = len(packed) - _POINT.size
+    return packed[end : end + _MARK_BYTES] if end >= before else b""
+
+
 class Points:
     """A history's points, shortest first; what is packed is all that is kept of them.
 
-    A point is a digest (its first 8 bytes: they are compared with those of histories of one root
-    alone) and the length of what it stands for. Of a long history the newest points stay, and of
-    older ones fewer the older they are, since most that go back go back a little; the first stays
-    always. Who goes back to one that is gone is counted as from the next shorter one.
+    A point is a digest's `mark` and the length of what it stands for. Of a long history the newest
+    points stay, and of older ones fewer the older they are, since most that go back go back a
+    little; the first stays always. Who goes back to one that is gone is counted as from the next
+    shorter one.
 
     Args:
         packed: `packed` of others.
@@ -38,8 +53,15 @@ class Points:
         return len(self.packed) // _POINT.size
 
     def add(self, digest: Digest, tokens: int) -> None:
-        """Add a longer point than all others."""
-        packed = self.packed + _POINT.pack(digest[:_MARK_BYTES], tokens)
+        """Add the newest point.
+
+        Those that are no shorter are none any more: a template may drop the reasoning of earlier
+        answers, and of several choices the client may go on with a shorter one.
+        """
+        packed = self.packed
+        while packed and _POINT.unpack_from(packed, len(packed) - _POINT.size)[1] >= tokens:
+            packed = packed[: -_POINT.size]
+        packed += _POINT.pack(digest, tokens)
         if len(packed) > self._most * _POINT.size:
             # The two of which least is lost if they become one: beside the first and the newest,
             # the pair whose distance is smallest against its age.
@@ -63,10 +85,10 @@ class Points:
         """The first of these digests, given longest first, that is a point; with its tokens."""
         packed = self.packed
         for digest in digests:
-            mark = digest[:_MARK_BYTES]
-            at = packed.find(mark)
+            sought = mark(digest)
+            at = packed.find(sought)
             while at >= 0 and at % _POINT.size:
-                at = packed.find(mark, at + 1)
+                at = packed.find(sought, at + 1)
             if at >= 0:
                 return digest, _POINT.unpack_from(packed, at)[1]
         return None
@@ -76,5 +98,5 @@ class Points:
 
         Where the two know other lengths of it, the smaller.
         """
-        marks = dict(_POINT.iter_unpack(others.packed))
-        return max((min(tokens, marks[mark]) for mark, tokens in self if mark in marks), default=0)
+        known = dict(_POINT.iter_unpack(others.packed))
+        return max((min(tokens, known[one]) for one, tokens in self if one in known), default=0)

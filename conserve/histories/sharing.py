@@ -76,6 +76,8 @@ class Sharing(Generic[History]):
             return
         key = (history.decoder_id, digest)
         system = self._systems.get(key)
+        if system is not None and system.tokens > tokens:
+            return  # Not as it was counted then; nothing is known to be shared.
         if system is None:
             # Charged by `_rebase`, as if it had been there: what the history has itself is less.
             system = self._systems[key] = Prefix(tokens, 0, None, key)

@@ -33,6 +33,8 @@ class ConversationPlacement:
     Settings:
         min_remote_prefill_tokens: a shorter first turn is prefilled by its decoder. 0 (the
             default, as in the paper): every first turn goes to a prefiller.
+        most_uneven: no prompt starts warm on a decoder whose occupancy is above the emptiest's by
+            more than this.
         most_cold_share: a prompt of which a greater share is held nowhere does not start warm: its
             prefill would stand beside the decoder's decodes.
 
@@ -45,6 +47,7 @@ class ConversationPlacement:
 
     min_remote_prefill_tokens: int = 0
     most_cold_share: float = 0.5
+    most_uneven: float = 0.25
 
     def place(
         self,
@@ -69,6 +72,8 @@ class ConversationPlacement:
     def _starts_warm(self, turn1_tokens: int, decoders: Iterable[Decoder], shared: Shared) -> bool:
         holder = next((one for one in decoders if one.id == shared.warm_on), None)
         if holder is None:
+            return False
+        if holder.occupancy > self.most_uneven + min(one.occupancy for one in decoders):
             return False
         cold_tokens = shared.beyond(turn1_tokens, holder.id)
         return cold_tokens <= self.most_cold_share * turn1_tokens and holder.has_room(cold_tokens)

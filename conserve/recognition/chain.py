@@ -59,7 +59,8 @@ def chain_of(
             ends.append(hasher.digest())
     if root is None:
         for message in given[-1:]:
-            hasher.update(encoded(normalised(message)))
+            if not _is_answer(message):
+                hasher.update(encoded(normalised(message)))
         root = hasher.digest()
     ends.reverse()
     return Chain(root, system, tuple(ends[:most_ends]))
@@ -100,11 +101,8 @@ class Beginning:
     ) -> None:
         self._hasher = _hasher(tenant, tools)
         root: Digest | None = None
-        given = _as_list(messages)
-        for i, message in enumerate(given):
-            last = i == len(given) - 1
-            answers = isinstance(message, Mapping) and message.get("role") == "assistant"
-            if root is None and answers and not last:
+        for message in _as_list(messages):
+            if root is None and _is_answer(message):
                 root = self._hasher.digest()
             self._hasher.update(encoded(normalised(message)))
         self.root = self._hasher.digest() if root is None else root
@@ -122,6 +120,10 @@ def _hasher(tenant: str | None, tools: Any) -> "hashlib.blake2b":
     if tools:
         hasher.update(encoded(["tools", tools]))
     return hasher
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def _as_list(messages: Any) -> Sequence[Any]:

@@ -99,7 +99,7 @@ class SystemLengths:
 
     async def _counted(self, request: ClientRequest, prompt: list[int], url: str) -> int:
         body = request.body
-        leading = [*takewhile(lambda one: one.get("role") in _LEADING, body["messages"])]
+        leading = [*takewhile(lambda one: one.get("role") in _LEADING, body["messages"][:-1])]
         other = {name: body[name] for name in _BEFORE_MESSAGES if name in body}
         other["messages"] = [*leading, _ANYTHING]
         raw = json.dumps(other).encode("utf-8", "surrogatepass")

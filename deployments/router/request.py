@@ -193,7 +193,7 @@ def _understood(scope: Scope, headers: Headers, raw: bytes, settings: Settings) 
         body=own,
         explicit_id=None if stated_id is None else identity.scoped(tenant, stated_id),
         chain=(
-            recognition.chain_of(body["messages"], body.get("tools"), tenant, _MOST_CANDIDATES)
+            recognition.chain_of(own["messages"], own.get("tools"), tenant, _MOST_CANDIDATES)
             if chat
             else None
         ),

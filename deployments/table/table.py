@@ -217,13 +217,17 @@ class TableService:
         self, explicit_id: str | None, chain: Chain | None, tenant: TurnTenant | None
     ) -> str:
         """The id of the history that a turn continues, or begins."""
-        found = self._table.recognise(chain.ends, explicit_id) if chain else None
-        if found is not None:
+        found = self._table.recognise(chain, explicit_id) if chain else None
+        if found is not None and found not in self._pending:
             return found
         if explicit_id is None:
             return identity.scoped(tenant.name if tenant else None, identity.new_id())
-        taken = explicit_id in self._table or explicit_id in self._pending
-        if not chain or not taken:
+        first = self._table.get(explicit_id)
+        if not chain:
+            # Completions are one history, beside those of chats.
+            chats = first is not None and first.root is not None
+            return identity.further(explicit_id, 0) if chats else explicit_id
+        if first is None and explicit_id not in self._pending:
             return explicit_id
         return identity.further(explicit_id, next(self._claims))
 

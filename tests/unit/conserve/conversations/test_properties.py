@@ -11,11 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from conserve import identity
 from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.histories.kinship import Opening
 from conserve.placement import ConversationPlacement
 from tests.unit.conserve.conversations.scene import (
     IDLE_S,
     TURN_S,
     Turn,
+    chain,
     held,
     listed,
     stats,
@@ -113,7 +115,8 @@ class AnyOrder(RuleBasedStateMachine):
             for d in self.decoders
             if not self.on(d) or self.tokens_on(d) + tokens <= CAPACITY[d]
         }
-        placement = self.table.bind(conversation_id, tokens, self.now_s)
+        opening = Opening(chain(conversation_id))
+        placement = self.table.bind(conversation_id, tokens, self.now_s, opening=opening)
         if placement is None:
             assert not fitting
             return
@@ -304,12 +307,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(digest=DIGESTS, conversation_id=IDS)
     def recognise(self, digest: bytes, conversation_id: str) -> None:
-        named = None if conversation_id in UNNAMED else conversation_id
-        mine = UNNAMED if named is None else [named]
-        owners = {i for i, k in self.known.items() if i in mine and digest in k.tails}
-        idle = {i for i in owners if not self.known[i].running}
-        found = self.table.recognise([digest], named)
-        assert found in (idle or {None})
+        known = self.known.get(conversation_id)
+        found = self.table.recognise(chain(conversation_id, [digest]), conversation_id)
+        continued = known is not None and digest in known.tails and not known.running
+        assert found == (conversation_id if continued else None)
+        if conversation_id in UNNAMED:
+            assert self.table.recognise(chain(conversation_id, [digest])) == found
 
     # What must hold after each.
 
@@ -370,8 +373,10 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(self.table) == self.table.reasoning == 0
         assert set(held(self.table).values()) <= {(0, 0)}
         assert not any(p.queued_tokens for p in self.table.prefillers.values())
-        for named in (None, "a", "one\ta"):
-            assert self.table.recognise([b"x" * 16, b"y" * 16, b"z" * 16], named) is None
+        for id in ("a", "one\ta", *UNNAMED):
+            said = chain(id, [b"x" * 16, b"y" * 16, b"z" * 16])
+            assert self.table.recognise(said, id) is None
+            assert self.table.recognise(said) is None
 
 
 TestAnyOrder = AnyOrder.TestCase

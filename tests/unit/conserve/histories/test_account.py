@@ -123,7 +123,7 @@ class Trees(RuleBasedStateMachine):
 
     def turn(self, messages: Messages, decoder: str) -> None:
         chain = chain_of(spoken(messages))
-        found = self.table.recognise(chain.ends)
+        found = self.table.recognise(chain)
         # The longest beginning that is all of a history decides; a busy one is left there.
         longest: Messages = ()
         for one in self.known.values():
