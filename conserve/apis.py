@@ -35,6 +35,11 @@ class Form:
     token: bytes | None = None
     tool_call: bytes = b""
 
+    def shows_output(self, part: bytes) -> bool:
+        """Whether a part of a stream has an event that comes once something was generated."""
+        opening = sum(part.count(begins) for begins in self.opens)
+        return not self.opens or part.count(b"\n\n") > opening
+
     def outputs_in(self, part: bytes) -> int:
         """How many events that hold output a part of a stream has."""
         if self.token is not None:

@@ -10,7 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from conserve import apis, items
 from conserve.errors import ApiError
+from conserve.items import ITEMS_A_PART
 
 # Entries of lists and objects in all, at whatever depth, token ids aside.
 MOST_VALUES = 65_536
@@ -21,13 +23,12 @@ DEEPEST = 64
 # Messages, parts of their contents and tool calls, together: each is judged against a dozen types,
 # and a part or a call costs as much as three messages. Twelve hundred turns fit, with a call each.
 MOST_ITEMS = 6144
-ITEMS_A_PART = 3
 # Prompts of a completion, times the choices asked for: each is a request to the engine.
 MOST_CHOICES = 128
 # Token ids of a completion's prompts, together.
 MOST_TOKEN_IDS = 131_072
 # Of which the engine makes a grammar before it answers anybody else, at some 2 ms a KiB.
-_GRAMMARS = ("response_format", "structured_outputs")
+_GRAMMARS = ("response_format", "structured_outputs", "output_config", "text")
 MOST_GRAMMAR_CHARS = 32 * 1024
 # The same of tools, where one has to be called: at some 0.7 ms a KiB.
 MOST_TOOL_CHARS = 64 * 1024
@@ -41,12 +42,14 @@ _MOST_ENTRIES = {
     "tools": 512,
     "functions": 512,
     "stop": 64,
+    "stop_sequences": 64,
+    "include": 16,
     "stop_token_ids": 1024,
     "bad_words": 128,
     "logit_bias": 1024,
     "vllm_xargs": 128,
 }
-_LONGEST_CHARS = {"stop": 1024, "bad_words": 256}
+_LONGEST_CHARS = {"stop": 1024, "stop_sequences": 1024, "bad_words": 256}
 
 
 def check_raw(raw: bytes, chat: bool) -> None:
@@ -87,23 +90,27 @@ def check_raw(raw: bytes, chat: bool) -> None:
             )
 
 
-def check(body: Mapping[str, Any], chat: bool) -> None:
+def check(body: Mapping[str, Any], path: str) -> None:
     """Refuse a request that is too large in some respect, or is no request at all.
 
     Args:
         body: parsed from JSON.
-        chat: whether it is a chat, and no bare completion.
+        path: the turn's, see `conserve.apis`.
 
     Raises:
         ApiError: 400; it names the limit and the field.
     """
     prompts = 1
-    if not chat:
+    if path == apis.COMPLETIONS:
         prompts = _check_prompt(body.get("prompt"))
         body = {name: value for name, value in body.items() if name != "prompt"}
     _check_values(body)
-    if chat:
+    if path == apis.RESPONSES:
+        _check_count(items.response_items(body), items.MOST_RESPONSE_ITEMS, "input", "items")
+    elif path != apis.COMPLETIONS:
         _check_messages(body.get("messages"))
+        if apis.is_anthropic(path):
+            _check_count(items.message_items(body), MOST_ITEMS, "messages", "messages")
     for name, most in _MOST_ENTRIES.items():
         _check_entries(name, body.get(name), most)
     if not isinstance(body.get("structured_outputs"), dict | None):
@@ -135,6 +142,8 @@ def check(body: Mapping[str, Any], chat: bool) -> None:
 def _check_tool_grammars(body: Mapping[str, Any]) -> None:
     """Bound the tools of which one has to be called: the engine makes a grammar of them."""
     choice, tools = body.get("tool_choice"), body.get("tools")
+    if isinstance(choice, dict) and choice.get("type") in ("auto", "none"):
+        return  # Anthropic's words for it.
     if choice in (None, "auto", "none") or not isinstance(tools, list):
         return
     length = len(json.dumps(tools, ensure_ascii=False))
@@ -205,6 +214,16 @@ def _check_messages(messages: Any) -> None:
             f"a chat may have {MOST_ITEMS} messages, of which each part of a content and each tool "
             f"call counts as {ITEMS_A_PART}, and this one has {items}; join or drop some",
             param="messages",
+        )
+
+
+def _check_count(count: int, most: int, name: str, what: str) -> None:
+    if count > most:
+        raise ApiError(
+            400,
+            f"{name} may have {most} {what}, of which each counts by what it costs to read (a part "
+            f"of one as {ITEMS_A_PART}), and these count {count}; join or drop some",
+            param=name,
         )
 
 

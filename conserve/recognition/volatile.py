@@ -16,13 +16,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from conserve.apis import MESSAGES, RESPONSES
+from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
 
 KINDS = ("billing_header", "times")
 
 BILLING_MARK = "x-anthropic-billing-header"
 
 _ARRAY = (list, tuple)
+# Of chats, the system's prompt is a message.
+_SYSTEM_FIELDS = {MESSAGES: "system", COUNT_TOKENS: "system", RESPONSES: "instructions"}
 _SYSTEM_ROLES = ("system", "developer")
 # The day before it goes along: near midnight it is another one.
 _TIME = re.compile(
@@ -48,7 +50,7 @@ def without_billing_header(path: str, body: dict[str, Any]) -> dict[str, Any]:
     Returns:
         The same object, if it has none.
     """
-    name = {MESSAGES: "system", RESPONSES: "instructions"}.get(path, "messages")
+    name = _SYSTEM_FIELDS.get(path, "messages")
     given = body.get(name)
     if name != "messages":
         kept = _headerless(given)

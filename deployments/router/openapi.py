@@ -12,9 +12,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from conserve.apis import COUNT_TOKENS, TURN_PATHS
 from conserve.errors import ApiError
 from conserve.settings import Settings
-from deployments.messages import TURN_PATHS
 from deployments.router import interface
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
@@ -68,7 +68,7 @@ def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
     """
     schemas = copy.deepcopy(theirs.get("components", {}).get("schemas", {}))
     paths = copy.deepcopy(interface.PATHS)
-    for path in TURN_PATHS:
+    for path in (*TURN_PATHS, COUNT_TOKENS):
         body = copy.deepcopy(theirs["paths"][path]["post"]["requestBody"])
         paths[path]["post"]["requestBody"] = body
         _complete(schemas[_request_name(body)], path, model_id)
@@ -102,12 +102,16 @@ def _request_name(body: dict[str, Any]) -> str:
 def _complete(schema: dict[str, Any], path: str, model_id: str) -> None:
     """Say in vLLM's schema of a request what this router takes, sets and drops."""
     properties = schema["properties"]
-    properties |= interface.BODY_FIELDS
+    if path in TURN_PATHS:
+        properties |= interface.BODY_FIELDS
+    properties |= interface.CHANGED.get(path, {})
     properties["model"] = {"type": "string", "enum": [model_id]}
-    for name, why in interface.DROPPED.items():
+    dropped = interface.DROPPED.items() if path in TURN_PATHS else ()
+    for name, why in dropped:
         properties[name] = {"description": f"Dropped. {why}", "deprecated": True}
     needed = interface.NEEDED[path]
-    schema["required"] = sorted({*schema.get("required", ()), *needed})
+    # The router names the model where the client does not.
+    schema["required"] = sorted({*schema.get("required", ()), *needed} - {"model"})
     for name, more in needed.items():
         properties[name] = {**_not_null(properties[name]), **more}
 

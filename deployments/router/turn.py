@@ -70,8 +70,8 @@ class Turn:
         self._table = table
         self._upstream = upstream
         self._router_id = router_id
-        record = StreamRecord() if continues and request.one_stream else None
-        self._answer = RelayedAnswer(request.chat, arrived_s, send, record)
+        record = StreamRecord(request.path) if continues and request.one_stream else None
+        self._answer = RelayedAnswer(request.path, arrived_s, send, record)
         self._continued = 0
         self._let_in = False
         # None until the table has said which conversation it is, if the request does not.

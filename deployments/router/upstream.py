@@ -3,7 +3,8 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import quote
 
 import aiohttp
 
@@ -77,6 +78,40 @@ class Upstream:
         answer = await self._json(url + "/v1/completions", asked)
         found = wire.cached_tokens(answer.get("kv_transfer_params"))
         return Prefilled(int(answer["usage"]["prompt_tokens"]), found.lmcache_tokens or 0)
+
+    async def stored(
+        self, method: Literal["GET", "DELETE"], url: str, response_id: str, tenant: str | None
+    ) -> bytes | None:
+        """What a decoder keeps of a response; deleted, nothing. None if it has no such response.
+
+        Args:
+            url: the decoder's URL.
+            tenant: whose response it is, where there are keys.
+
+        Raises:
+            ApiError: the decoder fails.
+            EngineUnreachable: it is gone, and what it has kept with it.
+        """
+        headers = {} if tenant is None else {wire.TENANT_HEADER: tenant}
+        path = wire.STORED_PREFIX + quote(response_id, safe="")
+        async with self._exchange(method, url + path, headers=headers) as response:
+            if response.status == 404:
+                return None
+            if response.status not in (200, 204):
+                raise await engine_error(response)
+            return await response.read()
+
+    async def ask(self, url: str, path: str, raw: bytes) -> bytes:
+        """The answer of an engine to what is no turn.
+
+        Raises:
+            ApiError: the engine refuses the request.
+            EngineUnreachable: try another engine.
+        """
+        async with self.post(url + path, raw, {"Content-Type": "application/json"}) as response:
+            if response.status != 200:
+                raise await engine_error(response)
+            return await response.read()
 
     async def described(self, url: str) -> dict[str, Any]:
         """An engine's own OpenAPI document, of the paths that turns take.

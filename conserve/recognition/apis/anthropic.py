@@ -98,7 +98,8 @@ def _converted(message: Any) -> list[Any]:
 
 def _tool_messages(block: Mapping[str, Any]) -> list[Message]:
     content = block.get("content")
-    items = [item for item in content if isinstance(item, Mapping)] if _is_list(content) else []
+    given = content if isinstance(content, _ARRAY) else None
+    items = [item for item in given or () if isinstance(item, Mapping)]
     texts = [
         {"type": "text", "text": item.get("text") or ""}
         for item in items
@@ -111,16 +112,12 @@ def _tool_messages(block: Mapping[str, Any]) -> list[Message]:
         if item.get("type") == "tool_reference"
     ]
     told = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-    found: list[Message] = [{**told, "content": texts if _is_list(content) else content or ""}]
+    found: list[Message] = [{**told, "content": content or "" if given is None else texts}]
     if images:
         found.append({"role": "user", "content": images})
     if tools:
         found.append({**told, "content": tools})
     return found
-
-
-def _is_list(content: Any) -> bool:
-    return isinstance(content, _ARRAY)
 
 
 def _image(source: Any) -> Message:

@@ -29,7 +29,7 @@ USER = {"role": "user", "content": "x-anthropic-billing-header: what is it?"}
         ),
         (
             CHAT,
-            {"messages": [{"role": "system", "content": [{"type": "text", "text": BILLING}]}, USER]},
+            {"messages": [{"role": "system", "content": [{"text": BILLING}]}, USER]},
             {"messages": [USER]},
         ),
     ],

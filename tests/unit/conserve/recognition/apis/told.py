@@ -158,7 +158,7 @@ def messages(told: Told, rng: random.Random) -> Json:
         ],
     }
     if told.system is not None:
-        billing = "x-anthropic-billing-header: cc_version=2.1; cch=%05x;" % rng.randrange(16**5)
+        billing = f"x-anthropic-billing-header: cch={rng.randrange(16**5):05x};"
         blocks = [{"type": "text", "text": text} for text in (billing, told.system)]
         body["system"] = told.system if rng.random() < 0.5 else blocks
     return body
