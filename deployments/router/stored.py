@@ -158,8 +158,8 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _with_history(body: dict[str, Any], found: wire.StoredResponse) -> bytes:
-    before = json.loads(found.request).get("input")
-    output = json.loads(found.response)["output"]
+    before = json.loads(bytes(found.request)).get("input")
+    output = json.loads(bytes(found.response))["output"]
     whole = {name: value for name, value in body.items() if name != _PREVIOUS}
     whole["input"] = [*_items(before), *output, *_items(body.get("input"))]
     return json.dumps(whole).encode()

@@ -83,9 +83,11 @@ class StreamRecord:
         if self._skip:
             self._skip -= 1
             return b""
-        if self._created is None:
+        if not self._passed:
             self._read_first(event)
-        elif self._passed and event.startswith((b"data: {", *self._form.ends)):
+        elif self._created is not None and event.startswith(
+            (b"data: {", *self._form.opens, *self._form.ends)
+        ):
             # It is one answer to the client, whenever the engine that goes on has begun.
             event = _CREATED.sub(self._created, event, count=1)
         if note:
