@@ -10,6 +10,7 @@ from conserve.apis import COUNT_TOKENS
 from conserve.errors import ApiError
 from conserve.recognition.volatile import without_billing_header
 from conserve.settings import Settings
+from deployments.router.reading import understood
 from deployments.router.request import changed_body, checked_body, read_body
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
@@ -36,11 +37,7 @@ class TokenCount:
         raw = await read_body(Headers(scope=request.scope), request.receive, self._settings)
         if raw is None:
             return Response(status_code=400)  # The client has left; nobody reads this.
-        body = checked_body(raw, COUNT_TOKENS, self._settings)
-        own = {"model": self._settings.model_id, **body}
-        if "billing_header" in self._settings.volatile_text:
-            own = without_billing_header(COUNT_TOKENS, own)
-        raw = changed_body(raw, body, own)
+        raw = await understood(len(raw), self._own, raw)
         engines = await self._table.call("engines")
         # Those that prefill have no stream to hold up.
         random.shuffle(engines)
@@ -53,3 +50,11 @@ class TokenCount:
         raise ApiError(
             503, "no engine is ready to count; try again shortly", "unavailable", retry_after_s=5
         )
+
+    def _own(self, raw: bytes) -> bytes:
+        """A body as engines get it."""
+        body = checked_body(raw, COUNT_TOKENS, self._settings)
+        own = {**body, "model": self._settings.model_id}
+        if "billing_header" in self._settings.volatile_text:
+            own = without_billing_header(COUNT_TOKENS, own)
+        return changed_body(raw, body, own)

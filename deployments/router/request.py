@@ -5,7 +5,6 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +21,11 @@ from conserve.recognition.volatile import without_billing_header
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of
+from deployments.router.reading import understood
 from deployments.router.salt import own_media, salted, with_member
 from deployments.router.stored import StoredResponses
 
 _BODY_TIMEOUT_S = 120.0
-# What is longer is understood in a thread, one at a time: everybody's tokens pass through this one.
-_SMALL_BYTES = 16 * 1024
-_READER = ThreadPoolExecutor(1, "reader")
 # What is longer than this comes in no faster: 8 MiB in half a second.
 _UNPACED_BYTES = 256 * 1024
 _PACE_BYTES_S = 16 * 1024 * 1024
@@ -99,10 +96,7 @@ async def read_request(
     if scope["path"] == RESPONSES and stored is not None:
         caller = caller_of(scope)
         raw, goes_on = await stored.with_history(raw, None if caller is None else caller.tenant)
-    if len(raw) <= _SMALL_BYTES:
-        return _understood(scope, headers, raw, settings, goes_on)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_READER, _understood, scope, headers, raw, settings, goes_on)
+    return await understood(len(raw), _understood, scope, headers, raw, settings, goes_on)
 
 
 async def read_body(

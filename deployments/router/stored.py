@@ -16,6 +16,7 @@ from conserve import budget, wire
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from deployments.router.access import caller_of
+from deployments.router.reading import understood
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
 
@@ -49,8 +50,7 @@ class StoredResponses:
         if _PREVIOUS.encode() not in raw:
             return raw, None
         budget.check_raw(raw, chat=True)
-        # It may be long, and everybody's tokens pass through this thread.
-        body = await asyncio.to_thread(_parsed, raw)
+        body = await understood(len(raw), _parsed, raw)
         response_id = body.get(_PREVIOUS) if isinstance(body, dict) else None
         if response_id is None:
             return raw, None
@@ -65,7 +65,8 @@ class StoredResponses:
                 "previous_response_not_found",
                 param=_PREVIOUS,
             )
-        whole = await asyncio.to_thread(_with_history, body, found)
+        before = len(found.request) + len(found.response)
+        whole = await understood(before + len(raw), _with_history, body, found)
         if len(whole) > self._settings.max_body_bytes:
             raise ApiError(
                 413,

@@ -37,8 +37,8 @@ async def official(application: str) -> Any:
 
 async def ask(official: Any, messages: Any, stream: bool = False, **more: Any) -> Any:
     """A turn's message, and the headers that came with it."""
-    asked = {"model": MODEL, "max_tokens": 24, "temperature": 0, "messages": messages, **more}
-    raw = await official.create(**asked, stream=stream)
+    asked = {"model": MODEL, "max_tokens": 24, "messages": messages, **more}
+    raw = await official.create(**asked, stream=stream, extra_body={"temperature": 0})
     return raw.parse(), raw.headers
 
 
