@@ -6,6 +6,7 @@ would have been had its client sent the history: it is recognised, placed and se
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -20,7 +21,8 @@ from deployments.router.reading import understood
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
 
-_LONGEST_ID = 256
+# Those that routers give; no other can be one, and this may stand in a URL.
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _PREVIOUS = "previous_response_id"
 
 
@@ -117,7 +119,7 @@ class StoredResponses:
         return _STORED.decode(told[0]) if told else None
 
     async def _ask_decoders(self, method: Any, response_id: str, tenant: str | None) -> list[bytes]:
-        if len(response_id) > _LONGEST_ID:
+        if not _ID.fullmatch(response_id):
             return []
         engines = await self._table.call("engines")
         urls = [engine["url"] for engine in engines if engine["role"] == "decoder"]

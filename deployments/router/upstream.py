@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Literal
-from urllib.parse import quote
 
 import aiohttp
 
@@ -86,6 +85,7 @@ class Upstream:
 
         Args:
             url: the decoder's URL.
+            response_id: letters, digits, ``_`` and ``-``.
             tenant: whose response it is, where there are keys.
 
         Raises:
@@ -93,7 +93,7 @@ class Upstream:
             EngineUnreachable: it is gone, and what it has kept with it.
         """
         headers = {} if tenant is None else {wire.TENANT_HEADER: tenant}
-        path = wire.STORED_PREFIX + quote(response_id, safe="")
+        path = wire.STORED_PREFIX + response_id
         async with self._exchange(method, url + path, headers=headers) as response:
             if response.status == 404:
                 return None

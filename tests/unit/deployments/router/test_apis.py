@@ -151,7 +151,7 @@ def test_a_turn_that_names_a_response_has_its_history() -> None:
     named = {"x-conversation-id": "mine"}
     body = {"input": "b", "previous_response_id": "resp_1"}
     assert read(RESPONSES, body, stored, named).explicit_id == "mine"
-    for id_ in ("resp_2", "x" * 1000):
+    for id_ in ("resp_2", "x" * 1000, "", "../health", "..", "resp_1?", "resp_é"):
         with pytest.raises(ApiError) as error:
             read(RESPONSES, {**body, "previous_response_id": id_}, stored)
         assert error.value.status == 404
