@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from deployments.engine.response_store import ResponseKeeper, ResponseStore
-from deployments.router.answer import RelayedAnswer
+from deployments.router import answer
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.request import ClientRequest, read_request
 from deployments.router.stored import StoredResponses
@@ -339,7 +338,11 @@ def test_models_are_listed_in_the_shape_that_is_asked_for() -> None:
 
 
 class Answer:
-    """An engine's stream, its parts a moment apart."""
+    """An engine's stream, whose parts come a second apart.
+
+    Attributes:
+        now_s: the time, which begins with the request.
+    """
 
     status = 200
     content_type = "text/event-stream"
@@ -348,10 +351,14 @@ class Answer:
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = parts
         self.content = self
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
 
     async def iter_any(self) -> Any:
         for part in self._parts:
-            await asyncio.sleep(0.01)
+            self.now_s += 1
             yield part
 
 
@@ -372,14 +379,14 @@ CREATED = event("response.created", response={"tools": [{"type": "function"}]})
                 event("response.completed"),
             ],
             3,
-            3,
+            [1, 0.5, 0.5],
             True,
         ),
         (
             RESPONSES,
             [CREATED, event("response.output_item.added", item={"type": "function_call"})],
             2,
-            0,
+            [],
             False,
         ),
         (
@@ -391,7 +398,7 @@ CREATED = event("response.created", response={"tools": [{"type": "function"}]})
                 event("content_block_stop") + event("message_delta") + event("message_stop"),
             ],
             1,
-            1,
+            [2],
             True,
         ),
         (
@@ -399,31 +406,32 @@ CREATED = event("response.created", response={"tools": [{"type": "function"}]})
             [event("message_start"),
              event("content_block_start", content_block={"type": "tool_use"})],
             1,
-            0,
+            [],
             False,
         ),
     ],
 )  # fmt: skip
 def test_times_are_those_of_output(
-    path: str, parts: list[bytes], first: int, gaps: int, effective: bool
+    path: str,
+    parts: list[bytes],
+    first: int,
+    gaps: list[float],
+    effective: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent = []
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
 
-    async def relay() -> RelayedAnswer:
-        answer = RelayedAnswer(path, time.perf_counter(), send)
-        await answer.relay(Answer(parts), [])  # type: ignore[arg-type]
-        return answer
-
-    answer = asyncio.run(relay())
+    theirs = Answer(parts)
+    monkeypatch.setattr(answer, "time", theirs)
+    seen = answer.RelayedAnswer(path, 0.0, send)
+    asyncio.run(seen.relay(theirs, []))  # type: ignore[arg-type]
     assert b"".join(sent) == b"".join(parts)
-    assert answer.ttft_s is not None
-    assert answer.ttft_s >= 0.009 * first
-    assert answer.ttft_s < 0.01 * (len(parts) + 1) + 0.5
-    assert len(answer.tbt_s) == gaps
-    assert answer.effective is effective
+    assert seen.ttft_s == first
+    assert seen.tbt_s == gaps
+    assert seen.effective is effective
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES, "/v1/chat/completions"])
@@ -433,13 +441,13 @@ def test_a_stream_that_has_begun_ends_with_an_error_of_its_api(path: str) -> Non
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
 
-    answer = RelayedAnswer(path, 0.0, send)
+    relayed = answer.RelayedAnswer(path, 0.0, send)
     first = event("response.created")
 
     async def run() -> None:
-        await answer.relay(Answer([first]), [])  # type: ignore[arg-type]
+        await relayed.relay(Answer([first]), [])  # type: ignore[arg-type]
         sent.clear()
-        await answer.end_with(ApiError(503, "lost", "engine_lost"), [])
+        await relayed.end_with(ApiError(503, "lost", "engine_lost"), [])
 
     asyncio.run(run())
     data = json.loads(sent[0].partition(b"data: ")[2])
