@@ -55,7 +55,7 @@ test-autoscaler: $(INSTALLED) ## Have Ray's autoscaler start and end nodes for d
 test-cancelling: $(INSTALLED) ## Cancel up to 300 first turns at a time, at several moments (ten minutes)
 	@$(BIN)/python -m pytest tests/engines/cancelling $(ARGS)
 
-test-peers: $(INSTALLED) ## Start every peer of the benchmarks, and talk to it (six minutes)
+test-peers: $(INSTALLED) ## Start every peer of the benchmarks, and talk to it (minutes)
 	@$(BIN)/python -m pytest tests/engines/peers tests/engines/every_peer $(ARGS)
 
 test-chaos: $(INSTALLED) ## Kill processes under 64 conversations for 20 minutes (ARGS='--minutes 5 --seed 1')

@@ -2,7 +2,7 @@
 
 A request that is refused takes time of the threads and cores that everybody's tokens come from. One
 that took little is answered at once; of others the sender waits for several times as long, so that
-a client that sends nothing but the worst on a connection has a fifth of it looked at.
+of a connection on which nothing but the worst is sent, a third or less is looked at.
 """
 
 import asyncio

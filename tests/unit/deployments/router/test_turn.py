@@ -12,6 +12,7 @@ import pytest
 
 from conserve import identity, wire
 from conserve.conversation import TurnKey
+from conserve.errors import ApiError
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from conserve.wire import Emitted
@@ -461,6 +462,27 @@ def test_half_a_first_event_is_not_put_before_the_next_decoders() -> None:
     assert whole.startswith(b"data: {")
     assert wire.NOTE_MARK + b"[[" not in whole
     assert whole.count(b"data: ") == len(ANSWER) + 1
+
+
+@pytest.mark.parametrize("by_the_engine", [True, False])
+def test_a_refusal_is_held_back_by_what_it_took(
+    monkeypatch: pytest.MonkeyPatch, by_the_engine: bool
+) -> None:
+    class Refusing(Engines):
+        async def check(self, url: str, path: str, raw: bytes) -> list[list[int]]:
+            raise ApiError(400, "no such parameter")
+
+    held: list[float] = []
+
+    def wait_s(took_s: float) -> float:
+        held.append(took_s)
+        return 0.0
+
+    monkeypatch.setattr("deployments.router.patience.wait_s", wait_s)
+    body = PROMPT if by_the_engine else {**PROMPT, "model": 5}
+    start, _ = exchange(Table(), Refusing(die=set()), body)
+    assert start["status"] == 400
+    assert len(held) == 1
 
 
 def test_a_final_turn_ends_its_conversation_though_it_never_came_to_an_engine() -> None:
