@@ -26,6 +26,12 @@ ITEMS_A_PART = 3
 MOST_CHOICES = 128
 # Token ids of a completion's prompts, together.
 MOST_TOKEN_IDS = 131_072
+# Of text to be made tokens of, with the JSON around it: some 130,000 tokens, as in a prompt.
+MOST_TOKENIZE_BYTES = 512 * 1024
+# The same where each token's text is wanted beside it, which takes several times as long.
+MOST_TOKEN_STRS_BYTES = 64 * 1024
+# Of token ids to be made text of: as many as in a prompt, each with 15 digits and spaces at most.
+MOST_DETOKENIZE_BYTES = 2 * 1024 * 1024
 # Of which the engine makes a grammar before it answers anybody else, at some 2 ms a KiB.
 _GRAMMARS = ("response_format", "structured_outputs")
 MOST_GRAMMAR_CHARS = 32 * 1024
@@ -132,6 +138,52 @@ def check(body: Mapping[str, Any], chat: bool) -> None:
         )
 
 
+def check_tokenize(body: Mapping[str, Any], length: int) -> None:
+    """Refuse to have tokens made of what is too large in some respect.
+
+    Args:
+        body: parsed from JSON.
+        length: bytes of that JSON, at most `MOST_TOKENIZE_BYTES`.
+
+    Raises:
+        ApiError: 400; it names the limit and the field.
+    """
+    prompt, messages = body.get("prompt"), body.get("messages")
+    if prompt is None and messages is None:
+        raise ApiError(400, "send a prompt, which is a string, or messages", param="prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        raise ApiError(400, "prompt must be a string; send one at a time", param="prompt")
+    _check_values(body)
+    if messages is not None:
+        _check_messages(messages)
+    _check_entries("tools", body.get("tools"), _MOST_ENTRIES["tools"])
+    # The engine would make a truth value of "yes" and of 1.
+    if body.get("return_token_strs", False) not in (None, False) and length > MOST_TOKEN_STRS_BYTES:
+        raise ApiError(
+            400,
+            f"with return_token_strs a request may have {MOST_TOKEN_STRS_BYTES} bytes, and this "
+            f"one has {length}; send the text in parts, or ask for the tokens alone",
+            param="return_token_strs",
+        )
+
+
+def check_detokenize(body: Mapping[str, Any]) -> None:
+    """Refuse to have text made of what is no list of token ids, or too many.
+
+    Args:
+        body: parsed from JSON.
+
+    Raises:
+        ApiError: 400; it names the limit and the field.
+    """
+    tokens = body.get("tokens")
+    if not isinstance(tokens, list):
+        raise ApiError(400, "tokens must be a list of token ids", param="tokens")
+    _check_values({name: value for name, value in body.items() if name != "tokens"})
+    _check_count(len(tokens), "tokens")
+    _check_ids(tokens, "tokens")
+
+
 def _check_tool_grammars(body: Mapping[str, Any]) -> None:
     """Bound the tools of which one has to be called: the engine makes a grammar of them."""
     choice, tools = body.get("tool_choice"), body.get("tools")
@@ -232,24 +284,10 @@ def _check_prompt(prompt: Any) -> int:
     single = isinstance(prompt[0], int)
     lists = [prompt] if single else [one for one in prompt if isinstance(one, list)]
     ids = sum(map(len, lists))
-    if ids > MOST_TOKEN_IDS:
-        raise ApiError(
-            400,
-            f"prompt may hold {MOST_TOKEN_IDS} token ids, and this one holds {ids}; send text, or "
-            "several requests",
-            param="prompt",
-        )
+    _check_count(ids, "prompt")
     if single or len(lists) == len(prompt):
         for one in lists:
-            # A bool is an int to Python, and no token.
-            if set(map(type, one)) - {int} or (
-                one and not 0 <= min(one) <= max(one) <= _LARGEST_TOKEN_ID
-            ):
-                raise ApiError(
-                    400,
-                    f"token ids in prompt must be integers from 0 to {_LARGEST_TOKEN_ID}",
-                    param="prompt",
-                )
+            _check_ids(one, "prompt")
     elif not all(isinstance(one, str) for one in prompt):
         raise ApiError(
             400, "prompt must hold strings, or token ids, or lists of token ids", param="prompt"
@@ -264,3 +302,23 @@ def _check_prompt(prompt: Any) -> int:
             param="prompt",
         )
     return len(prompt)
+
+
+def _check_count(ids: int, name: str) -> None:
+    if ids > MOST_TOKEN_IDS:
+        raise ApiError(
+            400,
+            f"{name} may hold {MOST_TOKEN_IDS} token ids, and this one holds {ids}; send text, or "
+            "several requests",
+            param=name,
+        )
+
+
+def _check_ids(ids: list[Any], name: str) -> None:
+    # A bool is an int to Python, and no token.
+    if set(map(type, ids)) - {int} or (ids and not 0 <= min(ids) <= max(ids) <= _LARGEST_TOKEN_ID):
+        raise ApiError(
+            400,
+            f"token ids in {name} must be integers from 0 to {_LARGEST_TOKEN_ID}",
+            param=name,
+        )

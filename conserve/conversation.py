@@ -10,6 +10,8 @@ from typing import NamedTuple
 import msgspec
 
 from conserve import identity
+from conserve.histories.points import Points, mark, newest_mark
+from conserve.histories.sharing import Prefix
 from conserve.recognition import Digest
 
 
@@ -49,6 +51,7 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
 
 
 _PACKED = struct.Struct("<4I")
+_NO_TURN = bytes(_PACKED.size)
 
 
 class Conversation(msgspec.Struct, gc=False):
@@ -63,8 +66,8 @@ class Conversation(msgspec.Struct, gc=False):
         running: ids of the turns under way.
         moves: how often it was bound again because its decoder was lost.
         prefiller_id, prefill_tokens: the remote prefill under way, if any.
-        packed_last_turn: `last_turn`, as it is kept; empty before a turn has left anything.
-        tails: digests by which its next turn is recognised.
+        packed: `last_turn` and `points`, as they are kept: one small object, not several.
+        further_tails: of an answer with several choices, `tails` but for the first.
         finished: id of the latest turn known to have ended.
         promised: whether what it holds is a promise: no turn on this decoder has computed it yet.
         asked_s: when its first request came; None where that is not known, because the table was
@@ -72,6 +75,8 @@ class Conversation(msgspec.Struct, gc=False):
         ttfet_s: time from then to the first token of its first answer that was not a tool call.
         period: the period of the table in which to look next whether it is idle.
         energy_j: its share of what its engines' GPUs have used, estimated; 0 where none report.
+        root: the digest of its first prompt; None where that was no chat's.
+        base: in a table, what it begins with as others on its decoder do.
     """
 
     id: str
@@ -85,20 +90,58 @@ class Conversation(msgspec.Struct, gc=False):
     moves: int = 0
     prefiller_id: str | None = None
     prefill_tokens: int = 0
-    packed_last_turn: bytes = b""
-    tails: tuple[Digest, ...] = ()
+    packed: bytes = _NO_TURN
+    further_tails: tuple[bytes, ...] = ()
     finished: int = 0
     promised: bool = False
     asked_s: float | None = None
     ttfet_s: float | None = None
     period: int = 0
     energy_j: float = 0.0
+    root: Digest | None = None
+    base: Prefix | None = None
 
     @property
     def last_turn(self) -> TurnStats | None:
-        """What the engine reported of its latest turn."""
-        packed = self.packed_last_turn
-        return TurnStats(*_PACKED.unpack(packed)) if packed else None
+        """What the engine reported of its latest turn; None before one has left anything."""
+        return TurnStats(*_PACKED.unpack_from(self.packed)) if self.has_last_turn else None
+
+    @last_turn.setter
+    def last_turn(self, stats: TurnStats) -> None:
+        self.packed = stats.pack() + self.packed[_PACKED.size :]
+
+    @property
+    def has_last_turn(self) -> bool:
+        """Whether a turn has left anything."""
+        return not self.packed.startswith(_NO_TURN)
+
+    @property
+    def points(self) -> bytes:
+        """`Points.packed`: beginnings whose length is known, at which others may leave it."""
+        return self.packed[_PACKED.size :]
+
+    @points.setter
+    def points(self, packed: bytes) -> None:
+        self.packed = self.packed[: _PACKED.size] + packed
+
+    @property
+    def tails(self) -> tuple[bytes, ...]:
+        """The marks by which its next turn is recognised: the newest point's, and others'."""
+        newest = newest_mark(self.packed, _PACKED.size)
+        return (newest, *self.further_tails) if newest else ()
+
+    def set_tails(self, tails: tuple[Digest, ...], tokens: int) -> None:
+        """Note by what the next turn is recognised.
+
+        Args:
+            tails: of the answer's choices, of which there is at least one. The engine does not
+                tell their lengths apart; the first one's is a point.
+            tokens: the length, with the longest answer.
+        """
+        points = Points(self.points)
+        points.add(tails[0], tokens)
+        self.points = points.packed
+        self.further_tails = tuple(map(mark, tails[1:]))
 
     @property
     def newest_turn(self) -> TurnKey:
@@ -111,9 +154,9 @@ class Conversation(msgspec.Struct, gc=False):
 
     @property
     def can_go_on(self) -> bool:
-        """Whether its client can come back to it: by an id of its own, or by an answer it has."""
-        began = bool(self.running or self.turns or self.tails)
-        return began or not identity.is_generated(self.id)
+        """Whether its client can come back to it: by an answer it has, or its id alone."""
+        began = bool(self.running or self.turns)
+        return began or (self.root is None and not identity.is_generated(self.id))
 
     @property
     def phase(self) -> str:

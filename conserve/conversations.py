@@ -7,11 +7,15 @@ What each tenant has is counted at the same places.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+from conserve import identity
 from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.histories.groups import Groups
+from conserve.histories.kinship import Kinship, Opening
+from conserve.histories.points import mark
 from conserve.placement import Decoder, Placement, PlacementPolicy, Prefiller
-from conserve.recognition import Digest, TailIndex
+from conserve.recognition import Chain, Digest
 from conserve.tenants.usage import UsageBook
 
 # For the process that keeps a table: a conversation's objects lie anywhere in memory, and on pages
@@ -60,12 +64,17 @@ class ConversationTable:
         self._looks: defaultdict[int, list[str]] = defaultdict(list)
         self._listed = 0
         self._period_s = max(1.0, idle_timeout_s / 256)
-        self._tails = TailIndex()
+        self._groups = Groups()
+        self._kinship = Kinship(self._conversations.get, self._charge)
+        self._families = self._kinship.families
         self.decoders: dict[str, Decoder] = {}
         self.prefillers: dict[str, Prefiller] = {}
         self._leaving: set[str] = set()
         self._evicting: set[str] = set()
         self.reasoning = 0
+        # Of prompts, what the account had of their beginnings, and what of it no engine had.
+        self.expected_cached_tokens = 0
+        self.missing_cached_tokens = 0
         self.usage = UsageBook()
 
     def __len__(self) -> int:
@@ -163,18 +172,16 @@ class ConversationTable:
         Returns:
             Ids of the conversations that lost their KV; their turns are over.
         """
-        if self.decoders.pop(decoder_id, None) is None:
+        if decoder_id not in self.decoders:
             return []
         self._leaving.discard(decoder_id)
         self._evicting.discard(decoder_id)
         unbound = []
         for conversation in self._conversations.values():
             if conversation.decoder_id == decoder_id:
-                usage = self.usage.of(conversation.id)
-                usage.held_tokens -= conversation.held_tokens
-                usage.turns -= len(conversation.running)
+                self._kinship.sharing.hold(conversation, 0)
+                self.usage.of(conversation.id).turns -= len(conversation.running)
                 conversation.decoder_id = None
-                conversation.held_tokens = 0
                 if conversation.running:
                     conversation.finished = max(conversation.finished, *conversation.running)
                     conversation.running = ()
@@ -182,17 +189,44 @@ class ConversationTable:
                     # It may have been spared for its turn.
                     self._look_at(conversation, conversation.last_used_s + self._idle_timeout_s)
                 unbound.append(conversation.id)
+        del self.decoders[decoder_id]
         return unbound
 
     # --- turns -------------------------------------------------------------------------------
 
-    def recognise(self, candidates: Sequence[Digest]) -> str | None:
-        """The conversation that a turn without an id continues, or None.
+    def recognise(self, chain: Chain, conversation_id: str | None = None) -> str | None:
+        """The history that a turn continues, or None: it begins another. See `Families`.
 
         Args:
-            candidates: `conserve.recognition.candidate_digests` of the turn's messages.
+            chain: of the turn's messages.
+            conversation_id: as the client has stated it, scoped to its tenant.
         """
-        return self._tails.match(candidates, self._is_running)
+        if conversation_id is not None and identity.is_generated(conversation_id):
+            # Its client states the id that it was given: no twin will do.
+            marks = {mark(end) for end in chain.ends}
+            for one in self.histories(conversation_id):
+                if one.root == chain.root and not one.running and marks.intersection(one.tails):
+                    return one.id
+            return None
+        return self._families.match(chain, conversation_id)
+
+    def histories(self, conversation_id: str) -> list[Conversation]:
+        """A conversation's live histories, the oldest first."""
+        ids = self._groups.of(conversation_id, self._conversations)
+        return [self._conversations[id] for id in ids]
+
+    def lives(self, history_id: str) -> bool:
+        """Whether its conversation has a live history, this one or another."""
+        return self._groups.lives(history_id, self._conversations)
+
+    def has_several(self, history_id: str) -> bool:
+        """Whether its conversation has, or has had, other histories than the first."""
+        return self._groups.has_further(identity.conversation_of(history_id))
+
+    @property
+    def conversations(self) -> int:
+        """How many conversations the live histories are of."""
+        return len(self._conversations) - self._groups.beyond_one(self._conversations)
 
     def bind(
         self,
@@ -200,12 +234,16 @@ class ConversationTable:
         turn1_tokens: int,
         now_s: float,
         arrived_s: float | None = None,
+        opening: Opening | None = None,
     ) -> Placement | None:
-        """Start a turn of a conversation that is new, or whose decoder was lost.
+        """Start a turn of a history that is new, or whose decoder was lost.
 
         Args:
-            turn1_tokens: the prompt's length; it counts as held from now on.
+            conversation_id: the history's.
+            turn1_tokens: the prompt's length; it counts as held from now on, but for what others
+                on that decoder begin with.
             arrived_s: when its first request came, if that was before now.
+            opening: what is known of its prompt beside that.
 
         Returns:
             Where it goes, or None, with nothing changed, while no decoder has room.
@@ -216,16 +254,20 @@ class ConversationTable:
         known = self._conversations.get(conversation_id)
         if known is not None and known.decoder_id is not None:
             raise ValueError(f"conversation {conversation_id!r} is bound to {known.decoder_id}")
-        placement = self._policy.place(
-            turn1_tokens, self.accepting_decoders, self.accepting_prefillers
-        )
+        opening = opening or Opening()
+        decoders = self.accepting_decoders
+        shared = self._kinship.shared(opening, decoders, lambda: self._siblings(conversation_id))
+        placement = self._policy.place(turn1_tokens, decoders, self.accepting_prefillers, shared)
         if placement is None:
             return None
         if known is None:
             known = Conversation(conversation_id, self._next_id, now_s, now_s)
             known.asked_s = now_s if arrived_s is None else arrived_s
+            if opening.chain is not None:
+                known.root = opening.chain.root
+            if not self._groups.lives(known.id, self._conversations):
+                self.usage.of(known.id).began(now_s)
             self._join(known)
-            self.usage.of(known.id).began(now_s)
             self._look_at(known, now_s + self._idle_timeout_s)
         else:
             known.moves += 1
@@ -234,6 +276,7 @@ class ConversationTable:
         known.decoder_id = placement.decoder_id
         self.decoders[placement.decoder_id].conversations += 1
         self._hold(known, turn1_tokens)
+        self._kinship.opened(known, opening)
         known.promised = True
         if placement.prefiller_id is not None:
             self._join_prefiller(known, placement.prefiller_id, turn1_tokens)
@@ -298,12 +341,13 @@ class ConversationTable:
                 return False
             self._next_id = max(self._next_id, turn.turn_id + 1)
         conversation.turns += 1
+        self._compare(conversation, stats)
         if tails:
-            self._tails.discard(conversation.id, conversation.tails)
-            conversation.tails = tails
-            # This is the table's own id, not the caller's equal one: a million copies are 80 MB.
-            self._tails.add(conversation.id, tails)
+            held_tokens = stats.prompt_tokens + stats.output_tokens
+            self._families.set_tails(conversation, tails, held_tokens)
         self._finish_turn(conversation, turn.turn_id, stats, now_s)
+        if tails:
+            self._kinship.advanced(conversation)
         return True
 
     def abandon(
@@ -339,7 +383,7 @@ class ConversationTable:
             self._next_id = max(self._next_id, turn.turn_id + 1)
             self._finish_turn(conversation, turn.turn_id, stats, now_s)
         if not conversation.running:
-            if not conversation.packed_last_turn or not conversation.can_go_on:
+            if not conversation.has_last_turn or not conversation.can_go_on:
                 return self.release(turn.conversation_id)
             if conversation.promised:
                 # Nothing of it ever got to the decoder that it was to move to.
@@ -373,12 +417,13 @@ class ConversationTable:
         self._hold(conversation, 0)
         if conversation.decoder_id is not None:
             self.decoders[conversation.decoder_id].conversations -= 1
+        self._groups.discard(conversation.id)
         usage = self.usage.of(conversation_id)
-        usage.conversations -= 1
+        usage.conversations -= not self._groups.lives(conversation.id, self._conversations)
         usage.turns -= len(conversation.running)
         if conversation.running:
             self.reasoning -= 1
-        self._tails.discard(conversation.id, conversation.tails)
+        self._families.leave(conversation)
         return conversation
 
     def expire(self, now_s: float) -> list[Conversation]:
@@ -418,13 +463,36 @@ class ConversationTable:
             return None
         return conversation
 
-    def _is_running(self, conversation_id: str) -> bool:
-        return self._conversations[conversation_id].running != ()
+    def _siblings(self, history_id: str) -> list[Conversation]:
+        """The other histories of a conversation that was named."""
+        conversation_id = identity.conversation_of(history_id)
+        return [one for one in self.histories(conversation_id) if one.id != history_id]
+
+    def _compare(self, conversation: Conversation, stats: TurnStats) -> None:
+        """Compare what the account has of a history with what its engine had at a turn's begin."""
+        base = conversation.base
+        if not conversation.promised:
+            expected = conversation.held_tokens
+        else:
+            expected = 0 if base is None else base.tokens
+        found = stats.decoder_cached_tokens + stats.lmcache_tokens
+        self.expected_cached_tokens += expected
+        self.missing_cached_tokens += max(0, expected - found)
+        if conversation.promised and base is not None and found < base.tokens // 2:
+            # The engine had to compute it anew: whoever else began with it has lost it too.
+            self._kinship.evicted(conversation)
+
+    def _charge(self, conversation: Conversation, tokens: int) -> None:
+        assert conversation.decoder_id is not None
+        self.decoders[conversation.decoder_id].held_tokens += tokens
+        self.usage.of(conversation.id).held_tokens += tokens
 
     def _join(self, conversation: Conversation) -> None:
-        self._conversations[conversation.id] = conversation
         usage = self.usage.of(conversation.id)
-        usage.conversations += 1
+        usage.conversations += not self._groups.lives(conversation.id, self._conversations)
+        self._conversations[conversation.id] = conversation
+        self._groups.add(conversation.id)
+        self._families.join(conversation)
         usage.turns += len(conversation.running)
 
     def _start_turn(self, conversation: Conversation, now_s: float) -> None:
@@ -450,7 +518,7 @@ class ConversationTable:
         conversation.finished = max(conversation.finished, turn_id)
         if stats is not None:
             conversation.promised = False
-            conversation.packed_last_turn = stats.pack()
+            conversation.last_turn = stats
             self._hold(conversation, stats.prompt_tokens + stats.output_tokens)
         conversation.last_used_s = now_s
 
@@ -483,10 +551,7 @@ class ConversationTable:
 
     def _hold(self, conversation: Conversation, tokens: int) -> None:
         if conversation.decoder_id is not None:
-            decoder = self.decoders[conversation.decoder_id]
-            decoder.held_tokens += tokens - conversation.held_tokens
-            self.usage.of(conversation.id).held_tokens += tokens - conversation.held_tokens
-        conversation.held_tokens = tokens
+            self._kinship.sharing.hold(conversation, tokens)
 
     def _join_prefiller(self, conversation: Conversation, prefiller_id: str, tokens: int) -> None:
         conversation.prefiller_id = prefiller_id
@@ -511,7 +576,7 @@ class ConversationTable:
             held.moves = known.moves
             held.asked_s, held.ttfet_s = known.asked_s, known.ttfet_s
             held.energy_j = known.energy_j
-        else:
+        elif not self._groups.lives(held.id, self._conversations):
             self.usage.of(held.id).began(held.created_s)
         self._join(held)
         idle_at_s = held.last_used_s + self._idle_timeout_s
@@ -528,4 +593,4 @@ class ConversationTable:
         self._hold(held, tokens)
         if held.running:
             self.reasoning += 1
-        self._tails.add(held.id, held.tails)
+        self._kinship.advanced(held)

@@ -24,6 +24,8 @@ def engine_arguments(model: str, gpu: bool) -> dict[str, Any]:
             "dtype": "bfloat16",
             "distributed_executor_backend": "mp",
         }
+    # Answers say how much of the prompt was found in caches, and not computed.
+    arguments["enable_prompt_tokens_details"] = True
     if model == EMBEDDED_MODEL:
         arguments |= {
             "max_model_len": 16384,

@@ -22,12 +22,17 @@ class Holdings:
         """A copy of every record."""
         return [copy.copy(conversation) for conversation in self._held.values()]
 
-    def begin(self, turn: TurnKey) -> None:
-        """Note that a turn arrives."""
+    def begin(self, turn: TurnKey, root: Digest | None = None, points: bytes = b"") -> None:
+        """Note that a turn arrives.
+
+        Args:
+            root, points: of its history, if that begins here; see `Conversation`.
+        """
         held = self._held.get(turn.conversation_id)
         if held is None or held.incarnation != turn.incarnation:
             now_s = unix_s()
             held = Conversation(turn.conversation_id, turn.incarnation, now_s, now_s)
+            held.root, held.points = root, points
             self._held[turn.conversation_id] = held
             self._turn1_tokens.pop(turn.conversation_id, None)
         held.running += (turn.turn_id,)
@@ -50,13 +55,13 @@ class Holdings:
         held.last_used_s = unix_s()
         if stats is not None:
             held.held_tokens = stats.prompt_tokens + stats.output_tokens
-            held.packed_last_turn = stats.pack()
+            held.last_turn = stats
             self._turn1_tokens.setdefault(turn.conversation_id, stats.prompt_tokens)
         if completed:
             held.turns += 1
-            if tails:
-                held.tails = tails
-        if not held.packed_last_turn and not held.running:
+            if tails and stats is not None:
+                held.set_tails(tails, stats.prompt_tokens + stats.output_tokens)
+        if not held.has_last_turn and not held.running:
             self.drop(turn.conversation_id, turn.incarnation)
 
     def drop(self, conversation_id: str, incarnation: int) -> None:

@@ -1,32 +1,132 @@
 """Who is speaking: the conversation id that a request states, in its headers or its body.
 
-Agents and routers name the same thing differently; the two tables below list every name that is
-understood, in order of precedence. A request without any of them is recognised by its messages
-instead (see ``conserve.recognition``).
+Agents and routers name the same thing differently; `SOURCES` lists every name that is understood,
+in order of precedence, with who sends it. A request without any of them is recognised by its
+messages instead (see ``conserve.recognition``). An id says which conversation a turn belongs to and
+nothing of what was said in it: turns of one id that do not continue each other are told apart by
+their messages, so a name that many share does no harm but that they are listed and ended together.
+
+An agent within a conversation (`AGENT_HEADERS`) is a conversation of its own, which its clients
+address as ``conversation/agent``.
 """
 
+import hashlib
+import json
 import re
 import secrets
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
-
-# In order: the first that is present and not empty is the id. Headers come before body fields
-# because a proxy can set them without touching the body.
-HEADERS = (
-    "X-Conversation-Id",
-    "x-session-id",
-    "session-id",
-    "X-Dynamo-Session-ID",
-    "x-claude-code-session-id",
-    "X-SMG-Routing-Key",
-)
-BODY_FIELDS = ("conversation_id", "program_id", "session_id", "job_id")
-
-FINAL_HEADER = "x-dynamo-session-final"
 
 # Long enough for several UUIDs joined together, short enough for a header, a URL and a log line.
 MAX_ID_CHARS = 256
+
+FINAL_HEADER = "x-dynamo-session-final"
+
+_CLAUDE_AGENT_HEADER = "x-claude-code-agent-id"
+_SESSION_HEADER = "session-id"
+_THREAD_HEADER = "thread-id"
+_AGENTIC_CONTEXT = "agentic_context"
+
+# A longer JSON text in a field is not read; the one that AgentInfer defines has at most this.
+_MOST_JSON_CHARS = 16 * 1024
+
+_Read = Callable[[Any], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A name by which clients state which conversation a request belongs to.
+
+    Attributes:
+        name: the header, or the body's field; of a field within another, both with a dot between.
+        sender: who sends it, and what it is to them.
+        in_body: whether it is a field of the body.
+        strict: whether a value that cannot be an id is refused. It is where the name is there to
+            be sent to a server like this one; elsewhere such a value is hashed, or, if it is no
+            string, ignored: its client may not have meant to name anything here.
+        read: finds the id in the field's value; None: the value is the id.
+    """
+
+    name: str
+    sender: str
+    in_body: bool = False
+    strict: bool = False
+    read: _Read | None = None
+
+
+def agentic_context(value: Any) -> dict[str, Any]:
+    """What an ``agentic_context`` says, which is an object or the JSON of one; else it is empty."""
+    found = _json_object(value) if isinstance(value, str) else value
+    return found if isinstance(found, dict) else {}
+
+
+def _context_id(value: Any) -> str | None:
+    context = agentic_context(value)
+    program, session, agent = (
+        _text(context.get(name)) for name in ("program_id", "session_id", "agent_id")
+    )
+    if program is not None:
+        return program
+    session = session or _text(context.get("task_id"))
+    # "lead" is whoever has the session to itself.
+    if session is None or agent in (None, "lead"):
+        return session
+    return within(_usable(session), agent)
+
+
+def _claude_session(value: Any) -> str | None:
+    """The session within Claude Code's ``user_id``; another user's id names no conversation."""
+    if not isinstance(value, str):
+        return None
+    found = _json_object(value)
+    if found is not None:
+        return _text(found.get("session_id"))
+    user, mark, session = value.rpartition("_session_")
+    if not mark or not user.startswith("user_") or "_account_" not in user:
+        return None
+    return session
+
+
+# In order: the first that has an id is taken. What named a conversation in the first version comes
+# first, so that the names that were added since change no request's; what is shared by many comes
+# last. Headers come before fields because a proxy can set them without touching the body.
+SOURCES = (
+    Source("X-Conversation-Id", "ConServe's own", strict=True),
+    Source("x-session-id", "opencode, crush; what vLLM itself reads", strict=True),
+    Source(_SESSION_HEADER, "Codex: the session, with all its threads", strict=True),
+    Source("X-Dynamo-Session-ID", "clients of NVIDIA Dynamo", strict=True),
+    Source("x-claude-code-session-id", "Claude Code from 2.1.86 on", strict=True),
+    Source("X-SMG-Routing-Key", "clients of SGLang's gateway", strict=True),
+    Source("conversation_id", "ConServe's own", in_body=True, strict=True),
+    Source("program_id", "clients of ThunderAgent", in_body=True, strict=True),
+    Source("session_id", "clients of vLLM, SGLang and Ray Serve", in_body=True, strict=True),
+    Source("job_id", "clients of Continuum and MARS", in_body=True, strict=True),
+    Source("x-session-affinity", "opencode, crush"),
+    Source("x-opencode-session", "opencode and goose, to opencode's own gateway"),
+    Source("x-opencode-session-id", "opencode"),
+    Source("x-litellm-session-id", "clients of LiteLLM's proxy; OpenHands"),
+    Source("agent-session-id", "goose"),
+    Source("x-deepseek-harness-session-id", "DeepSeek's harness"),
+    Source(_THREAD_HEADER, "Codex: a thread of a session"),
+    Source("session_id", "Codex, older"),
+    Source(f"vllm_xargs.{_AGENTIC_CONTEXT}", "AgentInfer", in_body=True, read=_context_id),
+    Source("metadata.session_id", "clients of LiteLLM's proxy", in_body=True),
+    Source("metadata.user_id", "Claude Code: user and session", in_body=True, read=_claude_session),
+    Source("prompt_cache_key", "OpenAI's clients; may be a whole application's", in_body=True),
+)
+
+HEADERS = tuple(source.name for source in SOURCES if not source.in_body)
+
+# Those of our own, which an engine does not know: they are taken out of what it gets.
+BODY_FIELDS = tuple(source.name for source in SOURCES if source.in_body and source.strict)
+
+# Headers that say which agent within the conversation speaks, if any.
+AGENT_HEADERS = {
+    _CLAUDE_AGENT_HEADER: "Claude Code from 2.1.139 on: a sub-agent; the main one sends none",
+    _THREAD_HEADER: f"Codex: beside {_SESSION_HEADER}, where both differ",
+}
 
 _GENERATED = re.compile(r"conv-[0-9a-f]{24}")
 
@@ -37,8 +137,15 @@ _MAX_ECHO_CHARS = 40
 # Between a tenant and its client's own id, in an id as ConServe keeps it. It is not printable, so
 # no client's id holds it; and a header may.
 _SCOPE = "\t"
+# Between a conversation and the number of one of its histories, but for the first.
+_FURTHER = "\t\t"
 
-_HEADER_KEYS = tuple((name, name.lower()) for name in HEADERS)
+_WITHIN = "/"
+
+_KEYS = tuple(
+    (source, tuple(source.name.split(".") if source.in_body else [source.name.lower()]))
+    for source in SOURCES
+)
 
 _JSON_TYPES: dict[type, str] = {
     bool: "a boolean",
@@ -63,32 +170,72 @@ class InvalidConversationId(ValueError):
 def explicit_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
     """The conversation id that a request states, or None.
 
-    ``headers`` has lower-cased names. The first of ``HEADERS``, then of ``BODY_FIELDS``, that is
-    present and not empty wins; those after it are not looked at. Surrounding white space is no
-    part of an id. An id is at most ``MAX_ID_CHARS`` printable ASCII characters, and neither ``.``
-    nor ``..``, so that it can stand in response headers, URLs (percent-encoded by the client where
-    needed) and logs.
+    The first of `SOURCES` that has an id wins; those after it are not looked at. Surrounding white
+    space is no part of an id, and an empty value is none. An id is at most ``MAX_ID_CHARS``
+    printable ASCII characters, and neither ``.`` nor ``..``, so that it can stand in response
+    headers, URLs (percent-encoded by the client where needed) and logs. An agent within the
+    conversation is part of it, see `within`.
 
-    Raises InvalidConversationId when the winning value breaks that rule or is not a string.
+    Args:
+        headers: with lower-cased names.
+        body: parsed from JSON; any of it may be any JSON.
+
+    Raises:
+        InvalidConversationId: a strict source's value breaks that rule or is not a string.
     """
-    for source, key in _HEADER_KEYS:
-        value = headers.get(key)
-        if value is not None and (stripped := value.strip()):
-            return _checked(source, stripped)
-    for source in BODY_FIELDS:
-        value = body.get(source)
+    found = _stated(headers, body)
+    if found is None:
+        return None
+    agent = _agent(headers)
+    return found if agent is None else within(found, agent)
+
+
+def _stated(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
+    for source, (name, *inner) in _KEYS:
+        value = body.get(name) if source.in_body else headers.get(name)
+        for key in inner:
+            value = value.get(key) if isinstance(value, dict) else None
         if value is None:  # clients write null for an option that is not set
             continue
-        if not isinstance(value, str):
-            kind = _JSON_TYPES.get(type(value), type(value).__name__)
-            raise InvalidConversationId(
-                source,
-                f"must be a string of at most {MAX_ID_CHARS} characters, not {kind}; "
-                "send it in quotes or leave it out",
-            )
-        if stripped := value.strip():
-            return _checked(source, stripped)
+        if source.strict:
+            found = _required(source.name, value)
+        else:
+            text = _text(value) if source.read is None else source.read(value)
+            found = None if text is None else _usable(text.strip())
+        if found:
+            return found
     return None
+
+
+def _agent(headers: Mapping[str, str]) -> str | None:
+    agent = headers.get(_CLAUDE_AGENT_HEADER, "").strip()
+    if agent:
+        return agent
+    session = headers.get(_SESSION_HEADER, "").strip()
+    thread = headers.get(_THREAD_HEADER, "").strip()
+    # The main thread has the session's id; without a session a thread is what there is.
+    return thread if session and thread and thread != session else None
+
+
+def within(conversation_id: str, agent: str) -> str:
+    """The conversation of an agent within another one: ``conversation/agent``.
+
+    Two agents of one conversation have two, and so have agents of the same name in two.
+
+    Args:
+        conversation_id: at most ``MAX_ID_CHARS`` printable ASCII characters.
+        agent: any text. What is not fit for an id is hashed.
+
+    Returns:
+        Again an id. Where both together are too long for one, it ends in a hash.
+    """
+    # So that the last slash is the one between them.
+    own = _usable(agent).replace("%", "%25").replace(_WITHIN, "%2F")
+    whole = f"{conversation_id}{_WITHIN}{own}"
+    if len(whole) <= MAX_ID_CHARS:
+        return whole
+    hashed = _hashed(whole)
+    return conversation_id[: MAX_ID_CHARS - len(hashed) - 1] + _WITHIN + hashed
 
 
 def is_final(headers: Mapping[str, str]) -> bool:
@@ -100,11 +247,16 @@ def is_final(headers: Mapping[str, str]) -> bool:
 
 
 def without_identity(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``body`` without the fields that name a conversation.
+    """A copy of ``body`` without what names a conversation and an engine may refuse.
 
-    The engine does not know them, and an engine may refuse what it does not know.
+    That is the fields of our own, and an ``agentic_context`` that is an object: vLLM takes no
+    objects in ``vllm_xargs``. The others are the engine's as much as ours.
     """
-    return {name: value for name, value in body.items() if name not in BODY_FIELDS}
+    own = {name: value for name, value in body.items() if name not in BODY_FIELDS}
+    extra = own.get("vllm_xargs")
+    if isinstance(extra, dict) and isinstance(extra.get(_AGENTIC_CONTEXT, ""), dict | None):
+        own["vllm_xargs"] = {k: v for k, v in extra.items() if k != _AGENTIC_CONTEXT}
+    return own
 
 
 def new_id() -> str:
@@ -126,15 +278,38 @@ def scoped(tenant: str | None, conversation_id: str) -> str:
     return conversation_id if tenant is None else f"{tenant}{_SCOPE}{conversation_id}"
 
 
+def further(conversation_id: str, number: int) -> str:
+    """The id of one more history of a conversation whose first has the conversation's own."""
+    return f"{conversation_id}{_FURTHER}{number}"
+
+
+def conversation_of(history_id: str) -> str:
+    """The id, as it is kept, of the conversation that a history belongs to."""
+    return history_id.partition(_FURTHER)[0]
+
+
 def tenant_of(conversation_id: str) -> str | None:
-    """The tenant of an id as it is kept; None if it has none."""
-    tenant, scope, _ = conversation_id.partition(_SCOPE)
+    """The tenant of an id as it is kept, or of a history's; None if it has none."""
+    tenant, scope, _ = conversation_of(conversation_id).partition(_SCOPE)
     return tenant if scope else None
 
 
 def own_id(conversation_id: str) -> str:
-    """An id as its client knows it."""
-    return conversation_id.rpartition(_SCOPE)[2]
+    """An id, or that of a history's conversation, as its client knows it."""
+    return conversation_of(conversation_id).rpartition(_SCOPE)[2]
+
+
+def _required(source: str, value: Any) -> str | None:
+    """The id that a strict source states; None if it is empty."""
+    if not isinstance(value, str):
+        kind = _JSON_TYPES.get(type(value), type(value).__name__)
+        raise InvalidConversationId(
+            source,
+            f"must be a string of at most {MAX_ID_CHARS} characters, not {kind}; "
+            "send it in quotes or leave it out",
+        )
+    stripped = value.strip()
+    return _checked(source, stripped) if stripped else None
 
 
 def _checked(source: str, value: str) -> str:
@@ -162,6 +337,36 @@ def _checked(source: str, value: str) -> str:
         f"position {position + 1} of {_shown(value)}; send at most {MAX_ID_CHARS} printable "
         "ASCII characters",
     )
+
+
+def _is_id(value: str) -> bool:
+    fits = 0 < len(value) <= MAX_ID_CHARS and value not in (".", "..")
+    return fits and value.isascii() and value.isprintable()
+
+
+def _usable(value: str) -> str:
+    """An id that stands for a text: itself where it is fit for one; empty for an empty one."""
+    return value if not value or _is_id(value) else _hashed(value)
+
+
+def _hashed(value: str) -> str:
+    return "hashed-" + hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _text(value: Any) -> str | None:
+    """A text that is not empty."""
+    return (value.strip() or None) if isinstance(value, str) else None
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    """The object that a text is the JSON of; None if it is not, or is too long to look."""
+    if len(text) > _MOST_JSON_CHARS or not text.lstrip().startswith("{"):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _shown(value: str) -> str:

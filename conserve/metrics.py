@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from conserve.admission.waiting import WaitingLine
@@ -176,7 +176,7 @@ class _LiveState(Collector):
     def collect(self) -> Iterator[Metric]:
         table = self._table
         phases = GaugeMetricFamily(
-            "conserve_conversations", "Live conversations, by phase.", labels=["phase"]
+            "conserve_conversations", "Live histories of conversations, by phase.", labels=["phase"]
         )
         phases.add_metric(["reasoning"], table.reasoning)
         phases.add_metric(["acting"], len(table) - table.reasoning)
@@ -197,6 +197,16 @@ class _LiveState(Collector):
             capacity.add_metric([decoder.id], decoder.capacity_tokens)
             bound.add_metric([decoder.id], decoder.conversations)
         yield from (held, capacity, bound)
+        yield CounterMetricFamily(
+            "conserve_expected_cached_tokens",
+            "Tokens of prompts that decoders held by the account, as turns began.",
+            value=table.expected_cached_tokens,
+        )
+        yield CounterMetricFamily(
+            "conserve_missing_cached_tokens",
+            "Of those, tokens that the engine did not have: how far account and engine are apart.",
+            value=table.missing_cached_tokens,
+        )
         queued = GaugeMetricFamily(
             "conserve_prefiller_queued_tokens",
             "Tokens of prefills sent to a prefiller and not yet done.",

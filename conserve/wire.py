@@ -26,10 +26,16 @@ SILENCE_S = 15.0
 CONVERSATION_HEADER = "x-conserve-conversation"
 INCARNATION_HEADER = "x-conserve-incarnation"
 TURN_HEADER = "x-conserve-turn"
-# Set where the next turn may come without an id: the decoder then works out the digests.
+# Set where the next turn is recognised by its messages: the decoder then works out the digests.
 RECOGNISE_HEADER = "x-conserve-recognise"
+# Of a history that begins, where it has them: its root and its points, in hexadecimal digits.
+ROOT_HEADER = "x-conserve-root"
+POINTS_HEADER = "x-conserve-points"
 # Set where a prefiller has computed this later turn's prompt: LMCache holds more than turn 1's KV.
 PREFILLED_HEADER = "x-conserve-prefilled"
+# Set where a prefiller has computed the prompt just now: so many of its tokens it had found in
+# caches. What the decoder then finds beyond them has been computed for this turn.
+PREFILL_CACHED_HEADER = "x-conserve-prefill-cached"
 # Set where a stream may have to be continued elsewhere: the decoder then notes beside each event
 # which tokens it holds.
 NOTES_HEADER = "x-conserve-notes"

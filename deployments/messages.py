@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from conserve.conversation import Conversation, TurnKey
+from conserve.recognition import Digest
 from conserve.tenants.limits import Limits
 from conserve.wire import Role
 
@@ -12,6 +13,8 @@ HEAD_NODE = "node:__internal_head__"
 
 # Where a turn goes to, on a router as on an engine.
 TURN_PATHS = ("/v1/chat/completions", "/v1/completions")
+# What an engine answers as it stands.
+TOKEN_PATHS = ("/tokenize", "/detokenize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,9 @@ class TurnPlan:
     """Where a turn goes. ``prefiller_id`` is set where a remote prefill comes first.
 
     Attributes:
-        later: whether this decoder had a turn of the conversation before.
+        later: whether this decoder had a turn of the history before.
+        root: of a history that begins, the digest of its first prompt, where that is a chat's.
+        points: of the same, those of its beginnings whose length is known (`Points.packed`).
     """
 
     turn: TurnKey
@@ -101,21 +106,30 @@ class TurnPlan:
     prefiller_id: str | None = None
     prefiller_url: str | None = None
     later: bool = False
+    root: Digest | None = None
+    points: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What a prefiller did: the prompt's length, and how much of its KV it found in LMCache."""
+    """What a prefiller did: the prompt's length, and how much of its KV it found in LMCache.
+
+    Attributes:
+        cached_tokens: how much it found in LMCache and in its own cache; None if it does not say,
+            or there were several prompts.
+    """
 
     prompt_tokens: int
     lmcache_tokens: int
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """A turn whose conversation is bound nowhere: count its prompt, then ask for a place.
+    """A turn whose history is bound nowhere: count its prompt, then ask for a place.
 
     Attributes:
+        conversation_id: the history's.
         tokenizer_url: the HTTP server of an engine that can count.
         tokenizer_id: that engine's id.
         max_model_len: the longest that prompt plus output may be, in tokens.

@@ -34,8 +34,9 @@ from rich.table import Table
 
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable
+from conserve.histories.kinship import Opening
 from conserve.placement import ConversationPlacement
-from conserve.recognition import Digest
+from conserve.recognition import Chain, Digest
 
 TARGET_CYCLES_PER_S = 50_000
 TARGET_BYTES = 1_000
@@ -121,6 +122,9 @@ def measure(size: int, seconds: float) -> Sample:
     )
 
 
+_Newcomer = tuple[str, str, str, TurnStats, tuple[Digest, ...], Opening]
+
+
 class _Population:
     """The live conversations, kept in 8 bytes each: ids and digests follow from a number.
 
@@ -181,11 +185,12 @@ class _Population:
         return self._latency(turn, end)
 
     def recognise_latency(self, table: ConversationTable) -> float:
-        """Median seconds of ``recognise`` for a third turn: its first candidate is a tail."""
+        """Median seconds of ``recognise`` for a turn whose second end is a tail."""
+        size = 2 * self._next
 
         def turn(number: int) -> Callable[[], None]:
-            candidates = [_digest(number), _digest(-number - 1)]
-            return lambda: _consume(table.recognise(candidates))
+            chain = Chain(_digest(~number), None, [_digest(-number - size), _digest(number)])
+            return lambda: _consume(table.recognise(chain))
 
         return self._latency(turn, lambda number: None)
 
@@ -206,14 +211,14 @@ class _Population:
                 after(number)
         return statistics.median(seen)
 
-    def _replacement(self) -> "tuple[str, tuple[str, str, str, TurnStats, tuple[Digest, ...]]]":
+    def _replacement(self) -> tuple[str, "_Newcomer"]:
         slot = self._random.randrange(len(self._alive))
         victim = _conversation_id(self._alive[slot])
         self._alive[slot] = self._next
         self._next += 1
         return victim, self._newcomer(self._alive[slot])
 
-    def _newcomer(self, number: int) -> tuple[str, str, str, TurnStats, tuple[Digest, ...]]:
+    def _newcomer(self, number: int) -> "_Newcomer":
         # Three calls over the network bring the id three times.
         return (
             _conversation_id(number),
@@ -221,6 +226,7 @@ class _Population:
             _conversation_id(number),
             self._stats(),
             (_digest(number),),
+            Opening(Chain(_digest(~number), None, ())),
         )
 
     def _stats(self) -> TurnStats:
@@ -237,9 +243,10 @@ class _Population:
         id_at_advance: str,
         stats: TurnStats,
         tails: tuple[Digest, ...],
+        opening: Opening,
     ) -> None:
         self._clock_s += 1e-4
-        placement = table.bind(id_at_bind, stats.prompt_tokens, self._clock_s)
+        placement = table.bind(id_at_bind, stats.prompt_tokens, self._clock_s, None, opening)
         assert placement is not None
         conversation = table.get(id_at_bind)
         assert conversation is not None

@@ -100,15 +100,10 @@ def _check_cores(cores: tuple[int, ...], engines: int) -> None:
 
 
 def engine_arguments(options: Options) -> dict[str, Any]:
-    """vLLM's arguments for every engine of every peer: those that ConServe starts its own with.
-
-    ``enable_prompt_tokens_details`` is added, by which answers tell how many prompt tokens were
-    found in caches.
-    """
+    """vLLM's arguments for every engine of every peer: those that ConServe starts its own with."""
     return {
         **engines.engine_arguments(options.model, options.gpu),
         "enable_prefix_caching": True,
-        "enable_prompt_tokens_details": True,
         **options.engine,
     }
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from conserve.admission.waiting import Ticket, WaitingLine
 from conserve.conversation import Conversation, TurnKey
 from conserve.conversations import ConversationTable
+from conserve.histories.kinship import Opening
 from conserve.placement import Placement
 
 
@@ -66,12 +67,14 @@ class Admission:
         turn1_tokens: int,
         now_s: float,
         arrived_s: float | None = None,
+        opening: Opening | None = None,
     ) -> Admitted | Ticket:
         """Bind a conversation that is bound nowhere, or have it wait.
 
         Args:
             turn1_tokens: the prompt's length.
             arrived_s: when its first request came, if that was before now.
+            opening: what else is known of its prompt.
 
         Returns:
             Where it goes, or the last place in the line.
@@ -82,16 +85,16 @@ class Admission:
         """
         arrived_s = now_s if arrived_s is None else arrived_s
         if not self.line:
-            admitted = self._bind(conversation_id, turn1_tokens, now_s, arrived_s)
+            admitted = self._bind(conversation_id, turn1_tokens, now_s, arrived_s, opening)
             if admitted is not None:
                 return admitted
-        return self.line.join(conversation_id, turn1_tokens, now_s, arrived_s)
+        return self.line.join(conversation_id, turn1_tokens, now_s, arrived_s, opening)
 
     def admit(self, now_s: float) -> list[Admitted]:
         """Bind those for whom there is room by now, in their order; they have left the line."""
         admitted = []
         while (head := self.line.head()) is not None:
-            one = self._bind(head.key, head.tokens, now_s, head.arrived_s)
+            one = self._bind(head.key, head.tokens, now_s, head.arrived_s, head.opening)
             if one is None:
                 break
             self.line.leave(head.key)
@@ -103,13 +106,18 @@ class Admission:
         return self.line.leave(conversation_id)
 
     def _bind(
-        self, conversation_id: str, turn1_tokens: int, now_s: float, arrived_s: float
+        self,
+        conversation_id: str,
+        turn1_tokens: int,
+        now_s: float,
+        arrived_s: float,
+        opening: Opening | None,
     ) -> Admitted | None:
         known = self._table.begin(conversation_id, now_s)
         if known is not None and known.decoder_id is not None:
             where = Placement(known.decoder_id, None)
             return Admitted(known, known.newest_turn, turn1_tokens, where, newly_bound=False)
-        placement = self._table.bind(conversation_id, turn1_tokens, now_s, arrived_s)
+        placement = self._table.bind(conversation_id, turn1_tokens, now_s, arrived_s, opening)
         if placement is None:
             return None
         conversation = self._table.get(conversation_id)

@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from conserve.histories.kinship import Opening
+
 
 class QueueFull(Exception):
     """As many conversations wait already as may. ``retry_after_s`` is when to try again."""
@@ -28,6 +30,7 @@ class Ticket:
         tokens: its prompt's length.
         arrived_s: when its first request came; counting the prompt took the time since.
         deadline_s: when it has waited for as long as anybody may.
+        opening: what else is known of its prompt.
     """
 
     key: str
@@ -35,6 +38,7 @@ class Ticket:
     joined_s: float
     arrived_s: float
     deadline_s: float
+    opening: Opening | None = None
 
 
 class WaitingLine:
@@ -66,7 +70,14 @@ class WaitingLine:
         line = self._line.values()
         return sum(ticket.tokens for ticket in line if ticket.key.startswith(beginning))
 
-    def join(self, key: str, tokens: int, now_s: float, arrived_s: float | None = None) -> Ticket:
+    def join(
+        self,
+        key: str,
+        tokens: int,
+        now_s: float,
+        arrived_s: float | None = None,
+        opening: Opening | None = None,
+    ) -> Ticket:
         """Take the last place.
 
         Args:
@@ -80,9 +91,8 @@ class WaitingLine:
             raise ValueError(f"{key!r} waits already")
         if len(self._line) >= self._limit:
             raise QueueFull(self._limit, self.retry_after_s(now_s))
-        ticket = Ticket(
-            key, tokens, now_s, now_s if arrived_s is None else arrived_s, now_s + self._timeout_s
-        )
+        arrived_s = now_s if arrived_s is None else arrived_s
+        ticket = Ticket(key, tokens, now_s, arrived_s, now_s + self._timeout_s, opening)
         self._line[key] = ticket
         return ticket
 

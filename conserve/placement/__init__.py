@@ -9,11 +9,19 @@ from conserve.placement.collocated import CollocatedPlacement
 from conserve.placement.conversation import ConversationPlacement
 from conserve.placement.full_disaggregation import FullDisaggregationPlacement
 from conserve.placement.per_turn import PerTurnPlacement
-from conserve.placement.state import Decoder, Placement, PlacementPolicy, Prefiller
+from conserve.placement.state import (
+    NOTHING_SHARED,
+    Decoder,
+    Placement,
+    PlacementPolicy,
+    Prefiller,
+    Shared,
+)
 
 PolicyName = Literal["conversation", "collocated", "full_disaggregation", "per_turn"]
 
 __all__ = [
+    "NOTHING_SHARED",
     "CollocatedPlacement",
     "ConversationPlacement",
     "Decoder",
@@ -23,6 +31,7 @@ __all__ = [
     "PlacementPolicy",
     "PolicyName",
     "Prefiller",
+    "Shared",
     "make_policy",
 ]
 

@@ -3,7 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from conserve.placement.state import Decoder, Placement, Prefiller, emptiest_decoder
+from conserve.placement.state import (
+    NOTHING_SHARED,
+    Decoder,
+    Placement,
+    Prefiller,
+    Shared,
+    emptiest_decoder,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +28,13 @@ class CollocatedPlacement:
     """
 
     def place(
-        self, turn1_tokens: int, decoders: Iterable[Decoder], prefillers: Iterable[Prefiller]
+        self,
+        turn1_tokens: int,
+        decoders: Iterable[Decoder],
+        prefillers: Iterable[Prefiller],
+        shared: Shared = NOTHING_SHARED,
     ) -> Placement | None:
-        decoder = emptiest_decoder(turn1_tokens, decoders)
+        decoder = emptiest_decoder(turn1_tokens, decoders, shared)
         return None if decoder is None else Placement(decoder.id, None)
 
     def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:

@@ -4,9 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conserve.placement.state import (
+    NOTHING_SHARED,
     Decoder,
     Placement,
     Prefiller,
+    Shared,
     emptiest_decoder,
     shortest_queue,
 )
@@ -19,6 +21,9 @@ class ConversationPlacement:
     *Decoder*: the one with the lowest KV occupancy, in tokens held by live conversations,
     counting those promised and not yet arrived, against its capacity; among equals the one with
     fewer conversations.
+    *Warm starts*: a prompt that goes back into a history, or begins with the system part of its
+    own conversation's others, goes to the decoder that holds most of it, if that has room for the
+    rest, and is prefilled there: what is appended is no more than a later turn's.
     *Prefiller*: the one with the fewest tokens still to prefill, for the first turn. Every later
     turn's prefill runs on the decoder.
 
@@ -28,6 +33,10 @@ class ConversationPlacement:
     Settings:
         min_remote_prefill_tokens: a shorter first turn is prefilled by its decoder. 0 (the
             default, as in the paper): every first turn goes to a prefiller.
+        most_uneven: no prompt starts warm on a decoder whose occupancy is above the emptiest's by
+            more than this.
+        most_cold_share: a prompt of which a greater share is held nowhere does not start warm: its
+            prefill would stand beside the decoder's decodes.
 
     Example:
         >>> policy = ConversationPlacement()
@@ -37,11 +46,21 @@ class ConversationPlacement:
     """
 
     min_remote_prefill_tokens: int = 0
+    most_cold_share: float = 0.5
+    most_uneven: float = 0.25
 
     def place(
-        self, turn1_tokens: int, decoders: Iterable[Decoder], prefillers: Iterable[Prefiller]
+        self,
+        turn1_tokens: int,
+        decoders: Iterable[Decoder],
+        prefillers: Iterable[Prefiller],
+        shared: Shared = NOTHING_SHARED,
     ) -> Placement | None:
-        decoder = emptiest_decoder(turn1_tokens, decoders)
+        if shared.warm_on is not None:
+            decoders = tuple(decoders)
+            if self._starts_warm(turn1_tokens, decoders, shared):
+                return Placement(shared.warm_on, None)
+        decoder = emptiest_decoder(turn1_tokens, decoders, shared)
         if decoder is None:
             return None
         remote = turn1_tokens >= self.min_remote_prefill_tokens
@@ -49,3 +68,12 @@ class ConversationPlacement:
 
     def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
         return None
+
+    def _starts_warm(self, turn1_tokens: int, decoders: Iterable[Decoder], shared: Shared) -> bool:
+        holder = next((one for one in decoders if one.id == shared.warm_on), None)
+        if holder is None:
+            return False
+        if holder.occupancy > self.most_uneven + min(one.occupancy for one in decoders):
+            return False
+        cold_tokens = shared.beyond(turn1_tokens, holder.id)
+        return cold_tokens <= self.most_cold_share * turn1_tokens and holder.has_room(cold_tokens)

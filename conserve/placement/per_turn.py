@@ -4,9 +4,11 @@ import random
 from collections.abc import Iterable
 
 from conserve.placement.state import (
+    NOTHING_SHARED,
     Decoder,
     Placement,
     Prefiller,
+    Shared,
     emptiest_decoder,
     shortest_queue,
 )
@@ -36,9 +38,13 @@ class PerTurnPlacement:
         self._draws = random.Random(seed)
 
     def place(
-        self, turn1_tokens: int, decoders: Iterable[Decoder], prefillers: Iterable[Prefiller]
+        self,
+        turn1_tokens: int,
+        decoders: Iterable[Decoder],
+        prefillers: Iterable[Prefiller],
+        shared: Shared = NOTHING_SHARED,
     ) -> Placement | None:
-        decoder = emptiest_decoder(turn1_tokens, decoders)
+        decoder = emptiest_decoder(turn1_tokens, decoders, shared)
         return None if decoder is None else Placement(decoder.id, shortest_queue(prefillers))
 
     def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:

@@ -5,7 +5,7 @@ returns a decision. It knows neither Ray nor vLLM nor a clock, so the live syste
 and the tests run the same class, and a baseline is another class in the same seat.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,18 +48,44 @@ class Placement:
     prefiller_id: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What of a prompt decoders hold already, as the beginning of other histories.
+
+    Attributes:
+        tokens: by decoder; only those that hold any.
+        warm_on: the decoder that holds the history which the prompt goes back into, or its
+            conversation's others; None where it has nothing but a system part in common.
+    """
+
+    tokens: Mapping[str, int]
+    warm_on: str | None = None
+
+    def beyond(self, tokens: int, decoder_id: str) -> int:
+        """What of a prompt of so many tokens a decoder does not hold yet."""
+        return max(0, tokens - self.tokens.get(decoder_id, 0))
+
+
+NOTHING_SHARED = Shared({})
+
+
 class PlacementPolicy(Protocol):
     """The seat of a placement policy."""
 
     def place(
-        self, turn1_tokens: int, decoders: Iterable[Decoder], prefillers: Iterable[Prefiller]
+        self,
+        turn1_tokens: int,
+        decoders: Iterable[Decoder],
+        prefillers: Iterable[Prefiller],
+        shared: Shared = NOTHING_SHARED,
     ) -> Placement | None:
-        """Decide for a conversation that is bound to no decoder.
+        """Decide for a history that is bound to no decoder.
 
         Args:
             turn1_tokens: length of its prompt, in tokens of the served model.
             decoders: those alive; ties go to the one listed first.
             prefillers: those alive; may be empty.
+            shared: what of the prompt decoders hold already.
 
         Returns:
             The decision, or None while no decoder has room.
@@ -78,11 +104,13 @@ class PlacementPolicy(Protocol):
         ...
 
 
-def emptiest_decoder(turn1_tokens: int, decoders: Iterable[Decoder]) -> Decoder | None:
+def emptiest_decoder(
+    turn1_tokens: int, decoders: Iterable[Decoder], shared: Shared = NOTHING_SHARED
+) -> Decoder | None:
     """Of decoders with room, the one with the lowest occupancy; then with fewer conversations."""
     best: Decoder | None = None
     for decoder in decoders:
-        if not decoder.has_room(turn1_tokens):
+        if not decoder.has_room(shared.beyond(turn1_tokens, decoder.id)):
             continue
         if best is None or _emptiness(decoder) < _emptiness(best):
             best = decoder

@@ -1,16 +1,17 @@
-"""What an engine says of its own HTTP interface at `/openapi.json`: the paths that turns take."""
+"""What an engine says of its own HTTP interface at `/openapi.json`: what routers ask for."""
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from deployments.messages import TURN_PATHS
+from deployments.messages import TOKEN_PATHS, TURN_PATHS
 
 
 def describe(app: FastAPI) -> None:
     """Make the document now, before anybody waits for tokens of this engine.
 
     Made at its first request, as FastAPI would, and of all of vLLM's paths, it keeps the engine's
-    event loop for some 3 s, in which no stream gets a token; of those that turns take, for 0.2 s.
+    event loop for some 3 s, in which no stream gets a token; of those few, for 0.2 s.
     """
-    routes = [route for route in app.routes if getattr(route, "path", None) in TURN_PATHS]
+    asked = (*TURN_PATHS, *TOKEN_PATHS)
+    routes = [route for route in app.routes if getattr(route, "path", None) in asked]
     app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=routes)

@@ -38,6 +38,8 @@ _REPORT_PATIENCE_S = 5.0
 @dataclass(slots=True)
 class _Observation:
     turn1_tokens: int | None = None
+    # Where a prefiller has computed the prompt: what it had found of it.
+    prefill_cached_tokens: int | None = None
     started: int = 0
     finished: int = 0
     prompt_tokens: int = 0
@@ -67,6 +69,10 @@ class _Observation:
             self.finished += 1
 
     def put_out(self, output: Any) -> None:
+        # Clients are told what was not computed for this turn, by whichever engine.
+        most = self.prefill_cached_tokens
+        if most is not None and output.num_cached_tokens is not None:
+            output.num_cached_tokens = min(most, output.num_cached_tokens)
         if self.notes:
             self.unnoted += (
                 Emitted(choice.token_ids, choice.finish_reason, choice.stop_reason)
@@ -219,8 +225,12 @@ class TurnObserver:
                 else:
                     turn.beginning = await asyncio.to_thread(_beginning, body, tenant)
         turn.observation.notes = wire.NOTES_HEADER in headers
+        if wire.PREFILL_CACHED_HEADER in headers:
+            turn.observation.prefill_cached_tokens = int(headers[wire.PREFILL_CACHED_HEADER])
         turn.observation.engine_ends = self._engine_ends
-        self._holdings.begin(turn.key)
+        root = bytes.fromhex(headers.get(wire.ROOT_HEADER, ""))
+        points = bytes.fromhex(headers.get(wire.POINTS_HEADER, ""))
+        self._holdings.begin(turn.key, root or None, points)
         if wire.PREFILLED_HEADER not in headers:
             turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.key.conversation_id)
         _current.set(turn.observation)
@@ -308,10 +318,11 @@ class _Turn:
 
 def _beginning(body: bytes, tenant: str | None) -> recognition.Beginning | None:
     try:
-        messages = json.loads(body).get("messages")
+        asked = json.loads(body)
+        messages, tools = asked.get("messages"), asked.get("tools")
     except (ValueError, RecursionError, AttributeError):
         return None  # The engine refuses it.
-    return recognition.Beginning(messages, tenant) if isinstance(messages, list) else None
+    return recognition.Beginning(messages, tenant, tools) if isinstance(messages, list) else None
 
 
 async def _read_ahead(receive: Receive) -> bytes:

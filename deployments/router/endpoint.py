@@ -10,6 +10,7 @@ from deployments.messages import TurnTiming
 from deployments.router.access import caller_of
 from deployments.router.answer import refuse
 from deployments.router.patience import hold_back
+from deployments.router.prompt import SystemLengths
 from deployments.router.request import read_request
 from deployments.router.turn import Turn
 from deployments.router.upstream import Upstream
@@ -25,6 +26,7 @@ class TurnEndpoint:
         self._settings = settings
         self._table = table
         self._upstream = upstream
+        self._systems = SystemLengths(upstream)
         self._router_id = router_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,6 +50,7 @@ class TurnEndpoint:
             send,
             self._table,
             self._upstream,
+            self._systems,
             self._router_id,
             self._settings.continue_streams,
         )

@@ -21,6 +21,7 @@ from deployments.router.endpoint import TurnEndpoint
 from deployments.router.guard import Guard
 from deployments.router.openapi import Description
 from deployments.router.responses import TABLE_RESTARTING, error_response
+from deployments.router.tokens import TokensEndpoint
 from deployments.router.upstream import Upstream
 from deployments.table.table_client import TableClient, TableUnavailable
 
@@ -45,11 +46,14 @@ class FrontDoor:
         self._started = int(time.time())
         upstream = Upstream(settings.turn_timeout_s)
         turns = TurnEndpoint(settings, table, upstream, router_id)
+        tokens = TokensEndpoint(settings, table, upstream)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(
             routes=[
                 Route("/v1/chat/completions", turns, methods=post),
                 Route("/v1/completions", turns, methods=post),
+                Route("/tokenize", tokens.tokenize, methods=post),
+                Route("/detokenize", tokens.detokenize, methods=post),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{model:path}", self._model, methods=get),
                 Route("/v1/conversations", self._conversations, methods=get),

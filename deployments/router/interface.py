@@ -1,11 +1,11 @@
-"""The router's HTTP interface in OpenAPI's words: all of it but vLLM's fields in turns' bodies.
+"""The router's HTTP interface in OpenAPI's words: all of it but vLLM's fields in bodies.
 
 A new path of `frontdoor` gets its entry here.
 """
 
 from typing import Any
 
-from conserve import identity
+from conserve import budget, hints, identity
 
 Json = dict[str, Any]
 
@@ -112,10 +112,27 @@ HEADERS: Json = {
 # --- What a request may say beside its body -------------------------------------------------------
 
 _NAMES = (
-    f"The conversation's id. The first of {', '.join(identity.HEADERS)} that is not empty wins, "
-    f"then of the body's {', '.join(identity.BODY_FIELDS)}; without any of them the conversation "
-    "is recognised by its messages."
+    "The conversation's id. The first that is not empty wins, of "
+    + ", ".join(
+        f"the body's {source.name}" if source.in_body else source.name
+        for source in identity.SOURCES
+    )
+    + "; without any of them the conversation is recognised by its messages."
 )
+
+
+_WITHIN_A_DAY: Json = {**_SECONDS, "maximum": hints.MOST_S}
+# Hints, where another value is refused.
+_HINTS: Json = {
+    "priority": {
+        "type": "integer",
+        "minimum": -hints.MOST_PRIORITY - 1,
+        "maximum": hints.MOST_PRIORITY,
+    },
+    **dict.fromkeys(("deadline_s", "first_token_s", "expected_resume_s"), _WITHIN_A_DAY),
+    "last_step": {"type": "string", "enum": ["true", "false"]},
+    "expected_output_tokens": {**_COUNT, "maximum": hints.MOST_OUTPUT_TOKENS},
+}
 
 
 def _in_header(name: str, schema: Json, description: str) -> Json:
@@ -123,7 +140,25 @@ def _in_header(name: str, schema: Json, description: str) -> Json:
 
 
 PARAMETERS: Json = {
-    **{name: _in_header(name, _ID, _NAMES) for name in identity.HEADERS},
+    **{
+        source.name: _in_header(source.name, _ID if source.strict else _TEXT, _NAMES)
+        for source in identity.SOURCES
+        if not source.in_body
+    },
+    **{
+        name: _in_header(name, _TEXT, f"An agent within the conversation. {sender}.")
+        for name, sender in identity.AGENT_HEADERS.items()
+        if name not in identity.HEADERS
+    },
+    **{
+        hint.name: _in_header(
+            hint.name,
+            _HINTS[hint.meaning] if hint.must_be else _TEXT,
+            f"A hint, {hint.meaning}. {hint.source}'s name.",
+        )
+        for hint in hints.NAMES
+        if not hint.in_body and hint.name != identity.FINAL_HEADER
+    },
     "final": _in_header(
         identity.FINAL_HEADER, _TEXT, "`true`: it is the conversation's last turn, and ends it."
     ),
@@ -148,6 +183,10 @@ PARAMETERS: Json = {
 }
 
 
+# What a turn may say in headers.
+_TURN_PARAMETERS = [name for name, parameter in PARAMETERS.items() if parameter["in"] == "header"]
+
+
 def _parameters(*names: str) -> list[Json]:
     return [{"$ref": f"#/components/parameters/{name}"} for name in names]
 
@@ -156,17 +195,37 @@ def _parameters(*names: str) -> list[Json]:
 BODY_FIELDS: Json = {
     name: {**_or_null(_ID), "description": _NAMES} for name in identity.BODY_FIELDS
 }
+# Others' fields that may name the conversation or hold hints: any value passes, and vLLM's word of
+# them, where it has one, stands.
+READ_FIELDS: Json = {
+    name.split(".")[0]: {"description": "May name the conversation, or hold hints about it."}
+    for name in (
+        *(source.name for source in identity.SOURCES if source.in_body and not source.strict),
+        *(hint.name for hint in hints.NAMES if hint.in_body),
+    )
+}
 # Those that are vLLM's and that a client cannot set, and why.
 DROPPED = {"kv_transfer_params": "The router directs the handoff."}
 # Those without which a turn is refused, and what they must be.
 NEEDED: dict[str, dict[str, Json]] = {
     "/v1/chat/completions": {"messages": {"minItems": 1}},
     "/v1/completions": {"prompt": {}},
+    "/tokenize": {},
+    "/detokenize": {
+        "tokens": {
+            "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+            "maxItems": budget.MOST_TOKEN_IDS,
+        }
+    },
 }
 
 # --- What is answered -----------------------------------------------------------------------------
 
-_USAGE = _object(prompt_tokens=_COUNT, total_tokens=_COUNT)
+_USAGE = _object(
+    {"prompt_tokens_details": _or_null(_object({"cached_tokens": _or_null(_COUNT)}))},
+    prompt_tokens=_COUNT,
+    total_tokens=_COUNT,
+)
 
 
 def _completion(kind: str, choice: Json) -> Json:
@@ -186,6 +245,13 @@ SCHEMAS: Json = {
     ),
     "ChatCompletion": _completion("chat.completion", {"message": _object(role=_TEXT)}),
     "Completion": _completion("text_completion", {"text": _TEXT}),
+    "Tokens": _object(
+        {"token_strs": _or_null({"type": "array", "items": _TEXT})},
+        count=_COUNT,
+        max_model_len=_COUNT,
+        tokens={"type": "array", "items": _COUNT},
+    ),
+    "Text": _object(prompt=_TEXT),
     "Model": _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT),
     "Models": _list_of("Model"),
     "Turn": _object(
@@ -265,7 +331,7 @@ def _leads_to(operation: str, parameter: str) -> Json:
 
 
 def _turn(name: str, summary: str, answer: str) -> Json:
-    parameters = _parameters(*identity.HEADERS, "final", "request")
+    parameters = _parameters(*_TURN_PARAMETERS)
     served = {
         "description": "The answer; with `stream`, server-sent events, of which the last is "
         "`[DONE]`, or an error where the turn could not be ended.",
@@ -300,6 +366,15 @@ _RELEASE["requestBody"] = {
     "content": {"application/json": {"schema": _schema("Program")}},
 }
 
+
+def _tokens(name: str, summary: str, answer: str) -> Json:
+    answers = {
+        "200": _answer(_schema(answer)),
+        **_errors("404", "422", "429", "501", "504", *_BODY),
+    }
+    return {"post": _operation(name, summary, answers)}
+
+
 _HEALTH = _read("getHealth", "Whether a prefiller and a decoder can serve", _schema("Health"))
 _HEALTH["responses"]["503"] = _answer(
     {"anyOf": [_schema("Health"), _schema("Error")]}, "They cannot."
@@ -313,6 +388,10 @@ PATHS: Json = {
         "createChatCompletion", "A turn of a conversation", "ChatCompletion"
     ),
     "/v1/completions": _turn("createCompletion", "A bare completion", "Completion"),
+    "/tokenize": _tokens(
+        "tokenize", "Tokens of a text or of messages, as an engine has them", "Tokens"
+    ),
+    "/detokenize": _tokens("detokenize", "Text of tokens, as an engine has it", "Text"),
     "/v1/models": {"get": _read("listModels", "The model served", _schema("Models"))},
     "/v1/models/{model}": {
         "get": _read(

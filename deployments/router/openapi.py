@@ -1,7 +1,7 @@
 """`/openapi.json`: the router's HTTP interface, for people, for generators of clients, for fuzzers.
 
-The bodies of turns are described by the engines, in vLLM's own words; `interface` has all the rest,
-and `document` puts both together.
+The bodies that engines get are described by them, in vLLM's own words; `interface` has all the
+rest, and `document` puts both together.
 """
 
 import copy
@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from conserve.errors import ApiError
 from conserve.settings import Settings
-from deployments.messages import TURN_PATHS
+from deployments.messages import TOKEN_PATHS, TURN_PATHS
 from deployments.router import interface
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
@@ -68,10 +68,11 @@ def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
     """
     schemas = copy.deepcopy(theirs.get("components", {}).get("schemas", {}))
     paths = copy.deepcopy(interface.PATHS)
-    for path in TURN_PATHS:
+    for path in (*TURN_PATHS, *TOKEN_PATHS):
         body = copy.deepcopy(theirs["paths"][path]["post"]["requestBody"])
         paths[path]["post"]["requestBody"] = body
-        _complete(schemas[_request_name(body)], path, model_id)
+        for name in _references(body):
+            _complete(schemas[name], path, model_id)
     components = {
         "schemas": {**schemas, **interface.SCHEMAS},
         "responses": interface.RESPONSES,
@@ -94,18 +95,16 @@ def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
     }
 
 
-def _request_name(body: dict[str, Any]) -> str:
-    reference: str = body["content"]["application/json"]["schema"]["$ref"]
-    return reference.removeprefix(_SCHEMAS)
-
-
 def _complete(schema: dict[str, Any], path: str, model_id: str) -> None:
     """Say in vLLM's schema of a request what this router takes, sets and drops."""
     properties = schema["properties"]
-    properties |= interface.BODY_FIELDS
     properties["model"] = {"type": "string", "enum": [model_id]}
-    for name, why in interface.DROPPED.items():
-        properties[name] = {"description": f"Dropped. {why}", "deprecated": True}
+    if path in TURN_PATHS:
+        properties |= interface.BODY_FIELDS | {
+            name: field for name, field in interface.READ_FIELDS.items() if name not in properties
+        }
+        for name, why in interface.DROPPED.items():
+            properties[name] = {"description": f"Dropped. {why}", "deprecated": True}
     needed = interface.NEEDED[path]
     schema["required"] = sorted({*schema.get("required", ()), *needed})
     for name, more in needed.items():

@@ -1,10 +1,27 @@
 """A turn's prompt in tokens, by the model's own chat template and tokenizer."""
 
+import json
+from bisect import bisect_left
+from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
+from conserve.errors import ApiError
+from conserve.histories.kinship import LEAST_SYSTEM_TOKENS
+from conserve.recognition import Digest
 from deployments.router.request import ClientRequest
-from deployments.router.upstream import Upstream
+from deployments.router.upstream import EngineUnreachable, Upstream
+
+# Of the newest system parts, as many lengths are kept.
+_MOST_LENGTHS = 4096
+# Of longer requests it is not counted: nobody is to have a prompt counted twice to slow others.
+_MOST_BYTES = 256 * 1024
+# What of a chat stands before its messages, or decides how that is written.
+_BEFORE_MESSAGES = ("model", "tools", "tool_choice", "chat_template", "chat_template_kwargs")
+_LEADING = ("system", "developer")
+# Some templates refuse a chat without it.
+_ANYTHING = {"role": "user", "content": "."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +61,54 @@ async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> 
     lengths = [len(prompt) for prompt in prompts]
     whole = prompts[0] if len(prompts) == 1 else prompts
     return CountedPrompt(whole, sum(lengths), max(lengths))
+
+
+class SystemLengths:
+    """How long the system parts of chats are: their tools and leading system messages.
+
+    An engine counts each once: the tokens that the prompt has in common with one of the same system
+    part and another message.
+    """
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._lengths: OrderedDict[Digest, int] = OrderedDict()
+
+    async def length(self, request: ClientRequest, counted: CountedPrompt, url: str) -> int:
+        """The length of a turn's system part in tokens; 0 where it has none, or is not counted.
+
+        Args:
+            counted: its prompt.
+            url: of an engine that can count.
+        """
+        system = None if request.chain is None else request.chain.system
+        if system is None or counted.tokens < LEAST_SYSTEM_TOKENS or len(request.raw) > _MOST_BYTES:
+            return 0
+        known = self._lengths.get(system)
+        if known is None:
+            try:
+                known = await self._counted(request, counted.prompt, url)
+            except (ApiError, EngineUnreachable):
+                # It is for the account alone; the turn itself finds out what is wrong.
+                return 0
+            self._lengths[system] = known
+            if len(self._lengths) > _MOST_LENGTHS:
+                self._lengths.popitem(last=False)
+        self._lengths.move_to_end(system)
+        return known
+
+    async def _counted(self, request: ClientRequest, prompt: list[int], url: str) -> int:
+        body = request.body
+        leading = [*takewhile(lambda one: one.get("role") in _LEADING, body["messages"][:-1])]
+        other = {name: body[name] for name in _BEFORE_MESSAGES if name in body}
+        other["messages"] = [*leading, _ANYTHING]
+        raw = json.dumps(other).encode("utf-8", "surrogatepass")
+        (begun,) = await self._upstream.check(url, request.path, raw)
+        return _common_length(prompt, begun)
+
+
+def _common_length(one: list[int], other: list[int]) -> int:
+    """The length of the longest common beginning."""
+    return bisect_left(
+        range(1, min(len(one), len(other)) + 1), True, key=lambda n: one[:n] != other[:n]
+    )

@@ -3,24 +3,28 @@
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from conserve import budget, identity, recognition
 from conserve.errors import ApiError, unknown_model
+from conserve.hints import Hints, InvalidHint, hints
 from conserve.numbers import beyond_64_bits
-from conserve.recognition import Digest
+from conserve.recognition import Chain
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of
 from deployments.router.salt import own_media, salted
 
 CHAT = "/v1/chat/completions"
+
+Understood = TypeVar("Understood")
 
 _BODY_TIMEOUT_S = 120.0
 # What is longer is understood in a thread, one at a time: everybody's tokens pass through this one.
@@ -29,7 +33,7 @@ _READER = ThreadPoolExecutor(1, "reader")
 # What is longer than this comes in no faster: 8 MiB in half a second.
 _UNPACED_BYTES = 256 * 1024
 _PACE_BYTES_S = 16 * 1024 * 1024
-# The table gets so many digests to recognise a conversation by: those of the newest answers.
+# The table gets so many digests to recognise a history by: those of the newest answers.
 _MOST_CANDIDATES = 64
 _SPACE = re.compile(r"[ \t\n\r]*")
 # A client does not direct the handoff; the router does.
@@ -43,9 +47,10 @@ class ClientRequest:
     Attributes:
         raw: the body as engines get it; ``body`` is the same, parsed.
         explicit_id: the conversation's id, scoped to its tenant, if the request names it.
-        candidates: digests by which the conversation is recognised if not.
+        chain: digests by which its history is recognised; None for a completion.
         one_off: whether it is a completion without an id: a conversation of this one turn.
         final: whether the client says that it is the conversation's last turn.
+        hints: what its client says of it beside its messages.
         tenant: whose it is, where there are keys.
     """
 
@@ -53,10 +58,11 @@ class ClientRequest:
     raw: bytes
     body: dict[str, Any]
     explicit_id: str | None
-    candidates: list[Digest]
+    chain: Chain | None
     one_off: bool
     final: bool
     request_id: str | None
+    hints: Hints
     tenant: TurnTenant | None = None
 
     @property
@@ -84,34 +90,76 @@ async def read_request(scope: Scope, receive: Receive, settings: Settings) -> Cl
         ApiError: it is not one that can be served; the error says why.
     """
     headers = Headers(scope=scope)
+    raw = await read_body(headers, receive, settings.max_body_bytes)
+    if raw is None:
+        return None
+    return await understood(raw, partial(_understood, scope, headers, settings=settings))
+
+
+async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes | None:
+    """Read a body to its end; None if the client leaves while it sends.
+
+    Args:
+        limit: bytes that it may have.
+
+    Raises:
+        ApiError: 413, it is longer; 408, it is not whole in time.
+    """
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
-            raw = await _body(headers, receive, settings.max_body_bytes)
+            return await _body(headers, receive, limit)
     except TimeoutError:
         raise ApiError(
             408, f"the request was not whole after {_BODY_TIMEOUT_S:g} s", "timeout"
         ) from None
-    if raw is None:
-        return None
+
+
+async def understood(raw: bytes, understand: Callable[[bytes], Understood]) -> Understood:
+    """What a body is understood as: in a thread, where it is long.
+
+    Args:
+        understand: may raise ApiError.
+    """
     if len(raw) <= _SMALL_BYTES:
-        return _understood(scope, headers, raw, settings)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_READER, _understood, scope, headers, raw, settings)
+        return understand(raw)
+    return await asyncio.get_running_loop().run_in_executor(_READER, understand, raw)
+
+
+def read_json(raw: bytes, chat: bool) -> dict[str, Any]:
+    """Parse a body, unless it holds too much to be parsed.
+
+    Args:
+        chat: whether it is a chat, and may not hold token ids.
+
+    Raises:
+        ApiError: 400.
+    """
+    if json.detect_encoding(raw) not in ("utf-8", "utf-8-sig"):
+        raise ApiError(400, "the body must be JSON in UTF-8")
+    budget.check_raw(raw, chat)
+    return _parsed(raw)
+
+
+def named_model(body: Mapping[str, Any], settings: Settings) -> str:
+    """The model that a body asks for, which is the one that is served.
+
+    Raises:
+        ApiError: 400 or 404, it is another.
+    """
+    model = body.get("model", settings.model_id)
+    if not isinstance(model, str):
+        raise ApiError(400, "model must be a string", param="model")
+    if model != settings.model_id:
+        raise unknown_model(model, settings.model_id)
+    return model
 
 
 def _understood(scope: Scope, headers: Headers, raw: bytes, settings: Settings) -> ClientRequest:
     path, caller = scope["path"], caller_of(scope)
     tenant = None if caller is None else caller.tenant
     chat = path == CHAT
-    if json.detect_encoding(raw) not in ("utf-8", "utf-8-sig"):
-        raise ApiError(400, "the body must be JSON in UTF-8")
-    budget.check_raw(raw, chat)
-    body = _parsed(raw)
-    model = body.get("model", settings.model_id)
-    if not isinstance(model, str):
-        raise ApiError(400, "model must be a string", param="model")
-    if model != settings.model_id:
-        raise unknown_model(model, settings.model_id)
+    body = read_json(raw, chat)
+    model = named_model(body, settings)
     budget.check(body, chat)
     large = beyond_64_bits(body)
     if large is not None:
@@ -120,7 +168,11 @@ def _understood(scope: Scope, headers: Headers, raw: bytes, settings: Settings) 
         explicit_id = identity.explicit_id(headers, body)
     except identity.InvalidConversationId as error:
         raise ApiError(400, str(error), "invalid_conversation_id", param=error.source) from None
-    own = {**identity.without_identity(body)}
+    try:
+        said = hints(headers, body)
+    except InvalidHint as error:
+        raise ApiError(400, str(error), "invalid_hint", param=error.source) from None
+    own = identity.without_identity(body)
     for name in _NOT_FORWARDED:
         own.pop(name, None)
     # The other way into the engine's arguments.
@@ -140,14 +192,15 @@ def _understood(scope: Scope, headers: Headers, raw: bytes, settings: Settings) 
         raw=raw,
         body=own,
         explicit_id=None if stated_id is None else identity.scoped(tenant, stated_id),
-        candidates=(
-            recognition.candidate_digests(body["messages"], tenant)[:_MOST_CANDIDATES]
-            if chat and explicit_id is None
-            else []
+        chain=(
+            recognition.chain_of(own["messages"], own.get("tools"), tenant, _MOST_CANDIDATES)
+            if chat
+            else None
         ),
         one_off=explicit_id is None and not chat,
         final=identity.is_final(headers),
         request_id=_request_id(headers),
+        hints=said,
         tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
     )
 

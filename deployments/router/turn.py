@@ -10,6 +10,7 @@ from starlette.types import Receive, Send
 
 from conserve import identity, wire
 from conserve.errors import ApiError, context_length_exceeded
+from conserve.histories.kinship import Opening
 from deployments.messages import (
     Prefilled,
     Refusal,
@@ -26,7 +27,7 @@ from deployments.router.answer import (
     StreamBroken,
 )
 from deployments.router.patience import hold_back
-from deployments.router.prompt import CountedPrompt, count_prompt
+from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt
 from deployments.router.request import ClientRequest
 from deployments.router.responses import TABLE_RESTARTING
 from deployments.router.stream_record import StreamRecord
@@ -65,6 +66,7 @@ class Turn:
         send: Send,
         table: TableClient,
         upstream: Upstream,
+        systems: SystemLengths,
         router_id: str,
         continues: bool = True,
     ) -> None:
@@ -72,6 +74,7 @@ class Turn:
         self._arrived_s = arrived_s
         self._table = table
         self._upstream = upstream
+        self._systems = systems
         self._router_id = router_id
         record = StreamRecord() if continues and request.one_stream else None
         self._answer = RelayedAnswer(request.chat, arrived_s, send, record)
@@ -81,6 +84,8 @@ class Turn:
         self._conversation_id: str | None = None
         self._plan: TurnPlan | None = None
         self._at_decoder = False
+        # What the prefiller of the present plan did.
+        self._prefilled: Prefilled | None = None
         # Engines that were lost while they had this turn's prompt.
         self._lost: set[str] = set()
 
@@ -161,10 +166,11 @@ class Turn:
             await asyncio.sleep(_REPLACEMENT_POLL_S)
 
     async def _place_once(self) -> TurnPlan:
-        # On a further attempt the conversation is known, whether it was named or recognised.
-        known = self._request.explicit_id or self._conversation_id
-        candidates = self._request.candidates
-        answer = await self._claim("begin", known, candidates, self._limited)
+        self._prefilled = None
+        asked = self._request
+        # On a further attempt the history is known.
+        known = self._conversation_id
+        answer = await self._claim("begin", asked.explicit_id, asked.chain, self._limited, known)
         if isinstance(answer, TurnPlan):
             self._conversation_id = answer.turn.conversation_id
             if answer.prefiller_url is not None:
@@ -177,6 +183,7 @@ class Turn:
             counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
             if self._sent is None and counted.longest_tokens >= answer.max_model_len:
                 raise context_length_exceeded(counted.longest_tokens, answer.max_model_len)
+            system_tokens = await self._systems.length(asked, counted, answer.tokenizer_url)
         except BaseException:
             _forgo(self._table, answer)
             raise
@@ -189,6 +196,7 @@ class Turn:
                 waited_s,
                 answer.claim,
                 self._limited,
+                Opening(asked.chain, system_tokens),
             )
         except asyncio.CancelledError:
             # A refusal has settled it already; only who leaves is still in line.
@@ -249,6 +257,7 @@ class Turn:
                 engine = (plan.prefiller_id, plan.prefiller_url)
                 await self._report_if_lost(*engine, str(error), had_it)
         finally:
+            self._prefilled = done
             self._table.tell("prefilled", plan, done)
         self._require_another_try()
 
@@ -262,11 +271,15 @@ class Turn:
             wire.INCARNATION_HEADER: str(plan.turn.incarnation),
             wire.TURN_HEADER: str(plan.turn.turn_id),
         }
-        # Nobody is given a conversation that somebody has named.
-        if asked.chat and identity.is_generated(plan.turn.conversation_id):
+        if asked.chat:
             headers[wire.RECOGNISE_HEADER] = "1"
+        if plan.root is not None:
+            headers[wire.ROOT_HEADER] = plan.root.hex()
+            headers[wire.POINTS_HEADER] = plan.points.hex()
         if plan.later and plan.prefiller_id is not None:
             headers[wire.PREFILLED_HEADER] = "1"
+        if self._prefilled is not None and self._prefilled.cached_tokens is not None:
+            headers[wire.PREFILL_CACHED_HEADER] = str(self._prefilled.cached_tokens)
         if asked.request_id:
             headers["x-request-id"] = asked.request_id
         body, record = asked.raw, self._answer.record

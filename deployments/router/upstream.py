@@ -76,10 +76,28 @@ class Upstream:
         asked = {**body, "kv_transfer_params": wire.transfer_params()}
         answer = await self._json(url + "/v1/completions", asked)
         found = wire.cached_tokens(answer.get("kv_transfer_params"))
-        return Prefilled(int(answer["usage"]["prompt_tokens"]), found.lmcache_tokens or 0)
+        usage = answer["usage"]
+        return Prefilled(
+            int(usage["prompt_tokens"]), found.lmcache_tokens or 0, _cached(body["prompt"], usage)
+        )
+
+    async def answered(self, url: str, raw: bytes) -> bytes:
+        """An engine's answer to a request that is no turn, as JSON.
+
+        Args:
+            url: the engine's URL, with the path.
+
+        Raises:
+            ApiError: the engine refuses the request.
+            EngineUnreachable: try another engine.
+        """
+        async with self.post(url, raw, {"Content-Type": "application/json"}) as response:
+            if response.status != 200:
+                raise await engine_error(response)
+            return await response.read()
 
     async def described(self, url: str) -> dict[str, Any]:
-        """An engine's own OpenAPI document, of the paths that turns take.
+        """An engine's own OpenAPI document, of the paths that routers ask for.
 
         Raises:
             ApiError: it has none.
@@ -151,6 +169,14 @@ class Upstream:
                 read_bufsize=256 * 1024,
             )
         return self._session
+
+
+def _cached(prompt: Any, usage: dict[str, Any]) -> int | None:
+    details = usage.get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens")
+    # Of several prompts vLLM tells the last one's.
+    several = isinstance(prompt, list) and any(isinstance(one, list) for one in prompt)
+    return None if cached is None or several else int(cached)
 
 
 async def engine_error(response: aiohttp.ClientResponse) -> ApiError:

@@ -77,8 +77,12 @@ class TenantGate:
         if limits.conversations is None and limits.new_per_minute is None:
             return None
         unbound = self._unbound(tenant.name)
-        new = {one.conversation_id for one in unbound if one.conversation_id not in self._table}
-        if conversation_id in self._table or conversation_id in new:
+        new = {
+            identity.conversation_of(one.conversation_id)
+            for one in unbound
+            if not self._table.lives(one.conversation_id)
+        }
+        if self._table.lives(conversation_id) or identity.conversation_of(conversation_id) in new:
             return None
         if limits.conversations is not None and (
             usage.conversations + len(new) >= limits.conversations

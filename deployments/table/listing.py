@@ -38,25 +38,41 @@ async def list_recent(
     newest: list[tuple[float, int, Conversation]] = []
     # The count makes each entry unlike any other, so that no two conversations are compared.
     count = itertools.count(0, -1)
+    # Of a conversation with several histories, the one that was used last stands for it.
+    several: dict[str, Conversation] = {}
+
+    def take(history: Conversation) -> None:
+        entry = (history.last_used_s, next(count), history)
+        if len(newest) < limit:
+            heapq.heappush(newest, entry)
+        elif history.last_used_s > newest[0][0]:
+            heapq.heappushpop(newest, entry)
+
     for part in _slices(live, _LOOKED_AT):
         least_s = newest[0][0] if len(newest) == limit else float("-inf")
-        for conversation in part:
-            if conversation.last_used_s > least_s and conversation.id.startswith(beginning):
-                entry = (conversation.last_used_s, next(count), conversation)
-                if len(newest) < limit:
-                    heapq.heappush(newest, entry)
-                else:
-                    heapq.heappushpop(newest, entry)
+        for history in part:
+            if history.last_used_s > least_s and history.id.startswith(beginning):
+                if table.has_several(history.id):
+                    name = identity.conversation_of(history.id)
+                    other = several.setdefault(name, history)
+                    if history.last_used_s > other.last_used_s:
+                        several[name] = history
+                    continue
+                take(history)
+                if len(newest) == limit:
                     least_s = newest[0][0]
+        await asyncio.sleep(0)
+    for part in _slices(list(several.values()), _LOOKED_AT):
+        for history in part:
+            take(history)
         await asyncio.sleep(0)
     newest.sort(reverse=True)
     parts = []
     for shown in _slices(newest, _SHOWN):
-        parts += [
-            msgspec.json.encode(conversation_view(one, now_s))
-            for _, _, one in shown
-            if table.get(one.id) is one
-        ]
+        for _, _, one in shown:
+            histories = table.histories(identity.conversation_of(one.id))
+            if histories:
+                parts.append(msgspec.json.encode(conversation_view(histories, now_s)))
         await asyncio.sleep(0)
     return b"[" + b",".join(parts) + b"]"
 

@@ -24,7 +24,8 @@ from conserve.admission import Admission, Admitted, QueueFull
 from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
-from conserve.recognition import Digest
+from conserve.histories.kinship import Opening
+from conserve.recognition import Chain, Digest
 from conserve.settings import Settings
 from conserve.tenants.limits import Over
 from conserve.wire import BEAT_S, SILENCE_S
@@ -177,20 +178,21 @@ class TableService:
         self,
         router_id: str,
         explicit_id: str | None,
-        candidates: list[Digest],
+        chain: Chain | None,
         tenant: TurnTenant | None = None,
+        history_id: str | None = None,
     ) -> TurnPlan | Unplaced | Refusal:
-        """Start a turn; returns where its conversation is bound, or that it has to be placed.
+        """Start a turn; returns where its history is bound, or that it has to be placed.
 
         Args:
             explicit_id: the conversation's, scoped to the tenant, if the client has stated it.
+            chain: of its messages; None for a completion, which is recognised by its id alone.
             tenant: whose turn it is, where there are keys.
+            history_id: the history's, if this is not the turn's first attempt.
         """
         if refusal := await self._not_ready():
             return refusal
-        conversation_id = explicit_id or self._table.recognise(candidates)
-        if conversation_id is None:
-            conversation_id = identity.scoped(tenant.name if tenant else None, identity.new_id())
+        conversation_id = history_id or self._history_of(explicit_id, chain, tenant)
         if over := self._gate.turn_over(tenant):
             return self._over_limit(tenant, over)
         with self._gate.arriving(tenant):
@@ -211,6 +213,24 @@ class TableService:
             claim = self._pend(conversation_id, router_id).claim
         return Unplaced(conversation_id, counter.url, counter.id, counter.max_model_len, claim)
 
+    def _history_of(
+        self, explicit_id: str | None, chain: Chain | None, tenant: TurnTenant | None
+    ) -> str:
+        """The id of the history that a turn continues, or begins."""
+        found = self._table.recognise(chain, explicit_id) if chain else None
+        if found is not None and found not in self._pending:
+            return found
+        if explicit_id is None:
+            return identity.scoped(tenant.name if tenant else None, identity.new_id())
+        first = self._table.get(explicit_id)
+        if not chain:
+            # Completions are one history, beside those of chats.
+            chats = first is not None and first.root is not None
+            return identity.further(explicit_id, 0) if chats else explicit_id
+        if first is None and explicit_id not in self._pending:
+            return explicit_id
+        return identity.further(explicit_id, next(self._claims))
+
     async def _others_are_bound(self, conversation_id: str) -> None:
         """Return when no turn of the conversation is pending, or one has been for too long."""
         while (pending := self._pending.get(conversation_id)) is not None:
@@ -230,13 +250,16 @@ class TableService:
         waited_s: float = 0.0,
         claim: int | None = None,
         tenant: TurnTenant | None = None,
+        opening: Opening | None = None,
     ) -> TurnPlan | Refusal:
-        """Bind a conversation for which `begin` answered `Unplaced`; waits for room.
+        """Bind a history for which `begin` answered `Unplaced`; waits for room.
 
         Args:
+            conversation_id: the history's.
             waited_s: how long ago its first request came.
             claim: that answer's.
             tenant: as for `begin`.
+            opening: what is known of the prompt beside its length.
         """
         called_s = unix_s()
         pending = self._pending.get(conversation_id)
@@ -261,13 +284,13 @@ class TableService:
                 return self._plan(bound.newest_turn, bound, None, router_id, True)
             if over := self._gate.binding_over(tenant, turn1_tokens):
                 return self._over_limit(tenant, over)
-            admitted = await self._admitted(pending, turn1_tokens)
+            admitted = await self._admitted(pending, turn1_tokens, opening)
             conversation = self._table.get(conversation_id)
             while not pending.given_up and (
                 conversation is None or conversation.decoder_id is None
             ):
                 # Its decoder was lost between the binding and now.
-                admitted = await self._admitted(pending, turn1_tokens)
+                admitted = await self._admitted(pending, turn1_tokens, opening)
                 conversation = self._table.get(conversation_id)
         except QueueFull as full:
             self._accounts.metrics.refusals.labels("queue_full").inc()
@@ -338,14 +361,14 @@ class TableService:
         self._accounts.observed(timing)
 
     async def release(self, conversation_id: str, reason: str = "released") -> bool:
-        """End a conversation; False if it is unknown. Its id is scoped to its tenant."""
+        """End a conversation's histories; False if it is unknown. Its id is as it is kept."""
         await self._not_ready()
-        conversation = self._table.release(conversation_id)
-        if conversation is None:
-            return False
-        self._has_ended(conversation, reason)
+        found = self._table.histories(identity.conversation_of(conversation_id))
+        for history in found:
+            self._table.release(history.id)
+            self._has_ended(history, reason)
         self._admit()
-        return True
+        return bool(found)
 
     # --- what can be asked -------------------------------------------------------------------
 
@@ -370,8 +393,8 @@ class TableService:
     async def conversation(self, conversation_id: str) -> dict[str, Any] | None:
         """One conversation, for `GET /v1/conversations/{id}`; the id is scoped to its tenant."""
         await self._not_ready()
-        found = self._table.get(conversation_id)
-        return None if found is None else conversation_view(found, unix_s())
+        found = self._table.histories(conversation_id)
+        return conversation_view(found, unix_s()) if found else None
 
     async def conversations(self, limit: int, tenant: str | None = None) -> bytes:
         """The most recently used conversations, for `GET /v1/conversations`, as JSON.
@@ -381,7 +404,7 @@ class TableService:
         """
         await self._not_ready()
         table = self._table
-        total = len(table)
+        total = table.conversations
         if tenant is not None:
             usage = table.usage.tenants().get(tenant)
             total = 0 if usage is None else usage.conversations
@@ -430,6 +453,8 @@ class TableService:
             prefiller_id=prefiller.id if prefiller else None,
             prefiller_url=prefiller.url if prefiller else None,
             later=later,
+            root=None if later else conversation.root,
+            points=b"" if later else conversation.points,
         )
         self._routers_of[plan.turn] = router_id
         self._accounts.turn_begins(plan)
@@ -459,7 +484,9 @@ class TableService:
         self._accounts.over_limit(tenant.name, over)
         return refusals.over_limit(tenant.name, over)
 
-    async def _admitted(self, pending: PendingTurn, turn1_tokens: int) -> Admitted:
+    async def _admitted(
+        self, pending: PendingTurn, turn1_tokens: int, opening: Opening | None
+    ) -> Admitted:
         """Bind a conversation, now or when there is room.
 
         Raises:
@@ -468,7 +495,7 @@ class TableService:
             asyncio.CancelledError: it was given up meanwhile (`forgo`).
         """
         answer = self._admission.enter(
-            pending.conversation_id, turn1_tokens, unix_s(), pending.arrived_s
+            pending.conversation_id, turn1_tokens, unix_s(), pending.arrived_s, opening
         )
         if isinstance(answer, Admitted):
             self._accounts.bound(answer)

@@ -1,5 +1,6 @@
 """Conversations and engines as clients see them: ``GET /v1/conversations``, ``/v1/engines``."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -7,34 +8,60 @@ import msgspec
 from conserve import identity
 from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
+from conserve.histories.sharing import held_together
 from deployments.messages import EngineInfo
 
 
-def conversation_view(conversation: Conversation, now_s: float) -> dict[str, Any]:
+def conversation_view(histories: Sequence[Conversation], now_s: float) -> dict[str, Any]:
     """One live conversation, as JSON, with its tenant where there are keys.
 
     Args:
+        histories: its histories, at least one. What is of one alone (the decoder, the last turn) is
+            that of the most recently used.
         now_s: Unix time.
     """
-    last = conversation.last_turn
-    tenant = identity.tenant_of(conversation.id)
+    newest = max(histories, key=lambda one: one.last_used_s)
+    first = min(histories, key=lambda one: one.created_s)
+    tenant = identity.tenant_of(newest.id)
+    energy_j = sum(one.energy_j for one in histories)
     return {
-        "id": identity.own_id(conversation.id),
+        "id": identity.own_id(newest.id),
         "object": "conversation",
         **({} if tenant is None else {"tenant": tenant}),
-        "phase": conversation.phase,
-        "turns": conversation.turns,
-        "held_tokens": conversation.held_tokens,
-        "decoder": conversation.decoder_id,
-        "moves": conversation.moves,
-        "ttfet_s": None if conversation.ttfet_s is None else round(conversation.ttfet_s, 4),
-        "created": int(conversation.created_s),
-        "age_s": round(max(0.0, now_s - conversation.created_s), 3),
-        "last_used": int(conversation.last_used_s),
-        "idle_s": round(max(0.0, now_s - conversation.last_used_s), 3),
-        "last_turn": None if last is None else msgspec.structs.asdict(last),
-        "energy_estimate_j": round(conversation.energy_j, 3) if conversation.energy_j else None,
+        "phase": "reasoning" if any(one.running for one in histories) else "acting",
+        "turns": sum(one.turns for one in histories),
+        "held_tokens": held_together(histories),
+        "decoder": newest.decoder_id,
+        "moves": sum(one.moves for one in histories),
+        "ttfet_s": None if first.ttfet_s is None else round(first.ttfet_s, 4),
+        "created": int(first.created_s),
+        "age_s": round(max(0.0, now_s - first.created_s), 3),
+        "last_used": int(newest.last_used_s),
+        "idle_s": round(max(0.0, now_s - newest.last_used_s), 3),
+        "last_turn": _turn_view(newest),
+        "energy_estimate_j": round(energy_j, 3) if energy_j else None,
+        "histories": [_history_view(one, now_s) for one in histories],
     }
+
+
+def _history_view(history: Conversation, now_s: float) -> dict[str, Any]:
+    return {
+        "phase": history.phase,
+        "turns": history.turns,
+        "held_tokens": history.held_tokens,
+        # Of those, what it begins with as others on its decoder do.
+        "shared_tokens": 0 if history.base is None else history.base.tokens,
+        "decoder": history.decoder_id,
+        "moves": history.moves,
+        "age_s": round(max(0.0, now_s - history.created_s), 3),
+        "idle_s": round(max(0.0, now_s - history.last_used_s), 3),
+        "last_turn": _turn_view(history),
+    }
+
+
+def _turn_view(history: Conversation) -> dict[str, int] | None:
+    last = history.last_turn
+    return None if last is None else msgspec.structs.asdict(last)
 
 
 def engine_view(engine: EngineInfo, table: ConversationTable) -> dict[str, Any]:

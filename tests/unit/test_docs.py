@@ -7,9 +7,12 @@ import sys
 
 import yaml
 
+from conserve.hints import NAMES
+from conserve.identity import AGENT_HEADERS, SOURCES
 from conserve.settings import load
 from tests.checkout import ROOT
 
+IDS = (ROOT / "docs" / "ids.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
@@ -44,3 +47,30 @@ def test_every_command_of_make_exists() -> None:
     """A target that the README names is in the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z-]+)", README)) <= targets
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """Cells of a table of docs/ids.md, without its head."""
+    section = IDS.partition(f"\n{heading}\n")[2].split("\n#")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_every_name_of_an_id_is_in_the_docs_in_order() -> None:
+    rows = _rows("## Ids")
+    places = {False: "header", True: "body"}
+    assert [(name, place) for name, place, *_ in rows] == [
+        (source.name, places[source.in_body]) for source in SOURCES
+    ]
+    assert [last == "400" for *_, last in rows] == [source.strict for source in SOURCES]
+    assert [row[0] for row in _rows("### Agents within a conversation")] == [*AGENT_HEADERS]
+
+
+def test_every_name_of_a_hint_is_in_the_docs_in_order() -> None:
+    rows = _rows("## Hints")
+    places = {False: "header", True: "body"}
+    assert [(row[1], row[2]) for row in rows] == [
+        (name.name, places[name.in_body]) for name in NAMES
+    ]
+    meanings = [row[0].partition("`")[0] for row in rows if row[0]]
+    assert meanings == list(dict.fromkeys(name.meaning for name in NAMES))

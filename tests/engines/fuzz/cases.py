@@ -43,6 +43,12 @@ _PLAIN_PROMPTS: dict[str, dict[str, Any]] = {
     COMPLETION: {"prompt": {"enum": ["open the file", [5, 6, 7], ["a", "b"], [[5], [6, 7]]]}},
 }
 _HUGE = 2**63
+# What is no turn and takes a body.
+_OTHERS: dict[str, Any] = {
+    "POST /programs/release": {"program_id": "a"},
+    "POST /tokenize": {"prompt": "open the file"},
+    "POST /detokenize": {"tokens": [5, 6, 7]},
+}
 _NUMBERS = (0, 1, -1, -2, 20, 128, 2**31, _HUGE, -_HUGE, 10**30, 0.5, 1e308, True, None, "1")
 _DEEP: Any = json.loads("[" * 200 + "]" * 200)
 _NUMBERED = (
@@ -120,7 +126,14 @@ _HOSTILE: dict[str, tuple[Any, ...]] = {
     "session_id": ("", "a", "é", 7, "s" * 300),
     "kv_transfer_params": ({}, {"do_remote_decode": True}, {"lmcache.skip_save": 1}, 7),
     "ec_transfer_params": ({}, {"do_remote_decode": True}, {"a": _DEEP}),
-    "vllm_xargs": ({}, {"kv_transfer_params": "{}"}, {"a": [1, "b"]}, {"a": {}}, {"": ""}),
+    "vllm_xargs": (
+        *({}, {"kv_transfer_params": "{}"}, {"a": [1, "b"]}, {"a": {}}, {"": ""}),
+        *({"agentic_context": {"program_id": "p"}}, {"agentic_context": "{"}),
+        {"agentic_context": {"session_id": "s" * 300, "agent_id": _DEEP}},
+    ),
+    "metadata": ({}, {"user_id": "user__account__session_a"}, {"user_id": "{"}, {"session_id": 7}),
+    "prompt_cache_key": ("", "a", "é" * 300, 7, _DEEP),
+    "nvext": ({}, {"agent_hints": {"priority": _HUGE, "osl": -1}}, {"agent_hints": _DEEP}),
     "repetition_detection": (
         {},
         {"max_pattern_size": _HUGE, "min_count": 1},
@@ -187,7 +200,7 @@ def _turn(operation: APIOperation, body: Any, headers: dict[str, str]) -> Case:
 @st.composite
 def _raw(draw: st.DrawFn, operation: APIOperation) -> Case:
     """A body that is no JSON, or half of one, or said to be something else; see `raw_body`."""
-    whole = json.dumps(_PLAIN.get(operation.label, {"program_id": "a"})).encode()
+    whole = json.dumps({**_PLAIN, **_OTHERS}[operation.label]).encode()
     data = draw(
         st.one_of(
             st.binary(max_size=200),
@@ -243,7 +256,7 @@ def fuzzing(document: dict[str, Any], cases: int, seed: int) -> Iterator[Case]:
     whole = _operations(described(document))
     plain = _operations(described(_with_plain_prompts(document)))
     turns = [operation for operation in plain if operation.label in TURNS]
-    bodies = [*turns, *(o for o in plain if o.label == "POST /programs/release")]
+    bodies = [*turns, *(o for o in plain if o.label in _OTHERS)]
     kinds: list[tuple[int, st.SearchStrategy[Case]]] = [
         *((12, _grafted(operation)) for operation in turns),
         *((12, _hostile(operation)) for operation in turns),

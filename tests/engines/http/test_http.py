@@ -87,6 +87,74 @@ def test_tools_are_passed_through(official: openai.OpenAI) -> None:
     assert isinstance(json.loads(call.function.arguments)["on"], bool)
 
 
+async def test_tokens_are_those_of_the_prompt(application: str, client: httpx.AsyncClient) -> None:
+    """Of the same messages, and the text of them is what they were made of."""
+    asked = {"messages": HELLO, "max_tokens": 1}
+    usage = (await client.post(application + "/v1/chat/completions", json=asked)).json()["usage"]
+    made = (await client.post(application + "/tokenize", json={"messages": HELLO})).json()
+    assert made["count"] == len(made["tokens"]) == usage["prompt_tokens"]
+    text = {"tokens": made["tokens"]}
+    back = (await client.post(application + "/detokenize", json=text)).json()["prompt"]
+    assert "hello" in back
+    again = {"prompt": back, "add_special_tokens": False, "return_token_strs": True}
+    same = (await client.post(application + "/tokenize", json=again)).json()
+    assert same["tokens"] == made["tokens"]
+    assert len(same["token_strs"]) == same["count"]
+    # No conversation is begun for it.
+    assert metric("conserve_conversations") <= 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/tokenize", {"prompt": "a" * 600_000}, 413),
+        ("/tokenize", {"messages": HELLO, "chat_template": "{{ 7 }}"}, 400),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404),
+        ("/detokenize", {"tokens": [-1]}, 400),
+        ("/detokenize", {"tokens": [2**31 - 1]}, 200),
+    ],
+)
+async def test_tokens_that_are_not_to_be_had(
+    application: str, client: httpx.AsyncClient, path: str, body: Any, status: int
+) -> None:
+    reply = await client.post(application + path, json=body)
+    assert reply.status_code == status
+    assert status == 200 or set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_usage_says_what_was_not_computed(
+    application: str, client: httpx.AsyncClient, stream: bool
+) -> None:
+    """Nothing of a first prompt, though the decoder takes it from LMCache; later, the history."""
+    messages = [{"role": "user", "content": prose(random.Random(), 600)}]
+
+    async def turn() -> tuple[str, Any]:
+        asked = {"messages": messages, "max_tokens": 8, "temperature": 0, "stream": stream}
+        if stream:
+            asked["stream_options"] = {"include_usage": True}
+        headers = {"x-claude-code-session-id": f"cached-{stream}", "x-claude-code-agent-id": "a"}
+        reply = await client.post(application + "/v1/chat/completions", json=asked, headers=headers)
+        assert reply.headers["x-conversation-id"] == f"cached-{stream}/a"
+        if not stream:
+            whole = reply.json()
+            return whole["choices"][0]["message"]["content"], whole["usage"]
+        *events, last, done, _ = reply.text.split("\n\n")
+        assert done == "data: [DONE]"
+        parts = [json.loads(event.removeprefix("data: "))["choices"] for event in events]
+        text = "".join(part[0]["delta"].get("content") or "" for part in parts)
+        return text, json.loads(last.removeprefix("data: "))["usage"]
+
+    answer, first = await turn()
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    messages += [
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "go on"},
+    ]
+    later = (await turn())[1]["prompt_tokens_details"]["cached_tokens"]
+    assert first["prompt_tokens"] - 128 <= later <= first["prompt_tokens"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_ttfet_counts_from_the_first_answer_that_is_no_tool_call(
     application: str, client: httpx.AsyncClient, stream: bool

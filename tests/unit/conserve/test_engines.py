@@ -2,7 +2,9 @@
 
 import sys
 
-from conserve.engines import flags, server_command
+import pytest
+
+from conserve.engines import engine_arguments, flags, server_command
 
 
 def test_a_bare_engine_listens_on_loopback_alone_and_has_its_arguments_last() -> None:
@@ -35,3 +37,8 @@ def test_engine_arguments_as_flags() -> None:
         *("--max-model-len", "8"),
         *("--config", '{"a": [1]}'),
     ]
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_engines_say_what_they_found_in_caches(gpu: bool) -> None:
+    assert engine_arguments("embedded", gpu)["enable_prompt_tokens_details"] is True

@@ -14,6 +14,7 @@ import pytest
 from vllm.v1.engine import detokenizer
 
 from conserve.clock import unix_s
+from conserve.histories.sharing import held_together
 from conserve.settings import Settings
 from tests.chaos.plan import Plan, PlannedConversation, PlannedKill, PlannedTurn
 from tests.unit.deployments.chaos_processes import (
@@ -283,10 +284,11 @@ class World:
         assert all(one.queued_tokens == 0 for one in table.prefillers.values())
         assert set(table.decoders) == {one.name for one in self.engines("decoder")}
         for decoder in self.engines("decoder"):
-            mine = {one.id: one.held_tokens for one in live if one.decoder_id == decoder.name}
+            bound = [one for one in live if one.decoder_id == decoder.name]
+            mine = {one.id: one.held_tokens for one in bound}
             holdings = {one.id: one.held_tokens for one in decoder.holdings.all()}
             assert mine == holdings, f"the table and {decoder.name} differ"
-            assert table.decoders[decoder.name].held_tokens == sum(mine.values())
+            assert table.decoders[decoder.name].held_tokens == held_together(bound)
             assert table.decoders[decoder.name].conversations == len(mine)
         return {one.id: (one.decoder_id, one.held_tokens) for one in live}
 

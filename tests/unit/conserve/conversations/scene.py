@@ -1,13 +1,18 @@
 """A table of conversations, and what tests do with it and ask of it."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.histories.kinship import Opening
 from conserve.placement import ConversationPlacement, PlacementPolicy
+from conserve.recognition import Chain
 
 IDLE_S = 100.0
 TURN_S = 150.0
+# Marks, 8 bytes of each, tell them apart.
 TAILS = (b"1" * 16,)
 OTHER_TAILS = (b"2" * 16,)
 
@@ -24,6 +29,11 @@ def a_table(
     for i in range(1, prefillers + 1):
         table.add_prefiller(f"p{i}")
     return table
+
+
+def chain(name: str, ends: Sequence[bytes] = ()) -> Chain:
+    """Of a turn that begins as the conversation of this name does."""
+    return Chain(hashlib.blake2b(name.encode(), digest_size=16).digest(), None, tuple(ends))
 
 
 def the(table: ConversationTable, conversation_id: str) -> Conversation:
@@ -73,20 +83,26 @@ class Turn:
 
 
 def start(
-    table: ConversationTable, conversation_id: str, turn1_tokens: int = 100, now_s: float = 0
-) -> Turn:
-    """A turn of the conversation, bound first where it has to be."""
+    table: ConversationTable, conversation_id: str, turn1_tokens: int = 100, now_s: float = 0,
+    like: str | None = None,
+) -> Turn:  # fmt: skip
+    """A turn of the conversation, bound first where it has to be.
+
+    Args:
+        like: it begins as the conversation of this name does; None: as no other.
+    """
     if table.begin(conversation_id, now_s) is None:
-        assert table.bind(conversation_id, turn1_tokens, now_s) is not None
+        opening = Opening(chain(like or conversation_id))
+        assert table.bind(conversation_id, turn1_tokens, now_s, opening=opening) is not None
     return Turn.last(table, conversation_id)
 
 
 def turn(
     table: ConversationTable, conversation_id: str, prompt_tokens: int = 100,
-    tails: tuple[bytes, ...] = (), now_s: float = 0,
+    tails: tuple[bytes, ...] = (), now_s: float = 0, like: str | None = None,
 ) -> Turn:  # fmt: skip
     """A whole turn."""
-    started = start(table, conversation_id, prompt_tokens, now_s)
+    started = start(table, conversation_id, prompt_tokens, now_s, like)
     assert started.advance(table, prompt_tokens, tails, now_s)
     return started
 

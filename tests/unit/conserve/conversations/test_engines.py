@@ -9,6 +9,7 @@ from tests.unit.conserve.conversations.scene import (
     Turn,
     a_table,
     binding,
+    chain,
     held,
     start,
     stats,
@@ -21,7 +22,7 @@ def test_a_conversation_outlives_its_decoder() -> None:
     table = a_table()
     turn(table, "c", 100, TAILS)
     assert table.remove_decoder("d1") == ["c"]
-    assert table.recognise(TAILS) == "c"
+    assert table.recognise(chain("c", TAILS), "c") == "c"
     assert table.begin("c", now_s=1) is None
     assert table.bind("c", 150, now_s=1) == Placement("d2", "p1")
     assert held(table) == {"d2": (150, 1)}

@@ -9,6 +9,7 @@ from tests.unit.conserve.conversations.scene import (
     TAILS,
     TURN_S,
     a_table,
+    chain,
     held,
     listed,
     start,
@@ -90,4 +91,4 @@ def test_unbound_ones_end_too() -> None:
     turn(table, "c", now_s=0, tails=TAILS)
     table.remove_decoder("d1")
     assert [c.id for c in table.expire(IDLE_S)] == ["c"]
-    assert table.recognise(TAILS) is None
+    assert table.recognise(chain("c", TAILS), "c") is None

@@ -11,11 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from conserve import identity
 from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.histories.kinship import Opening
 from conserve.placement import ConversationPlacement
 from tests.unit.conserve.conversations.scene import (
     IDLE_S,
     TURN_S,
     Turn,
+    chain,
     held,
     listed,
     stats,
@@ -41,7 +43,8 @@ class Known:
     promised: bool = False
 
 
-IDS = st.sampled_from(["a", "one\ta", "one\tb", "two\ta", "two\tc"])
+UNNAMED = ["conv-" + digit * 24 for digit in "123"]
+IDS = st.sampled_from(["a", "one\ta", "one\tb", "two\ta", "two\tc", *UNNAMED])
 TENANTS = ("", "one", "two")
 TOKENS = st.integers(1, 400)
 DIGESTS = st.sampled_from([b"x" * 16, b"y" * 16, b"z" * 16])
@@ -112,7 +115,8 @@ class AnyOrder(RuleBasedStateMachine):
             for d in self.decoders
             if not self.on(d) or self.tokens_on(d) + tokens <= CAPACITY[d]
         }
-        placement = self.table.bind(conversation_id, tokens, self.now_s)
+        opening = Opening(chain(conversation_id))
+        placement = self.table.bind(conversation_id, tokens, self.now_s, opening=opening)
         if placement is None:
             assert not fitting
             return
@@ -172,7 +176,10 @@ class AnyOrder(RuleBasedStateMachine):
             or (seen and reported.id > known.finished and reported.decoder_id == known.decoder)
         ):
             self.ended(known, reported, seen)
-        nothing_left = known is not None and not known.reached and not known.running
+        unreachable = reported.conversation_id in UNNAMED and known and not known.turns
+        nothing_left = (
+            known is not None and not known.running and bool(not known.reached or unreachable)
+        )
         assert (ended is not None) == nothing_left
         if nothing_left:
             del self.known[reported.conversation_id]
@@ -298,15 +305,14 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.table.add_decoder(decoder_id, CAPACITY[decoder_id], given) == []
             self.adopted(decoder_id, account)
 
-    @rule(digest=DIGESTS)
-    def recognise(self, digest: bytes) -> None:
-        owners = {i for i, k in self.known.items() if digest in k.tails}
-        idle = {i for i in owners if not self.known[i].running}
-        found = self.table.recognise([digest])
-        if owners:
-            assert found in (idle or owners)
-        else:
-            assert found is None
+    @rule(digest=DIGESTS, conversation_id=IDS)
+    def recognise(self, digest: bytes, conversation_id: str) -> None:
+        known = self.known.get(conversation_id)
+        found = self.table.recognise(chain(conversation_id, [digest]), conversation_id)
+        continued = known is not None and digest in known.tails and not known.running
+        assert found == (conversation_id if continued else None)
+        if conversation_id in UNNAMED:
+            assert self.table.recognise(chain(conversation_id, [digest])) == found
 
     # What must hold after each.
 
@@ -367,7 +373,10 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(self.table) == self.table.reasoning == 0
         assert set(held(self.table).values()) <= {(0, 0)}
         assert not any(p.queued_tokens for p in self.table.prefillers.values())
-        assert self.table.recognise([b"x" * 16, b"y" * 16, b"z" * 16]) is None
+        for id in ("a", "one\ta", *UNNAMED):
+            said = chain(id, [b"x" * 16, b"y" * 16, b"z" * 16])
+            assert self.table.recognise(said, id) is None
+            assert self.table.recognise(said) is None
 
 
 TestAnyOrder = AnyOrder.TestCase

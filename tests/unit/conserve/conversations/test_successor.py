@@ -16,6 +16,7 @@ from tests.unit.conserve.conversations.scene import (
     Turn,
     a_table,
     binding,
+    chain,
     held,
     start,
     stats,
@@ -73,7 +74,9 @@ def test_a_lost_table_is_rebuilt_from_what_decoders_hold() -> None:
             assert (new.decoder_id, new.held_tokens) == (old.decoder_id, old.held_tokens)
             assert (new.turns, new.incarnation) == (old.turns, old.incarnation)
             assert new.last_turn == old.last_turn
-            assert rebuilt.recognise([old.tails[0]]) == f"c{i}"
+            assert rebuilt.recognise(chain(f"c{i}", old.tails), f"c{i}") == (
+                None if old.running else f"c{i}"
+            )
         # The turn that was under way ends in the new table, and new turns are told apart from it.
         assert start(rebuilt, "c1").id not in (running.id, running.incarnation)
         assert running.advance(rebuilt, 150)
@@ -92,8 +95,8 @@ def test_a_turn_begun_under_a_lost_table_counts_in_the_rebuilt_one() -> None:
     conversation = the(rebuilt, "c")
     assert (conversation.turns, conversation.held_tokens) == (2, 160)
     assert (conversation.phase, conversation.last_used_s) == ("acting", 5)
-    assert rebuilt.recognise(OTHER_TAILS) == "c"
-    assert rebuilt.recognise(TAILS) is None
+    assert rebuilt.recognise(chain("c", OTHER_TAILS), "c") == "c"
+    assert rebuilt.recognise(chain("c", TAILS), "c") is None
     assert held(rebuilt)["d1"] == (160, 1)
     assert rebuilt.reasoning == 0
     # Reported again, and followed by a turn that is told apart from it.
@@ -135,7 +138,7 @@ def test_a_turn_counted_by_its_decoder_is_not_counted_again_after_the_tables_los
 
 def test_a_rebuilt_table_ends_idle_ones() -> None:
     def account(conversation_id: str, last_used_s: float) -> Conversation:
-        return Conversation(conversation_id, 1, 0, last_used_s, packed_last_turn=stats(10).pack())
+        return Conversation(conversation_id, 1, 0, last_used_s, packed=stats(10).pack())
 
     rebuilt = successor([("d1", [account("a", 30), account("b", 10)]), ("d2", [account("c", 20)])])
     assert {c.id for c in rebuilt.live()} == {"a", "b", "c"}
@@ -150,8 +153,8 @@ def test_a_decoder_thought_lost_gets_its_conversations_back() -> None:
     assert table.add_decoder("d1", 1000, account) == []
     assert held(table)["d1"] == (110, 1)
     assert the(table, "c").moves == 0
+    assert table.recognise(chain("c", TAILS), "c") == "c"
     assert table.begin("c", now_s=1) is not None
-    assert table.recognise(TAILS) == "c"
 
 
 def test_a_decoder_forgets_what_moved_elsewhere_meanwhile() -> None:
@@ -200,8 +203,8 @@ def test_a_conversations_history_outlasts_its_decoders_return() -> None:
 
 
 def test_a_successors_numbers_are_above_those_it_hears_of() -> None:
-    account = Conversation("c", 900, 0, 0, running=(905,), packed_last_turn=stats(10).pack())
-    other = Conversation("o", 901, 0, 0, finished=908, packed_last_turn=stats(10).pack())
+    account = Conversation("c", 900, 0, 0, running=(905,), packed=stats(10).pack())
+    other = Conversation("o", 901, 0, 0, finished=908, packed=stats(10).pack())
     rebuilt = successor([("d1", [account, other])], first_id=902)
     assert start(rebuilt, "new").id > 908
     assert the(rebuilt, "new").incarnation > 908

@@ -4,6 +4,7 @@ from tests.unit.conserve.conversations.scene import (
     OTHER_TAILS,
     TAILS,
     a_table,
+    chain,
     held,
     start,
     stats,
@@ -24,9 +25,9 @@ def test_a_turn_that_is_reported_twice_counts_once() -> None:
     conversation = the(table, "c")
     assert (conversation.turns, conversation.held_tokens) == (1, 110)
     assert conversation.phase == "reasoning"
-    assert table.recognise(TAILS) == "c"
-    assert table.recognise(OTHER_TAILS) is None
     assert running.advance(table, 200)
+    assert table.recognise(chain("c", TAILS), "c") == "c"
+    assert table.recognise(chain("c", OTHER_TAILS), "c") is None
     assert held(table)["d1"] == (210, 1)
 
 
@@ -56,7 +57,7 @@ def test_a_late_end_of_an_earlier_incarnation_changes_nothing() -> None:
     assert held(table)["d1"] == (300, 1)
     assert table.prefillers["p1"].queued_tokens == 300
     assert table.reasoning == 1
-    assert table.recognise(TAILS) is None
+    assert table.recognise(chain("c", TAILS), "c") is None
     assert new.advance(table, 300)
 
 
@@ -103,7 +104,7 @@ def test_a_refused_later_turn_keeps_what_was_held() -> None:
     assert start(table, "c").abandon(table) is None
     assert the(table, "c").phase == "acting"
     assert held(table)["d1"] == (110, 1)
-    assert table.recognise(TAILS) == "c"
+    assert table.recognise(chain("c", TAILS), "c") == "c"
 
 
 def test_a_failed_first_turn_does_not_end_a_second_beside_it() -> None:

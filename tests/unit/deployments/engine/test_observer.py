@@ -35,8 +35,12 @@ class Table:
 class Decoder:
     """An engine that puts out a few tokens and then ends for a reason, behind its HTTP app."""
 
-    def __init__(self, reason: str, tokens: int = 2, **params: Any) -> None:
+    def __init__(
+        self, reason: str, tokens: int = 2, cached: int | None = None, **params: Any
+    ) -> None:
         self.table = Table()
+        self.told_cached: list[int | None] = []
+        self._cached = cached
         self._reason = reason
         self._tokens = tokens
         self._params = SamplingParams(output_kind=RequestOutputKind.DELTA, **params)
@@ -55,7 +59,9 @@ class Decoder:
             ids = [] if reason else [40 + number]
             choice = CompletionOutput(0, "x", ids, None, None, finish_reason=reason)
             given = prompt["prompt_token_ids"]
-            yield RequestOutput("r", None, given, None, [choice], reason is not None)
+            yield RequestOutput(
+                "r", None, given, None, [choice], reason is not None, num_cached_tokens=self._cached
+            )
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         """As vLLM has it: an error in a stream is an event, and [DONE] comes after it."""
@@ -69,6 +75,7 @@ class Decoder:
         events = []
         try:
             async for output in self.client.generate(prompt, self._params, "r"):
+                self.told_cached.append(output.num_cached_tokens)
                 events.append(b"data: " + output.outputs[0].text.encode() + b"\n\n")
                 await send({"type": "http.response.body", "body": events[-1], "more_body": True})
         except Exception as error:
@@ -96,7 +103,7 @@ class Decoder:
         asyncio.run(self.observer(scope, receive, send))  # type: ignore[arg-type]
         return messages[0]["status"], b"".join(one["body"] for one in messages[1:])
 
-    def turn(self, sent: bytes = b"") -> bytes:
+    def turn(self, sent: bytes = b"", prefill_cached: int | None = None) -> bytes:
         names = {
             wire.CONVERSATION_HEADER: "c",
             wire.INCARNATION_HEADER: "1",
@@ -105,6 +112,8 @@ class Decoder:
         }
         if sent:
             names[wire.SENT_HEADER] = str(len(sent))
+        if prefill_cached is not None:
+            names[wire.PREFILL_CACHED_HEADER] = str(prefill_cached)
         return self.ask("/v1/completions", sent, **names)[1]
 
 
@@ -134,6 +143,20 @@ def test_one_that_comes_to_its_end_is_complete(sent: bytes) -> None:
     emitted = wire.read_notes(b"".join(notes))
     assert [one.finish_reason for one in emitted][-1] == "length"
     assert [id_ for one in emitted for id_ in one.token_ids] == [*([41] if sent else []), 40, 41]
+
+
+@pytest.mark.parametrize(
+    ("found", "by_prefiller", "told"),
+    [(2, None, 2), (2, 0, 0), (3, 1, 1), (1, 3, 1), (None, 0, None)],
+)
+def test_clients_are_told_what_no_engine_computed(
+    found: int | None, by_prefiller: int | None, told: int | None
+) -> None:
+    """What a prefiller has computed a moment ago is found in LMCache, and is not found."""
+    decoder = Decoder("length", cached=found)
+    decoder.turn(prefill_cached=by_prefiller)
+    assert decoder.failure is None
+    assert set(decoder.told_cached) == {told}
 
 
 def test_a_grammar_that_cannot_be_compiled_is_the_clients_affair() -> None:

@@ -306,9 +306,12 @@ def test_a_turn_is_its_tenants(keys: Keys) -> None:
     assert stated.tenant == TurnTenant("acme", keys.content.tenants["acme"].limits)
     assert read(keys, keys.acme, CHAT).explicit_id is None
     further = {**CHAT, "messages": [*CHAT["messages"], {"role": "assistant"}, {"role": "user"}]}
-    acme, ops = (read(keys, key, further).candidates for key in (keys.acme, keys.ops))
-    assert len(acme) == len(ops) == 1
-    assert acme != ops
+    acme, ops = (read(keys, key, further).chain for key in (keys.acme, keys.ops))
+    assert acme is not None
+    assert ops is not None
+    assert len(acme.ends) == len(ops.ends) == 1
+    assert acme.ends != ops.ends
+    assert acme.root != ops.root
 
 
 @pytest.mark.parametrize("given", [None, "the client's own", "", 5, ["x"]])

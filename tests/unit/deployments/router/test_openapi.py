@@ -9,6 +9,8 @@ import schemathesis
 from fastapi import FastAPI
 from starlette.routing import Route
 
+from conserve.hints import NAMES
+from conserve.identity import AGENT_HEADERS, FINAL_HEADER, HEADERS
 from conserve.settings import Settings
 from deployments.engine.described import describe
 from deployments.router.frontdoor import FrontDoor
@@ -23,8 +25,10 @@ def engines_own() -> dict[str, Any]:
     """What an engine says, of vLLM's own paths."""
     from vllm.entrypoints.openai.chat_completion import api_router as chat
     from vllm.entrypoints.openai.completion import api_router as completion
+    from vllm.entrypoints.serve.tokenize import api_router as tokenize
 
     app = FastAPI()
+    app.include_router(tokenize.router)
     app.include_router(chat.router)
     app.include_router(completion.router)
     describe(app)
@@ -55,8 +59,9 @@ def request_schema(whole: dict[str, Any], path: str) -> dict[str, Any]:
     return schema
 
 
-def test_an_engine_describes_the_paths_of_turns_alone(engines_own: dict[str, Any]) -> None:
-    assert set(engines_own["paths"]) == {"/v1/chat/completions", "/v1/completions"}
+def test_an_engine_describes_what_routers_ask_for_alone(engines_own: dict[str, Any]) -> None:
+    asked = {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"}
+    assert set(engines_own["paths"]) == asked
 
 
 def test_every_path_is_in_it(whole: dict[str, Any]) -> None:
@@ -111,6 +116,35 @@ def test_it_says_what_becomes_of_a_turns_fields(whole: dict[str, Any], path: str
     assert "max_tokens" in fields
     for name in ("conversation_id", "program_id", "session_id", "job_id"):
         assert fields[name]["anyOf"][0]["maxLength"] == 256
+    for name in ("metadata", "prompt_cache_key", "nvext", "is_last_step"):
+        assert "type" not in fields[name]  # Any JSON passes.
+    # Of these vLLM has its own word.
+    assert "default" in fields["priority"]
+    assert "anyOf" in fields["vllm_xargs"]
+
+
+def test_every_header_that_is_understood_is_in_it(whole: dict[str, Any]) -> None:
+    turn = whole["paths"]["/v1/chat/completions"]["post"]["parameters"]
+    described = whole["components"]["parameters"]
+    names = [described[one["$ref"].rsplit("/", 1)[1]]["name"].lower() for one in turn]
+    assert len(names) == len(set(names))
+    hinted = {hint.name for hint in NAMES if not hint.in_body}
+    understood = {*HEADERS, *AGENT_HEADERS, *hinted, FINAL_HEADER, "x-request-id"}
+    assert set(names) == {name.lower() for name in understood}
+
+
+def test_tokens_are_asked_for_by_model_and_nothing_of_conversations(whole: dict[str, Any]) -> None:
+    schemas = whole["components"]["schemas"]
+    body = whole["paths"]["/tokenize"]["post"]["requestBody"]["content"]["application/json"]
+    kinds = {one["$ref"].rsplit("/", 1)[1] for one in body["schema"]["anyOf"]}
+    assert kinds == {"TokenizeCompletionRequest", "TokenizeChatRequest"}
+    for name in (*kinds, "DetokenizeRequest"):
+        assert schemas[name]["properties"]["model"]["enum"] == [MODEL]
+        assert not {"session_id", "metadata", "kv_transfer_params"} & set(
+            schemas[name]["properties"]
+        )
+    tokens = schemas["DetokenizeRequest"]["properties"]["tokens"]
+    assert (tokens["maxItems"], tokens["items"]["maximum"]) == (131_072, 2**31 - 1)
 
 
 def test_a_prompt_is_needed(whole: dict[str, Any]) -> None:

@@ -7,27 +7,31 @@ from typing import Any
 import pytest
 
 from conserve.errors import ApiError
+from conserve.hints import Hints
 from conserve.settings import Settings
 from deployments.router.request import ClientRequest, read_request
 
 SETTINGS = Settings()
 
 
-def read(body: Any, path: str = "/v1/chat/completions") -> ClientRequest:
+def read(
+    body: Any, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None
+) -> ClientRequest:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": raw}
 
-    scope = {"type": "http", "path": path, "headers": []}
+    given = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+    scope = {"type": "http", "path": path, "headers": given}
     request = asyncio.run(read_request(scope, receive, SETTINGS))
     assert request is not None
     return request
 
 
-def refused(body: Any) -> ApiError:
+def refused(body: Any, headers: dict[str, str] | None = None) -> ApiError:
     with pytest.raises(ApiError) as error:
-        read(body)
+        read(body, headers=headers)
     assert error.value.status == 400
     assert len(error.value.message) < 300
     return error.value
@@ -43,6 +47,37 @@ def test_the_handoff_is_not_for_clients_to_direct_by_either_way() -> None:
     assert "kv_transfer_params" not in sent
     assert sent["vllm_xargs"] == {"mine": 1}
     assert json.loads(read({**body, "vllm_xargs": "odd"}).raw)["vllm_xargs"] == "odd"
+
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def test_what_the_client_says_of_its_conversation_comes_along() -> None:
+    """And what is the engine's too, or others', goes on to the engine as it came."""
+    body = {
+        **HELLO,
+        "metadata": {"user_id": "user_0f_account__session_mine"},
+        "nvext": {"agent_hints": {"priority": 3}},
+        "prompt_cache_key": 7,
+        "vllm_xargs": {"agentic_context": {"expected_resume": False}, "mine": 1},
+    }
+    asked = read(body, headers={"X-ConServe-Deadline-S": "20", "x-claude-code-agent-id": "a"})
+    assert asked.explicit_id == "mine/a"
+    assert asked.hints == Hints(priority=3, deadline_s=20, last_step=True)
+    assert not asked.final  # Nobody acts on a hint.
+    sent = json.loads(asked.raw)
+    # vLLM takes no objects there.
+    assert sent.pop("vllm_xargs") == {"mine": 1}
+    del body["vllm_xargs"]
+    assert sent == {**body, "model": "conserve-embedded"}
+    assert asked.body == json.loads(asked.raw)
+
+
+def test_a_hint_of_ours_that_is_none_is_refused() -> None:
+    error = refused(HELLO, headers={"X-ConServe-Priority": "high"})
+    assert (error.code, error.param) == ("invalid_hint", "X-ConServe-Priority")
+    assert "whole number" in error.message
+    assert read({**HELLO, "priority": "high", "nvext": []}).hints == Hints()
 
 
 @pytest.mark.parametrize("pad", [0, 100_000], ids=["small", "large"])
@@ -79,16 +114,19 @@ def test_what_is_not_changed_is_passed_on_as_it_came(encoding: str) -> None:
     )
 
 
-def test_the_table_gets_the_newest_candidates() -> None:
+def test_the_table_gets_the_newest_ends() -> None:
     messages: list[dict[str, str]] = []
     for turn in range(100):
         messages += [{"role": "user", "content": f"{turn}"}, {"role": "assistant", "content": "a"}]
     messages.append({"role": "user", "content": "last"})
-    candidates = read({"messages": messages}).candidates
-    assert len(candidates) == 64
+    chain = read({"messages": messages}).chain
+    assert chain is not None
+    assert len(chain.ends) == 64
     # The longest beginning is the one that the last answer ends.
-    shorter = read({"messages": messages[:-2]}).candidates
-    assert candidates[1:] == shorter[:63]
+    shorter = read({"messages": messages[:-2]}).chain
+    assert shorter is not None
+    assert chain.ends[1:] == shorter.ends[:63]
+    assert chain.root == shorter.root
 
 
 def test_a_number_that_no_engine_can_hand_on_is_refused() -> None:

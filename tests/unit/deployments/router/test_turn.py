@@ -40,7 +40,8 @@ class Table:
         self.asked.append(method)
         turn = self.asked.count("place")
         if method in ("begin", "place"):
-            self.tenants.append(arguments[-1])
+            # Behind the router, and the conversation's id, and what is known of the prompt.
+            self.tenants.append(arguments[3 if method == "begin" else 5])
         if method == "begin":
             return Unplaced(self.id, "http://tokenizer", "tokenizer", 1000, claim=turn + 1)
         if method == "place":
@@ -69,6 +70,7 @@ class Engines:
     die: set[str]
     gone: set[str] = field(default_factory=set)
     served: list[str] = field(default_factory=list)
+    prefilled: Prefilled = field(default_factory=lambda: Prefilled(3, 0))
     got: list[tuple[dict[str, str], Any]] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
 
@@ -88,7 +90,7 @@ class Engines:
     async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
         self._serve(url)
         self.got.append(({}, body))
-        return Prefilled(3, 0)
+        return self.prefilled
 
     async def healthy(self, url: str) -> bool:
         return url.removeprefix("http://") not in self.dead
@@ -232,6 +234,24 @@ def test_engines_get_the_tenants_salt_and_nothing_of_its_key(tmp_path: Path) -> 
     assert timing.tenant == "acme"
 
 
+@pytest.mark.parametrize(
+    ("prefillers", "found", "told"), [(1, 2, "2"), (1, 0, "0"), (1, None, None), (0, 2, None)]
+)
+def test_a_decoder_is_told_what_the_prefiller_had_found(
+    prefillers: int, found: int | None, told: str | None
+) -> None:
+    engines = Engines(set(), prefilled=Prefilled(3, 0, found))
+    assert ask(Table(prefillers), engines)[0] == 200
+    assert engines.got[-1][0].get(wire.PREFILL_CACHED_HEADER) == told
+
+
+def test_a_decoder_is_not_told_of_an_earlier_prefill() -> None:
+    """It is lost, and the next one gets a plan without a prefiller."""
+    engines = Engines({"d1"}, prefilled=Prefilled(3, 0, 1))
+    assert ask(Table(1), engines)[0] == 200
+    assert wire.PREFILL_CACHED_HEADER not in engines.got[-1][0]
+
+
 def test_a_turn_that_was_let_in_is_held_to_no_limit_again(tmp_path: Path) -> None:
     """What its tenant has begun since must not cut it off."""
     content, key = KeyFile.new().with_key("acme", "2026-01-31")
@@ -247,18 +267,13 @@ def test_a_turn_that_was_let_in_is_held_to_no_limit_again(tmp_path: Path) -> Non
     ]
 
 
-def test_a_conversation_that_was_named_is_not_recognised_by_its_messages() -> None:
-    """Else an id-less client with the same messages would be given it."""
-    for conversation_id, recognised in (
-        ("task-42", False),
-        (identity.scoped("acme", "task-42"), False),
-        (identity.new_id(), True),
-        (identity.scoped("acme", identity.new_id()), True),
-    ):
+def test_every_chat_is_recognised_by_its_messages() -> None:
+    """A conversation that was named too: it may have several histories."""
+    for conversation_id in ("task-42", identity.scoped("acme", identity.new_id())):
         engines = Engines(die=set())
         ask(Table(id=conversation_id), engines)
         ((sent, _),) = engines.got
-        assert (wire.RECOGNISE_HEADER in sent) == recognised
+        assert wire.RECOGNISE_HEADER in sent
 
 
 # --- streams ------------------------------------------------------------------------------------

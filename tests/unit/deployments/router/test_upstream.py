@@ -1,10 +1,12 @@
 """What is known of an engine whose connection fails."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from conserve.errors import ApiError
+from deployments.messages import Prefilled
 from deployments.router.upstream import EngineUnreachable, Upstream
 
 
@@ -84,3 +86,26 @@ def test_an_engine_judges_a_turn(status: int, body: bytes, refused: tuple[int, s
             asyncio.run(scenario())
         assert error.value.status == refused[0]
     assert asked[0].startswith(b"POST /conserve/check/v1/completions ")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "details", "found"),
+    [
+        ([1, 2, 3], {"cached_tokens": 2}, 2),
+        ([1, 2, 3], {"cached_tokens": None}, None),
+        # An operator may have switched it off.
+        ([1, 2, 3], None, None),
+        # Of several prompts it is the last one's.
+        ([[1, 2], [3]], {"cached_tokens": 1}, None),
+    ],
+)
+def test_a_prefiller_says_what_it_has_found(
+    monkeypatch: pytest.MonkeyPatch, prompt: Any, details: Any, found: int | None
+) -> None:
+    async def answered(self: Upstream, url: str, body: Any) -> Any:
+        assert url == "http://p/v1/completions"
+        return {"usage": {"prompt_tokens": 3, "prompt_tokens_details": details}}
+
+    monkeypatch.setattr(Upstream, "_json", answered)
+    done = asyncio.run(Upstream(5).prefill("http://p", {"prompt": prompt}))
+    assert done == Prefilled(3, 0, found)

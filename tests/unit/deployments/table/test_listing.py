@@ -27,12 +27,18 @@ class Table:
 
     def __init__(self, found: list[Conversation]) -> None:
         self.found = {one.id: one for one in found}
+        self.groups: dict[str, list[str]] = {}
+        for one in found:
+            self.groups.setdefault(identity.conversation_of(one.id), []).append(one.id)
 
     def live(self) -> list[Conversation]:
         return list(self.found.values())
 
-    def get(self, conversation_id: str) -> Conversation | None:
-        return self.found.get(conversation_id)
+    def has_several(self, history_id: str) -> bool:
+        return len(self.groups[identity.conversation_of(history_id)]) > 1
+
+    def histories(self, conversation_id: str) -> list[Conversation]:
+        return [self.found[id] for id in self.groups[conversation_id] if id in self.found]
 
 
 def listed(found: list[Conversation], limit: int) -> list[str]:

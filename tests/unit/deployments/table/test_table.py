@@ -7,6 +7,7 @@ import time
 import pytest
 
 from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.recognition import Chain
 from conserve.settings import Settings
 from deployments.messages import (
     EngineInfo,
@@ -439,7 +440,7 @@ def test_a_cut_later_turn_ends_nothing() -> None:
         assert isinstance(first, TurnPlan)
         stats = TurnStats(TOKENS, 5, 0, 512)
         assert await service.advance(first.turn, "decoder#1", stats, (b"t" * 16,))
-        second = await service.begin("r", None, [b"t" * 16])
+        second = await service.begin("r", None, Chain(b"r" * 16, None, [b"t" * 16]))
         assert isinstance(second, TurnPlan)
         await service.abandon(second.turn, "decoder#1", stats)
         assert await service.conversation(asked.conversation_id) is not None

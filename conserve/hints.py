@@ -1,0 +1,199 @@
+"""What a client says of its conversation beside its messages: hints, for scheduling.
+
+Each system has its own names for them; `NAMES` lists those that are understood, with what each
+means and whose it is. They are read and kept here, and decide nothing.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from conserve.identity import agentic_context
+
+# What is further off than a day is no expectation.
+MOST_S = 86_400.0
+MOST_PRIORITY = 2**31 - 1
+MOST_OUTPUT_TOKENS = 2**31 - 1
+
+_NUMBER = re.compile(r"[+-]?[0-9]{1,12}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?", re.IGNORECASE)
+
+
+class InvalidHint(ValueError):
+    """A hint by a name of our own that cannot be used; the message says why, for the client.
+
+    ``source`` is the name of the header that held it.
+    """
+
+    def __init__(self, source: str, problem: str) -> None:
+        super().__init__(f"{source} {problem}")
+        self.source = source
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a request says; None where it says nothing.
+
+    Attributes:
+        priority: what is higher is more important; 0 is what says nothing.
+        deadline_s: until when the whole answer is wanted, counted from the request.
+        first_token_s: until when the answer's first token is wanted, counted from the request.
+        expected_resume_s: how long after the answer the next turn is expected: what the tools that
+            it calls will take.
+        last_step: whether no turn is to follow; False: one will.
+        expected_output_tokens: how long the answer is expected to be.
+    """
+
+    priority: int | None = None
+    deadline_s: float | None = None
+    first_token_s: float | None = None
+    expected_resume_s: float | None = None
+    last_step: bool | None = None
+    expected_output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name by which clients give a hint.
+
+    Attributes:
+        meaning: the attribute of `Hints`.
+        name: the header, or the body's field; of a field within another, both with a dot between.
+        source: whose name it is.
+        read: the hint that a value stands for, which is any JSON, and of a header a string; None:
+            it stands for none.
+        in_body: whether it is a field of the body.
+        must_be: what a value has to be, where another one is refused; None: it is ignored.
+    """
+
+    meaning: str
+    name: str
+    source: str
+    read: Callable[[Any], Any]
+    in_body: bool = False
+    must_be: str | None = None
+
+
+def _number(value: Any) -> float | int | None:
+    """A number, or a header's text of one; None if it is none, or none that can be reckoned with.
+
+    A truth value is a number to Python, and none here.
+    """
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        value = int(value) if value.strip("+- \t").isdigit() else float(value)
+    if type(value) is int:
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else None
+
+
+def _whole(value: Any, least: int, most: int, sign: int = 1) -> int | None:
+    found = _number(value)
+    return sign * found if isinstance(found, int) and least <= sign * found <= most else None
+
+
+def _seconds(value: Any, unit_s: float = 1.0) -> float | None:
+    found = _number(value)
+    # An int may be longer than any float.
+    if found is None or not 0 <= found <= MOST_S / unit_s:
+        return None
+    return found * unit_s
+
+
+def _flag(value: Any) -> bool | None:
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().lower())
+    return value if isinstance(value, bool) else None
+
+
+def _not(value: Any) -> bool | None:
+    found = _flag(value)
+    return None if found is None else not found
+
+
+def _ends(context: Any) -> bool | None:
+    return _not(agentic_context(context).get("expected_resume"))
+
+
+def _closes(value: Any) -> bool | None:
+    return True if value == "close" else None
+
+
+_PRIORITY = partial(_whole, least=-MOST_PRIORITY - 1, most=MOST_PRIORITY)
+# In vLLM's the lowest goes first.
+_LOWEST_FIRST = partial(_PRIORITY, sign=-1)
+_LENGTH = partial(_whole, least=0, most=MOST_OUTPUT_TOKENS)
+_MILLISECONDS = partial(_seconds, unit_s=0.001)
+
+_A_PRIORITY = f"a whole number from {-MOST_PRIORITY - 1} to {MOST_PRIORITY}, the highest first"
+_SOME_SECONDS = f"a number of seconds from 0 to {MOST_S:g}"
+
+# For each meaning, the first that stands for a hint wins. Headers of Dynamo's and vLLM's go before
+# their fields, as they do there.
+NAMES = (
+    Name("priority", "X-ConServe-Priority", "ConServe", _PRIORITY, must_be=_A_PRIORITY),
+    Name("priority", "x-dynamo-request-priority", "Dynamo", _PRIORITY),
+    Name("priority", "nvext.agent_hints.priority", "Dynamo", _PRIORITY, in_body=True),
+    Name("priority", "X-Vllm-Priority", "vLLM", _LOWEST_FIRST),
+    # SGLang has the same, where the highest goes first by default. Engines here are vLLM's.
+    Name("priority", "priority", "vLLM", _LOWEST_FIRST, in_body=True),
+    Name("deadline_s", "X-ConServe-Deadline-S", "ConServe", _seconds, must_be=_SOME_SECONDS),
+    Name("deadline_s", "x-envoy-expected-rq-timeout-ms", "Envoy", _MILLISECONDS),
+    Name("first_token_s", "X-ConServe-First-Token-S", "ConServe", _seconds, must_be=_SOME_SECONDS),
+    Name("first_token_s", "x-slo-ttft-ms", "llm-d", _MILLISECONDS),
+    Name("first_token_s", "nvext.router.ttft_target", "Dynamo", _MILLISECONDS, in_body=True),
+    Name(
+        "expected_resume_s",
+        "X-ConServe-Expected-Resume-S",
+        "ConServe",
+        _seconds,
+        must_be=_SOME_SECONDS,
+    ),
+    Name("last_step", "X-ConServe-Last-Step", "ConServe", _flag, must_be="true or false"),
+    Name("last_step", "x-dynamo-session-final", "Dynamo", _flag),
+    Name("last_step", "nvext.session_control.action", "Dynamo, earlier", _closes, in_body=True),
+    Name("last_step", "is_last_step", "Continuum", _flag, in_body=True),
+    # Its field expected_resume.
+    Name("last_step", "vllm_xargs.agentic_context", "AgentInfer", _ends, in_body=True),
+    Name("last_step", "agent_hint.expected_resume", "AgentInfer", _not, in_body=True),
+    Name(
+        "expected_output_tokens",
+        "X-ConServe-Expected-Output-Tokens",
+        "ConServe",
+        _LENGTH,
+        must_be=f"a whole number from 0 to {MOST_OUTPUT_TOKENS}",
+    ),
+    Name("expected_output_tokens", "nvext.agent_hints.osl", "Dynamo", _LENGTH, in_body=True),
+)
+
+_NONE = Hints()
+_KEYS = tuple(
+    (name, tuple(name.name.split(".") if name.in_body else [name.name.lower()])) for name in NAMES
+)
+
+
+def hints(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hints:
+    """What a request says of its conversation.
+
+    Args:
+        headers: with lower-cased names.
+        body: parsed from JSON; any of it may be any JSON.
+
+    Raises:
+        InvalidHint: a name of our own has a value that is none. Others' that are not understood are
+            ignored: their clients may speak to what is behind, or mean another version.
+    """
+    found: dict[str, Any] = {}
+    for name, (first, *inner) in _KEYS:
+        value = body.get(first) if name.in_body else headers.get(first, "").strip() or None
+        if value is None or name.meaning in found:
+            continue
+        for key in inner:
+            value = value.get(key) if isinstance(value, dict) else None
+        hint = name.read(value)
+        if hint is not None:
+            found[name.meaning] = hint
+        elif name.must_be is not None:
+            raise InvalidHint(name.name, f"must be {name.must_be}; mend it or leave it out")
+    return Hints(**found) if found else _NONE

@@ -1,0 +1,1 @@
+"""What histories have in common: points at which others may leave them, and KV counted once."""

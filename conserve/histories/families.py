@@ -1,0 +1,133 @@
+"""Live histories by their first prompts: which one a turn continues, and which it may leave.
+
+A *family* are the histories of one root. Most have one member, and take one entry here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from conserve import identity
+from conserve.conversation import Conversation
+from conserve.histories.points import mark
+from conserve.recognition import Chain, Digest, TailIndex
+
+
+class Families:
+    """Finds histories by their root, in time that does not grow with their number.
+
+    A turn continues the history whose last turn it begins with: the one whose newest tail is the
+    longest of the turn's ends that is any's. Of a named conversation those are its own histories;
+    without a name, those that nobody has named, or a client could be given another's by saying the
+    same. Who has a turn under way is not continued, but left at that point.
+
+    Args:
+        get: the live history of an id.
+    """
+
+    def __init__(self, get: Callable[[str], Conversation | None]) -> None:
+        self._get = get
+        self._of: dict[Digest, str | _Family] = {}
+
+    def join(self, history: Conversation) -> None:
+        """A history lives from now on."""
+        if history.root is None:
+            return
+        known = self._of.setdefault(history.root, history.id)
+        if isinstance(known, str):
+            if known == history.id:
+                return
+            only = self._get(known)
+            assert only is not None
+            known = self._of[history.root] = _Family()
+            known.join(only)
+        known.join(history)
+
+    def leave(self, history: Conversation) -> None:
+        """It does not any more."""
+        if history.root is None:
+            return
+        known = self._of.get(history.root)
+        if isinstance(known, _Family):
+            known.leave(history)
+            if len(known.members) == 1:
+                (self._of[history.root],) = known.members
+        elif known is not None:
+            del self._of[history.root]
+
+    def set_tails(self, history: Conversation, tails: tuple[Digest, ...], tokens: int) -> None:
+        """A history's last turn has left these; see `Conversation.set_tails`."""
+        family = self._of.get(history.root) if history.root is not None else None
+        if isinstance(family, _Family):
+            family.tails.discard(history.id, _keys(history))
+            history.set_tails(tails, tokens)
+            family.tails.add(history.id, _keys(history))
+        else:
+            history.set_tails(tails, tokens)
+
+    def match(self, chain: Chain, conversation_id: str | None) -> str | None:
+        """The history that a turn continues, or None.
+
+        Args:
+            conversation_id: as the client has stated it, scoped to its tenant; None without one.
+        """
+        known = self._of.get(chain.root)
+        if known is None:
+            return None
+        if isinstance(known, _Family):
+            scope = _scope(conversation_id)
+            keys = (mark(end) + scope for end in chain.ends)
+            return known.tails.match(keys, self._is_running)
+        history = self._get(known)
+        assert history is not None
+        if history.running or _scope_of(history) != _scope(conversation_id):
+            return None
+        tails = history.tails
+        return history.id if any(mark(end) in tails for end in chain.ends) else None
+
+    def newest(self, root: Digest) -> Iterator[str]:
+        """Ids of a family's members, the newest first."""
+        known = self._of.get(root)
+        if isinstance(known, str):
+            return iter((known,))
+        return iter(()) if known is None else reversed(known.members)
+
+    def is_alone(self, root: Digest) -> bool:
+        """Whether a root is one history's at most."""
+        return not isinstance(self._of.get(root), _Family)
+
+    def _is_running(self, history_id: str) -> bool:
+        history = self._get(history_id)
+        return history is None or history.running != ()
+
+
+class _Family:
+    """Members, the oldest first, and by which tails they are continued."""
+
+    __slots__ = ("members", "tails")
+
+    def __init__(self) -> None:
+        self.members: dict[str, None] = {}
+        self.tails = TailIndex()
+
+    def join(self, history: Conversation) -> None:
+        self.members[history.id] = None
+        self.tails.add(history.id, _keys(history))
+
+    def leave(self, history: Conversation) -> None:
+        self.members.pop(history.id, None)
+        self.tails.discard(history.id, _keys(history))
+
+
+def _keys(history: Conversation) -> Sequence[bytes]:
+    scope = _scope_of(history)
+    return [tail + scope for tail in history.tails]
+
+
+def _scope_of(history: Conversation) -> bytes:
+    return _scope(identity.conversation_of(history.id))
+
+
+def _scope(conversation_id: str | None) -> bytes:
+    """Empty for what nobody has named, whatever its id."""
+    if conversation_id is None or identity.is_generated(conversation_id):
+        return b""
+    return conversation_id.encode()

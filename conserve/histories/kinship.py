@@ -1,0 +1,164 @@
+"""Which histories begin alike, where their KV is, and that it counts once."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from conserve.conversation import Conversation
+from conserve.histories.families import Families
+from conserve.histories.points import Points
+from conserve.histories.sharing import Sharing
+from conserve.placement import NOTHING_SHARED, Decoder, Shared
+from conserve.recognition import Chain, Digest
+
+# Of histories with one root, so many are looked at: the newest.
+_LOOKED_AT = 32
+# Shorter system parts are not worth an account of their own.
+LEAST_SYSTEM_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What is known of the prompt with which a history begins, or is placed again.
+
+    Attributes:
+        chain: of its messages; None for a completion's.
+        system_tokens: the length of its tools and system messages; 0 where that is not known.
+    """
+
+    chain: Chain | None = None
+    system_tokens: int = 0
+
+    @property
+    def system(self) -> Digest | None:
+        """The digest of its system part, if that is worth an account of its own."""
+        counts = self.chain is not None and self.system_tokens >= LEAST_SYSTEM_TOKENS
+        return self.chain.system if self.chain is not None and counts else None
+
+
+class Kinship:
+    """Finds a history's kin, by its root, and links it to the nearest of them on its decoder.
+
+    Args:
+        get: the live history of an id.
+        charge: for `Sharing`.
+    """
+
+    def __init__(
+        self,
+        get: Callable[[str], Conversation | None],
+        charge: Callable[[Conversation, int], None],
+    ) -> None:
+        self._get = get
+        self.families = Families(get)
+        self.sharing: Sharing[Conversation] = Sharing(charge)
+
+    def shared(
+        self,
+        opening: Opening,
+        decoders: Iterable[Decoder],
+        siblings: Callable[[], Sequence[Conversation]],
+    ) -> Shared:
+        """Where how much of a prompt is held already.
+
+        Args:
+            decoders: those that it may go to.
+            siblings: the other histories of its conversation.
+        """
+        if opening.chain is None:
+            return NOTHING_SHARED
+        tokens: dict[str, int] = {}
+        # What is promised is not computed yet: a prompt that began with it would be cold.
+        computed: dict[str, int] = {}
+        for kin in self._kin(opening.chain.root):
+            if kin.decoder_id is None or not any(one.id == kin.decoder_id for one in decoders):
+                continue
+            common = _common(kin, opening.chain)
+            for known in (tokens,) if kin.promised else (tokens, computed):
+                known[kin.decoder_id] = max(known.get(kin.decoder_id, 0), common)
+        warm_on = max(computed, key=computed.__getitem__, default=None)
+        system = opening.system
+        if system is not None:
+            for decoder in decoders:
+                held = self.sharing.system_tokens(decoder.id, system)
+                if held > tokens.get(decoder.id, 0):
+                    tokens[decoder.id] = held
+            if warm_on is None:
+                at_home = (
+                    one.decoder_id
+                    for one in reversed(siblings())
+                    if one.decoder_id in tokens and not one.promised and _begins_with(one, system)
+                )
+                warm_on = next(at_home, None)
+        return Shared(tokens, warm_on) if tokens else NOTHING_SHARED
+
+    def opened(self, history: Conversation, opening: Opening) -> None:
+        """A history was bound; what it promises to hold is charged, and shared from now on."""
+        chain = opening.chain
+        if chain is None:
+            return
+        nearest, tokens = None, 0
+        if not self.families.is_alone(chain.root):
+            nearest, tokens = self._nearest(history, chain.root, lambda kin: _common(kin, chain))
+        if not history.points:
+            if nearest is not None:
+                history.points = Points(nearest.points).up_to(tokens)
+            elif not chain.ends:
+                points = Points()
+                points.add(chain.root, history.held_tokens)
+                history.points = points.packed
+        if nearest is not None:
+            self.sharing.share(history, nearest, tokens)
+        if opening.system is not None:
+            self.sharing.share_system(history, opening.system, opening.system_tokens)
+
+    def advanced(self, history: Conversation) -> None:
+        """A history has a new point, or has come to a decoder with its points."""
+        if history.root is None or self.families.is_alone(history.root):
+            return
+        points = Points(history.points)
+        nearest, tokens = self._nearest(
+            history, history.root, lambda kin: points.common(Points(kin.points))
+        )
+        if nearest is not None:
+            self.sharing.share(history, nearest, tokens)
+
+    def evicted(self, history: Conversation) -> None:
+        """The engine has lost what this began with: so have the idle ones that began with it."""
+        for kin in list(self._kin(history.root)):
+            if kin is not history and not kin.running and kin.base is history.base is not None:
+                self.sharing.hold(kin, 0)
+
+    def _nearest(
+        self, history: Conversation, root: Digest, common: Callable[[Conversation], int]
+    ) -> tuple[Conversation | None, int]:
+        """Of those on its decoder, the one with which it has most in common, and how much."""
+        nearest, most = None, 0
+        for kin in self._kin(root):
+            if kin is not history and kin.decoder_id == history.decoder_id:
+                tokens = common(kin)
+                if tokens > most:
+                    nearest, most = kin, tokens
+        return nearest, most
+
+    def _kin(self, root: Digest | None) -> Iterator[Conversation]:
+        if root is None:
+            return
+        for id_ in islice(self.families.newest(root), _LOOKED_AT):
+            kin = self._get(id_)
+            if kin is not None:
+                yield kin
+
+
+def _common(kin: Conversation, chain: Chain) -> int:
+    """The tokens that a kin has in common with a prompt, as far as is known."""
+    found = Points(kin.points).longest((*chain.ends, chain.root))
+    return 0 if found is None else min(found[1], kin.held_tokens)
+
+
+def _begins_with(history: Conversation, system: Digest) -> bool:
+    """Whether a history is counted as beginning with this system part."""
+    prefix = history.base
+    while prefix is not None and prefix.base is not None:
+        prefix = prefix.base
+    return prefix is not None and prefix.key == (history.decoder_id, system)

@@ -1,0 +1,139 @@
+"""What histories on one decoder begin with alike is counted once."""
+
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from conserve.recognition import Digest
+
+
+class Prefix(msgspec.Struct, gc=False):
+    """A beginning that several histories on one decoder have, or had.
+
+    It counts the tokens that it has beyond its ``base``. Nothing leads from a prefix to its users,
+    so there are no cycles for a garbage collector to find.
+
+    Attributes:
+        tokens: its length, from the first token on.
+        users: histories and longer prefixes whose ``base`` it is.
+        key: of a system part: decoder and digest, by which others find it.
+    """
+
+    tokens: int
+    users: int
+    base: "Prefix | None" = None
+    key: tuple[str, Digest] | None = None
+
+
+class Holder(Protocol):
+    """A history, as far as this is concerned: on a decoder, or with nothing held."""
+
+    decoder_id: str | None
+    held_tokens: int
+    base: Prefix | None
+
+
+History = TypeVar("History", bound=Holder)
+
+
+class Sharing(Generic[History]):
+    """Keeps what histories hold, and has what they share charged once.
+
+    What a decoder holds is then the tokens of distinct chains there, as far as their points are
+    known: of two histories that have a point in common, all up to it counts once. Every operation
+    is O(1) in the number of histories; only `share` walks the prefixes of the one history.
+
+    Args:
+        charge: called with a history and what its decoder (and its tenant) holds more, or less.
+    """
+
+    def __init__(self, charge: Callable[[History, int], None]) -> None:
+        self._charge = charge
+        self._systems: dict[tuple[str, Digest], Prefix] = {}
+
+    def hold(self, history: History, tokens: int) -> None:
+        """A history holds so many tokens now, from its beginning on; 0: nothing any more."""
+        while history.base is not None and history.base.tokens > tokens:
+            self._rebase(history, history.base.base)
+        if tokens != history.held_tokens:
+            self._charge(history, tokens - history.held_tokens)
+            history.held_tokens = tokens
+
+    def share(self, history: History, other: History, tokens: int) -> None:
+        """Two histories on one decoder begin with the same tokens, so many.
+
+        It is the longest point that the first has in common with any other.
+        """
+        tokens = min(tokens, history.held_tokens, other.held_tokens)
+        if tokens > _length(history.base):
+            self._rebase(history, self._prefix(other, tokens))
+
+    def share_system(self, history: History, digest: Digest, tokens: int) -> None:
+        """A history begins with a system part of so many tokens."""
+        tokens = min(tokens, history.held_tokens)
+        if history.decoder_id is None or tokens <= _length(history.base):
+            return
+        key = (history.decoder_id, digest)
+        system = self._systems.get(key)
+        if system is not None and system.tokens > tokens:
+            return  # Not as it was counted then; nothing is known to be shared.
+        if system is None:
+            # Charged by `_rebase`, as if it had been there: what the history has itself is less.
+            system = self._systems[key] = Prefix(tokens, 0, None, key)
+            self._charge(history, tokens)
+        self._rebase(history, system)
+
+    def system_tokens(self, decoder_id: str, digest: Digest) -> int:
+        """The tokens of a system part, if the decoder holds it, else 0."""
+        return _length(self._systems.get((decoder_id, digest)))
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _rebase(self, history: History, base: Prefix | None) -> None:
+        old, history.base = history.base, base
+        if base is not None:
+            base.users += 1
+        if change := _length(old) - _length(base):
+            self._charge(history, change)
+        while old is not None:
+            old.users -= 1
+            if old.users:
+                return
+            self._charge(history, _length(old.base) - old.tokens)
+            if old.key is not None:
+                del self._systems[old.key]
+            old = old.base
+
+    def _prefix(self, other: History, tokens: int) -> Prefix:
+        """The prefix of ``other`` that ends there, made by splitting where there is none."""
+        longer: History | Prefix = other
+        while True:
+            base = longer.base
+            while base is not None and base.users == 1 and base.key is None:
+                # Whoever shared it has gone: it is a part of the one that is left.
+                base = longer.base = base.base
+            if base is None or base.tokens < tokens:
+                # Counted already, as a part of the longer one.
+                longer.base = Prefix(tokens, 1, base)
+                return longer.base
+            if base.tokens == tokens:
+                return base
+            longer = base
+
+
+def held_together(histories: Iterable[Holder]) -> int:
+    """What histories hold in tokens, with what they share counted once."""
+    held, counted = 0, set()
+    for history in histories:
+        held += history.held_tokens - _length(history.base)
+        prefix = history.base
+        while prefix is not None and id(prefix) not in counted:
+            counted.add(id(prefix))
+            held += prefix.tokens - _length(prefix.base)
+            prefix = prefix.base
+    return held
+
+
+def _length(prefix: Prefix | None) -> int:
+    return 0 if prefix is None else prefix.tokens

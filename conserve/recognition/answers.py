@@ -1,0 +1,129 @@
+"""Answers in what a client was sent: as a body, or as a stream of events."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+
+class _Function(msgspec.Struct, gc=False):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCallDelta(msgspec.Struct, gc=False):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct, gc=False):
+    content: str | None = None
+    tool_calls: list[_ToolCallDelta] | None = None
+
+
+class _ChunkChoice(msgspec.Struct, gc=False):
+    index: int = 0
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    # An error event has no choices, the usage event has none in its list.
+    choices: list[_ChunkChoice] = []
+
+
+class _BodyChoice(msgspec.Struct, gc=False):
+    message: dict[str, Any]
+
+
+class _Body(msgspec.Struct, gc=False):
+    choices: list[_BodyChoice] = []
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+_BODY = msgspec.json.Decoder(_Body)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class _Answer:
+    """One choice of a streamed answer, while it is put together."""
+
+    __slots__ = ("calls", "finished", "text")
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.calls: dict[int, _CallParts] = {}
+        self.finished = False
+
+    def message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.text) or None}
+        if self.calls:
+            message["tool_calls"] = [call.tool_call() for _, call in sorted(self.calls.items())]
+        return message
+
+
+class _CallParts:
+    __slots__ = ("arguments", "id", "name")
+
+    def __init__(self) -> None:
+        self.id: str | None = None
+        self.name: list[str] = []
+        self.arguments: list[str] = []
+
+    def add(self, delta: _ToolCallDelta) -> None:
+        self.id = self.id or delta.id
+        if delta.function is not None:
+            self.name.append(delta.function.name or "")
+            self.arguments.append(delta.function.arguments or "")
+
+    def tool_call(self) -> dict[str, Any]:
+        function = {"name": "".join(self.name), "arguments": "".join(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def answers_from_body(body: bytes) -> list[dict[str, Any]]:
+    """The answers in a chat completion that was not streamed: one message a choice.
+
+    Empty for a body that is anything else, such as an error.
+    """
+    try:
+        choices = _BODY.decode(body).choices
+    except _UNREADABLE:
+        return []
+    return [{"role": "assistant", **choice.message} for choice in choices]
+
+
+def answers_from_stream(chunks: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The answers in a streamed chat completion: one message a choice that was finished.
+
+    ``chunks`` are the raw bytes of the server-sent events, cut anywhere. Each event's JSON is
+    taken to stand on one ``data:`` line, as vLLM writes it. Reasoning is left out. A choice
+    without a finish reason (the stream was cut, or ended in an error event) is left out too: the
+    client cannot echo what neither side knows to be whole. Events that cannot be read are skipped.
+    """
+    answers: dict[int, _Answer] = {}
+    for line in b"".join(chunks).splitlines():
+        if not line.startswith(b"data:"):
+            continue
+        try:
+            choices = _CHUNK.decode(line[5:]).choices
+        except _UNREADABLE:  # "[DONE]", or the event at which the stream was cut
+            continue
+        for choice in choices:
+            answer = answers.get(choice.index)
+            if answer is None:
+                answer = answers[choice.index] = _Answer()
+            if choice.finish_reason is not None:
+                answer.finished = True
+            delta = choice.delta
+            if delta is None:
+                continue
+            if delta.content:
+                answer.text.append(delta.content)
+            for call in delta.tool_calls or ():
+                parts = answer.calls.get(call.index)
+                if parts is None:
+                    parts = answer.calls[call.index] = _CallParts()
+                parts.add(call)
+    return [answer.message() for _, answer in sorted(answers.items()) if answer.finished]

@@ -1,0 +1,131 @@
+"""Digests of a turn's beginnings: a hash chain over its tools and its messages in normal form."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from conserve.recognition.normal import encoded, normalised
+
+Digest = bytes
+"""16 bytes (BLAKE2b) that stand for a list of messages, and the tools before them."""
+
+_DIGEST_BYTES = 16
+_LEADING = ("system", "developer")
+
+
+class Chain(NamedTuple):
+    """Where a turn's messages may have been heard before.
+
+    Attributes:
+        root: the first prompt, which is all before the first answer. Whatever goes back to an
+            earlier point of a history has its root.
+        system: the tools and the system messages at the beginning; None where there are neither.
+        ends: for each answer that is followed by anything, all up to its end; longest first.
+    """
+
+    root: Digest
+    system: Digest | None
+    ends: Sequence[Digest]
+
+
+def chain_of(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any = None,
+    tenant: str | None = None,
+    most_ends: int | None = None,
+) -> Chain:
+    """The chain of a turn. Never raises, whatever JSON stands in the arguments.
+
+    Args:
+        tools: they stand before the messages in a prompt, so other tools are another chain.
+        tenant: whose messages they are; no two tenants have a digest in common.
+        most_ends: of the longest beginnings, so many.
+    """
+    hasher = _hasher(tenant, tools)
+    given = _as_list(messages)
+    root: Digest | None = None
+    system: Digest | None = hasher.digest() if tools else None
+    leading = True
+    ends: list[Digest] = []
+    for message in given[:-1]:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role == "assistant" and root is None:
+            root = hasher.digest()
+        hasher.update(encoded(normalised(message)))
+        leading = leading and role in _LEADING
+        if leading:
+            system = hasher.digest()
+        if role == "assistant":
+            ends.append(hasher.digest())
+    if root is None:
+        for message in given[-1:]:
+            if not _is_answer(message):
+                hasher.update(encoded(normalised(message)))
+        root = hasher.digest()
+    ends.reverse()
+    return Chain(root, system, tuple(ends[:most_ends]))
+
+
+def candidate_digests(
+    messages: Sequence[Mapping[str, Any]], tenant: str | None = None, tools: Any = None
+) -> list[Digest]:
+    """The tails that these messages may continue, longest first: a chain's ``ends``."""
+    return list(chain_of(messages, tools, tenant).ends)
+
+
+def tail_digest(
+    messages: Sequence[Mapping[str, Any]],
+    answer: Mapping[str, Any],
+    tenant: str | None = None,
+    tools: Any = None,
+) -> Digest:
+    """The digest of a finished turn: its messages, then its answer.
+
+    It is among the ``candidate_digests`` of every turn of this tenant that begins with these
+    messages and this answer. Never raises, whatever JSON stands in the arguments.
+    """
+    return Beginning(messages, tenant, tools).tail_digest(answer)
+
+
+class Beginning:
+    """A turn's messages, hashed once for all the answers that it may get.
+
+    Attributes:
+        root: as `Chain` has it.
+    """
+
+    __slots__ = ("_hasher", "root")
+
+    def __init__(
+        self, messages: Sequence[Mapping[str, Any]], tenant: str | None = None, tools: Any = None
+    ) -> None:
+        self._hasher = _hasher(tenant, tools)
+        root: Digest | None = None
+        for message in _as_list(messages):
+            if root is None and _is_answer(message):
+                root = self._hasher.digest()
+            self._hasher.update(encoded(normalised(message)))
+        self.root = self._hasher.digest() if root is None else root
+
+    def tail_digest(self, answer: Mapping[str, Any]) -> Digest:
+        """As `tail_digest` has it."""
+        hasher = self._hasher.copy()
+        hasher.update(encoded(normalised(answer)))
+        return hasher.digest()
+
+
+def _hasher(tenant: str | None, tools: Any) -> "hashlib.blake2b":
+    # A key is at most 64 bytes long, and so is a tenant's name.
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=(tenant or "").encode())
+    if tools:
+        hasher.update(encoded(["tools", tools]))
+    return hasher
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
+
+
+def _as_list(messages: Any) -> Sequence[Any]:
+    # Called before the request is validated: "messages" may be any JSON value.
+    return messages if isinstance(messages, list | tuple) else [messages]

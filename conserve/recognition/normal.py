@@ -1,0 +1,173 @@
+"""The normal form of a message: what it means for the model, in canonical bytes."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_ARRAY = (list, tuple)
+
+_TEXT_TYPES = ("text", "input_text", "output_text")
+_REASONING_TYPES = ("thinking", "reasoning")
+_THINK_OPEN = "<think>"
+_THINK_CLOSE = "</think>"
+
+# Arguments that may hold more values are compared as text. To parse 8 MiB of "[]," takes seconds.
+_MOST_SEPARATORS = 16_384
+# Numbers as doubles, as JavaScript clients echo them: 1 is 1.0, and digits past the 53rd bit may
+# change. Not strict: models write raw line breaks into argument strings, clients escape them.
+_ARGUMENTS = json.JSONDecoder(parse_int=float, strict=False)
+
+
+def normalised(message: Any) -> list[Any]:
+    """A message reduced to what counts: [role, segments, calls]; or [junk]."""
+    if not isinstance(message, Mapping):
+        return [message]
+    role = message.get("role")
+    if role == "developer":  # OpenAI's newer word for the same
+        role = "system"
+    segments = _segments(message.get("content"))
+    if role == "assistant" and segments and isinstance(segments[0], str):
+        answer = _without_thinking(segments[0])
+        segments[:1] = [answer] if answer else []
+    return [role, segments, _calls(message)]
+
+
+def _segments(content: Any) -> list[Any]:
+    """Content as a list: a str for a run of text, a one-element list for anything else.
+
+    Text parts side by side are joined by a line break, which is how vLLM renders them for chat
+    templates that take plain strings.
+    """
+    if isinstance(content, str):
+        text = content.strip()
+        return [text] if text else []
+    if content is None:
+        return []
+    segments: list[Any] = []
+    run: list[str] = []  # the text parts since the last other part
+    for part in content if isinstance(content, _ARRAY) else [content]:
+        text_or_none = _part_text(part)
+        if text_or_none is None:
+            if run:
+                segments.append("\n".join(run))
+                run = []
+            segments.append([part])
+        elif text_or_none:
+            run.append(text_or_none)
+    if run:
+        segments.append("\n".join(run))
+    return segments
+
+
+def _part_text(part: Any) -> str | None:
+    """The trimmed text of a content part, "" for reasoning, None if it is not text."""
+    if isinstance(part, str):
+        return part.strip()
+    if not isinstance(part, Mapping):
+        return None
+    kind = part.get("type")
+    if kind in _REASONING_TYPES:
+        return ""
+    text = part.get("text")
+    if kind in _TEXT_TYPES and isinstance(text, str):
+        return text.strip()
+    return None
+
+
+def _without_thinking(text: str) -> str:
+    """Trimmed assistant text without the reasoning that it begins with.
+
+    Without a reasoning parser the engine leaves reasoning in the content. The block may lack its
+    end (the answer was cut) or its beginning (the chat template put it into the prompt).
+    """
+    # Positions instead of slices: a text made of nothing but marks must not cost quadratic time.
+    start = 0
+    while (close := text.find(_THINK_CLOSE, start)) >= 0:
+        opened = text.find(_THINK_OPEN, start, close)
+        if opened >= 0 and text[start:opened].strip():
+            break  # the answer has begun, and only mentions the marks
+        start = close + len(_THINK_CLOSE)
+    rest = text[start:].strip()
+    return "" if rest.startswith(_THINK_OPEN) else rest
+
+
+def _calls(message: Mapping[str, Any]) -> list[Any]:
+    """The tool calls of a message: [name, arguments] each; or [junk]."""
+    given = message.get("tool_calls") or []
+    calls = [_call(call) for call in (given if isinstance(given, _ARRAY) else [given])]
+    legacy = message.get("function_call")
+    if legacy is not None:
+        calls.append(_call({"function": legacy}))
+    return calls
+
+
+def _call(call: Any) -> list[Any]:
+    if not isinstance(call, Mapping):
+        return [call]
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return [function.get("name"), _arguments(function.get("arguments"))]
+    return [{k: v for k, v in call.items() if v is not None and k not in ("id", "index")}]
+
+
+def _arguments(arguments: Any) -> Any:
+    """Arguments as [value]; as their trimmed text where that is not JSON."""
+    if isinstance(arguments, str):
+        text = arguments.strip()
+        if text.count(",") + text.count("[") + text.count("{") > _MOST_SEPARATORS:
+            return text
+        try:
+            arguments = _ARGUMENTS.decode(text) if text else None
+        except (ValueError, RecursionError):
+            return text
+    return [{} if arguments is None else arguments]
+
+
+def encoded(value: Any) -> bytes:
+    """Canonical bytes of a JSON value: equal values only give equal bytes.
+
+    Each piece carries its type and length, so pieces written one after another can be told apart.
+    A stack instead of recursion: the nesting is the client's choice.
+    """
+    out: list[bytes] = []
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            data = _utf8(item)
+            out += (b"s%d:" % len(data), data)
+        elif isinstance(item, _ARRAY):
+            out.append(b"l%d:" % len(item))
+            stack.extend(reversed(item))
+        elif isinstance(item, Mapping):
+            out.append(b"d%d:" % len(item))
+            for key, member in sorted(item.items(), key=_sort_key, reverse=True):
+                stack += (member, key)
+        elif item is None or isinstance(item, bool):
+            out.append(b"%a;" % item)
+        elif isinstance(item, int | float):
+            out.append(b"%a;" % _double(item))
+        else:  # not from JSON; its type is all that is stable about it
+            out.append(b"?%a;" % type(item).__name__)
+    return b"".join(out)
+
+
+def _sort_key(pair: tuple[Any, Any]) -> str:
+    key = pair[0]
+    return key if isinstance(key, str) else type(key).__name__
+
+
+def _double(number: int | float) -> float:
+    try:
+        return float(number) + 0.0  # -0.0 becomes 0.0
+    except OverflowError:
+        return float("inf") if number > 0 else float("-inf")
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        # JSON can escape half a surrogate pair. Whole pairs are put together, as if they had
+        # come unescaped; halves become U+FFFD, as clients make them.
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()

@@ -1,0 +1,266 @@
+"""`/tokenize` and `/detokenize`: who is asked, for what, and how many at a time."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+
+from conserve import budget
+from conserve.errors import ApiError
+from conserve.settings import Settings
+from conserve.tenants import KeyFile, keyfile
+from deployments.router import tokens
+from deployments.router.frontdoor import FrontDoor
+from deployments.router.tokens import TokensEndpoint, by_leisure
+from deployments.router.upstream import EngineUnreachable, Upstream
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def engine(id_: str, role: str = "decoder", **more: Any) -> dict[str, Any]:
+    quiet = {"leaving": False, "queued_tokens": None, "conversations": None}
+    return {"id": id_, "role": role, "url": f"http://{id_}", **quiet, **more}
+
+
+class Table:
+    """Knows engines, and is told nothing: this is no turn."""
+
+    def __init__(self, *engines: dict[str, Any]) -> None:
+        self.engines = engines or (engine("d"),)
+
+    async def call(self, method: str) -> list[dict[str, Any]]:
+        assert method == "engines"
+        return list(self.engines)
+
+
+class Engines:
+    """Answer everything alike, unless they are gone."""
+
+    def __init__(self, *gone: str, error: ApiError | None = None) -> None:
+        self.gone = gone
+        self.error = error
+        self.asked: list[tuple[str, bytes]] = []
+        self.at_a_time = self.most_at_a_time = 0
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.full = asyncio.Event()
+
+    async def answered(self, url: str, raw: bytes) -> bytes:
+        self.asked.append((url, raw))
+        self.at_a_time += 1
+        self.most_at_a_time = max(self.most_at_a_time, self.at_a_time)
+        if self.at_a_time == 2:
+            self.full.set()
+        await self.answers.wait()
+        self.at_a_time -= 1
+        if url.split("/")[2] in self.gone:
+            raise EngineUnreachable("no connection", had_request=False)
+        if self.error is not None:
+            raise self.error
+        return b'{"count": 1}'
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    return use(monkeypatch, Engines())
+
+
+def use(monkeypatch: pytest.MonkeyPatch, engines: Engines) -> Engines:
+    monkeypatch.setattr(Upstream, "answered", lambda self, url, raw: engines.answered(url, raw))
+    return engines
+
+
+async def post(
+    door: FrontDoor, path: str, body: Any, headers: tuple[tuple[bytes, bytes], ...] = ()
+) -> tuple[int, Any]:
+    """Status and JSON of the answer."""
+    sent: list[dict[str, Any]] = []
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": raw}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), *headers],
+    }
+    await door(scope, receive, send)
+    return sent[0]["status"], json.loads(b"".join(part.get("body", b"") for part in sent[1:]))
+
+
+def asked(path: str, body: Any, *table: dict[str, Any]) -> tuple[int, Any]:
+    door = FrontDoor(Settings(), Table(*table), "router")  # type: ignore[arg-type]
+    return asyncio.run(post(door, path, body))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "hello", "model": "conserve-embedded"}),
+        ("/tokenize", {"prompt": ""}),
+        ("/tokenize", HELLO),
+        ("/tokenize", {**HELLO, "tools": [], "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5, 6]}),
+        ("/detokenize", {"tokens": []}),
+    ],
+)
+def test_an_engine_answers_what_it_is_sent(engines: Engines, path: str, body: Any) -> None:
+    assert asked(path, body) == (200, {"count": 1})
+    assert engines.asked == [("http://d" + path, json.dumps(body).encode())]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": ["a", "b"]}, 400, "prompt"),
+        ("/tokenize", {"prompt": [5]}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": "a", "messages": [5]}, 400, "messages"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("/tokenize", {"prompt": "a", "model": None}, 400, "model"),
+        ("/tokenize", {"prompt": "a", "x": 2**70}, 400, "x"),
+        ("/tokenize", {**HELLO, "tools": [{}] * 513}, 400, "tools"),
+        ("/tokenize", {"prompt": "a " * 40_000, "return_token_strs": 1}, 400, "return_token_strs"),
+        ("/tokenize", {"prompt": "a" * budget.MOST_TOKENIZE_BYTES}, 413, None),
+        ("/tokenize", b"{", 400, None),
+        ("/tokenize", '{"prompt": "a"}'.encode("utf-16"), 400, None),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": "5"}, 400, "tokens"),
+        ("/detokenize", {"tokens": ["5"]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [True]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [2**31]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5] * 131_073}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5], "x": [[]] * 20_000}, 400, None),
+        ("/detokenize", {"tokens": [5], "model": "other"}, 404, "model"),
+    ],
+)
+def test_what_costs_too_much_or_is_no_request_gets_to_no_engine(
+    engines: Engines, path: str, body: Any, status: int, param: str | None
+) -> None:
+    found, answer = asked(path, body)
+    assert found == status
+    assert answer["error"]["param"] == param
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert engines.asked == []
+
+
+def test_as_much_as_is_allowed_is_served(engines: Engines) -> None:
+    around = len(json.dumps({"prompt": ""}))
+    assert asked("/tokenize", {"prompt": "a" * (budget.MOST_TOKENIZE_BYTES - around)})[0] == 200
+    assert asked("/detokenize", {"tokens": [2**31 - 1] * 131_072})[0] == 200
+    assert len(engines.asked) == 2
+
+
+def test_an_engines_refusal_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ApiError(400, "chat_template is not allowed", param="chat_template")
+    use(monkeypatch, Engines(error=error))
+    status, answer = asked("/tokenize", HELLO)
+    assert status == 400
+    assert answer == error.body()
+
+
+def test_another_engine_is_asked_where_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = use(monkeypatch, Engines("gone"))
+    assert asked("/tokenize", HELLO, engine("gone", "prefiller"), engine("d"))[0] == 200
+    assert [url for url, _ in engines.asked] == ["http://gone/tokenize", "http://d/tokenize"]
+    status, answer = asked("/tokenize", HELLO, engine("gone"))
+    assert status == 503
+    assert "try again" in answer["error"]["message"]
+
+
+def test_those_are_asked_first_that_it_disturbs_least() -> None:
+    listed = [
+        engine("leaving", "prefiller", leaving=True, queued_tokens=0),
+        engine("crowded", conversations=9),
+        engine("decoder", conversations=2),
+        engine("busy", "prefiller", queued_tokens=500),
+        engine("idle", "prefiller", queued_tokens=0),
+    ]
+    order = [one["id"] for one in by_leisure(listed)]
+    assert order == ["idle", "busy", "decoder", "crowded", "leaving"]
+
+
+def test_few_are_asked_for_at_a_time_and_few_wait(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines make tokens of turns' prompts in the same thread."""
+    monkeypatch.setattr(tokens, "_MOST_WAITING", 3)
+
+    async def scenario() -> None:
+        door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+        engines.answers.clear()
+        under_way = [asyncio.ensure_future(post(door, "/tokenize", HELLO)) for _ in range(5)]
+        await asyncio.wait_for(engines.full.wait(), 10)
+        status, answer = await post(door, "/tokenize", HELLO)
+        assert status == 429
+        assert "try again shortly" in answer["error"]["message"]
+        engines.answers.set()
+        assert [status for status, _ in await asyncio.gather(*under_way)] == [200] * 5
+        # Whoever was refused has taken no place.
+        assert (await post(door, "/tokenize", HELLO))[0] == 200
+
+    asyncio.run(scenario())
+    assert engines.most_at_a_time == 2
+
+
+def test_nobody_waits_for_ever(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_WAIT_S", 0.01)
+
+    async def scenario() -> None:
+        door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+        engines.answers.clear()
+        under_way = [asyncio.ensure_future(post(door, "/tokenize", HELLO)) for _ in range(2)]
+        await asyncio.wait_for(engines.full.wait(), 10)
+        assert (await post(door, "/tokenize", HELLO))[0] == 429
+        engines.answers.set()
+        await asyncio.gather(*under_way)
+
+    asyncio.run(scenario())
+
+
+def test_a_key_is_needed_and_its_tenants_media_are_its_own(
+    engines: Engines, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.json"
+    content, key = KeyFile.new().with_key("acme", "2026-01-31")
+    keyfile.write(path, content)
+    part = {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "mine"}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+
+    async def scenario() -> None:
+        settings = Settings(keys_file=str(path))
+        door = FrontDoor(settings, Table(), "router")  # type: ignore[arg-type]
+        assert (await post(door, "/tokenize", body))[0] == 401
+        bearer = (b"authorization", f"Bearer {key}".encode())
+        assert (await post(door, "/tokenize", body, (bearer,)))[0] == 200
+
+    asyncio.run(scenario())
+    ((_, raw),) = engines.asked
+    sent = json.loads(raw)["messages"][0]["content"][0]
+    assert sent["image_url"] == part["image_url"]
+    assert sent["uuid"] != "mine"
+
+
+def test_nothing_is_asked_for_a_client_that_left(engines: Engines) -> None:
+    async def scenario() -> None:
+        endpoint = TokensEndpoint(Settings(), Table(), Upstream(5))  # type: ignore[arg-type]
+
+        async def left() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        with pytest.raises(ClientDisconnect):
+            await endpoint.tokenize(Request({"type": "http", "headers": []}, left))
+
+    asyncio.run(scenario())
+    assert engines.asked == []
