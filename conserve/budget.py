@@ -10,7 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from conserve import apis, items
 from conserve.errors import ApiError
+from conserve.items import ITEMS_A_PART
 
 # Entries of lists and objects in all, at whatever depth, token ids aside.
 MOST_VALUES = 65_536
@@ -21,7 +23,6 @@ DEEPEST = 64
 # Messages, parts of their contents and tool calls, together: each is judged against a dozen types,
 # and a part or a call costs as much as three messages. Twelve hundred turns fit, with a call each.
 MOST_ITEMS = 6144
-ITEMS_A_PART = 3
 # Prompts of a completion, times the choices asked for: each is a request to the engine.
 MOST_CHOICES = 128
 # Token ids of a completion's prompts, together.
@@ -33,7 +34,7 @@ MOST_TOKEN_STRS_BYTES = 64 * 1024
 # Of token ids to be made text of: as many as in a prompt, each with 15 digits and spaces at most.
 MOST_DETOKENIZE_BYTES = 2 * 1024 * 1024
 # Of which the engine makes a grammar before it answers anybody else, at some 2 ms a KiB.
-_GRAMMARS = ("response_format", "structured_outputs")
+_GRAMMARS = ("response_format", "structured_outputs", "output_config", "text")
 MOST_GRAMMAR_CHARS = 32 * 1024
 # The same of tools, where one has to be called: at some 0.7 ms a KiB.
 MOST_TOOL_CHARS = 64 * 1024
@@ -47,12 +48,14 @@ _MOST_ENTRIES = {
     "tools": 512,
     "functions": 512,
     "stop": 64,
+    "stop_sequences": 64,
+    "include": 16,
     "stop_token_ids": 1024,
     "bad_words": 128,
     "logit_bias": 1024,
     "vllm_xargs": 128,
 }
-_LONGEST_CHARS = {"stop": 1024, "bad_words": 256}
+_LONGEST_CHARS = {"stop": 1024, "stop_sequences": 1024, "bad_words": 256}
 
 
 def check_raw(raw: bytes, chat: bool) -> None:
@@ -93,23 +96,27 @@ def check_raw(raw: bytes, chat: bool) -> None:
             )
 
 
-def check(body: Mapping[str, Any], chat: bool) -> None:
+def check(body: Mapping[str, Any], path: str) -> None:
     """Refuse a request that is too large in some respect, or is no request at all.
 
     Args:
         body: parsed from JSON.
-        chat: whether it is a chat, and no bare completion.
+        path: the turn's, see `conserve.apis`.
 
     Raises:
         ApiError: 400; it names the limit and the field.
     """
     prompts = 1
-    if not chat:
+    if path == apis.COMPLETIONS:
         prompts = _check_prompt(body.get("prompt"))
         body = {name: value for name, value in body.items() if name != "prompt"}
     _check_values(body)
-    if chat:
+    if path == apis.RESPONSES:
+        _check_count(items.response_items(body), items.MOST_RESPONSE_ITEMS, "input", "items")
+    elif path != apis.COMPLETIONS:
         _check_messages(body.get("messages"))
+        if apis.is_anthropic(path):
+            _check_count(items.message_items(body), MOST_ITEMS, "messages", "messages")
     for name, most in _MOST_ENTRIES.items():
         _check_entries(name, body.get(name), most)
     if not isinstance(body.get("structured_outputs"), dict | None):
@@ -180,13 +187,15 @@ def check_detokenize(body: Mapping[str, Any]) -> None:
     if not isinstance(tokens, list):
         raise ApiError(400, "tokens must be a list of token ids", param="tokens")
     _check_values({name: value for name, value in body.items() if name != "tokens"})
-    _check_count(len(tokens), "tokens")
+    _check_id_count(len(tokens), "tokens")
     _check_ids(tokens, "tokens")
 
 
 def _check_tool_grammars(body: Mapping[str, Any]) -> None:
     """Bound the tools of which one has to be called: the engine makes a grammar of them."""
     choice, tools = body.get("tool_choice"), body.get("tools")
+    if isinstance(choice, dict) and choice.get("type") in ("auto", "none"):
+        return  # Anthropic's words for it.
     if choice in (None, "auto", "none") or not isinstance(tools, list):
         return
     length = len(json.dumps(tools, ensure_ascii=False))
@@ -260,6 +269,16 @@ def _check_messages(messages: Any) -> None:
         )
 
 
+def _check_count(count: int, most: int, name: str, what: str) -> None:
+    if count > most:
+        raise ApiError(
+            400,
+            f"{name} may have {most} {what}, of which each counts by what it costs to read (a part "
+            f"of one as {ITEMS_A_PART}), and these count {count}; join or drop some",
+            param=name,
+        )
+
+
 def _check_entries(name: str, value: Any, most: int) -> None:
     if not isinstance(value, list | dict | str):
         return
@@ -284,7 +303,7 @@ def _check_prompt(prompt: Any) -> int:
     single = isinstance(prompt[0], int)
     lists = [prompt] if single else [one for one in prompt if isinstance(one, list)]
     ids = sum(map(len, lists))
-    _check_count(ids, "prompt")
+    _check_id_count(ids, "prompt")
     if single or len(lists) == len(prompt):
         for one in lists:
             _check_ids(one, "prompt")
@@ -304,7 +323,7 @@ def _check_prompt(prompt: Any) -> int:
     return len(prompt)
 
 
-def _check_count(ids: int, name: str) -> None:
+def _check_id_count(ids: int, name: str) -> None:
     if ids > MOST_TOKEN_IDS:
         raise ApiError(
             400,

@@ -1,7 +1,12 @@
-"""Errors as clients see them: OpenAI's shape, the right status, and what to do."""
+"""Errors as clients see them: their API's shape, the right status, and what to do."""
 
+import json
 import re
 from typing import Any
+
+from conserve import apis
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class ApiError(Exception):
@@ -10,7 +15,7 @@ class ApiError(Exception):
     Args:
         status: HTTP status.
         message: what is wrong and what to do, for a person.
-        code: what is wrong, for a program (OpenAI's ``error.code``).
+        code: what is wrong, for a program (OpenAI's ``error.code``; Anthropic's shape has none).
         param: the request's field, if one is to blame.
         retry_after_s: when to try again, sent as ``Retry-After``.
         final: the same request will not do any better later; sent as ``x-should-retry: false``, by
@@ -35,8 +40,15 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
         self.final = final
 
-    def body(self) -> dict[str, Any]:
-        """The response's JSON body."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The response's JSON body: Anthropic's shape on its paths, else OpenAI's.
+
+        Args:
+            path: what was asked for.
+        """
+        if apis.is_anthropic(path):
+            error = {"type": _anthropic_type(self.status), "message": _anthropic_message(self)}
+            return {"type": "error", "error": error, "request_id": None}
         return {
             "error": {
                 "message": self.message,
@@ -46,6 +58,26 @@ class ApiError(Exception):
             }
         }
 
+    def event(self, path: str, number: int = 0) -> bytes:
+        """The event by which a stream that has begun ends with this error.
+
+        Args:
+            path: the turn's.
+            number: of the event within the stream, where its events are numbered.
+        """
+        if path == apis.MESSAGES:
+            return b"event: error\ndata: " + json.dumps(self.body(path)).encode() + b"\n\n"
+        if path != apis.RESPONSES:
+            return b"data: " + json.dumps(self.body()).encode() + b"\n\n"
+        data = {
+            "type": "error",
+            "code": self.code or _error_type(self.status),
+            "message": self.message,
+            "param": self.param,
+            "sequence_number": number,
+        }
+        return b"event: error\ndata: " + json.dumps(data).encode() + b"\n\n"
+
 
 def _error_type(status: int) -> str:
     if status >= 500:
@@ -53,6 +85,30 @@ def _error_type(status: int) -> str:
     return {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
         status, "invalid_request_error"
     )
+
+
+# https://docs.anthropic.com/en/api/errors; 529 is "overloaded", which OpenAI's clients say by 503.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def _anthropic_type(status: int) -> str:
+    known = _ANTHROPIC_TYPES.get(status)
+    return known or ("api_error" if status >= 500 else "invalid_request_error")
+
+
+def _anthropic_message(error: ApiError) -> str:
+    # Claude Code knows by these words that it has to compact its history.
+    too_long = error.code == CONTEXT_LENGTH_EXCEEDED
+    return f"prompt is too long: {error.message}" if too_long else error.message
 
 
 # FastAPI's report of a bad body, as vLLM prints it; only place and complaint are for clients.
@@ -94,7 +150,7 @@ def from_engine(status: int, body: Any) -> ApiError:
         message = f"{param}: {complaints[0][1][1:-1]}"
     code = None
     if status == 400 and _CONTEXT.search(message):
-        code = "context_length_exceeded"
+        code = CONTEXT_LENGTH_EXCEEDED
     elif status == 404:
         code = "model_not_found"
     return ApiError(status, message, code, param=param if isinstance(param, str) else None)
@@ -116,6 +172,6 @@ def context_length_exceeded(prompt_tokens: int, max_model_len: int) -> ApiError:
         400,
         f"This model's maximum context length is {max_model_len} tokens, and the messages "
         f"have {prompt_tokens}. Shorten them.",
-        "context_length_exceeded",
+        CONTEXT_LENGTH_EXCEEDED,
         param="messages",
     )

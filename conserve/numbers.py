@@ -7,7 +7,7 @@ from typing import Any
 _AS_TEXT = frozenset(
     (
         *("messages", "prompt", "tools", "functions", "documents", "chat_template_kwargs"),
-        *("response_format", "structured_outputs"),
+        *("response_format", "structured_outputs", "system", "input", "output_config", "text"),
     )
 )
 _LEAST, _MOST = -(2**63), 2**63 - 1

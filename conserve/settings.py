@@ -345,6 +345,20 @@ class Settings(_Strict):
         default=True,
         description="Whether a streamed answer goes on at another decoder if its own is lost.",
     )
+    volatile_text: list[Literal["billing_header", "times"]] = Field(
+        default=["billing_header"],
+        description="Text of system prompts that is another one in each turn, and by which no "
+        "history is recognised. `billing_header`: Claude Code's `x-anthropic-billing-header`, "
+        "which is taken out of prompts too; `times`: clock times with seconds.",
+    )
+
+    response_store_mb: int = Field(
+        default=64,
+        ge=0,
+        description="How much each decoder keeps of responses (`/v1/responses`), with their "
+        "histories, for retrieval and `previous_response_id`, in MB; the oldest go first. "
+        "0: nothing.",
+    )
 
     @field_validator("prefillers", "decoders", mode="before")
     @classmethod

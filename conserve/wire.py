@@ -81,6 +81,29 @@ def read_notes(notes: bytes) -> list[Emitted]:
     return found
 
 
+# --- Responses that decoders keep -----------------------------------------------------------------
+
+# Before the id of a response: a decoder tells what it keeps of it (`StoredResponse`), or forgets
+# it.
+STORED_PREFIX = "/conserve/responses/"
+# Whose response is asked for, where there are keys.
+TENANT_HEADER = "x-conserve-tenant"
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """A response and what it answers, as a decoder keeps it.
+
+    Attributes:
+        conversation_id: which conversation it belongs to, as it is kept (`conserve.identity`).
+        request: the turn's body, with the whole history as its input.
+        response: the response object.
+    """
+
+    conversation_id: str
+    request: msgspec.Raw
+    response: msgspec.Raw
+
+
 # --- Checks of a request, from a router to an engine ----------------------------------------------
 
 # Before the path of a turn: the engine judges the request and does not serve it.

@@ -11,11 +11,6 @@ from conserve.wire import Role
 # Ray's name for a resource that the head node alone has.
 HEAD_NODE = "node:__internal_head__"
 
-# Where a turn goes to, on a router as on an engine.
-TURN_PATHS = ("/v1/chat/completions", "/v1/completions")
-# What an engine answers as it stands.
-TOKEN_PATHS = ("/tokenize", "/detokenize")
-
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:

@@ -30,21 +30,22 @@ class Chain(NamedTuple):
 
 def chain_of(
     messages: Sequence[Mapping[str, Any]],
-    tools: Any = None,
+    before: Mapping[str, Any] | None = None,
     tenant: str | None = None,
     most_ends: int | None = None,
 ) -> Chain:
     """The chain of a turn. Never raises, whatever JSON stands in the arguments.
 
     Args:
-        tools: they stand before the messages in a prompt, so other tools are another chain.
+        before: what else the beginning of a prompt is made of, by name: ``tools`` stand before
+            the messages. Another one is another chain.
         tenant: whose messages they are; no two tenants have a digest in common.
         most_ends: of the longest beginnings, so many.
     """
-    hasher = _hasher(tenant, tools)
+    hasher = _hasher(tenant, before)
     given = _as_list(messages)
     root: Digest | None = None
-    system: Digest | None = hasher.digest() if tools else None
+    system: Digest | None = hasher.digest() if (before or {}).get("tools") else None
     leading = True
     ends: list[Digest] = []
     for message in given[:-1]:
@@ -67,24 +68,23 @@ def chain_of(
 
 
 def candidate_digests(
-    messages: Sequence[Mapping[str, Any]], tenant: str | None = None, tools: Any = None
+    messages: Sequence[Mapping[str, Any]], tenant: str | None = None
 ) -> list[Digest]:
     """The tails that these messages may continue, longest first: a chain's ``ends``."""
-    return list(chain_of(messages, tools, tenant).ends)
+    return list(chain_of(messages, tenant=tenant).ends)
 
 
 def tail_digest(
     messages: Sequence[Mapping[str, Any]],
     answer: Mapping[str, Any],
     tenant: str | None = None,
-    tools: Any = None,
 ) -> Digest:
     """The digest of a finished turn: its messages, then its answer.
 
     It is among the ``candidate_digests`` of every turn of this tenant that begins with these
     messages and this answer. Never raises, whatever JSON stands in the arguments.
     """
-    return Beginning(messages, tenant, tools).tail_digest(answer)
+    return Beginning(messages, tenant=tenant).tail_digest(answer)
 
 
 class Beginning:
@@ -97,9 +97,12 @@ class Beginning:
     __slots__ = ("_hasher", "root")
 
     def __init__(
-        self, messages: Sequence[Mapping[str, Any]], tenant: str | None = None, tools: Any = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        before: Mapping[str, Any] | None = None,
+        tenant: str | None = None,
     ) -> None:
-        self._hasher = _hasher(tenant, tools)
+        self._hasher = _hasher(tenant, before)
         root: Digest | None = None
         for message in _as_list(messages):
             if root is None and _is_answer(message):
@@ -114,11 +117,11 @@ class Beginning:
         return hasher.digest()
 
 
-def _hasher(tenant: str | None, tools: Any) -> "hashlib.blake2b":
+def _hasher(tenant: str | None, before: Mapping[str, Any] | None) -> "hashlib.blake2b":
     # A key is at most 64 bytes long, and so is a tenant's name.
     hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=(tenant or "").encode())
-    if tools:
-        hasher.update(encoded(["tools", tools]))
+    if before:
+        hasher.update(encoded(["before", before]))
     return hasher
 
 

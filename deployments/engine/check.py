@@ -1,9 +1,9 @@
 """What an engine would say to a request, without its work: the errors, or the prompts' tokens.
 
-``POST /conserve/check/v1/chat/completions`` is served by vLLM's own code for the path behind the
-prefix, up to the call that would hand the request to the engine. So parameters are judged, and the
-prompt is rendered, by the very rules of the turn itself. Templates and tokenizers run in vLLM's
-threads, and nothing is scheduled.
+``POST /conserve/check/v1/chat/completions`` (or another turn's path) is served by vLLM's own code
+for the path behind the prefix, up to the call that would hand the request to the engine. So
+parameters are judged, and the prompt is rendered, by the very rules of the turn itself. Templates
+and tokenizers run in vLLM's threads, and nothing is scheduled.
 
 Internals of vLLM 0.29 that are used: ``AsyncLLM.generate`` and ``input_processor``, the app's
 ``state.online_renderer``, ``create_error_response``.
@@ -21,11 +21,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import CompletionOutput, RequestOutput
 from vllm.entrypoints.serve import create_error_response
 
+from conserve.apis import MESSAGES, RESPONSES
 from conserve.wire import CHECK_PREFIX
+
+# What vLLM makes answers of these from has a choice; of a chat's, it may have none.
+_WITH_A_CHOICE = (MESSAGES, RESPONSES)
 
 
 @dataclass(slots=True)
 class _Check:
+    path: str = ""
     prompts: list[list[int]] = field(default_factory=list)
     refusal: Any = None
 
@@ -65,26 +70,34 @@ def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
             raise
         ids = list(asked.prompt_token_ids or ())
         check.prompts.append(ids)
-        return _nothing(request_id, ids, beam=not sampling_params.detokenize)
+        choices = []
+        if not sampling_params.detokenize:
+            # A beam search looks into the first, and ends if it is empty.
+            choices = [CompletionOutput(0, "", [], None, None)]
+        elif check.path in _WITH_A_CHOICE:
+            choices = [CompletionOutput(0, "", [], None, None, finish_reason="stop")]
+        return _answer(request_id, ids, choices)
 
     client.generate = checked
-    for name in ("render_chat", "render_completion"):
+    for name in ("render_chat", "render_completion", "preprocess_chat"):
         setattr(renderer, name, _without_mm_cache(getattr(renderer, name)))
 
 
 def _without_mm_cache(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     # That cache has a half in the engine's core, which takes what it was told of once for known.
     @functools.wraps(render)
-    async def rendered(request: Any, *, skip_mm_cache: bool = False) -> Any:
-        return await render(request, skip_mm_cache=skip_mm_cache or _current.get() is not None)
+    async def rendered(*given: Any, skip_mm_cache: bool = False, **more: Any) -> Any:
+        skip = skip_mm_cache or _current.get() is not None
+        return await render(*given, skip_mm_cache=skip, **more)
 
     return rendered
 
 
-async def _nothing(request_id: str, ids: list[int], beam: bool) -> AsyncIterator[RequestOutput]:
-    """An answer of no choices; a beam search looks into the first, and ends if it is empty."""
-    beams = [CompletionOutput(0, "", [], None, None)] if beam else []
-    yield RequestOutput(request_id, None, ids, None, beams, finished=True)
+async def _answer(
+    request_id: str, ids: list[int], choices: list[CompletionOutput]
+) -> AsyncIterator[RequestOutput]:
+    """An answer of no choices, or of an empty one."""
+    yield RequestOutput(request_id, None, ids, None, choices, finished=True)
 
 
 class RequestCheck:
@@ -103,7 +116,7 @@ class RequestCheck:
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(CHECK_PREFIX)
-        check = _Check()
+        check = _Check(path)
         status, parts = 0, []
 
         async def keep(message: Message) -> None:

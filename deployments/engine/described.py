@@ -3,7 +3,9 @@
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from deployments.messages import TOKEN_PATHS, TURN_PATHS
+from conserve.apis import TOKEN_PATHS, TURN_PATHS
+
+_DESCRIBED = (*TURN_PATHS, *TOKEN_PATHS)
 
 
 def describe(app: FastAPI) -> None:
@@ -12,6 +14,5 @@ def describe(app: FastAPI) -> None:
     Made at its first request, as FastAPI would, and of all of vLLM's paths, it keeps the engine's
     event loop for some 3 s, in which no stream gets a token; of those few, for 0.2 s.
     """
-    asked = (*TURN_PATHS, *TOKEN_PATHS)
-    routes = [route for route in app.routes if getattr(route, "path", None) in asked]
+    routes = [route for route in app.routes if getattr(route, "path", None) in _DESCRIBED]
     app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=routes)

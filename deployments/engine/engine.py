@@ -29,6 +29,7 @@ from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.observer import TurnObserver, observe_engine
+from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.sockets import unnamed_afterwards
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, Heard
@@ -181,8 +182,12 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         describe(app)
         client = self.engine._engine_client
         make_checkable(client, app.state.online_renderer, await client.get_supported_tasks())
-        observer = self._observer = TurnObserver(app, self._id, self._holdings, self._table)
-        host = self._settings.engine_host
+        settings = self._settings
+        keeper = ResponseKeeper(app, settings.response_store_mb)
+        observer = self._observer = TurnObserver(
+            keeper, self._id, self._holdings, self._table, settings.volatile_text
+        )
+        host = settings.engine_host
         assert host is not None
         if host == "node":
             host = ray.util.get_node_ip_address()

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,16 +20,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conserve import identity, recognition, wire
+from conserve.apis import form_of
 from conserve.conversation import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.recognition import Digest
+from conserve.recognition.apis import answers_of, heard
 from conserve.wire import Emitted
 from deployments.engine.continuation import can_be_continued, continued
 from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 
-_DONE = b"data: [DONE]"
 _SMALL_BYTES = 16 * 1024
 # An answer must not hang on its bookkeeping. What the table misses, it learns from `Holdings`.
 _REPORT_PATIENCE_S = 5.0
@@ -173,15 +174,25 @@ class TurnObserver:
     The report is made before the client learns that the turn is over, so that the next turn
     finds the table up to date, however fast it follows.
 
+    Args:
+        volatile: kinds of text by which no conversation is recognised; see
+            `conserve.recognition.volatile`.
+
     Attributes:
         ending: whether the engine has been told to end: it is not healthy then, though its core
             may take seconds to be gone.
     """
 
     def __init__(
-        self, app: ASGIApp, engine_id: str, holdings: Holdings, table: TableClient
+        self,
+        app: ASGIApp,
+        engine_id: str,
+        holdings: Holdings,
+        table: TableClient,
+        volatile: Collection[str] = (),
     ) -> None:
         self._app = app
+        self._volatile = volatile
         self._engine_id = engine_id
         self._holdings = holdings
         self._table = table
@@ -210,6 +221,7 @@ class TurnObserver:
                 int(headers[wire.INCARNATION_HEADER]),
                 int(headers[wire.TURN_HEADER]),
             ),
+            scope["path"],
         )
         sent_bytes = int(headers.get(wire.SENT_HEADER, 0))
         if sent_bytes or wire.RECOGNISE_HEADER in headers:
@@ -219,11 +231,12 @@ class TurnObserver:
             receive = _replay(body, receive)
             if wire.RECOGNISE_HEADER in headers:
                 tenant = identity.tenant_of(turn.key.conversation_id)
+                asked = (body, turn.path, self._volatile, tenant)
                 # Other turns' tokens pass through this thread. And nothing is counted yet.
                 if len(body) <= _SMALL_BYTES:
-                    turn.beginning = _beginning(body, tenant)
+                    turn.beginning = _beginning(*asked)
                 else:
-                    turn.beginning = await asyncio.to_thread(_beginning, body, tenant)
+                    turn.beginning = await asyncio.to_thread(_beginning, *asked)
         turn.observation.notes = wire.NOTES_HEADER in headers
         if wire.PREFILL_CACHED_HEADER in headers:
             turn.observation.prefill_cached_tokens = int(headers[wire.PREFILL_CACHED_HEADER])
@@ -250,6 +263,7 @@ class _Turn:
     holdings: Holdings
     table: TableClient
     key: TurnKey
+    path: str
     observation: _Observation = field(default_factory=_Observation)
     beginning: recognition.Beginning | None = None
     status: int = 0
@@ -258,6 +272,8 @@ class _Turn:
     reported: bool = False
 
     def relay(self, send: Send) -> Send:
+        ends = form_of(self.path).ends
+
         async def observed_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
@@ -270,7 +286,7 @@ class _Turn:
                 if self.beginning is not None and part:
                     self.parts.append(part)
                 # vLLM sends every event as a part of its own.
-                if part.startswith(_DONE) if self.streamed else not message.get("more_body"):
+                if part.startswith(ends) if self.streamed else not message.get("more_body"):
                     await self.report(completed=self._completed())
                 elif self.streamed and (unnoted := self.observation.unnoted):
                     message["body"] = wire.note(unnoted) + part
@@ -309,20 +325,20 @@ class _Turn:
     def _tails(self) -> tuple[Digest, ...]:
         if self.beginning is None:
             return ()
-        if self.streamed:
-            answers = recognition.answers_from_stream(self.parts)
-        else:
-            answers = recognition.answers_from_body(b"".join(self.parts))
+        answers = answers_of(self.path, self.parts, self.streamed)
         return tuple(self.beginning.tail_digest(answer) for answer in answers)
 
 
-def _beginning(body: bytes, tenant: str | None) -> recognition.Beginning | None:
+def _beginning(
+    raw: bytes, path: str, volatile: Collection[str], tenant: str | None
+) -> recognition.Beginning | None:
     try:
-        asked = json.loads(body)
-        messages, tools = asked.get("messages"), asked.get("tools")
-    except (ValueError, RecursionError, AttributeError):
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
         return None  # The engine refuses it.
-    return recognition.Beginning(messages, tenant, tools) if isinstance(messages, list) else None
+    if not isinstance(body, dict):
+        return None
+    return recognition.Beginning(*heard(path, body, volatile), tenant)
 
 
 async def _read_ahead(receive: Receive) -> bytes:

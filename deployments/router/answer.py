@@ -1,6 +1,5 @@
 """An engine's answer on its way to the client: bytes, passed on unread as they come."""
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -8,13 +7,10 @@ from collections.abc import Iterable
 import aiohttp
 from starlette.types import Message, Send
 
+from conserve.apis import form_of, is_dialogue
 from conserve.errors import ApiError
 from deployments.router.responses import error_response
-from deployments.router.stream_record import END_OF_EVENT, ERROR_EVENT, StreamRecord
-
-# How a tool call begins in an answer, or in a part of its stream; within a text its quotes would
-# be escaped.
-_TOOL_CALL = b'"tool_calls":[{'
+from deployments.router.stream_record import END_OF_EVENT, StreamRecord
 
 RawHeaders = list[tuple[bytes, bytes]]
 
@@ -39,7 +35,7 @@ class RelayedAnswer:
     """What a client gets for one turn, and what can be seen of it in passing.
 
     Args:
-        chat: whether it is a chat's answer, which may hold tool calls.
+        path: the turn's, see `conserve.apis`.
         arrived_s: when the request came, by `time.perf_counter`.
         send: sends to the client.
         record: keeps what the client gets of a stream, for another engine to go on with; None if
@@ -48,16 +44,18 @@ class RelayedAnswer:
     Attributes:
         started: whether the client has got something of it, so that it cannot be given anew.
         streamed: whether it comes as events, and not in one piece.
-        ttft_s: time from the request to the first byte of a streamed answer; None if it was not
-            streamed.
-        tbt_s: gaps between a stream's parts.
-        effective: whether it is a chat's, is complete and holds no tool call.
+        ttft_s: time from the request to the first event of a streamed answer that shows that
+            something was generated; None if there was none.
+        tbt_s: gaps between a stream's events that hold output.
+        effective: whether it is a dialogue's, is complete and holds no tool call.
     """
 
     def __init__(
-        self, chat: bool, arrived_s: float, send: Send, record: StreamRecord | None = None
+        self, path: str, arrived_s: float, send: Send, record: StreamRecord | None = None
     ) -> None:
-        self._chat = chat
+        self._path = path
+        self._form = form_of(path)
+        self._events = 0
         self._arrived_s = arrived_s
         self._send = send
         self.record = record
@@ -83,7 +81,7 @@ class RelayedAnswer:
         # It is read whole before the first byte is sent, so that an engine's death can be made good
         # elsewhere.
         whole = await response.read()
-        self.effective = self._chat and _TOOL_CALL not in whole
+        self.effective = is_dialogue(self._path) and self._form.tool_call not in whole
         self.started = True
         length = (b"content-length", str(len(whole)).encode())
         await self._send(_start(response, [*own_headers, *_passed_on(response), length]))
@@ -93,9 +91,9 @@ class RelayedAnswer:
         self, response: aiohttp.ClientResponse, own_headers: RawHeaders
     ) -> None:
         ending: deque[bytes] = deque(maxlen=3)
-        effective = self._chat
+        effective = is_dialogue(self._path)
         last_s = 0.0
-        record = self.record
+        record, form = self.record, self._form
         uncached = (b"cache-control", b"no-cache")
         self._beginning = _start(response, [*own_headers, *_passed_on(response), uncached])
         if record is not None:
@@ -107,18 +105,21 @@ class RelayedAnswer:
                     break
                 if not part:
                     continue
-            elif not self.started and part.startswith(ERROR_EVENT):
+            elif not self.started and part.startswith(form.error):
                 raise StreamBroken(part.partition(END_OF_EVENT)[0] + END_OF_EVENT)
             now_s = time.perf_counter()
             if not self.started:
                 await self._begin()
-                self.ttft_s = now_s - self._arrived_s
-            elif last_s and not part.startswith(b"data: [DONE]"):
-                # Several events may have come together.
-                events = part.count(b"\n\n") - part.endswith(b"data: [DONE]\n\n")
-                self.tbt_s += [(now_s - last_s) / max(events, 1)] * max(events, 1)
-            last_s = now_s
-            effective = effective and _TOOL_CALL not in part
+            self._events += part.count(b"\n\n")
+            if self.ttft_s is None:
+                if form.shows_output(part):
+                    self.ttft_s = now_s - self._arrived_s
+                    last_s = now_s
+            elif outputs := form.outputs_in(part):
+                if last_s:
+                    self.tbt_s += [(now_s - last_s) / outputs] * outputs
+                last_s = now_s
+            effective = effective and form.tool_call not in part
             ending.append(part)
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
         if record is not None and not record.done and (record.can_resume or record.error):
@@ -126,7 +127,7 @@ class RelayedAnswer:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         # Nothing may be awaited after that: the server takes the exchange for over, and this
         # turn would count as one whose client has left.
-        if ERROR_EVENT in b"".join(ending):
+        if form.error in b"".join(ending):
             raise AnsweredWithError
         self.effective = effective
 
@@ -145,17 +146,17 @@ class RelayedAnswer:
     async def end_with(self, error: ApiError, own_headers: RawHeaders) -> None:
         """End with an error: as the response, or where that has begun, as its last event."""
         if not self.started:
-            await refuse(error, own_headers, self._send)
+            await refuse(error, own_headers, self._send, self._path)
             return
         if self.streamed:
-            await self.end_with_event(b"data: " + json.dumps(error.body()).encode() + b"\n\n")
+            await self.end_with_event(error.event(self._path, self._events))
             return
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def refuse(error: ApiError, own_headers: RawHeaders, send: Send) -> None:
-    """Answer with an error and nothing else."""
-    response = error_response(error)
+async def refuse(error: ApiError, own_headers: RawHeaders, send: Send, path: str) -> None:
+    """Answer with an error and nothing else, in the shape of the path's API."""
+    response = error_response(error, path)
     await send(
         {
             "type": "http.response.start",

@@ -1,4 +1,4 @@
-"""The ASGI endpoint of `/v1/chat/completions` and `/v1/completions`."""
+"""The ASGI endpoint of the paths that turns come by (`conserve.apis.TURN_PATHS`)."""
 
 import time
 
@@ -12,6 +12,7 @@ from deployments.router.answer import refuse
 from deployments.router.patience import hold_back
 from deployments.router.prompt import SystemLengths
 from deployments.router.request import read_request
+from deployments.router.stored import StoredResponses
 from deployments.router.turn import Turn
 from deployments.router.upstream import Upstream
 from deployments.table.table_client import TableClient
@@ -23,6 +24,7 @@ class TurnEndpoint:
     def __init__(
         self, settings: Settings, table: TableClient, upstream: Upstream, router_id: str
     ) -> None:
+        self._stored = StoredResponses(settings, table, upstream)
         self._settings = settings
         self._table = table
         self._upstream = upstream
@@ -32,7 +34,7 @@ class TurnEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()
         try:
-            request = await read_request(scope, receive, self._settings)
+            request = await read_request(scope, receive, self._settings, self._stored)
         except ApiError as error:
             caller = caller_of(scope)
             tenant = None if caller is None else caller.tenant
@@ -40,7 +42,7 @@ class TurnEndpoint:
             refused = TurnTiming("refused", latency_s, None, (), tenant=tenant)
             self._table.tell("observe", refused)
             await hold_back(error, arrived_s)
-            await refuse(error, [], send)
+            await refuse(error, [], send, scope["path"])
             return
         if request is None:
             return  # The client left while it sent its request.

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from conserve import identity
+from conserve import apis, identity
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
 from deployments.router.access import Access, caller_of
@@ -21,6 +22,7 @@ from deployments.router.endpoint import TurnEndpoint
 from deployments.router.guard import Guard
 from deployments.router.openapi import Description
 from deployments.router.responses import TABLE_RESTARTING, error_response
+from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint
 from deployments.router.upstream import Upstream
 from deployments.table.table_client import TableClient, TableUnavailable
@@ -28,6 +30,8 @@ from deployments.table.table_client import TableClient, TableUnavailable
 logger = logging.getLogger("ray.serve")
 
 _LISTED_AT_MOST = 10_000
+# Whoever sends it expects Anthropic's shapes, on paths that are OpenAI's too.
+_ANTHROPIC_HEADER = "anthropic-version"
 _SMALL_BODY_BYTES = 64 * 1024
 _SMALL_BODY_TIMEOUT_S = 30.0
 
@@ -46,14 +50,16 @@ class FrontDoor:
         self._started = int(time.time())
         upstream = Upstream(settings.turn_timeout_s)
         turns = TurnEndpoint(settings, table, upstream, router_id)
+        stored = StoredResponses(settings, table, upstream)
         tokens = TokensEndpoint(settings, table, upstream)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(
             routes=[
-                Route("/v1/chat/completions", turns, methods=post),
-                Route("/v1/completions", turns, methods=post),
-                Route("/tokenize", tokens.tokenize, methods=post),
-                Route("/detokenize", tokens.detokenize, methods=post),
+                *(Route(path, turns, methods=post) for path in apis.TURN_PATHS),
+                *(Route(path, tokens.serve, methods=post) for path in apis.TOKEN_PATHS),
+                Route("/v1/responses/{id}", stored.retrieve, methods=get),
+                Route("/v1/responses/{id}", stored.delete, methods=delete),
+                Route("/v1/responses/{id}/cancel", stored.cancel, methods=post),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{model:path}", self._model, methods=get),
                 Route("/v1/conversations", self._conversations, methods=get),
@@ -83,18 +89,23 @@ class FrontDoor:
             try:
                 self._access.admit(scope)
             except ApiError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._paths(scope, receive, send)
 
     async def _models(self, request: Request) -> Response:
+        if _ANTHROPIC_HEADER in request.headers:
+            model = self._settings.model_id
+            ends = {"has_more": False, "first_id": model, "last_id": model}
+            return JSONResponse({"data": [self._anthropic_card()], **ends})
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: Request) -> Response:
         model = request.path_params["model"]
         if model != self._settings.model_id:
             raise unknown_model(model, self._settings.model_id)
-        return JSONResponse(self._card())
+        anthropic = _ANTHROPIC_HEADER in request.headers
+        return JSONResponse(self._anthropic_card() if anthropic else self._card())
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -103,6 +114,11 @@ class FrontDoor:
             "created": self._started,
             "owned_by": "conserve",
         }
+
+    def _anthropic_card(self) -> dict[str, Any]:
+        model = self._settings.model_id
+        started = datetime.fromtimestamp(self._started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return {"type": "model", "id": model, "display_name": model, "created_at": started}
 
     async def _conversations(self, request: Request) -> Response:
         text = request.query_params.get("limit", "1000")
@@ -222,7 +238,7 @@ def _unknown_conversation() -> ApiError:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -231,13 +247,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = f"no such path: {request.url.path[:100]}"
     else:
         message = f"{request.method} is not possible here"
-    response = error_response(ApiError(error.status_code, message))
+    response = error_response(ApiError(error.status_code, message), request.url.path)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _unavailable(request: Request, error: Exception) -> Response:
-    return error_response(TABLE_RESTARTING)
+    return error_response(TABLE_RESTARTING, request.url.path)
 
 
 async def _left(request: Request, error: Exception) -> Response:
@@ -247,4 +263,5 @@ async def _left(request: Request, error: Exception) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     logger.error("unexpected error on %s", request.url.path, exc_info=error)
-    return error_response(ApiError(500, "internal error; see the router's log", "internal_error"))
+    internal = ApiError(500, "internal error; see the router's log", "internal_error")
+    return error_response(internal, request.url.path)

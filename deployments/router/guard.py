@@ -39,7 +39,7 @@ class Guard:
         if scope["type"] == "http":
             error = self._refusal(scope, Headers(scope=scope))
             if error is not None:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -5,13 +5,14 @@ A new path of `frontdoor` gets its entry here.
 
 from typing import Any
 
-from conserve import budget, hints, identity
+from conserve import apis, budget, hints, identity
 
 Json = dict[str, Any]
 
 DESCRIPTION = """\
-OpenAI's interface, scheduled by the conversation. Every error has OpenAI's shape. A path that is \
-not listed answers 404, another method on one that is listed 405."""
+OpenAI's interface and Anthropic's, scheduled by the conversation. Every error has OpenAI's \
+shape, under `/v1/messages` Anthropic's. A path that is not listed answers 404, another method on \
+one that is listed 405."""
 
 # An id as `conserve.identity` takes it.
 _ID: Json = {"type": "string", "maxLength": identity.MAX_ID_CHARS, "pattern": r"^[\x20-\x7e]*$"}
@@ -45,7 +46,7 @@ _STATUSES = {
     "400": "The request is wrong, or too long for the model's context.",
     "401": "A key is missing or not valid.",
     "403": "A web page of another origin asked, or the key may not do this.",
-    "404": "There is no such thing: model, conversation or path.",
+    "404": "There is no such thing: model, conversation, response or path.",
     "405": "The path does not have this method; `Allow` has those that it has.",
     "408": "The request was not whole in time.",
     "413": "The body is too long.",
@@ -64,18 +65,25 @@ def _header(name: str) -> Json:
     return {"$ref": f"#/components/headers/{name}"}
 
 
-def _error(status: str) -> Json:
+# Before a status, in the names of answers on Anthropic's paths.
+_ANTHROPIC = "anthropic-"
+
+
+def _error(status: str, schema: str) -> Json:
     headers = {name: _header(name) for name in ("Retry-After", "x-should-retry")}
     if status == "405":
         headers["Allow"] = _header("Allow")
     return {
         "description": _STATUSES[status],
         "headers": headers,
-        "content": {"application/json": {"schema": _schema("Error")}},
+        "content": {"application/json": {"schema": _schema(schema)}},
     }
 
 
-RESPONSES = {status: _error(status) for status in _STATUSES}
+RESPONSES = {
+    **{status: _error(status, "Error") for status in _STATUSES},
+    **{_ANTHROPIC + status: _error(status, "AnthropicError") for status in _STATUSES},
+}
 
 # What any path may answer.
 _ANY = ("401", "403", "421", "500", "503")
@@ -83,9 +91,9 @@ _ANY = ("401", "403", "421", "500", "503")
 _BODY = ("400", "408", "413", "415")
 
 
-def _errors(*statuses: str) -> Json:
+def _errors(*statuses: str, prefix: str = "") -> Json:
     return {
-        status: {"$ref": f"#/components/responses/{status}"}
+        status: {"$ref": f"#/components/responses/{prefix}{status}"}
         for status in sorted({*statuses, *_ANY})
     }
 
@@ -175,6 +183,12 @@ PARAMETERS: Json = {
         "description": "Percent-encoded.",
         "schema": {"type": "string", "minLength": 1},
     },
+    "response": {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "pattern": r"^[\w.-]{1,100}$"},
+    },
     "limit": {
         "name": "limit",
         "in": "query",
@@ -206,10 +220,32 @@ READ_FIELDS: Json = {
 }
 # Those that are vLLM's and that a client cannot set, and why.
 DROPPED = {"kv_transfer_params": "The router directs the handoff."}
+# Those of one path alone that mean something else here than to vLLM.
+CHANGED: dict[str, Json] = {
+    apis.RESPONSES: {
+        "background": {
+            "description": "Not served: a turn ends with its client's connection.",
+            "enum": [False, None],
+        },
+        "request_id": {"description": "Dropped. The router names responses.", "deprecated": True},
+        "store": {
+            "type": ["boolean", "null"],
+            "default": True,
+            "description": "Whether the decoder keeps the response, as far as it has room.",
+        },
+        "previous_response_id": {
+            "type": ["string", "null"],
+            "description": "A response that a decoder keeps: its history comes before the input.",
+        },
+    }
+}
 # Those without which a turn is refused, and what they must be.
 NEEDED: dict[str, dict[str, Json]] = {
     "/v1/chat/completions": {"messages": {"minItems": 1}},
     "/v1/completions": {"prompt": {}},
+    apis.MESSAGES: {"messages": {"minItems": 1}},
+    apis.COUNT_TOKENS: {"messages": {"minItems": 1}},
+    apis.RESPONSES: {"input": {}},
     "/tokenize": {},
     "/detokenize": {
         "tokens": {
@@ -243,6 +279,30 @@ SCHEMAS: Json = {
     "Error": _object(
         error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))
     ),
+    "AnthropicError": _object(
+        type={"const": "error"},
+        error=_object(type=_TEXT, message=_TEXT),
+        request_id=_or_null(_TEXT),
+    ),
+    "Message": _object(
+        id=_TEXT,
+        type={"const": "message"},
+        role={"const": "assistant"},
+        content={"type": "array", "minItems": 1, "items": _object(type=_TEXT)},
+        model=_TEXT,
+        usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
+    ),
+    "TokenCount": _object(input_tokens=_COUNT),
+    "Response": _object(
+        id=_TEXT,
+        object={"const": "response"},
+        created_at=_COUNT,
+        model=_TEXT,
+        status={"type": "string", "enum": ["completed", "incomplete"]},
+        output={"type": "array", "items": _object(type=_TEXT)},
+        usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
+    ),
+    "ResponseDeleted": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
     "ChatCompletion": _completion("chat.completion", {"message": _object(role=_TEXT)}),
     "Completion": _completion("text_completion", {"text": _TEXT}),
     "Tokens": _object(
@@ -330,11 +390,11 @@ def _leads_to(operation: str, parameter: str) -> Json:
     }
 
 
-def _turn(name: str, summary: str, answer: str) -> Json:
+def _turn(name: str, summary: str, answer: str, end: str = "[DONE]", errors: str = "") -> Json:
     parameters = _parameters(*_TURN_PARAMETERS)
     served = {
         "description": "The answer; with `stream`, server-sent events, of which the last is "
-        "`[DONE]`, or an error where the turn could not be ended.",
+        f"`{end}`, or an error where the turn could not be ended.",
         "headers": {name: _header(name) for name in ("x-conversation-id", "x-conserve-decoder")},
         "content": {
             "application/json": {"schema": _schema(answer)},
@@ -346,7 +406,7 @@ def _turn(name: str, summary: str, answer: str) -> Json:
             "end": _leads_to("endConversation", "id"),
         },
     }
-    refused = _errors("404", "422", "429", "501", "504", *_BODY)
+    refused = _errors("404", "422", "429", "501", "504", *_BODY, prefix=errors)
     return {"post": _operation(name, summary, {"200": served, **refused}, parameters)}
 
 
@@ -367,10 +427,10 @@ _RELEASE["requestBody"] = {
 }
 
 
-def _tokens(name: str, summary: str, answer: str) -> Json:
+def _tokens(name: str, summary: str, answer: str, errors: str = "") -> Json:
     answers = {
         "200": _answer(_schema(answer)),
-        **_errors("404", "422", "429", "501", "504", *_BODY),
+        **_errors("404", "422", "429", "501", "504", *_BODY, prefix=errors),
     }
     return {"post": _operation(name, summary, answers)}
 
@@ -388,6 +448,42 @@ PATHS: Json = {
         "createChatCompletion", "A turn of a conversation", "ChatCompletion"
     ),
     "/v1/completions": _turn("createCompletion", "A bare completion", "Completion"),
+    apis.MESSAGES: _turn(
+        "createMessage", "A turn, by Anthropic's API", "Message", "message_stop", _ANTHROPIC
+    ),
+    apis.COUNT_TOKENS: _tokens(
+        "countTokens", "What a turn's prompt would have in tokens", "TokenCount", _ANTHROPIC
+    ),
+    apis.RESPONSES: _turn(
+        "createResponse", "A turn, by OpenAI's Responses API", "Response", "response.completed"
+    ),
+    "/v1/responses/{id}": {
+        "get": _read(
+            "getResponse",
+            "A response that a decoder keeps",
+            _schema("Response"),
+            "400",
+            "404",
+            parameters=_parameters("response"),
+        ),
+        "delete": _read(
+            "deleteResponse",
+            "Have a response forgotten",
+            _schema("ResponseDeleted"),
+            "404",
+            parameters=_parameters("response"),
+        ),
+    },
+    "/v1/responses/{id}/cancel": {
+        "post": _read(
+            "cancelResponse",
+            "Cancel a response in the background; none is served",
+            _schema("Response"),
+            "404",
+            *_BODY,
+            parameters=_parameters("response"),
+        )
+    },
     "/tokenize": _tokens(
         "tokenize", "Tokens of a text or of messages, as an engine has them", "Tokens"
     ),

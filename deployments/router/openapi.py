@@ -12,9 +12,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from conserve.apis import TOKEN_PATHS, TURN_PATHS
 from conserve.errors import ApiError
 from conserve.settings import Settings
-from deployments.messages import TOKEN_PATHS, TURN_PATHS
 from deployments.router import interface
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
@@ -105,8 +105,10 @@ def _complete(schema: dict[str, Any], path: str, model_id: str) -> None:
         }
         for name, why in interface.DROPPED.items():
             properties[name] = {"description": f"Dropped. {why}", "deprecated": True}
+    properties |= interface.CHANGED.get(path, {})
     needed = interface.NEEDED[path]
-    schema["required"] = sorted({*schema.get("required", ()), *needed})
+    # The router names the model where the client does not.
+    schema["required"] = sorted({*schema.get("required", ()), *needed} - {"model"})
     for name, more in needed.items():
         properties[name] = {**_not_null(properties[name]), **more}
 

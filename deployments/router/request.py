@@ -3,33 +3,30 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from conserve import budget, identity, recognition
+from conserve import apis, budget, identity, recognition
+from conserve.apis import COMPLETIONS, DETOKENIZE, RESPONSES
 from conserve.errors import ApiError, unknown_model
 from conserve.hints import Hints, InvalidHint, hints
 from conserve.numbers import beyond_64_bits
 from conserve.recognition import Chain
+from conserve.recognition.apis import heard
+from conserve.recognition.volatile import without_billing_header
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of
-from deployments.router.salt import own_media, salted
-
-CHAT = "/v1/chat/completions"
-
-Understood = TypeVar("Understood")
+from deployments.router.reading import understood
+from deployments.router.salt import own_media, salted, with_member
+from deployments.router.stored import StoredResponses
 
 _BODY_TIMEOUT_S = 120.0
-# What is longer is understood in a thread, one at a time: everybody's tokens pass through this one.
-_SMALL_BYTES = 16 * 1024
-_READER = ThreadPoolExecutor(1, "reader")
 # What is longer than this comes in no faster: 8 MiB in half a second.
 _UNPACED_BYTES = 256 * 1024
 _PACE_BYTES_S = 16 * 1024 * 1024
@@ -67,15 +64,15 @@ class ClientRequest:
 
     @property
     def chat(self) -> bool:
-        """Whether it is a chat, and no bare completion."""
-        return self.path == CHAT
+        """Whether it has messages, and is no bare completion."""
+        return apis.is_dialogue(self.path)
 
     @property
     def one_stream(self) -> bool:
         """Whether its answer is a stream, and a single one."""
         prompt = self.body.get("prompt")
         several = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)
-        return self.body.get("stream") is True and (self.chat or not several)
+        return self.body.get("stream") is True and (self.path != COMPLETIONS or not several)
 
     @property
     def model(self) -> str:
@@ -83,8 +80,13 @@ class ClientRequest:
         return str(self.body["model"])
 
 
-async def read_request(scope: Scope, receive: Receive, settings: Settings) -> ClientRequest | None:
+async def read_request(
+    scope: Scope, receive: Receive, settings: Settings, stored: StoredResponses | None = None
+) -> ClientRequest | None:
     """Read a request to its end; None if the client leaves while it sends.
+
+    Args:
+        stored: finds the history of a turn that names a response; None where none can.
 
     Raises:
         ApiError: it is not one that can be served; the error says why.
@@ -93,7 +95,11 @@ async def read_request(scope: Scope, receive: Receive, settings: Settings) -> Cl
     raw = await read_body(headers, receive, settings.max_body_bytes)
     if raw is None:
         return None
-    return await understood(raw, partial(_understood, scope, headers, settings=settings))
+    goes_on: str | None = None
+    if scope["path"] == RESPONSES and stored is not None:
+        caller = caller_of(scope)
+        raw, goes_on = await stored.with_history(raw, None if caller is None else caller.tenant)
+    return await understood(len(raw), _understood, scope, headers, raw, settings, goes_on)
 
 
 async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes | None:
@@ -114,56 +120,52 @@ async def read_body(headers: Mapping[str, str], receive: Receive, limit: int) ->
         ) from None
 
 
-async def understood(raw: bytes, understand: Callable[[bytes], Understood]) -> Understood:
-    """What a body is understood as: in a thread, where it is long.
+def read_json(raw: bytes, path: str, settings: Settings) -> dict[str, Any]:
+    """Parse a body, unless it holds too much to be parsed, or asks for another model.
 
     Args:
-        understand: may raise ApiError.
-    """
-    if len(raw) <= _SMALL_BYTES:
-        return understand(raw)
-    return await asyncio.get_running_loop().run_in_executor(_READER, understand, raw)
-
-
-def read_json(raw: bytes, chat: bool) -> dict[str, Any]:
-    """Parse a body, unless it holds too much to be parsed.
-
-    Args:
-        chat: whether it is a chat, and may not hold token ids.
+        path: of a completion it may hold token ids.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400 or 404.
     """
     if json.detect_encoding(raw) not in ("utf-8", "utf-8-sig"):
         raise ApiError(400, "the body must be JSON in UTF-8")
-    budget.check_raw(raw, chat)
-    return _parsed(raw)
-
-
-def named_model(body: Mapping[str, Any], settings: Settings) -> str:
-    """The model that a body asks for, which is the one that is served.
-
-    Raises:
-        ApiError: 400 or 404, it is another.
-    """
+    budget.check_raw(raw, path not in (COMPLETIONS, DETOKENIZE))
+    body = _parsed(raw)
     model = body.get("model", settings.model_id)
     if not isinstance(model, str):
         raise ApiError(400, "model must be a string", param="model")
     if model != settings.model_id:
         raise unknown_model(model, settings.model_id)
-    return model
-
-
-def _understood(scope: Scope, headers: Headers, raw: bytes, settings: Settings) -> ClientRequest:
-    path, caller = scope["path"], caller_of(scope)
-    tenant = None if caller is None else caller.tenant
-    chat = path == CHAT
-    body = read_json(raw, chat)
-    model = named_model(body, settings)
-    budget.check(body, chat)
     large = beyond_64_bits(body)
     if large is not None:
-        raise ApiError(400, f"{large} has a number that takes more than 64 bits", param=large)
+        raise ApiError(
+            400, f"{large} has a number that takes more than 64 bits; send a smaller", param=large
+        )
+    return body
+
+
+def checked_body(raw: bytes, path: str, settings: Settings) -> dict[str, Any]:
+    """A turn's body parsed, of a size and a kind that can be passed on.
+
+    Raises:
+        ApiError: it is not.
+    """
+    body = read_json(raw, path, settings)
+    budget.check(body, path)
+    return body
+
+
+def _understood(
+    scope: Scope, headers: Headers, raw: bytes, settings: Settings, goes_on: str | None
+) -> ClientRequest:
+    path, caller = scope["path"], caller_of(scope)
+    tenant = None if caller is None else caller.tenant
+    chat = apis.is_dialogue(path)
+    body = checked_body(raw, path, settings)
+    if path == RESPONSES:
+        _require_foreground(body)
     try:
         explicit_id = identity.explicit_id(headers, body)
     except identity.InvalidConversationId as error:
@@ -179,21 +181,35 @@ def _understood(scope: Scope, headers: Headers, raw: bytes, settings: Settings) 
     extra = own.get("vllm_xargs")
     if isinstance(extra, dict) and any(name in extra for name in _NOT_FORWARDED):
         own["vllm_xargs"] = {k: v for k, v in extra.items() if k not in _NOT_FORWARDED}
-    if "model" not in own:
-        own["model"] = model
-    if caller is not None and chat:
-        own["messages"] = own_media(body["messages"], caller.cache_salt)
-    if own != body:
-        raw = _changed(raw, body, own)
+    own.setdefault("model", settings.model_id)
+    if path == RESPONSES:
+        own.pop("request_id", None)
+    if caller is not None:
+        for name in ("messages", "input"):
+            if name in own:
+                own[name] = own_media(own[name], caller.cache_salt)
+    if "billing_header" in settings.volatile_text:
+        own = without_billing_header(path, own)
+    raw = changed_body(raw, body, own)
+    if path == RESPONSES:
+        # So that it is the same one, whichever decoder goes on with it.
+        raw, own = with_member(raw, own, "request_id", f"resp_{secrets.token_hex(16)}")
     raw, own = salted(raw, own, None if caller is None else caller.cache_salt)
-    stated_id = explicit_id or (None if chat else identity.new_id())
+    if explicit_id is not None:
+        stated_id: str | None = identity.scoped(tenant, explicit_id)
+    elif not chat:
+        stated_id = identity.scoped(tenant, identity.new_id())
+    else:
+        stated_id = goes_on
     return ClientRequest(
         path=path,
         raw=raw,
         body=own,
-        explicit_id=None if stated_id is None else identity.scoped(tenant, stated_id),
+        explicit_id=stated_id,
         chain=(
-            recognition.chain_of(own["messages"], own.get("tools"), tenant, _MOST_CANDIDATES)
+            recognition.chain_of(
+                *heard(path, own, settings.volatile_text), tenant, _MOST_CANDIDATES
+            )
             if chat
             else None
         ),
@@ -203,6 +219,24 @@ def _understood(scope: Scope, headers: Headers, raw: bytes, settings: Settings) 
         hints=said,
         tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
     )
+
+
+def _require_foreground(body: Mapping[str, Any]) -> None:
+    """Refuse what would need a server that keeps turns, and not only their answers."""
+    if body.get("background"):
+        raise ApiError(
+            400,
+            "background is not served: a turn ends with its client's connection; stream it instead",
+            "unsupported_value",
+            param="background",
+        )
+    if body.get("conversation") is not None:
+        raise ApiError(
+            400,
+            "conversation is not served; go on by previous_response_id, or send the whole history",
+            "unsupported_value",
+            param="conversation",
+        )
 
 
 async def _body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes | None:
@@ -235,11 +269,13 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _changed(raw: bytes, body: dict[str, Any], own: dict[str, Any]) -> bytes:
-    """The JSON of ``own``; what it shares with ``body`` as it stands in that one's JSON.
+def changed_body(raw: bytes, body: dict[str, Any], own: dict[str, Any]) -> bytes:
+    """The JSON of ``own``; what it shares with ``body`` as it stands in that one's JSON, ``raw``.
 
     To write the strings of 8 MiB anew takes 170 ms, and Python does it in one go.
     """
+    if own == body:
+        return raw
     sources = _sources(raw)
     members = (
         f"{json.dumps(name)}:"

@@ -12,8 +12,8 @@ TABLE_RESTARTING = ApiError(
 )
 
 
-def error_response(error: ApiError) -> Response:
-    """A client's view of an error."""
+def error_response(error: ApiError, path: str) -> Response:
+    """A client's view of an error, in the shape of the API that the path is of."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
@@ -21,4 +21,4 @@ def error_response(error: ApiError) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if error.final:
         headers["x-should-retry"] = "false"
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+    return JSONResponse(error.body(path), status_code=error.status, headers=headers)

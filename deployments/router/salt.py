@@ -55,8 +55,19 @@ def salted(raw: bytes, body: dict[str, Any], salt: str | None) -> tuple[bytes, d
         if not isinstance(given, str) or not (len(given) > _LONGEST or _UNFIT & set(given)):
             return raw, body
         salt = hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
-    own = {**body, _FIELD: salt}
+    return with_member(raw, body, _FIELD, salt)
+
+
+def with_member(
+    raw: bytes, body: dict[str, Any], name: str, value: str
+) -> tuple[bytes, dict[str, Any]]:
+    """A request's body, and the same parsed, with one more member, or with another value of it.
+
+    Args:
+        name: letters and underlines, as are the letters and digits of ``value``.
+    """
+    own = {**body, name: value}
     # A long history is not written anew for it. (In UTF-16, a zero follows the brace.)
-    if _FIELD not in body and body and raw[:1] == b"{" and raw[1:2] not in (b"", b"\0"):
-        return b'{"%s": "%s", ' % (_FIELD.encode(), salt.encode()) + raw[1:], own
+    if name not in body and body and raw[:1] == b"{" and raw[1:2] not in (b"", b"\0"):
+        return b'{"%s": "%s", ' % (name.encode(), value.encode()) + raw[1:], own
     return json.dumps(own).encode(), own

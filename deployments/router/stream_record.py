@@ -2,15 +2,19 @@
 
 import re
 
-from conserve import wire
-
-# How an engine's last word in a stream begins, where it is an error.
-ERROR_EVENT = b'data: {"error"'
+from conserve import apis, wire
+from conserve.errors import ApiError
 
 END_OF_EVENT = b"\n\n"
-_DONE = b"data: [DONE]"
 _ID = re.compile(rb'"id":"(?:chatcmpl-|cmpl-)([^"\\]{1,200})"')
-_CREATED = re.compile(rb'"created":\d+')
+_CREATED = re.compile(rb'"created(?:_at)?":\d+')
+# vLLM 0.29 makes up an item's ids as it begins, and the events that follow go by them.
+_ITEM = b"event: response.output_item.added\n"
+_ITEM_ID = re.compile(rb'"(?:id|call_id)":"([^"\\]{1,200})"')
+# vLLM's own event tells of the classes in which it has failed to read another one.
+_FAILED = ApiError(
+    500, "the engine failed on this request; try again, and see its log if it fails again"
+)
 
 
 class StreamRecord:
@@ -20,6 +24,9 @@ class StreamRecord:
     decoder. Of a stream that goes on elsewhere, the events that were passed on before are left out:
     `resume` says that it begins anew.
 
+    Args:
+        path: the turn's, see `conserve.apis`.
+
     Attributes:
         notes: of all events passed on, as they came.
         request_id: under which vLLM has answered, as events name it; None before the first.
@@ -27,25 +34,33 @@ class StreamRecord:
         done: whether the stream came to its end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = apis.CHAT) -> None:
         self.notes = bytearray()
         self.request_id: str | None = None
         self.error: bytes | None = None
         self.done = False
+        self._path = path
+        self._form = apis.form_of(path)
         self._rest = b""
         self._passed = 0
+        # How many of these came before anything was generated.
+        self._opened = 0
         self._skip = 0
         self._created: bytes | None = None
+        # Ids of items, as the client knows them, and as the decoder has named the same ones.
+        self._ids: list[bytes] = []
+        self._own_ids: list[bytes] = []
 
     @property
     def can_resume(self) -> bool:
-        """Whether it is known what the client has."""
-        return bool(self.notes)
+        """Whether it is known what the client has, and it has something."""
+        return bool(self.notes) or 0 < self._passed == self._opened
 
     def resume(self) -> None:
         """Note that the stream begins anew, at another decoder."""
         self._skip = self._passed
         self._rest, self.error = b"", None
+        self._own_ids = []
 
     def take(self, part: bytes) -> bytes:
         """What a client is to get of the next bytes; may be none."""
@@ -58,23 +73,44 @@ class StreamRecord:
         note = b""
         if event.startswith(wire.NOTE_MARK):
             note, _, event = event.partition(b"\n")
-        # Only where the stream could go on, or begin: else the client gets what the engine said.
-        if event.startswith(ERROR_EVENT) and (self.can_resume or not self._passed):
-            self.error = event + END_OF_EVENT
-            return b""
-        self.done = event == _DONE
+        if event.startswith(self._form.error):
+            if self._path == apis.MESSAGES:
+                event = _FAILED.event(self._path).removesuffix(END_OF_EVENT)
+            # Only where the stream could go on, or begin: else the client gets what the engine
+            # said.
+            if self.can_resume or not self._passed:
+                self.error = event + END_OF_EVENT
+                return b""
+        self.done = event.startswith(self._form.ends)
+        event = self._with_known_ids(event)
         if self._skip:
             self._skip -= 1
             return b""
-        if self._created is None:
+        if not self._passed:
             self._read_first(event)
-        elif self._passed and event.startswith(b"data: {"):
+        elif self._created is not None and event.startswith(
+            (b"data: {", *self._form.opens, *self._form.ends)
+        ):
             # It is one answer to the client, whenever the engine that goes on has begun.
             event = _CREATED.sub(self._created, event, count=1)
         if note:
             self.notes += note + b"\n"
+        if event.startswith(self._form.opens):
+            self._opened += 1
         self._passed += 1
         return event + END_OF_EVENT
+
+    def _with_known_ids(self, event: bytes) -> bytes:
+        """An event in which items have the ids that the client knows them by."""
+        if event.startswith(_ITEM):
+            self._own_ids += _ITEM_ID.findall(event)
+            if not self._skip:
+                # Those of an item that the client has are replaced below.
+                self._ids += self._own_ids[len(self._ids) :]
+        for own, known in zip(self._own_ids, self._ids, strict=False):
+            if own != known:
+                event = event.replace(own, known)
+        return event
 
     def _read_first(self, event: bytes) -> None:
         if found := _ID.search(event):

@@ -1,27 +1,27 @@
-"""The endpoints `/tokenize` and `/detokenize`: an engine's own answer, and no turn.
+"""The endpoints of `conserve.apis.TOKEN_PATHS`: an engine's own answer, and no turn.
 
 What they take of an engine is bounded as a turn's check is (`conserve.budget`), and a router asks
 for little at a time: engines make tokens in one thread, which turns wait for too.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from conserve import budget
+from conserve.apis import COUNT_TOKENS, DETOKENIZE, TOKENIZE
 from conserve.errors import ApiError
-from conserve.numbers import beyond_64_bits
+from conserve.recognition.volatile import without_billing_header
 from conserve.settings import Settings
 from conserve.tenants import Caller
 from deployments.router.access import caller_of
-from deployments.router.request import named_model, read_body, read_json, understood
+from deployments.router.reading import understood
+from deployments.router.request import changed_body, checked_body, read_body, read_json
 from deployments.router.salt import own_media
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
@@ -35,7 +35,7 @@ _WAIT_S = 30.0
 # Engines that are tried, one after another.
 _ATTEMPTS = 3
 
-_Judged = Callable[[Settings, bytes], bytes]
+_Judged = Callable[[Caller | None, Settings, bytes], bytes]
 """A body as the engine gets it; raises ApiError where it is refused."""
 
 
@@ -53,31 +53,23 @@ class TokensEndpoint:
         self._free = asyncio.Semaphore(_AT_A_TIME)
         self._waiting = 0
 
-    async def tokenize(self, request: Request) -> Response:
-        """Tokens of a text, or of messages as the model's chat template writes them.
+    async def serve(self, request: Request) -> Response:
+        """The endpoint of each of the paths.
 
         Raises:
-            ApiError: it is not to be had.
+            ApiError: what is asked for is not to be had.
         """
-        limit = budget.MOST_TOKENIZE_BYTES
-        return await self._serve(request, limit, partial(_tokenize, caller_of(request.scope)))
-
-    async def detokenize(self, request: Request) -> Response:
-        """Text of tokens.
-
-        Raises:
-            ApiError: it is not to be had.
-        """
-        return await self._serve(request, budget.MOST_DETOKENIZE_BYTES, _detokenize)
-
-    async def _serve(self, request: Request, limit: int, judged: _Judged) -> Response:
-        limit = min(limit, self._settings.max_body_bytes)
+        path = request.url.path
+        judged, most_bytes = _JUDGED[path]
+        longest = self._settings.max_body_bytes
+        limit = longest if most_bytes is None else min(most_bytes, longest)
         raw = await read_body(request.headers, request.receive, limit)
         if raw is None:
             raise ClientDisconnect
-        asked = await understood(raw, partial(judged, self._settings))
+        caller = caller_of(request.scope)
+        asked = await understood(len(raw), judged, caller, self._settings, raw)
         async with self._one_of_few():
-            answer = await self._ask(request.url.path, asked)
+            answer = await self._ask(path, asked)
         return Response(answer, media_type="application/json")
 
     @asynccontextmanager
@@ -135,26 +127,34 @@ def by_leisure(engines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _tokenize(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
-    body = _read(settings, raw, chat=True)
+    body = read_json(raw, TOKENIZE, settings)
     budget.check_tokenize(body, len(raw))
-    if caller is not None and "messages" in body:
-        messages = own_media(body["messages"], caller.cache_salt)
-        if messages is not body["messages"]:
-            return json.dumps({**body, "messages": messages}).encode()
+    return changed_body(raw, body, _with_own_media(body, caller))
+
+
+def _detokenize(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
+    budget.check_detokenize(read_json(raw, DETOKENIZE, settings))
     return raw
 
 
-def _detokenize(settings: Settings, raw: bytes) -> bytes:
-    budget.check_detokenize(_read(settings, raw, chat=False))
-    return raw
+def _count_tokens(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
+    body = checked_body(raw, COUNT_TOKENS, settings)
+    # vLLM's error, where there is no name, is one of the server's.
+    own = _with_own_media({**body, "model": settings.model_id}, caller)
+    if "billing_header" in settings.volatile_text:
+        own = without_billing_header(COUNT_TOKENS, own)
+    return changed_body(raw, body, own)
 
 
-def _read(settings: Settings, raw: bytes, chat: bool) -> dict[str, Any]:
-    body = read_json(raw, chat)
-    named_model(body, settings)
-    large = beyond_64_bits(body)
-    if large is not None:
-        raise ApiError(
-            400, f"{large} has a number that takes more than 64 bits; send a smaller", param=large
-        )
-    return body
+def _with_own_media(body: dict[str, Any], caller: Caller | None) -> dict[str, Any]:
+    if caller is None or "messages" not in body:
+        return body
+    return {**body, "messages": own_media(body["messages"], caller.cache_salt)}
+
+
+# How each path's body is read, and how long it may be in bytes, if not as any other.
+_JUDGED: dict[str, tuple[_Judged, int | None]] = {
+    TOKENIZE: (_tokenize, budget.MOST_TOKENIZE_BYTES),
+    DETOKENIZE: (_detokenize, budget.MOST_DETOKENIZE_BYTES),
+    COUNT_TOKENS: (_count_tokens, None),
+}

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from conserve import identity, wire
+from conserve.apis import form_of
 from conserve.errors import ApiError, context_length_exceeded
 from conserve.histories.kinship import Opening
 from deployments.messages import (
@@ -46,8 +47,6 @@ _REPLACEMENT_S = 300.0
 _REPLACEMENT_POLL_S = 1.0
 # A decoder reports a cancelled turn itself; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
-# What vLLM puts behind its last event, an error too.
-_DONE = b"data: [DONE]\n\n"
 
 
 class Turn:
@@ -76,8 +75,8 @@ class Turn:
         self._upstream = upstream
         self._systems = systems
         self._router_id = router_id
-        record = StreamRecord() if continues and request.one_stream else None
-        self._answer = RelayedAnswer(request.chat, arrived_s, send, record)
+        record = StreamRecord(request.path) if continues and request.one_stream else None
+        self._answer = RelayedAnswer(request.path, arrived_s, send, record)
         self._continued = 0
         self._let_in = False
         # None until the table has said which conversation it is, if the request does not.
@@ -305,7 +304,8 @@ class Turn:
             except StreamBroken as broken:
                 if broken.event is not None and await self._upstream.healthy(plan.decoder_url):
                     # It is not lost: what it says is about this request.
-                    await self._answer.end_with_event(broken.event + _DONE)
+                    after = form_of(asked.path).after_error
+                    await self._answer.end_with_event(broken.event + after)
                     raise AnsweredWithError from None
                 raise EngineUnreachable(f"decoder {plan.decoder_id}: {broken}") from None
 

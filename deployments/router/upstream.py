@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -93,6 +93,29 @@ class Upstream:
         """
         async with self.post(url, raw, {"Content-Type": "application/json"}) as response:
             if response.status != 200:
+                raise await engine_error(response)
+            return await response.read()
+
+    async def stored(
+        self, method: Literal["GET", "DELETE"], url: str, response_id: str, tenant: str | None
+    ) -> bytes | None:
+        """What a decoder keeps of a response; deleted, nothing. None if it has no such response.
+
+        Args:
+            url: the decoder's URL.
+            response_id: letters, digits, ``_`` and ``-``.
+            tenant: whose response it is, where there are keys.
+
+        Raises:
+            ApiError: the decoder fails.
+            EngineUnreachable: it is gone, and what it has kept with it.
+        """
+        headers = {} if tenant is None else {wire.TENANT_HEADER: tenant}
+        path = wire.STORED_PREFIX + response_id
+        async with self._exchange(method, url + path, headers=headers) as response:
+            if response.status == 404:
+                return None
+            if response.status not in (200, 204):
                 raise await engine_error(response)
             return await response.read()
 

@@ -16,7 +16,8 @@ from schemathesis import APIOperation, BaseSchema, Case, GenerationMode
 
 BOTH = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 CHAT, COMPLETION = "POST /v1/chat/completions", "POST /v1/completions"
-TURNS = (CHAT, COMPLETION)
+MESSAGE, RESPONSE = "POST /v1/messages", "POST /v1/responses"
+TURNS = (CHAT, COMPLETION, MESSAGE, RESPONSE)
 JSON = "application/json"
 
 _CONVERSATIONS = ("/v1/chat/completions", "/v1/conversations/{id}")
@@ -25,6 +26,8 @@ _CONVERSATIONS = ("/v1/chat/completions", "/v1/conversations/{id}")
 _PLAIN: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "open the file"}], "max_tokens": 8},
     COMPLETION: {"prompt": "open the file", "max_tokens": 8},
+    MESSAGE: {"messages": [{"role": "user", "content": "open the file"}], "max_tokens": 8},
+    RESPONSE: {"input": "open the file", "max_output_tokens": 8},
 }
 _PLAIN_PROMPTS: dict[str, dict[str, Any]] = {
     CHAT: {
@@ -41,6 +44,36 @@ _PLAIN_PROMPTS: dict[str, dict[str, Any]] = {
         }
     },
     COMPLETION: {"prompt": {"enum": ["open the file", [5, 6, 7], ["a", "b"], [[5], [6, 7]]]}},
+    MESSAGE: {
+        "messages": {
+            "enum": [
+                [{"role": "user", "content": "open the file"}],
+                [
+                    {"role": "user", "content": [{"type": "text", "text": "close"}]},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
+                    },
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "a", "content": "b"}],
+                    },
+                ],
+            ]
+        }
+    },
+    RESPONSE: {
+        "input": {
+            "enum": [
+                "open the file",
+                [
+                    {"role": "user", "content": [{"type": "input_text", "text": "close"}]},
+                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "a", "output": "b"},
+                ],
+            ]
+        }
+    },
 }
 _HUGE = 2**63
 # What is no turn and takes a body.
@@ -56,14 +89,14 @@ _NUMBERED = (
     *("prompt_logprobs", "top_logprobs", "top_k", "truncate_prompt_tokens", "temperature"),
     *("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("length_penalty", "thinking_token_budget", "stream_interval", "best_of"),
-    "routed_experts_prompt_start",
+    *("routed_experts_prompt_start", "max_output_tokens", "max_tool_calls"),
 )
 _SWITCHES = (
     *("ignore_eos", "stream", "echo", "use_beam_search", "return_token_ids", "include_reasoning"),
     *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
     *("skip_special_tokens", "include_stop_str_in_output", "return_tokens_as_token_ids"),
     *("parallel_tool_calls", "return_token_offsets", "return_prompt_text"),
-    "return_assistant_tokens_mask",
+    *("return_assistant_tokens_mask", "store", "background"),
 )
 # What each of vLLM's fields may be given to do harm, beyond what its schema makes one think of.
 _HOSTILE: dict[str, tuple[Any, ...]] = {
@@ -108,6 +141,54 @@ _HOSTILE: dict[str, tuple[Any, ...]] = {
     "tool_choice": (
         *("auto", "required", "none", "other"),
         {"type": "function", "function": {"name": "f"}},
+        {"type": "function", "name": "f"},
+        *({"type": kind} for kind in ("auto", "any", "tool", "none")),
+    ),
+    "system": ("", "a", [], [{}], [{"type": "text"}], [{"type": "text", "text": 7}], 7, _DEEP),
+    "stop_sequences": ("a", [""], ["a"] * 500, ["\x00"], 7),
+    "output_config": (
+        {},
+        {"effort": "most"},
+        {"format": {"type": "json_schema", "schema": {"type": "nothing"}}},
+        {"format": {"type": "json_schema", "schema": {"$ref": "#"}}},
+    ),
+    "thinking": ({"type": "enabled", "budget_tokens": -1}, 7),
+    "instructions": ("", "a", "a " * 30_000, 7, ["a"]),
+    "previous_response_id": ("", "a", "a" * 10_000, "../health", "é", 7, None),
+    "conversation": ("a", {"id": "a"}, 7, None),
+    "include": (["message.output_text.logprobs"], ["reasoning.encrypted_content"], ["a"], 7),
+    "reasoning": ({}, {"effort": "high"}, {"effort": "most"}, 7),
+    "text": (
+        {"format": {"type": "text"}},
+        {"format": {"type": "json_object"}},
+        {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}},
+        {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#/nowhere"}}},
+        7,
+    ),
+    "truncation": ("auto", "disabled", "most"),
+    "input": (
+        *("", "\ud7ff\x00", "a " * 30_000, [], [""], [{}], 7, _DEEP),
+        [{"role": "user"}],
+        [{"role": "user", "content": []}],
+        [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}],
+        [{"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}],
+        [{"role": "assistant", "content": []}],
+        [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
+        [
+            {
+                "type": "message",
+                "role": "assistant",
+                "status": "incomplete",
+                "content": [{"type": "output_text", "text": "a"}],
+            }
+        ],
+        [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}],
+        [{"type": "function_call_output", "call_id": "a", "output": "b"}],
+        [{"type": "reasoning", "summary": []}],
+        [{"type": "reasoning", "summary": [], "encrypted_content": "a"}],
+        [{"type": "web_search_call", "id": "a"}],
+        [{"role": "user", "content": "a"}] * 500,
     ),
     "chat_template": ("", "{{", "{% for i in range(10**9) %}a{% endfor %}", "{{ ''.__class__ }}"),
     "chat_template_kwargs": ({"messages": []}, {"tokenize": True}, {"chat_template": "a"}, []),
@@ -161,6 +242,11 @@ _HOSTILE: dict[str, tuple[Any, ...]] = {
         [{"role": "user", "content": "a " * 30_000}],
         [{"role": "user", "content": "a"}] * 2_000,
         [{"role": "user", "content": _DEEP}],
+        [{"role": "user", "content": [{"type": "image", "source": {}}]}],
+        [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "a"}}]}],
+        [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "text"}]}]}],
+        [{"role": "assistant", "content": [{"type": "tool_use"}]}],
+        [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
     ),
 }
 _IDS = st.one_of(

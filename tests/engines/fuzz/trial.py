@@ -22,6 +22,7 @@ from schemathesis.checks import (
 )
 from schemathesis.core.failures import FailureGroup
 
+from conserve.apis import form_of, is_anthropic
 from tests.engines.fuzz.cases import TURNS, raw_body
 
 logger = logging.getLogger(__name__)
@@ -158,41 +159,49 @@ def judge(case: Case, response: Response) -> None:
     if status == 400 and response.content == _NO_HTTP:
         return
     if status >= 400:
-        _require_error(response)
+        _require_error(case, response)
     if response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
-        _require_stream(response)
+        _require_stream(case, response)
     # These are told before anybody looks what is asked for.
     early = status in (401, 403, 415, 421)
     case.validate_response(response, checks=_CHECKS, excluded_checks=[unsupported_method] * early)
 
 
-def _require_error(response: Response) -> None:
+def _require_error(case: Case, response: Response) -> None:
+    anthropic = is_anthropic(case.operation.path)
+    needed = {"type"} if anthropic else {"type", "param", "code"}
     try:
-        error = json.loads(response.content)["error"]
-        shaped = isinstance(error["message"], str) and {"type", "param", "code"} <= set(error)
+        told = json.loads(response.content)
+        error = told["error"]
+        shaped = isinstance(error["message"], str) and needed <= set(error)
+        shaped = shaped and (told.get("type") == "error") == anthropic
     except (ValueError, KeyError, TypeError):
         shaped = False
     if not shaped:
-        raise Wrong(f"{response.status_code}, not an error as OpenAI has it: {response.text[:200]}")
+        raise Wrong(
+            f"{response.status_code}, not an error as its API has it: {response.text[:200]}"
+        )
 
 
 def _code(error: dict[str, Any]) -> int:
     return error["code"] if isinstance(error.get("code"), int) else 0
 
 
-def _require_stream(response: Response) -> None:
-    """Events that are JSON, ended by `[DONE]` unless the client has left; no failure among them."""
+def _require_stream(case: Case, response: Response) -> None:
+    """Events that are JSON, ended as the path has it unless the client has left; no failure."""
+    ends = form_of(case.operation.path).ends
     events = [part for part in response.content.decode().split("\n\n") if part]
     for event in events:
         if event == "data: [DONE]":
             continue
         try:
-            parsed = json.loads(event.removeprefix("data: "))
+            parsed = json.loads(event.partition("data: ")[2])
         except ValueError:
             raise Wrong(f"an event that is no JSON: {event[:100]}") from None
         error = parsed.get("error")
         # vLLM tells there what it finds wrong with a request only when it begins to work on it.
-        if error is not None and not 400 <= _code(error) < 500:
+        if parsed.get("type") == "error" or (error and not 400 <= _code(error) < 500):
             raise Wrong(f"an error within a stream: {event[:200]}")
-    if not response.stream_cut_short and (not events or events[-1] != "data: [DONE]"):
+    ended = bool(events) and events[-1].encode().startswith(ends)
+    if not response.stream_cut_short and not ended:
         raise Wrong(f"a stream that was not ended: {events[-1:]}"[:200])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve import budget
+from conserve.apis import CHAT, COMPLETIONS
 from conserve.errors import ApiError
 
 USER = {"role": "user", "content": "x"}
@@ -34,7 +35,7 @@ def refusal(body: dict[str, Any]) -> ApiError | None:
     is_chat = "prompt" not in body
     try:
         budget.check_raw(json.dumps(body).encode(), is_chat)
-        budget.check(body, is_chat)
+        budget.check(body, CHAT if is_chat else COMPLETIONS)
     except ApiError as error:
         return error
     return None

@@ -55,6 +55,55 @@ def test_the_type_says_whose_fault_it_is(status: int, kind: str) -> None:
     assert ApiError(status, "m").body()["error"]["type"] == kind
 
 
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (405, "invalid_request_error"),
+        (408, "timeout_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (502, "api_error"),
+        (503, "overloaded_error"),
+        (504, "timeout_error"),
+    ],
+)
+def test_the_body_is_anthropics_on_its_paths(status: int, kind: str) -> None:
+    error = ApiError(status, "m", "c", param="p")
+    told = {"type": "error", "error": {"type": kind, "message": "m"}, "request_id": None}
+    assert error.body("/v1/messages") == error.body("/v1/messages/count_tokens") == told
+    for path in ("/v1/messagess", "/v1/responses", "/v1/models"):
+        assert error.body(path) == error.body()
+
+
+def test_claude_code_learns_that_it_has_to_compact() -> None:
+    error = context_length_exceeded(20_000, 16_384)
+    message = error.body("/v1/messages")["error"]["message"]
+    assert message.startswith("prompt is too long: ")
+    assert "16384" in message
+
+
+def test_the_event_that_ends_a_stream_is_of_its_api() -> None:
+    error = ApiError(503, "m", param="p")
+    (chat,) = error.event("/v1/chat/completions", 3).splitlines()[:1]
+    assert json.loads(chat.removeprefix(b"data: ")) == error.body()
+    for path in ("/v1/messages", "/v1/responses"):
+        kind, data = error.event(path, 3).splitlines()[:2]
+        assert kind == b"event: error"
+        assert json.loads(data.removeprefix(b"data: "))["type"] == "error"
+    assert json.loads(data.removeprefix(b"data: ")) == {
+        "type": "error",
+        "code": "server_error",
+        "message": "m",
+        "param": "p",
+        "sequence_number": 3,
+    }
+
+
 def test_what_is_not_known_is_null_and_not_missing() -> None:
     assert ApiError(500, "m").body()["error"] == {
         "message": "m", "type": "server_error", "param": None, "code": None,

@@ -13,6 +13,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from conserve import wire
+from conserve.apis import CHAT, COMPLETIONS, TURN_PATHS, form_of
 from conserve.embedded import model_path
 from conserve.holdings import Holdings
 from conserve.wire import Emitted
@@ -174,3 +175,42 @@ def test_other_errors_are_the_engines(tokens: int) -> None:
     decoder.turn()
     assert decoder.failure is None
     assert not decoder.observer.ending
+
+
+@pytest.mark.parametrize("path", TURN_PATHS)
+def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> None:
+    """By each API's last event; and by none before it."""
+    last = form_of(path).ends[0] + b"data: {}\n\n" * (path not in (CHAT, COMPLETIONS))
+    parts = [b"event: a\ndata: {}\n\n", b'data: {"b": 1}\n\n', last, b""]
+    table = Table()
+    reported: list[int] = []
+
+    async def generate(*_: Any) -> AsyncIterator[RequestOutput]:
+        yield RequestOutput("r", None, PROMPT, None, [], finished=True)
+
+    client = SimpleNamespace(generate=generate)
+    observe_engine(client)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+        async for _ in client.generate({"prompt_token_ids": PROMPT}, params, "r"):
+            pass
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
+
+    async def send(message: Any) -> None:
+        reported.append(len(table.told))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}"}
+
+    names = (wire.CONVERSATION_HEADER, wire.INCARNATION_HEADER, wire.TURN_HEADER)
+    headers = [(name.encode(), b"1") for name in names]
+    observer = TurnObserver(app, "d", Holdings(), table)  # type: ignore[arg-type]
+    scope = {"type": "http", "path": path, "headers": headers}
+    asyncio.run(observer(scope, receive, send))
+    assert table.told == ["advance"]
+    # The start, two events, the last of them, and the end of the body.
+    assert reported == [0, 0, 0, 1, 1]

@@ -9,6 +9,7 @@ import schemathesis
 from fastapi import FastAPI
 from starlette.routing import Route
 
+from conserve.apis import TOKEN_PATHS, TURN_PATHS
 from conserve.hints import NAMES
 from conserve.identity import AGENT_HEADERS, FINAL_HEADER, HEADERS
 from conserve.settings import Settings
@@ -23,14 +24,15 @@ MODEL = "the-model"
 @pytest.fixture(scope="module")
 def engines_own() -> dict[str, Any]:
     """What an engine says, of vLLM's own paths."""
+    from vllm.entrypoints.anthropic import api_router as anthropic
     from vllm.entrypoints.openai.chat_completion import api_router as chat
     from vllm.entrypoints.openai.completion import api_router as completion
+    from vllm.entrypoints.openai.responses import api_router as responses
     from vllm.entrypoints.serve.tokenize import api_router as tokenize
 
     app = FastAPI()
-    app.include_router(tokenize.router)
-    app.include_router(chat.router)
-    app.include_router(completion.router)
+    for each in (chat, completion, anthropic, responses, tokenize):
+        app.include_router(each.router)
     describe(app)
     made: dict[str, Any] = app.openapi()
     return made
@@ -60,8 +62,7 @@ def request_schema(whole: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def test_an_engine_describes_what_routers_ask_for_alone(engines_own: dict[str, Any]) -> None:
-    asked = {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"}
-    assert set(engines_own["paths"]) == asked
+    assert set(engines_own["paths"]) == {*TURN_PATHS, *TOKEN_PATHS}
 
 
 def test_every_path_is_in_it(whole: dict[str, Any]) -> None:
@@ -90,7 +91,7 @@ def test_a_turn_leads_to_its_conversation(whole: dict[str, Any]) -> None:
         for operation in path.values()
     }
     assert len(operations) == sum(len(path) for path in whole["paths"].values())
-    for path in ("/v1/chat/completions", "/v1/completions"):
+    for path in TURN_PATHS:
         links = whole["paths"][path]["post"]["responses"]["200"]["links"]
         assert {link["operationId"] for link in links.values()} <= set(operations)
         assert links["end"]["parameters"] == {"id": "$response.header.x-conversation-id"}
@@ -108,12 +109,14 @@ def test_it_holds_what_is_referred_to_and_no_more(
     assert "ErrorInfo" not in whole["components"]["schemas"]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", TURN_PATHS)
 def test_it_says_what_becomes_of_a_turns_fields(whole: dict[str, Any], path: str) -> None:
-    fields = request_schema(whole, path)["properties"]
+    schema = request_schema(whole, path)
+    fields = schema["properties"]
     assert fields["model"]["enum"] == [MODEL]
+    assert "model" not in schema["required"]
     assert fields["kv_transfer_params"]["deprecated"]
-    assert "max_tokens" in fields
+    assert {"max_tokens", "max_output_tokens"} & set(fields)
     for name in ("conversation_id", "program_id", "session_id", "job_id"):
         assert fields[name]["anyOf"][0]["maxLength"] == 256
     for name in ("metadata", "prompt_cache_key", "nvext", "is_last_step"):

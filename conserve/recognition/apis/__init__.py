@@ -1,0 +1,98 @@
+"""One shape of messages for all APIs: that of chats, whatever API a turn comes by.
+
+So a history can be continued through another API than the one that it was begun with. A request is
+converted to what vLLM 0.29 makes of it before it renders the prompt, so requests that are told
+apart here have different prompts, and the other way round. Where several texts stand side by side
+they stay apart, for `conserve.recognition.normal` to join.
+
+Nothing here raises, whatever JSON is given: requests are read before they are validated.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from conserve.apis import MESSAGES, RESPONSES
+from conserve.recognition.answers import answers_from_body, answers_from_stream
+from conserve.recognition.apis import anthropic, responses
+from conserve.recognition.volatile import without_times
+
+__all__ = ["answers_of", "heard", "messages_of", "tools_of"]
+
+# Beside tools: with another one of these, no KV is found from the first token on.
+_FROM_THE_BEGINNING = ("chat_template", "cache_salt")
+
+
+def heard(
+    path: str, body: Mapping[str, Any], volatile: Collection[str] = ()
+) -> tuple[list[Any], dict[str, Any]]:
+    """What a turn is recognised by: its messages, and what else begins its prompt.
+
+    Arguments are those of `messages_of`; the second result is ``before`` of `chain_of`.
+    """
+    before = {name: body[name] for name in _FROM_THE_BEGINNING if body.get(name)}
+    if tools := tools_of(path, body):
+        before["tools"] = tools
+    return messages_of(path, body, volatile), before
+
+
+def messages_of(path: str, body: Mapping[str, Any], volatile: Collection[str] = ()) -> list[Any]:
+    """The messages of a turn in the shape of a chat's, the system's among them.
+
+    Args:
+        path: the turn's, see `conserve.apis`.
+        body: its request, parsed.
+        volatile: kinds of text that are left out of system messages; see
+            `conserve.recognition.volatile`.
+    """
+    if path == MESSAGES:
+        messages = anthropic.messages_in(body)
+    elif path == RESPONSES:
+        messages = responses.messages_in(body)
+    else:
+        given = body.get("messages")
+        messages = list(given) if isinstance(given, list | tuple) else [given]
+    return without_times(messages) if "times" in volatile else messages
+
+
+def tools_of(path: str, body: Mapping[str, Any]) -> list[Any]:
+    """The tools of a turn in the shape of a chat's: name, description and parameters.
+
+    What engines do not show to the model is left out: their other fields, and tools that are no
+    functions (of the Responses API, which has its servers call those).
+    """
+    given = body.get("tools")
+    tools = given if isinstance(given, list | tuple) else []
+    if path == MESSAGES:
+        return [anthropic.tool(tool) for tool in tools]
+    if path == RESPONSES:
+        return [found for tool in tools for found in responses.functions(tool)]
+    return [_chat_tool(tool) for tool in tools]
+
+
+def answers_of(path: str, parts: Iterable[bytes], streamed: bool) -> list[dict[str, Any]]:
+    """The whole answers in what a client was sent: an assistant message each, as a chat has it.
+
+    Args:
+        path: the turn's.
+        parts: the body, or the stream's bytes, cut anywhere.
+        streamed: whether it is a stream of events.
+
+    Returns:
+        None of errors, nor of answers that were cut off.
+    """
+    if path == MESSAGES:
+        return anthropic.answers_in_stream(parts) if streamed else anthropic.answers_in_body(parts)
+    if path == RESPONSES:
+        return responses.answers_in_stream(parts) if streamed else responses.answers_in_body(parts)
+    return answers_from_stream(parts) if streamed else answers_from_body(b"".join(parts))
+
+
+def _chat_tool(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        return tool
+    shown = {name: function.get(name) for name in ("name", "description", "parameters")}
+    return {
+        "type": "function",
+        "function": {name: value for name, value in shown.items() if value is not None},
+    }

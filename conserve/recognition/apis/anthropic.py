@@ -1,0 +1,198 @@
+"""Anthropic's Messages API: its requests and answers as a chat has them.
+
+It agrees with vLLM's ``AnthropicServingMessages.to_chat_completion_request``. One thing it leaves
+out, since it depends on the model's chat template: where that takes a system message at the
+beginning alone, vLLM moves those that come later there.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from conserve.recognition.volatile import BILLING_MARK
+
+Message = dict[str, Any]
+
+_ARRAY = (list, tuple)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def messages_in(body: Mapping[str, Any]) -> list[Any]:
+    """A request's messages; the system's prompt is the first."""
+    found: list[Any] = []
+    system = _system_text(body.get("system"))
+    if system:
+        found.append({"role": "system", "content": system})
+    given = body.get("messages")
+    for message in given if isinstance(given, _ARRAY) else [given]:
+        found += _converted(message)
+    return found
+
+
+def tool(given: Any) -> Any:
+    """A tool as a chat has it."""
+    if not isinstance(given, Mapping):
+        return given
+    function = {name: given[name] for name in ("name", "description") if given.get(name)}
+    schema = given.get("input_schema")
+    if isinstance(schema, Mapping):
+        function["parameters"] = schema if "type" in schema else {**schema, "type": "object"}
+    return {"type": "function", "function": function}
+
+
+def _system_text(content: Any) -> str:
+    """Blocks are joined without anything between them, and Claude Code's billing block is none."""
+    if isinstance(content, str):
+        return content
+    texts = [
+        block["text"]
+        for block in (content if isinstance(content, _ARRAY) else [])
+        if isinstance(block, Mapping)
+        and block.get("type") == "text"
+        and isinstance(block.get("text"), str)
+    ]
+    return "".join(text for text in texts if not text.startswith(BILLING_MARK))
+
+
+def _converted(message: Any) -> list[Any]:
+    """The messages that one message is: each tool's result is one, ahead of what else it says."""
+    if not isinstance(message, Mapping):
+        return [message]
+    role, content = message.get("role"), message.get("content")
+    if role == "system":
+        billing = isinstance(content, str) and content.startswith(BILLING_MARK)
+        text = "" if billing else _system_text(content)
+        return [{"role": role, "content": text}] if text else []
+    if not isinstance(content, _ARRAY):
+        return [{"role": role, "content": content}]
+    found: list[Any] = []
+    parts: list[Any] = []
+    calls: list[Any] = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "text":
+            if block.get("text"):
+                parts.append({"type": "text", "text": block["text"]})
+        elif kind == "image":
+            parts.append(_image(block.get("source")))
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            found += _tool_messages(block)
+        elif kind == "tool_result":
+            parts.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
+        elif kind not in ("thinking", "redacted_thinking", "tool_reference"):
+            parts.append(block)
+    own: Message = {"role": role}
+    if calls:
+        own["tool_calls"] = calls
+    if parts:
+        own["content"] = parts
+    # One that held nothing but results has been told.
+    if parts or role != "user":
+        found.append(own)
+    return found
+
+
+def _tool_messages(block: Mapping[str, Any]) -> list[Message]:
+    content = block.get("content")
+    given = content if isinstance(content, _ARRAY) else None
+    items = [item for item in given or () if isinstance(item, Mapping)]
+    texts = [
+        {"type": "text", "text": item.get("text") or ""}
+        for item in items
+        if item.get("type") == "text"
+    ]
+    images = [_image(item.get("source")) for item in items if item.get("type") == "image"]
+    tools = [
+        {"type": "tool_reference", "name": item.get("tool_name") or item.get("name")}
+        for item in items
+        if item.get("type") == "tool_reference"
+    ]
+    told = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
+    found: list[Message] = [{**told, "content": content or "" if given is None else texts}]
+    if images:
+        found.append({"role": "user", "content": images})
+    if tools:
+        found.append({**told, "content": tools})
+    return found
+
+
+def _image(source: Any) -> Message:
+    given = source if isinstance(source, Mapping) else {}
+    if given.get("type") == "url":
+        url = given.get("url")
+    else:
+        url = f"data:{given.get('media_type', 'image/jpeg')};base64,{given.get('data', '')}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+# --- Answers --------------------------------------------------------------------------------------
+
+
+class _Delta(msgspec.Struct, gc=False):
+    text: str | None = None
+    partial_json: str | None = None
+    stop_reason: str | None = None
+
+
+class _Block(msgspec.Struct, gc=False):
+    type: str = ""
+    text: str | None = None
+    name: str | None = None
+    id: str | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    type: str = ""
+    index: int = 0
+    content_block: _Block | None = None
+    delta: _Delta | None = None
+
+
+class _Body(msgspec.Struct, gc=False):
+    type: str = ""
+    content: list[dict[str, Any]] = []
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+_BODY = msgspec.json.Decoder(_Body)
+
+
+def answers_in_body(parts: Iterable[bytes]) -> list[Message]:
+    """The answer in a body; none if that is anything else, such as an error."""
+    try:
+        body = _BODY.decode(b"".join(parts))
+    except _UNREADABLE:
+        return []
+    if body.type != "message":
+        return []
+    return _converted({"role": "assistant", "content": body.content})
+
+
+def answers_in_stream(parts: Iterable[bytes]) -> list[Message]:
+    """The answer in a stream of events; none if that did not come to its end."""
+    blocks: dict[int, tuple[_Block, list[str]]] = {}
+    whole = False
+    for line in b"".join(parts).splitlines():
+        if not line.startswith(b"data:"):
+            continue
+        try:
+            event = _EVENT.decode(line[5:])
+        except _UNREADABLE:
+            continue
+        if event.content_block is not None:
+            blocks[event.index] = event.content_block, [event.content_block.text or ""]
+        elif event.type == "content_block_delta" and event.delta and event.index in blocks:
+            blocks[event.index][1].append(event.delta.text or event.delta.partial_json or "")
+        whole = whole or event.type == "message_stop"
+    if not whole:
+        return []
+    answer = []
+    for _, (block, texts) in sorted(blocks.items()):
+        said = "".join(texts)
+        # A tool's input stays the text that it is, as a chat has it.
+        answer.append({"type": block.type, "text": said, "name": block.name, "input": said})
+    return _converted({"role": "assistant", "content": answer})

@@ -1,0 +1,178 @@
+"""OpenAI's Responses API: its items as the messages of a chat.
+
+A message, the reasoning before it and the calls after it are items of their own there, and one
+message in a chat. It agrees with vLLM's ``construct_input_messages``, but that all texts of an
+assistant's message count, not the first alone.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+Message = dict[str, Any]
+
+_ARRAY = (list, tuple)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# Between a group of tools and one of them, in the name that vLLM shows to the model.
+_NAMESPACE_SEPARATOR = "__"
+_WHOLE = ("completed", "incomplete")
+
+
+def messages_in(body: Mapping[str, Any]) -> list[Any]:
+    """A request's messages; its instructions are the first."""
+    found: list[Any] = []
+    instructions = body.get("instructions")
+    if instructions:
+        found.append({"role": "system", "content": instructions})
+    given = body.get("input")
+    if isinstance(given, str):
+        return [*found, {"role": "user", "content": given}]
+    return found + _converted(given if isinstance(given, _ARRAY) else [given])
+
+
+def functions(tool: Any) -> list[Any]:
+    """The functions that a tool is, as a chat has them; none if the model does not see it."""
+    if not isinstance(tool, Mapping):
+        return [tool]
+    if tool.get("type") == "namespace":
+        inner = tool.get("tools")
+        return [
+            _function(one, _flat(tool.get("name"), one.get("name")))
+            for one in (inner if isinstance(inner, _ARRAY) else [])
+            if isinstance(one, Mapping) and one.get("type") == "function"
+        ]
+    return [_function(tool, tool.get("name"))] if tool.get("type") == "function" else []
+
+
+def _function(tool: Mapping[str, Any], name: Any) -> Message:
+    shown = {"name": name, **{key: tool.get(key) for key in ("description", "parameters")}}
+    function = {key: value for key, value in shown.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def _flat(namespace: Any, name: Any) -> Any:
+    return f"{namespace}{_NAMESPACE_SEPARATOR}{name}" if namespace else name
+
+
+def _converted(items: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    # The assistant's message that the next item may be a part of.
+    open_: Message | None = None
+    for item in items:
+        message = _message(item, open_)
+        if message is None:
+            continue
+        found.append(message)
+        own = isinstance(message, dict) and message.get("role") == "assistant"
+        open_ = message if own else None
+    return found
+
+
+def _message(item: Any, before: Message | None) -> Any:
+    """The message that an item begins; None if it went into the one ``before``."""
+    if not isinstance(item, Mapping):
+        return item
+    kind, role = item.get("type"), item.get("role")
+    if kind == "function_call":
+        name = _flat(item.get("namespace"), item.get("name"))
+        function = {"name": name, "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if before is not None:
+            before.setdefault("tool_calls", []).append(call)
+            return None
+        return {"role": "assistant", "tool_calls": [call]}
+    if kind == "reasoning":
+        return _merged("reasoning", _reasoning(item), before)
+    if kind == "function_call_output":
+        told = {"role": "tool", "tool_call_id": item.get("call_id")}
+        return {**told, "content": _content(item.get("output"))}
+    if role is None or kind not in (None, "message"):
+        # No message at all to the engine either; kept whole, so that it counts.
+        return [item]
+    content = _content(item.get("content"))
+    return (
+        _merged("content", content, before)
+        if role == "assistant"
+        else {"role": role, "content": content}
+    )
+
+
+def _merged(name: str, value: Any, before: Message | None) -> Message | None:
+    if before is not None and name not in before:
+        before[name] = value
+        return None
+    return {"role": "assistant", name: value}
+
+
+def _reasoning(item: Mapping[str, Any]) -> Any:
+    for name in ("content", "summary"):
+        parts = item.get(name)
+        if isinstance(parts, _ARRAY) and parts and isinstance(parts[0], Mapping):
+            return parts[0].get("text")
+    return ""
+
+
+def _content(content: Any) -> Any:
+    if not isinstance(content, _ARRAY):
+        return content
+    return [_image(part) if _is_image(part) else part for part in content]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "input_image"
+
+
+def _image(part: Mapping[str, Any]) -> Message:
+    image = {"url": part.get("image_url")}
+    if part.get("detail") not in (None, "auto"):
+        image["detail"] = part["detail"]
+    return {"type": "image_url", "image_url": image}
+
+
+# --- Answers --------------------------------------------------------------------------------------
+
+
+class _Response(msgspec.Struct, gc=False):
+    object: str = ""
+    status: str = ""
+    output: list[Any] = []
+
+
+class _Event(msgspec.Struct, gc=False):
+    type: str = ""
+    response: _Response | None = None
+
+
+_BODY = msgspec.json.Decoder(_Response)
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+def answers_in_body(parts: Iterable[bytes]) -> list[Message]:
+    """The answer in a body; none if that is anything else, such as an error."""
+    try:
+        return _answers(_BODY.decode(b"".join(parts)))
+    except _UNREADABLE:
+        return []
+
+
+def answers_in_stream(parts: Iterable[bytes]) -> list[Message]:
+    """The answer in a stream of events, by its last; none if that does not end one."""
+    for line in reversed(b"".join(parts).splitlines()):
+        if not line.startswith(b"data:"):
+            continue
+        try:
+            event = _EVENT.decode(line[5:])
+        except _UNREADABLE:
+            return []
+        return _answers(event.response) if event.response is not None else []
+    return []
+
+
+def _answers(response: _Response) -> list[Message]:
+    if response.object != "response" or response.status not in _WHOLE:
+        return []
+    messages = _converted(response.output) or [{"role": "assistant"}]
+    # More than one message can be no answer of a chat.
+    alone = len(messages) == 1 and isinstance(messages[0], dict)
+    return messages if alone else []

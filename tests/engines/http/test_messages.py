@@ -1,0 +1,209 @@
+"""Anthropic's Messages API, by its official client, as Claude Code uses it."""
+
+import json
+import random
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.engines.applications import MAIN
+from tests.engines.client import chat, last_turn, lone_answer, prose
+from tests.engines.stage import Stage
+
+pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
+
+MODEL = "conserve-embedded"
+HELLO = [{"role": "user", "content": "hello"}]
+BLOCK_TOKENS = 128
+TOOL = {
+    "name": "look_up",
+    "input_schema": {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}},
+        "required": ["on"],
+    },
+}
+
+
+@pytest.fixture
+async def official(application: str) -> Any:
+    async with anthropic.AsyncAnthropic(
+        base_url=application, api_key="unused", max_retries=0
+    ) as official:
+        yield official.messages.with_raw_response
+
+
+async def ask(official: Any, messages: Any, stream: bool = False, **more: Any) -> Any:
+    """A turn's message, and the headers that came with it."""
+    asked = {"model": MODEL, "max_tokens": 24, "messages": messages, **more}
+    raw = await official.create(**asked, stream=stream, extra_body={"temperature": 0})
+    return raw.parse(), raw.headers
+
+
+def text_of(message: Any) -> str:
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+async def test_a_conversation_without_a_name(
+    official: Any, client: httpx.AsyncClient, stage: Stage, rng: random.Random
+) -> None:
+    """One handoff, then one decoder that has it all; in the middle it goes on as a chat."""
+    stage.wait_for_lone()
+    messages: list[Any] = [{"role": "user", "content": prose(rng, 700)}]
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=%s;"},
+        {"type": "text", "text": "You are brief."},
+    ]
+    seen = []
+    for turn in range(4):
+        system[0]["text"] = f"x-anthropic-billing-header: cc_version=2.1; cch={turn};"
+        told = [{"role": "system", "content": "You are brief."}, *messages]
+        expected = await lone_answer(client, told, 24)
+        if turn == 2:
+            reply = await chat(client, told)
+            answer, headers = reply.content, reply.headers
+        else:
+            message, headers = await ask(official, messages, system=system)
+            answer = text_of(message)
+            assert message.stop_reason in ("max_tokens", "end_turn")
+        assert answer == expected
+        stats = await last_turn(client, headers["x-conversation-id"])
+        seen.append((headers["x-conversation-id"], headers["x-conserve-decoder"], stats))
+        messages += [
+            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+            {"role": "user", "content": f"go on {turn}"},
+        ]
+    assert len({(conversation, decoder) for conversation, decoder, _ in seen}) == 1
+    first, *later = [stats for *_, stats in seen]
+    assert first["lmcache_tokens"] == (first["prompt_tokens"] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert first["decoder_cached_tokens"] == 0
+    for before, stats in zip([first, *later], later, strict=False):
+        assert stats["lmcache_tokens"] == 0
+        assert stats["decoder_cached_tokens"] >= before["prompt_tokens"] - BLOCK_TOKENS
+
+
+async def test_a_stream(official: Any, client: httpx.AsyncClient, rng: random.Random) -> None:
+    """Its events are Anthropic's, it says what a body does, and it is recognised by that."""
+    messages: list[Any] = [{"role": "user", "content": prose(rng, 300)}]
+    whole, first = await ask(official, messages)
+    stream, headers = await ask(official, messages, stream=True)
+    events = [event async for event in stream]
+    assert events[0].type == "message_start"
+    assert events[-1].type == "message_stop"
+    assert not any(event.type == "error" for event in events)
+    text = "".join(
+        event.delta.text
+        for event in events
+        if event.type == "content_block_delta" and event.delta.type == "text_delta"
+    )
+    assert text == text_of(whole)
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+    _, again = await ask(official, messages)
+    known = {first["x-conversation-id"], headers["x-conversation-id"]}
+    assert again["x-conversation-id"] in known
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_is_called_and_its_result_told(
+    application: str, official: Any, client: httpx.AsyncClient, rng: random.Random, stream: bool
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": prose(rng, 200)}]
+    choice = {"type": "tool", "name": "look_up"}
+    options = {"tools": [TOOL], "max_tokens": 200}
+    answer, headers = await ask(official, messages, stream, tool_choice=choice, **options)
+    if stream:
+        events = [event async for event in answer]
+        (start,) = [
+            event.content_block
+            for event in events
+            if event.type == "content_block_start" and event.content_block.type == "tool_use"
+        ]
+        text = "".join(
+            event.delta.partial_json
+            for event in events
+            if event.type == "content_block_delta" and event.delta.type == "input_json_delta"
+        )
+        call = {"id": start.id, "name": start.name, "input": json.loads(text)}
+    else:
+        (block,) = [block for block in answer.content if block.type == "tool_use"]
+        call = {"id": block.id, "name": block.name, "input": block.input}
+    assert call["name"] == "look_up"
+    assert isinstance(call["input"]["on"], bool)
+    shown = await client.get(f"{application}/v1/conversations/{headers['x-conversation-id']}")
+    # A call is no answer yet to who waits for one.
+    assert shown.json()["ttfet_s"] is None
+    messages += [
+        {"role": "assistant", "content": [{"type": "tool_use", **call}]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "it is on"}],
+        },
+    ]
+    _, again = await ask(official, messages, tool_choice={"type": "none"}, **options)
+    assert again["x-conversation-id"] == headers["x-conversation-id"]
+    assert again["x-conserve-decoder"] == headers["x-conserve-decoder"]
+
+
+async def test_tokens_are_counted_as_the_engine_counts_them(
+    application: str, official: Any, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": prose(rng, 100)}],
+        "system": "Be brief.",
+        "tools": [TOOL],
+    }
+    counted = (await client.post(application + "/v1/messages/count_tokens", json=asked)).json()
+    message, headers = await ask(official, **asked)
+    stats = await last_turn(client, headers["x-conversation-id"])
+    assert counted["input_tokens"] == stats["prompt_tokens"]
+    assert stats["prompt_tokens"] == message.usage.input_tokens + (
+        message.usage.cache_read_input_tokens or 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "said"),
+    [
+        ({"messages": []}, 400, "invalid_request_error", "messages"),
+        ({"messages": HELLO, "model": "claude"}, 404, "not_found_error", MODEL),
+        ({"messages": HELLO, "max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
+        ({"messages": HELLO}, 400, "invalid_request_error", "max_tokens"),
+        (
+            {"messages": [{"role": "user", "content": "a " * 20_000}], "max_tokens": 8},
+            400,
+            "invalid_request_error",
+            "prompt is too long",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}], "max_tokens": 8},
+            400,
+            "invalid_request_error",
+            "",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_have_anthropics_shape(
+    application: str,
+    client: httpx.AsyncClient,
+    body: Any,
+    status: int,
+    kind: str,
+    said: str,
+    stream: bool,
+) -> None:
+    reply = await client.post(application + "/v1/messages", json={**body, "stream": stream})
+    assert reply.status_code == status, reply.text
+    told = reply.json()
+    assert told["type"] == "error"
+    assert told["error"]["type"] == kind
+    assert said in told["error"]["message"]
+
+
+async def test_the_model_is_listed_as_anthropic_lists_models(application: str) -> None:
+    async with anthropic.AsyncAnthropic(base_url=application, api_key="unused") as official:
+        assert [model.id async for model in official.models.list()] == [MODEL]
+        assert (await official.models.retrieve(MODEL)).display_name == MODEL

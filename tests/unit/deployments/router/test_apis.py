@@ -1,0 +1,462 @@
+"""Turns of Messages and Responses on their way through a router, without engines."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from conserve import wire
+from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
+from conserve.errors import ApiError
+from conserve.settings import Settings
+from deployments.engine.response_store import ResponseKeeper, ResponseStore
+from deployments.router import answer
+from deployments.router.frontdoor import FrontDoor
+from deployments.router.request import ClientRequest, read_request
+from deployments.router.stored import StoredResponses
+from deployments.router.upstream import EngineUnreachable
+from tests.unit.conserve.recognition.apis.told import event
+
+Json = dict[str, Any]
+
+MODEL = Settings().model_id
+HELLO = [{"role": "user", "content": "hello"}]
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=0;"
+
+
+class Table:
+    """Knows decoders and a prefiller."""
+
+    def __init__(self, *decoders: str) -> None:
+        self.engines = [{"role": "decoder", "url": url} for url in decoders]
+        self.engines.insert(1, {"role": "prefiller", "url": "p"})
+
+    async def call(self, method: str, *_: Any) -> list[Json]:
+        assert method == "engines"
+        return [*self.engines]
+
+    def tell(self, *_: Any) -> None: ...
+
+
+class Upstream:
+    """Decoders that keep responses by their URLs; one that is called `gone` is."""
+
+    def __init__(self, **kept: ResponseStore) -> None:
+        self.kept = kept
+        self.asked: list[str] = []
+
+    async def stored(
+        self, method: str, url: str, response_id: str, tenant: str | None
+    ) -> bytes | None:
+        if url == "gone":
+            raise EngineUnreachable("no connection")
+        store = self.kept[url]
+        if method == "DELETE":
+            return b"" if store.discard(tenant, response_id) else None
+        return store.get(tenant, response_id)
+
+    async def ask(self, url: str, path: str, raw: bytes) -> bytes:
+        self.asked.append(url)
+        if url == "p":
+            raise EngineUnreachable("no connection")
+        assert json.loads(raw)["model"] == MODEL
+        return b'{"input_tokens": 7}'
+
+
+def read(
+    path: str,
+    body: Json,
+    stored: StoredResponses | None = None,
+    headers: Json | None = None,
+    **settings: Any,
+) -> ClientRequest:
+    async def receive() -> Json:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    scope = {"type": "http", "path": path, "headers": given}
+    request = asyncio.run(read_request(scope, receive, Settings(**settings), stored))
+    assert request is not None
+    assert json.loads(request.raw) == request.body
+    return request
+
+
+# --- Requests -------------------------------------------------------------------------------------
+
+
+def test_a_response_gets_its_name_from_the_router() -> None:
+    names = [read(RESPONSES, {"input": "x", "request_id": "mine"}).body["request_id"]
+             for _ in range(2)]  # fmt: skip
+    assert names[0] != names[1]
+    assert all(name.startswith("resp_") for name in names)
+    assert "request_id" not in read(MESSAGES, {"messages": HELLO}).body
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        (MESSAGES, {"messages": HELLO, "system": BILLING + "\nYou"}, "system"),
+        (RESPONSES, {"input": HELLO, "instructions": BILLING + "\nYou"}, "instructions"),
+    ],
+)
+def test_the_billing_header_does_not_come_to_engines(path: str, body: Json, where: str) -> None:
+    assert read(path, body).body[where] == "You"
+    assert read(path, body, volatile_text=[]).body[where] == BILLING + "\nYou"
+
+
+def test_a_history_is_recognised_by_another_api() -> None:
+    chat = [*HELLO, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    asked = [
+        read("/v1/chat/completions", {"messages": chat}),
+        read(MESSAGES, {"messages": chat}),
+        read(RESPONSES, {"input": chat}),
+    ]
+    assert len({tuple(one.candidates) for one in asked}) == 1
+    assert len(asked[0].candidates) == 1
+    assert all(one.chat and one.explicit_id is None and not one.one_off for one in asked)
+
+
+@pytest.mark.parametrize("name", ["background", "conversation"])
+def test_what_would_need_a_server_that_keeps_turns_is_refused(name: str) -> None:
+    with pytest.raises(ApiError) as error:
+        read(RESPONSES, {"input": "x", name: True})
+    assert (error.value.status, error.value.param) == (400, name)
+
+
+# --- Responses that are kept ----------------------------------------------------------------------
+
+
+def keep(store: ResponseStore, id_: str, given: Any, conversation: str = "conv-1") -> None:
+    said = {"type": "message", "role": "assistant",
+            "content": [{"type": "output_text", "text": "a"}]}  # fmt: skip
+    response = {"id": id_, "object": "response", "status": "completed", "output": [said]}
+    request = json.dumps({"input": given}).encode()
+    store.add(id_, conversation, request, json.dumps(response).encode())
+
+
+def test_a_turn_that_names_a_response_has_its_history() -> None:
+    store = ResponseStore(10_000)
+    keep(store, "resp_1", "hello")
+    upstream = Upstream(d1=ResponseStore(10_000), d2=store)
+    stored = StoredResponses(Settings(), Table("gone", "d1", "d2"), upstream)  # type: ignore[arg-type]
+    asked = read(RESPONSES, {"input": "b", "previous_response_id": "resp_1", "top_p": 1}, stored)
+    assert asked.explicit_id == "conv-1"
+    assert "previous_response_id" not in asked.body
+    assert asked.body["top_p"] == 1
+    whole = [*HELLO, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    assert [item["role"] for item in asked.body["input"]] == [item["role"] for item in whole]
+    # A name of the client's own goes before.
+    named = {"x-conversation-id": "mine"}
+    body = {"input": "b", "previous_response_id": "resp_1"}
+    assert read(RESPONSES, body, stored, named).explicit_id == "mine"
+    for id_ in ("resp_2", "x" * 1000, "", "../health", "..", "resp_1?", "resp_é"):
+        with pytest.raises(ApiError) as error:
+            read(RESPONSES, {**body, "previous_response_id": id_}, stored)
+        assert error.value.status == 404
+        assert error.value.code == "previous_response_not_found"
+    text = {"input": "previous_response_id"}
+    assert read(RESPONSES, text, stored).body["input"] == "previous_response_id"
+
+
+def test_a_history_may_not_be_longer_than_a_body() -> None:
+    store = ResponseStore(10**9)
+    keep(store, "resp_1", "hello" * 1000)
+    table: Any = Table("d1")
+    upstream: Any = Upstream(d1=store)
+    stored = StoredResponses(Settings(max_body_bytes=2000), table, upstream)
+    with pytest.raises(ApiError) as error:
+        read(RESPONSES, {"input": "b", "previous_response_id": "resp_1"}, stored)
+    assert error.value.status == 413
+
+
+def test_the_newest_are_kept_as_far_as_there_is_room() -> None:
+    store = ResponseStore(5000)
+    for number in range(10):
+        keep(store, f"resp_{number}", "x" * 1000)
+    kept = [number for number in range(10) if store.get(None, f"resp_{number}")]
+    assert kept == [8, 9]
+    keep(store, "resp_big", "x" * 5000)
+    assert store.get(None, "resp_big") is None
+    assert store.get(None, "resp_9") is not None
+    # Again under the same name: no room is lost.
+    for _ in range(10):
+        keep(store, "resp_9", "x" * 1000)
+    assert store.get(None, "resp_8") is not None
+    assert store.discard(None, "resp_9")
+    assert not store.discard(None, "resp_9")
+
+
+def test_a_response_is_its_tenants() -> None:
+    store = ResponseStore(5000)
+    keep(store, "resp_1", "x", conversation="acme\tconv-1")
+    assert store.get(None, "resp_1") is None
+    assert store.get("other", "resp_1") is None
+    assert store.get("acme", "resp_1") is not None
+
+
+def exchange(app: Any, scope: Json, body: bytes = b"") -> tuple[int, Json, bytes]:
+    """Status, headers and body of an answer."""
+    sent: list[Json] = []
+
+    async def receive() -> Json:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app({"type": "http", "headers": [], **scope}, receive, send))
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, b"".join(one.get("body", b"") for one in sent[1:])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("status", "store", "kept"),
+    [
+        ("completed", None, True),
+        ("incomplete", True, True),
+        ("failed", True, False),
+        ("completed", False, False),
+    ],
+)
+def test_a_decoder_keeps_what_it_was_to_keep(
+    streamed: bool, status: str, store: bool | None, kept: bool
+) -> None:
+    response = {"id": "resp_1", "object": "response", "status": status, "output": []}
+    request = {"request_id": "resp_1", "input": "x", **({} if store is None else {"store": store})}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert json.loads((await receive())["body"]) == request
+        kind = b"text/event-stream" if streamed else b"application/json"
+        start = {"type": "http.response.start", "status": 200}
+        await send({**start, "headers": [(b"content-type", kind)]})
+        parts = [json.dumps(response).encode()]
+        if streamed:
+            parts = [
+                event("response.created", response={**response, "status": "in_progress"}),
+                event(f"response.{status}", response=response),
+            ]
+        for part in [*parts, b""]:
+            await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
+
+    keeper = ResponseKeeper(app, 1)
+    headers = [(wire.CONVERSATION_HEADER.encode(), b"acme\tc")]
+    asked = {"path": RESPONSES, "method": "POST", "headers": headers}
+    assert exchange(keeper, asked, json.dumps(request).encode())[0] == 200
+    mine = [(wire.TENANT_HEADER.encode(), b"acme")]
+    told = {"path": wire.STORED_PREFIX + "resp_1", "headers": mine}
+    code, _, body = exchange(keeper, {**told, "method": "GET"})
+    assert code == (200 if kept else 404)
+    if kept:
+        found = json.loads(body)
+        assert found == {"conversation_id": "acme\tc", "request": request, "response": response}
+    assert exchange(keeper, {**told, "method": "DELETE"})[0] == (204 if kept else 404)
+    assert exchange(keeper, {**told, "method": "GET"})[0] == 404
+
+
+# --- Paths and errors -----------------------------------------------------------------------------
+
+
+def at_the_door(
+    method: str, path: str, body: Any = None, upstream: Any = None, **headers: str
+) -> tuple[int, Json]:
+    door = FrontDoor(Settings(), Table("d1"), "router")  # type: ignore[arg-type]
+    for route in door._paths.routes:
+        owner = getattr(route.endpoint, "__self__", None)  # type: ignore[attr-defined]
+        if upstream is not None and hasattr(owner, "_upstream"):
+            owner._upstream = upstream
+    given = {"content-type": "application/json", **headers}
+    scope = {
+        "path": path,
+        "raw_path": path.encode(),
+        "method": method,
+        "query_string": b"",
+        "headers": [(name.replace("_", "-").encode(), v.encode()) for name, v in given.items()],
+    }
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    status, _, answer = exchange(door, scope, raw)
+    return status, json.loads(answer)
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT_TOKENS])
+@pytest.mark.parametrize(
+    ("method", "body", "headers", "status", "kind"),
+    [
+        ("POST", b"{", {}, 400, "invalid_request_error"),
+        ("POST", {"messages": []}, {}, 400, "invalid_request_error"),
+        ("POST", {"messages": HELLO, "model": "claude"}, {}, 404, "not_found_error"),
+        ("GET", b"", {}, 405, "invalid_request_error"),
+        ("POST", b"{}", {"content_type": "text/plain"}, 415, "invalid_request_error"),
+        ("POST", b"{}", {"host": "evil.example"}, 421, "invalid_request_error"),
+        ("POST", b"{}", {"origin": "https://evil.example"}, 403, "permission_error"),
+    ],
+)
+def test_errors_have_the_shape_of_anthropics(
+    path: str, method: str, body: Any, headers: Any, status: int, kind: str
+) -> None:
+    if "content_type" in headers:
+        headers = {"content-type": headers["content_type"]}
+    code, told = at_the_door(method, path, body, **headers)
+    assert code == status
+    assert told["type"] == "error"
+    assert told["error"]["type"] == kind
+    assert told["error"]["message"]
+
+
+def test_tokens_are_counted_by_an_engine_that_is_there() -> None:
+    upstream = Upstream()
+    status, told = at_the_door("POST", COUNT_TOKENS, {"messages": HELLO}, upstream)
+    assert (status, told) == (200, {"input_tokens": 7})
+    assert upstream.asked == ["p", "d1"]
+
+
+def test_a_response_is_retrieved_and_forgotten() -> None:
+    store = ResponseStore(10_000)
+    keep(store, "resp_1", "x")
+    upstream = Upstream(d1=store)
+    path = f"{RESPONSES}/resp_1"
+    assert at_the_door("GET", path, upstream=upstream)[1]["id"] == "resp_1"
+    status, told = at_the_door("POST", path + "/cancel", {}, upstream)
+    assert (status, told["error"]["param"]) == (400, "id")
+    assert at_the_door("DELETE", path, upstream=upstream)[1]["deleted"] is True
+    for method, where in (("GET", path), ("DELETE", path), ("POST", path + "/cancel")):
+        status, told = at_the_door(method, where, {}, upstream)
+        assert (status, told["error"]["code"]) == (404, "response_not_found")
+
+
+def test_models_are_listed_in_the_shape_that_is_asked_for() -> None:
+    assert at_the_door("GET", "/v1/models")[1]["object"] == "list"
+    _, listed = at_the_door("GET", "/v1/models", anthropic_version="2023-06-01")
+    assert [one["type"] for one in listed["data"]] == ["model"]
+    assert listed["has_more"] is False
+    _, one = at_the_door("GET", f"/v1/models/{MODEL}", anthropic_version="2023-06-01")
+    assert one["display_name"] == MODEL
+
+
+# --- What is seen of an answer --------------------------------------------------------------------
+
+
+class Answer:
+    """An engine's stream, whose parts come a second apart.
+
+    Attributes:
+        now_s: the time, which begins with the request.
+    """
+
+    status = 200
+    content_type = "text/event-stream"
+    raw_headers = ((b"Content-Type", b"text/event-stream"),)
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = parts
+        self.content = self
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    async def iter_any(self) -> Any:
+        for part in self._parts:
+            self.now_s += 1
+            yield part
+
+
+CREATED = event("response.created", response={"tools": [{"type": "function"}]})
+
+
+@pytest.mark.parametrize(
+    ("path", "parts", "first", "gaps", "effective"),
+    [
+        (
+            RESPONSES,
+            [
+                CREATED,
+                event("response.in_progress"),
+                event("response.output_item.added", item={"type": "message"}),
+                event("response.output_text.delta", delta="a"),
+                event("response.output_text.delta", delta="b") * 2,
+                event("response.completed"),
+            ],
+            3,
+            [1, 0.5, 0.5],
+            True,
+        ),
+        (
+            RESPONSES,
+            [CREATED, event("response.output_item.added", item={"type": "function_call"})],
+            2,
+            [],
+            False,
+        ),
+        (
+            MESSAGES,
+            [
+                event("message_start"),
+                event("content_block_start", content_block={"type": "text"}),
+                event("content_block_delta", delta={"type": "text_delta", "text": "a"}),
+                event("content_block_stop") + event("message_delta") + event("message_stop"),
+            ],
+            1,
+            [2],
+            True,
+        ),
+        (
+            MESSAGES,
+            [event("message_start"),
+             event("content_block_start", content_block={"type": "tool_use"})],
+            1,
+            [],
+            False,
+        ),
+    ],
+)  # fmt: skip
+def test_times_are_those_of_output(
+    path: str,
+    parts: list[bytes],
+    first: int,
+    gaps: list[float],
+    effective: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    theirs = Answer(parts)
+    monkeypatch.setattr(answer, "time", theirs)
+    seen = answer.RelayedAnswer(path, 0.0, send)
+    asyncio.run(seen.relay(theirs, []))  # type: ignore[arg-type]
+    assert b"".join(sent) == b"".join(parts)
+    assert seen.ttft_s == first
+    assert seen.tbt_s == gaps
+    assert seen.effective is effective
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES, "/v1/chat/completions"])
+def test_a_stream_that_has_begun_ends_with_an_error_of_its_api(path: str) -> None:
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    relayed = answer.RelayedAnswer(path, 0.0, send)
+    first = event("response.created")
+
+    async def run() -> None:
+        await relayed.relay(Answer([first]), [])  # type: ignore[arg-type]
+        sent.clear()
+        await relayed.end_with(ApiError(503, "lost", "engine_lost"), [])
+
+    asyncio.run(run())
+    data = json.loads(sent[0].partition(b"data: ")[2])
+    assert sent[0].endswith(b"\n\n")
+    if path == MESSAGES:
+        assert sent[0].startswith(b"event: error\n")
+        assert data["error"] == {"type": "overloaded_error", "message": "lost"}
+    elif path == RESPONSES:
+        assert sent[0].startswith(b"event: error\n")
+        assert (data["type"], data["code"], data["sequence_number"]) == ("error", "engine_lost", 1)
+    else:
+        assert data["error"]["code"] == "engine_lost"
