@@ -9,6 +9,12 @@ INSTALLED := $(VENV)/.installed
 PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3) python3.11)
 # What is given to the program behind a target: make test ARGS='-k recognition -x'
 ARGS ?=
+# Other people's clients, which tests drive, each in an environment of its own: those that
+# `make test` has, and those that bring gigabytes.
+CLIENTS := .clients
+CLIENT_VERSIONS := tests/engines/clients/requirements
+LIBRARIES := $(patsubst %,$(CLIENTS)/%/.installed,openai-agents langgraph)
+PROGRAMS := $(patsubst %,$(CLIENTS)/%/.installed,aider claude-code codex mini-swe-agent opencode)
 # Of `make test-fuzz`: how many requests, and which; every run prints both.
 CASES ?= 10000
 SEED ?= $(shell echo $$RANDOM)
@@ -20,8 +26,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
 	bench-overhead bench-keys bench-tenants bench-unkind bench-table bench-energy \
-	bench-sm-slots bench-simulator test-autoscaler test-cancelling test-chaos test-fuzz test-peers \
-	test-cluster clean
+	bench-sm-slots bench-simulator test-autoscaler test-cancelling test-chaos test-clients \
+	test-fuzz test-peers test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -36,13 +42,13 @@ demo: $(INSTALLED) ## Have a few agents work and show where each turn ran (JSON=
 serve: $(INSTALLED) ## Serve until interrupted (ARGS='decoders=3 port=9000': settings)
 	@$(BIN)/conserve serve $(ARGS)
 
-test: $(INSTALLED) ## Run all tests, on real engines too (ARGS=...: for pytest)
+test: $(INSTALLED) $(LIBRARIES) ## Run all tests, on real engines too (ARGS=...: for pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-unit: $(INSTALLED) ## Run the unit tests alone: no engine, two minutes
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 
-test-engines: $(INSTALLED) ## Run only the tests on real engines: all but the unit tests (minutes)
+test-engines: $(INSTALLED) $(LIBRARIES) ## Run only the tests on real engines: all but the unit tests (minutes)
 	@$(BIN)/python -m pytest tests --ignore=tests/unit $(ARGS)
 
 test-fuzz: $(INSTALLED) ## Try 10,000 requests on real engines (CASES=..., SEED=...: which)
@@ -60,6 +66,10 @@ test-peers: $(INSTALLED) ## Start every peer of the benchmarks, and talk to it (
 
 test-chaos: $(INSTALLED) ## Kill processes under 64 conversations for 20 minutes (ARGS='--minutes 5 --seed 1')
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+test-clients: $(INSTALLED) $(LIBRARIES) $(PROGRAMS) ## Have other people's agents do a task (npm; 3 GB, minutes)
+	@$(BIN)/python -m pytest tests/engines/clients tests/engines/programs \
+		-o log_cli=true -o log_cli_level=INFO $(ARGS)
 
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
 	@scripts/test_cluster.sh $(ARGS)
@@ -102,7 +112,7 @@ bench-simulator: $(INSTALLED) ## Measure the simulator: a million turns in how l
 	@$(BIN)/python -m benchmarks.experiments.simulator $(ARGS)
 
 clean: ## Remove .venv, caches and build products
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Three steps, each done again only when what it depends on has changed.
@@ -142,4 +152,24 @@ $(INSTALLED): pyproject.toml $(REQUIREMENTS)
 		--config-settings editable_mode=compat -e .
 	@echo "conserve: making the embedded model"
 	@$(BIN)/python -c "from conserve.embedded import model_path; print('conserve: it is in', model_path())"
+	@touch $@
+
+# A client, at the versions that its file says.
+
+$(CLIENTS)/%/.installed: $(CLIENT_VERSIONS)/%.txt | $(BIN)/python
+	@echo "conserve: installing $* for tests"
+	@rm -rf $(@D)
+	@$(BIN)/python -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+# What these would run after they are installed fetches or links what their packages hold already.
+$(CLIENTS)/%/.installed: $(CLIENT_VERSIONS)/%.json
+	@command -v npm >/dev/null || { \
+		echo "conserve: npm is needed for $*, and was not found (Debian: npm)." >&2; exit 1; }
+	@echo "conserve: installing $* for tests"
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	@cp $< $(@D)/package.json
+	@cd $(@D) && npm install --ignore-scripts --no-audit --no-fund --no-package-lock >/dev/null
 	@touch $@

@@ -104,5 +104,18 @@ BURSTS = Application(
     ),
 )
 
+# What programs send is long, and they are answered from a script (tests/engines/clients).
+CLIENTS = Application(
+    "clients",
+    (
+        *_COMMON,
+        "decoders=2",
+        "engine.max_model_len=32768",
+        "engine.enable_prompt_tokens_details=true",
+        'engine.logits_processors=["tests.engines.clients.forced:ForcedAnswers"]',
+    ),
+    decoders=2,
+)
+
 # In the order in which they are started.
-APPLICATIONS = (MAIN, SMALL, WIDE, SCALING, BURSTS)
+APPLICATIONS = (MAIN, CLIENTS, SMALL, WIDE, SCALING, BURSTS)
