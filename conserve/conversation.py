@@ -154,9 +154,8 @@ class Conversation(msgspec.Struct, gc=False):
 
     @property
     def can_go_on(self) -> bool:
-        """Whether its client can come back to it: by an answer it has, or its id alone."""
-        began = bool(self.running or self.turns)
-        return began or (self.root is None and not identity.is_generated(self.id))
+        """Whether its client can come back to it: by an answer that it has, or by its name."""
+        return bool(self.running or self.turns) or not identity.is_generated(self.id)
 
     @property
     def phase(self) -> str:

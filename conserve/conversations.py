@@ -203,7 +203,7 @@ class ConversationTable:
         """
         if conversation_id is not None and identity.is_generated(conversation_id):
             # Its client states the id that it was given: no twin will do.
-            marks = {mark(end) for end in chain.ends}
+            marks = {mark(end) for end in (*chain.ends, chain.root)}
             for one in self.histories(conversation_id):
                 if one.root == chain.root and not one.running and marks.intersection(one.tails):
                     return one.id

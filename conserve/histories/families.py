@@ -17,7 +17,8 @@ class Families:
     A turn continues the history whose last turn it begins with: the one whose newest tail is the
     longest of the turn's ends that is any's. Of a named conversation those are its own histories;
     without a name, those that nobody has named, or a client could be given another's by saying the
-    same. Who has a turn under way is not continued, but left at that point.
+    same. Who has a turn under way is not continued, but left at that point. A first turn that was
+    cut, and is tried again under its name, continues what there is of it.
 
     Args:
         get: the live history of an id.
@@ -72,16 +73,17 @@ class Families:
         known = self._of.get(chain.root)
         if known is None:
             return None
+        scope = _scope(conversation_id)
+        # The root is the tail of what has no answer yet.
+        ends = (*chain.ends, chain.root) if scope else chain.ends
         if isinstance(known, _Family):
-            scope = _scope(conversation_id)
-            keys = (mark(end) + scope for end in chain.ends)
-            return known.tails.match(keys, self._is_running)
+            return known.tails.match((mark(end) + scope for end in ends), self._is_running)
         history = self._get(known)
         assert history is not None
-        if history.running or _scope_of(history) != _scope(conversation_id):
+        if history.running or _scope_of(history) != scope:
             return None
         tails = history.tails
-        return history.id if any(mark(end) in tails for end in chain.ends) else None
+        return history.id if any(mark(end) in tails for end in ends) else None
 
     def newest(self, root: Digest) -> Iterator[str]:
         """Ids of a family's members, the newest first."""

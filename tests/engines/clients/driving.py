@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import pytest
 
 from tests.engines.applications import URL
 from tests.engines.clients.clients import Client, Place, environment
@@ -75,12 +74,6 @@ class Drive:
     turns: Sequence[Exchange]
     asides: Sequence[Exchange]
     counts: Counts
-
-
-def skip_without(api: str, application: str) -> None:
-    """Skip the test where the application's router does not have an API."""
-    if api not in httpx.get(application + "/openapi.json", timeout=30).json()["paths"]:
-        pytest.skip(f"the router has no {api}")
 
 
 async def drive(client: Client, application: str, folder: Path, run: str) -> Drive:

@@ -11,7 +11,6 @@ from tests.engines.clients.driving import (
     listed_turns,
     require_ids,
     require_served,
-    skip_without,
 )
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(CLIENTS)]
@@ -19,7 +18,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.application(CLIENTS)]
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 async def test_a_task_is_done(application: str, library: Client, tmp_path: Path) -> None:
-    skip_without(library.api, application)
     done = await drive(library, application, tmp_path, run=library.name)
     require_ids(done)
     require_served(done)

@@ -19,7 +19,6 @@ from tests.engines.clients.driving import (
     listed_turns,
     require_ids,
     require_served,
-    skip_without,
 )
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(CLIENTS)]
@@ -27,7 +26,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.application(CLIENTS)]
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 async def test_a_task_is_done(application: str, program: Client, tmp_path: Path) -> None:
-    skip_without(program.api, application)
     done = await drive(program, application, tmp_path, run=program.name)
     require_ids(done)
     require_served(done)

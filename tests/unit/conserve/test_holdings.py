@@ -1,11 +1,13 @@
 """A decoder's own account of what it holds."""
 
 from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.histories.points import mark
 from conserve.holdings import Holdings
 
 STATS = TurnStats(100, 20, 0, 96)
 LATER = TurnStats(150, 30, 120, 0)
 TAILS = (b"t" * 16,)
+MARKS = tuple(map(mark, TAILS))
 
 
 def the_only(holdings: Holdings) -> Conversation:
@@ -32,7 +34,7 @@ def test_a_completed_turn_leaves_tokens_and_tails() -> None:
     held = the_only(after_one_turn())
     assert held.held_tokens == 120
     assert held.last_turn == STATS
-    assert held.tails == TAILS
+    assert held.tails == MARKS
     assert held.turns == 1
     assert held.finished == 1
     assert held.phase == "acting"
@@ -44,7 +46,7 @@ def test_a_later_turn_replaces_them() -> None:
     holdings.begin(TurnKey("c", 7, 2))
     holdings.finish(TurnKey("c", 7, 2), LATER, (b"u" * 16,), completed=True)
     held = the_only(holdings)
-    assert (held.held_tokens, held.turns, held.tails) == (180, 2, (b"u" * 16,))
+    assert (held.held_tokens, held.turns, held.tails) == (180, 2, (mark(b"u" * 16),))
 
 
 def test_a_turn_that_was_cut_leaves_its_tokens_but_no_turn() -> None:
@@ -52,7 +54,7 @@ def test_a_turn_that_was_cut_leaves_its_tokens_but_no_turn() -> None:
     holdings.begin(TurnKey("c", 7, 2))
     holdings.finish(TurnKey("c", 7, 2), LATER, (), completed=False)
     held = the_only(holdings)
-    assert (held.held_tokens, held.turns, held.tails) == (180, 1, TAILS)
+    assert (held.held_tokens, held.turns, held.tails) == (180, 1, MARKS)
 
 
 def test_a_refused_later_turn_changes_nothing() -> None:
@@ -60,7 +62,7 @@ def test_a_refused_later_turn_changes_nothing() -> None:
     holdings.begin(TurnKey("c", 7, 2))
     holdings.finish(TurnKey("c", 7, 2), None, (), completed=False)
     held = the_only(holdings)
-    assert (held.held_tokens, held.turns, held.tails) == (120, 1, TAILS)
+    assert (held.held_tokens, held.turns, held.tails) == (120, 1, MARKS)
     assert held.phase == "acting"
 
 

@@ -2,6 +2,7 @@
 
 import copy
 
+from conserve.histories.points import mark
 from conserve.placement import FullDisaggregationPlacement, Placement
 from tests.unit.conserve.conversations.scene import (
     OTHER_TAILS,
@@ -62,7 +63,7 @@ def test_a_late_report_of_a_lost_decoder_is_refused() -> None:
     assert not lost.advance(table, 900, OTHER_TAILS)
     conversation = the(table, "c")
     assert (conversation.turns, conversation.held_tokens) == (1, 160)
-    assert conversation.tails == TAILS
+    assert conversation.tails == tuple(map(mark, TAILS))
     assert again.advance(table, 160)
 
 

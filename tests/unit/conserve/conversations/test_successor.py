@@ -35,7 +35,8 @@ class Decoders:
     def turn(self, conversation_id: str, tokens: int, tails: tuple[bytes, ...]) -> None:
         started = start(self.table, conversation_id, tokens)
         own = self.holdings[binding(self.table, conversation_id) or ""]
-        own.begin(started.key)
+        history = the(self.table, conversation_id)
+        own.begin(started.key, history.root, history.points)
         own.finish(started.key, stats(tokens), tails, completed=True)
         started.advance(self.table, tokens, tails)
 
