@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from conserve import identity
+from conserve.hints import Hints
 from conserve.histories.points import Points, mark, newest_mark
 from conserve.histories.sharing import Prefix
 from conserve.recognition import Digest
@@ -77,6 +78,7 @@ class Conversation(msgspec.Struct, gc=False):
         energy_j: its share of what its engines' GPUs have used, estimated; 0 where none report.
         root: the digest of its first prompt; None where that was no chat's.
         base: in a table, what it begins with as others on its decoder do.
+        hints: the newest that its client gave; None without any.
     """
 
     id: str
@@ -100,6 +102,7 @@ class Conversation(msgspec.Struct, gc=False):
     energy_j: float = 0.0
     root: Digest | None = None
     base: Prefix | None = None
+    hints: Hints | None = None
 
     @property
     def last_turn(self) -> TurnStats | None:

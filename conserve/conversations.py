@@ -11,10 +11,12 @@ from collections.abc import Iterable
 
 from conserve import identity
 from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.hints import Hints
 from conserve.histories.groups import Groups
 from conserve.histories.kinship import Kinship, Opening
-from conserve.histories.points import mark
-from conserve.placement import Decoder, Placement, PlacementPolicy, Prefiller
+from conserve.histories.points import Points, mark
+from conserve.histories.sharing import held_together
+from conserve.placement import Decoder, Placement, PlacementPolicy, Prefiller, Shared
 from conserve.recognition import Chain, Digest
 from conserve.tenants.usage import UsageBook
 
@@ -71,6 +73,7 @@ class ConversationTable:
         self.prefillers: dict[str, Prefiller] = {}
         self._leaving: set[str] = set()
         self._evicting: set[str] = set()
+        self._displaced: list[Conversation] = []
         self.reasoning = 0
         # Of prompts, what the account had of their beginnings, and what of it no engine had.
         self.expected_cached_tokens = 0
@@ -257,7 +260,10 @@ class ConversationTable:
         opening = opening or Opening()
         decoders = self.accepting_decoders
         shared = self._kinship.shared(opening, decoders, lambda: self._siblings(conversation_id))
-        placement = self._policy.place(turn1_tokens, decoders, self.accepting_prefillers, shared)
+        prefillers = self.accepting_prefillers
+        placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
+        if placement is None and self._make_room(conversation_id, turn1_tokens, shared):
+            placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
         if placement is None:
             return None
         if known is None:
@@ -265,8 +271,9 @@ class ConversationTable:
             known.asked_s = now_s if arrived_s is None else arrived_s
             if opening.chain is not None:
                 known.root = opening.chain.root
-            if not self._groups.lives(known.id, self._conversations):
-                self.usage.of(known.id).began(now_s)
+            if opening.hints is not None:
+                known.hints = opening.hints
+            self.usage.of(known.id).began(now_s)
             self._join(known)
             self._look_at(known, now_s + self._idle_timeout_s)
         else:
@@ -283,14 +290,31 @@ class ConversationTable:
         self._start_turn(known, now_s)
         return placement
 
-    def begin(self, conversation_id: str, now_s: float) -> Conversation | None:
-        """Start a turn of a bound conversation; None if it is unknown or unbound."""
+    def held(self, opening: Opening) -> int:
+        """The most of a prompt that any decoder holds already, in tokens."""
+        return self._kinship.held(opening, self.accepting_decoders)
+
+    def take_displaced(self) -> list[Conversation]:
+        """The histories that `bind` has ended since, to make room for others of theirs."""
+        displaced, self._displaced = self._displaced, []
+        return displaced
+
+    def begin(
+        self, conversation_id: str, now_s: float, hints: Hints | None = None
+    ) -> Conversation | None:
+        """Start a turn of a bound conversation; None if it is unknown or unbound.
+
+        Args:
+            hints: what its client says beside its messages; they stay until others come.
+        """
         conversation = self._conversations.get(conversation_id)
         if conversation is None or conversation.decoder_id is None:
             return None
         if conversation.decoder_id in self._evicting and not conversation.running:
             self._unbind(conversation)
             return None
+        if hints is not None:
+            conversation.hints = hints
         self._start_turn(conversation, now_s)
         return conversation
 
@@ -420,6 +444,7 @@ class ConversationTable:
         self._groups.discard(conversation.id)
         usage = self.usage.of(conversation_id)
         usage.conversations -= not self._groups.lives(conversation.id, self._conversations)
+        usage.histories -= 1
         usage.turns -= len(conversation.running)
         if conversation.running:
             self.reasoning -= 1
@@ -468,6 +493,29 @@ class ConversationTable:
         conversation_id = identity.conversation_of(history_id)
         return [one for one in self.histories(conversation_id) if one.id != history_id]
 
+    def _make_room(self, history_id: str, turn1_tokens: int, shared: Shared) -> bool:
+        """End what a conversation left behind, where a new history of it fits nowhere else.
+
+        What it compacts or goes back from is not waited for: it would wait for itself.
+
+        Returns:
+            Whether a decoder has room now.
+        """
+        idle = [one for one in self._siblings(history_id) if not one.running]
+        for decoder in self.accepting_decoders:
+            there = [one for one in idle if one.decoder_id == decoder.id]
+            free = decoder.capacity_tokens - decoder.held_tokens + held_together(there)
+            needed = shared.beyond(turn1_tokens, decoder.id)
+            if not there or needed > free:
+                continue
+            for one in sorted(there, key=lambda one: one.last_used_s):
+                self.release(one.id)
+                self._displaced.append(one)
+                # What was shared with it counts for the others now, if for any.
+                if decoder.has_room(needed):
+                    return True
+        return False
+
     def _compare(self, conversation: Conversation, stats: TurnStats) -> None:
         """Compare what the account has of a history with what its engine had at a turn's begin."""
         base = conversation.base
@@ -478,9 +526,15 @@ class ConversationTable:
         found = stats.decoder_cached_tokens + stats.lmcache_tokens
         self.expected_cached_tokens += expected
         self.missing_cached_tokens += max(0, expected - found)
-        if conversation.promised and base is not None and found < base.tokens // 2:
+        if base is not None and found < base.tokens // 2:
             # The engine had to compute it anew: whoever else began with it has lost it too.
             self._kinship.evicted(conversation)
+        elif found < expected and not conversation.promised:
+            # A template may drop the reasoning of earlier answers: the turn does not begin with all
+            # that the one before it left.
+            points = Points(conversation.points)
+            points.clip(found)
+            conversation.points = points.packed
 
     def _charge(self, conversation: Conversation, tokens: int) -> None:
         assert conversation.decoder_id is not None
@@ -490,6 +544,7 @@ class ConversationTable:
     def _join(self, conversation: Conversation) -> None:
         usage = self.usage.of(conversation.id)
         usage.conversations += not self._groups.lives(conversation.id, self._conversations)
+        usage.histories += 1
         self._conversations[conversation.id] = conversation
         self._groups.add(conversation.id)
         self._families.join(conversation)
@@ -576,7 +631,7 @@ class ConversationTable:
             held.moves = known.moves
             held.asked_s, held.ttfet_s = known.asked_s, known.ttfet_s
             held.energy_j = known.energy_j
-        elif not self._groups.lives(held.id, self._conversations):
+        else:
             self.usage.of(held.id).began(held.created_s)
         self._join(held)
         idle_at_s = held.last_used_s + self._idle_timeout_s

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from conserve.conversation import Conversation
+from conserve.hints import Hints
 from conserve.histories.families import Families
 from conserve.histories.points import Points
 from conserve.histories.sharing import Sharing
@@ -24,10 +25,12 @@ class Opening:
     Attributes:
         chain: of its messages; None for a completion's.
         system_tokens: the length of its tools and system messages; 0 where that is not known.
+        hints: what its client says beside its messages; None without any.
     """
 
     chain: Chain | None = None
     system_tokens: int = 0
+    hints: Hints | None = None
 
     @property
     def system(self) -> Digest | None:
@@ -92,6 +95,10 @@ class Kinship:
                 warm_on = next(at_home, None)
         return Shared(tokens, warm_on) if tokens else NOTHING_SHARED
 
+    def held(self, opening: Opening, decoders: Iterable[Decoder]) -> int:
+        """The most of a prompt that any decoder holds, in tokens."""
+        return max(self.shared(opening, decoders, tuple).tokens.values(), default=0)
+
     def opened(self, history: Conversation, opening: Opening) -> None:
         """A history was bound; what it promises to hold is charged, and shared from now on."""
         chain = opening.chain
@@ -101,8 +108,9 @@ class Kinship:
         if not self.families.is_alone(chain.root):
             nearest, tokens = self._nearest(history, chain.root, lambda kin: _common(kin, chain))
         if not history.points:
-            if nearest is not None:
-                history.points = Points(nearest.points).up_to(tokens)
+            left_at = None if nearest is None else _left_at(nearest, chain)
+            if nearest is not None and left_at is not None:
+                history.points = Points(nearest.points).through(left_at[0])
             elif not chain.ends:
                 points = Points()
                 points.add(chain.root, history.held_tokens)
@@ -150,9 +158,14 @@ class Kinship:
                 yield kin
 
 
+def _left_at(kin: Conversation, chain: Chain) -> tuple[Digest, int] | None:
+    """The longest point of a kin that a prompt goes on from, with its tokens."""
+    return Points(kin.points).longest((*chain.ends, chain.root))
+
+
 def _common(kin: Conversation, chain: Chain) -> int:
     """The tokens that a kin has in common with a prompt, as far as is known."""
-    found = Points(kin.points).longest((*chain.ends, chain.root))
+    found = _left_at(kin, chain)
     return 0 if found is None else min(found[1], kin.held_tokens)
 
 

@@ -5,8 +5,11 @@ from collections.abc import Iterable, Iterator
 
 from conserve.recognition import Digest
 
-MOST_POINTS = 8
+MOST_POINTS = 12
 """Of one history: a table may have a million of them."""
+
+# Of these, so many are the newest, whatever lies between them.
+_NEWEST = 4
 
 _MARK_BYTES = 8
 _POINT = struct.Struct(f"<{_MARK_BYTES}sI")
@@ -30,10 +33,10 @@ def newest_mark(packed: bytes, before: int = 0) -> bytes:
 class Points:
     """A history's points, shortest first; what is packed is all that is kept of them.
 
-    A point is a digest's `mark` and the length of what it stands for. Of a long history the newest
-    points stay, and of older ones fewer the older they are, since most that go back go back a
-    little; the first stays always. Who goes back to one that is gone is counted as from the next
-    shorter one.
+    A point is a digest's `mark` and the length of what it stands for. Of a long history the first
+    stays, and the newest, since most that go back go back a little; those between are kept so that
+    each is about as much longer than the one before as any. Who goes back to one that is gone is
+    counted as from the next shorter one: so of any beginning much the same share is known.
 
     Args:
         packed: `packed` of others.
@@ -63,34 +66,38 @@ class Points:
             packed = packed[: -_POINT.size]
         packed += _POINT.pack(digest, tokens)
         if len(packed) > self._most * _POINT.size:
-            # The two of which least is lost if they become one: beside the first and the newest,
-            # the pair whose distance is smallest against its age.
-            points = list(_POINT.iter_unpack(packed))
-            count = len(points)
+            lengths = [tokens for _, tokens in _POINT.iter_unpack(packed)]
 
             def loss(i: int) -> float:
-                age: int = points[-1][1] - points[i][1]
-                gap: int = points[i + 1][1] - points[i - 1][1]
-                return gap / (age + 1)
+                shorter: int = lengths[i - 1]
+                longer: int = lengths[i + 1]
+                return longer / max(shorter, 1)
 
-            drop = min(range(1, count - 1), key=loss)
+            drop = min(range(1, len(lengths) - _NEWEST), key=loss)
             packed = packed[: drop * _POINT.size] + packed[(drop + 1) * _POINT.size :]
         self.packed = packed
 
-    def up_to(self, tokens: int) -> bytes:
-        """Those of so many tokens or fewer, packed."""
-        return b"".join(_POINT.pack(*point) for point in self if point[1] <= tokens)
+    def clip(self, tokens: int) -> None:
+        """The newest is no longer than that: so much of it stands in what came after it."""
+        if not self.packed:
+            return
+        *older, (newest, length) = self
+        shortest = older[-1][1] if older else 0
+        if tokens < length:
+            end = len(self.packed) - _POINT.size
+            self.packed = self.packed[:end] + _POINT.pack(newest, max(tokens, shortest))
+
+    def through(self, digest: Digest) -> bytes:
+        """Those up to one of them, packed; none, if it is not among them."""
+        at = self._find(digest)
+        return b"" if at is None else self.packed[: at + _POINT.size]
 
     def longest(self, digests: Iterable[Digest]) -> tuple[Digest, int] | None:
         """The first of these digests, given longest first, that is a point; with its tokens."""
-        packed = self.packed
         for digest in digests:
-            sought = mark(digest)
-            at = packed.find(sought)
-            while at >= 0 and at % _POINT.size:
-                at = packed.find(sought, at + 1)
-            if at >= 0:
-                return digest, _POINT.unpack_from(packed, at)[1]
+            at = self._find(digest)
+            if at is not None:
+                return digest, _POINT.unpack_from(self.packed, at)[1]
         return None
 
     def common(self, others: "Points") -> int:
@@ -100,3 +107,10 @@ class Points:
         """
         known = dict(_POINT.iter_unpack(others.packed))
         return max((min(tokens, known[one]) for one, tokens in self if one in known), default=0)
+
+    def _find(self, digest: Digest) -> int | None:
+        sought = mark(digest)
+        at = self.packed.find(sought)
+        while at >= 0 and at % _POINT.size:
+            at = self.packed.find(sought, at + 1)
+        return at if at >= 0 else None

@@ -14,22 +14,24 @@ class TenantUsage:
         turns: turns under way.
         held_tokens: tokens of KV held, and promised, for its conversations.
         conversations: live conversations.
+        histories: live histories, of which a conversation may have several.
     """
 
     turns: int = 0
     held_tokens: int = 0
     conversations: int = 0
-    # How many conversations began in which second, for the last minute.
+    histories: int = 0
+    # How many histories began in which second, for the last minute.
     _began: dict[int, int] = field(default_factory=dict)
 
     def began(self, at_s: float) -> None:
-        """Note that a conversation has begun: now, or under a table before this one."""
+        """Note that a history has begun: now, or under a table before this one."""
         self._began[int(at_s)] = self._began.get(int(at_s), 0) + 1
         if len(self._began) > 2 * MINUTE_S:
             self._forget(max(self._began))
 
     def begun_lately(self, now_s: float) -> int:
-        """Conversations begun within the last minute."""
+        """Histories begun within the last minute."""
         self._forget(int(now_s))
         return sum(self._began.values())
 

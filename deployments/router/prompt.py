@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from conserve.apis import CHAT
 from conserve.errors import ApiError
 from conserve.histories.kinship import LEAST_SYSTEM_TOKENS
 from conserve.recognition import Digest
+from conserve.recognition.apis import messages_of, tools_of
 from deployments.router.request import ClientRequest
 from deployments.router.upstream import EngineUnreachable, Upstream
 
@@ -17,8 +19,8 @@ from deployments.router.upstream import EngineUnreachable, Upstream
 _MOST_LENGTHS = 4096
 # Of longer requests it is not counted: nobody is to have a prompt counted twice to slow others.
 _MOST_BYTES = 256 * 1024
-# What of a chat stands before its messages, or decides how that is written.
-_BEFORE_MESSAGES = ("model", "tools", "tool_choice", "chat_template", "chat_template_kwargs")
+# What of a chat decides how what stands before its messages is written.
+_BEFORE_MESSAGES = ("model", "tool_choice", "chat_template", "chat_template_kwargs")
 _LEADING = ("system", "developer")
 # Some templates refuse a chat without it.
 _ANYTHING = {"role": "user", "content": "."}
@@ -98,13 +100,21 @@ class SystemLengths:
         return known
 
     async def _counted(self, request: ClientRequest, prompt: list[int], url: str) -> int:
-        body = request.body
-        leading = [*takewhile(lambda one: one.get("role") in _LEADING, body["messages"][:-1])]
-        other = {name: body[name] for name in _BEFORE_MESSAGES if name in body}
+        # Whichever API it is, vLLM makes a chat of it.
+        body, given = request.body, messages_of(request.path, request.body)
+        leading = [*takewhile(_is_leading, given[:-1])]
+        names = _BEFORE_MESSAGES if request.path == CHAT else ("model",)
+        other = {name: body[name] for name in names if name in body}
+        if tools := body.get("tools") if request.path == CHAT else tools_of(request.path, body):
+            other["tools"] = tools
         other["messages"] = [*leading, _ANYTHING]
         raw = json.dumps(other).encode("utf-8", "surrogatepass")
-        (begun,) = await self._upstream.check(url, request.path, raw)
+        (begun,) = await self._upstream.check(url, CHAT, raw)
         return _common_length(prompt, begun)
+
+
+def _is_leading(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") in _LEADING
 
 
 def _common_length(one: list[int], other: list[int]) -> int:

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from conserve import budget, wire
+from conserve import budget, identity, wire
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from deployments.router.access import caller_of
@@ -75,7 +75,7 @@ class StoredResponses:
                 f"the body and its history are longer than {self._settings.max_body_bytes} bytes",
                 "body_too_long",
             )
-        return whole, found.conversation_id
+        return whole, identity.conversation_of(found.conversation_id)
 
     async def retrieve(self, request: Request) -> Response:
         """``GET /v1/responses/{id}``."""

@@ -11,6 +11,7 @@ from starlette.types import Receive, Send
 from conserve import identity, wire
 from conserve.apis import form_of
 from conserve.errors import ApiError, context_length_exceeded
+from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from deployments.messages import (
     Prefilled,
@@ -169,7 +170,8 @@ class Turn:
         asked = self._request
         # On a further attempt the history is known.
         known = self._conversation_id
-        answer = await self._claim("begin", asked.explicit_id, asked.chain, self._limited, known)
+        stated, hints = asked.explicit_id, asked.hints if asked.hints != Hints() else None
+        answer = await self._claim("begin", stated, asked.chain, self._limited, known, hints)
         if isinstance(answer, TurnPlan):
             self._conversation_id = answer.turn.conversation_id
             if answer.prefiller_url is not None:
@@ -195,7 +197,7 @@ class Turn:
                 waited_s,
                 answer.claim,
                 self._limited,
-                Opening(asked.chain, system_tokens),
+                Opening(asked.chain, system_tokens, hints),
             )
         except asyncio.CancelledError:
             # A refusal has settled it already; only who leaves is still in line.

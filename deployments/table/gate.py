@@ -68,7 +68,10 @@ class TenantGate:
     def conversation_over(
         self, tenant: TurnTenant | None, conversation_id: str, now_s: float
     ) -> Over | None:
-        """The limit that a turn of this conversation would break."""
+        """The limit that a turn of this history would break.
+
+        Histories count as conversations: else one name would do for any number.
+        """
         if tenant is None:
             return None
         limits, usage = tenant.limits, self._table.usage.tenant(tenant.name)
@@ -77,15 +80,11 @@ class TenantGate:
         if limits.conversations is None and limits.new_per_minute is None:
             return None
         unbound = self._unbound(tenant.name)
-        new = {
-            identity.conversation_of(one.conversation_id)
-            for one in unbound
-            if not self._table.lives(one.conversation_id)
-        }
-        if self._table.lives(conversation_id) or identity.conversation_of(conversation_id) in new:
+        new = {one.conversation_id for one in unbound if one.conversation_id not in self._table}
+        if conversation_id in self._table or conversation_id in new:
             return None
         if limits.conversations is not None and (
-            usage.conversations + len(new) >= limits.conversations
+            usage.histories + len(new) >= limits.conversations
         ):
             return Over("conversations", limits.conversations, _CONVERSATION_S)
         if limits.new_per_minute is not None and (

@@ -24,6 +24,7 @@ from conserve.admission import Admission, Admitted, QueueFull
 from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.recognition import Chain, Digest
 from conserve.settings import Settings
@@ -181,6 +182,7 @@ class TableService:
         chain: Chain | None,
         tenant: TurnTenant | None = None,
         history_id: str | None = None,
+        hints: Hints | None = None,
     ) -> TurnPlan | Unplaced | Refusal:
         """Start a turn; returns where its history is bound, or that it has to be placed.
 
@@ -189,6 +191,7 @@ class TableService:
             chain: of its messages; None for a completion, which is recognised by its id alone.
             tenant: whose turn it is, where there are keys.
             history_id: the history's, if this is not the turn's first attempt.
+            hints: what its client says beside its messages; None if nothing.
         """
         if refusal := await self._not_ready():
             return refusal
@@ -201,7 +204,7 @@ class TableService:
             return refusals.UNAVAILABLE
         if over := self._gate.conversation_over(tenant, conversation_id, unix_s()):
             return self._over_limit(tenant, over)
-        conversation = self._table.begin(conversation_id, unix_s())
+        conversation = self._table.begin(conversation_id, unix_s(), hints)
         if conversation is not None:
             prefiller_id = self._table.prefill_later_turn(conversation)
             return self._plan(conversation.newest_turn, conversation, prefiller_id, router_id, True)
@@ -278,11 +281,13 @@ class TableService:
             largest = max((one.capacity_tokens for one in self._table.decoders.values()), default=0)
             if largest and turn1_tokens > largest:
                 return refusals.never_fits(turn1_tokens, largest)
-            bound = self._table.begin(conversation_id, called_s)
+            hints = None if opening is None else opening.hints
+            bound = self._table.begin(conversation_id, called_s, hints)
             if bound is not None:
                 # Another turn of it was placed meanwhile, or a decoder had it still.
                 return self._plan(bound.newest_turn, bound, None, router_id, True)
-            if over := self._gate.binding_over(tenant, turn1_tokens):
+            shared_tokens = 0 if opening is None else self._table.held(opening)
+            if over := self._gate.binding_over(tenant, turn1_tokens - shared_tokens):
                 return self._over_limit(tenant, over)
             admitted = await self._admitted(pending, turn1_tokens, opening)
             conversation = self._table.get(conversation_id)
@@ -497,6 +502,7 @@ class TableService:
         answer = self._admission.enter(
             pending.conversation_id, turn1_tokens, unix_s(), pending.arrived_s, opening
         )
+        self._end_displaced()
         if isinstance(answer, Admitted):
             self._accounts.bound(answer)
             return answer
@@ -527,6 +533,11 @@ class TableService:
             granted = self._pending[admitted.conversation.id].granted
             assert granted is not None
             granted.set_result(admitted)
+        self._end_displaced()
+
+    def _end_displaced(self) -> None:
+        for history in self._table.take_displaced():
+            self._has_ended(history, "displaced")
 
     def _has_ended(self, conversation: Conversation, reason: str) -> None:
         self._accounts.ended(conversation, reason)

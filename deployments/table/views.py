@@ -1,5 +1,6 @@
 """Conversations and engines as clients see them: ``GET /v1/conversations``, ``/v1/engines``."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,15 @@ def _history_view(history: Conversation, now_s: float) -> dict[str, Any]:
         "age_s": round(max(0.0, now_s - history.created_s), 3),
         "idle_s": round(max(0.0, now_s - history.last_used_s), 3),
         "last_turn": _turn_view(history),
+        "hints": _hints_view(history),
     }
+
+
+def _hints_view(history: Conversation) -> dict[str, Any]:
+    if history.hints is None:
+        return {}
+    said = dataclasses.asdict(history.hints)
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _turn_view(history: Conversation) -> dict[str, int] | None:

@@ -286,7 +286,13 @@ class World:
         for decoder in self.engines("decoder"):
             bound = [one for one in live if one.decoder_id == decoder.name]
             mine = {one.id: one.held_tokens for one in bound}
-            holdings = {one.id: one.held_tokens for one in decoder.holdings.all()}
+            # With its next beat it is told of those that have just ended.
+            untold = set(service._registry._ended[decoder.name])
+            holdings = {
+                one.id: one.held_tokens
+                for one in decoder.holdings.all()
+                if (one.id, one.incarnation) not in untold
+            }
             assert mine == holdings, f"the table and {decoder.name} differ"
             assert table.decoders[decoder.name].held_tokens == held_together(bound)
             assert table.decoders[decoder.name].conversations == len(mine)

@@ -25,12 +25,18 @@ HELLO = [{"role": "user", "content": "hello"}]
 BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=0;"
 
 
+def engine(role: str, url: str) -> Json:
+    """As `/v1/engines` lists it."""
+    load = {"leaving": False, "queued_tokens": 0, "conversations": 0}
+    return {"id": url, "role": role, "url": url, **load}
+
+
 class Table:
     """Knows decoders and a prefiller."""
 
     def __init__(self, *decoders: str) -> None:
-        self.engines = [{"role": "decoder", "url": url} for url in decoders]
-        self.engines.insert(1, {"role": "prefiller", "url": "p"})
+        self.engines = [engine("decoder", url) for url in decoders]
+        self.engines.insert(1, engine("prefiller", "p"))
 
     async def call(self, method: str, *_: Any) -> list[Json]:
         assert method == "engines"
@@ -56,7 +62,9 @@ class Upstream:
             return b"" if store.discard(tenant, response_id) else None
         return store.get(tenant, response_id)
 
-    async def ask(self, url: str, path: str, raw: bytes) -> bytes:
+    async def answered(self, url: str, raw: bytes) -> bytes:
+        url, path = url.removesuffix(COUNT_TOKENS), url
+        assert path.endswith(COUNT_TOKENS)
         self.asked.append(url)
         if url == "p":
             raise EngineUnreachable("no connection")
@@ -112,8 +120,9 @@ def test_a_history_is_recognised_by_another_api() -> None:
         read(MESSAGES, {"messages": chat}),
         read(RESPONSES, {"input": chat}),
     ]
-    assert len({tuple(one.candidates) for one in asked}) == 1
-    assert len(asked[0].candidates) == 1
+    assert asked[0].chain is not None
+    assert len(asked[0].chain.ends) == 1
+    assert all(one.chain == asked[0].chain for one in asked)
     assert all(one.chat and one.explicit_id is None and not one.one_off for one in asked)
 
 

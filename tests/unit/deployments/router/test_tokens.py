@@ -260,7 +260,9 @@ def test_nothing_is_asked_for_a_client_that_left(engines: Engines) -> None:
             return {"type": "http.disconnect"}
 
         with pytest.raises(ClientDisconnect):
-            await endpoint.tokenize(Request({"type": "http", "headers": []}, left))
+            await endpoint.serve(
+                Request({"type": "http", "path": "/tokenize", "headers": []}, left)
+            )
 
     asyncio.run(scenario())
     assert engines.asked == []

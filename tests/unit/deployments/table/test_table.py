@@ -7,6 +7,7 @@ import time
 import pytest
 
 from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.histories.kinship import Opening
 from conserve.recognition import Chain
 from conserve.settings import Settings
 from deployments.messages import (
@@ -434,9 +435,10 @@ def test_a_cut_later_turn_ends_nothing() -> None:
     async def scenario() -> None:
         service = await a_full_service()
         await service.release("full")
-        asked = await service.begin("r", None, [])
+        chain = Chain(b"r" * 16, None, [])
+        asked = await service.begin("r", None, chain)
         assert isinstance(asked, Unplaced)
-        first = await service.place("r", asked.conversation_id, TOKENS)
+        first = await service.place("r", asked.conversation_id, TOKENS, opening=Opening(chain))
         assert isinstance(first, TurnPlan)
         stats = TurnStats(TOKENS, 5, 0, 512)
         assert await service.advance(first.turn, "decoder#1", stats, (b"t" * 16,))
