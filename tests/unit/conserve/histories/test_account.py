@@ -175,7 +175,10 @@ class Trees(RuleBasedStateMachine):
         assert one.turn is not None
         said = (*one.asked, ("assistant", answer))
         base = the(self.table, one.turn.conversation_id).base
+        # On a further turn, all that was there; on the first, what others had there.
         cached = 0 if base is None else base.tokens
+        if not one.promised:
+            cached = tokens_of(one.messages)
         stats = TurnStats(tokens_of(one.asked), ANSWERS[answer], cached, 0)
         tail = Beginning(spoken(one.asked)).tail_digest(spoken(said)[-1])
         assert self.table.advance(one.turn.key, one.turn.decoder_id, stats, (tail,), 0)
