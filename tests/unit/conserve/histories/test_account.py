@@ -1,18 +1,22 @@
 """What decoders hold is the tokens of distinct chains, by brute force too."""
 
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from conserve import identity
+from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.conversation import TurnStats
 from conserve.conversations import ConversationTable
 from conserve.histories import points
 from conserve.histories.kinship import Opening
 from conserve.placement import NOTHING_SHARED, Placement, PlacementPolicy, Shared
 from conserve.recognition import Beginning, chain_of
+from conserve.recognition.apis import heard
 from tests.unit.conserve.conversations.scene import Turn, the
 
 IDLE_S = 1000.0
@@ -20,6 +24,7 @@ IDLE_S = 1000.0
 SYSTEMS = {"s": 101, "t": 203}
 USERS = {"u": 7, "v": 11, "w": 13}
 ANSWERS = {"a": 17, "b": 19}
+PATHS = (CHAT, MESSAGES, RESPONSES)
 Messages = tuple[tuple[str, str], ...]
 
 
@@ -31,12 +36,36 @@ def spoken(messages: Messages) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in messages]
 
 
+def asked_by(path: str, messages: Messages) -> dict[str, Any]:
+    """A turn's request, by one of the APIs."""
+    if path == MESSAGES:
+        return {"system": messages[0][1], "messages": spoken(messages[1:])}
+    if path == RESPONSES:
+        return {"instructions": messages[0][1], "input": spoken(messages[1:])}
+    return {"messages": spoken(messages)}
+
+
+def common_of(one: Messages, other: Messages) -> Messages:
+    """What both begin with."""
+    both = zip(one, other, strict=False)
+    return tuple(mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+
+
 @dataclass
 class Known:
-    """A history in the naive model: what was said, and where it is held."""
+    """A history in the naive model: what was said, and where it is held.
+
+    Attributes:
+        messages: up to its newest answer.
+        kv: what its decoder has of it; of an answer that was cut, beside that, `cut_tokens`.
+        as_system: whether its system part is known to be another's too.
+    """
 
     messages: Messages
     decoder: str | None
+    kv: Messages = ()
+    cut_tokens: int = 0
+    as_system: bool = True
     # All beginnings whose length the table has heard of.
     points: set[Messages] = field(default_factory=set)
     turn: Turn | None = None
@@ -45,7 +74,11 @@ class Known:
 
     @property
     def held(self) -> Messages:
-        return self.asked if self.promised else self.messages
+        return self.asked if self.promised else self.kv
+
+    @property
+    def held_tokens(self) -> int:
+        return tokens_of(self.held) + (0 if self.promised else self.cut_tokens)
 
 
 class Anywhere:
@@ -92,11 +125,12 @@ class Trees(RuleBasedStateMachine):
         for one in self.on(decoder_id):
             common = 0
             for other in counted:
-                common = max([common, *map(tokens_of, one.points & other.points)])
+                known = max(map(tokens_of, one.points & other.points), default=0)
+                common = max(common, min(known, one.held_tokens, other.held_tokens))
                 system = one.held[:1]
-                if system == other.held[:1]:
+                if system == other.held[:1] and one.as_system and other.as_system:
                     common = max(common, tokens_of(system))
-            held += tokens_of(one.held) - common
+            held += one.held_tokens - common
             counted.append(one)
         return held
 
@@ -104,25 +138,26 @@ class Trees(RuleBasedStateMachine):
 
     @rule(
         system=st.sampled_from([*SYSTEMS]), user=st.sampled_from([*USERS]),
-        decoder=st.sampled_from(["d1", "d2"]),
+        decoder=st.sampled_from(["d1", "d2"]), path=st.sampled_from(PATHS),
     )  # fmt: skip
-    def begin(self, system: str, user: str, decoder: str) -> None:
-        self.turn((("system", system), ("user", user)), decoder)
+    def begin(self, system: str, user: str, decoder: str, path: str) -> None:
+        self.turn((("system", system), ("user", user)), decoder, path)
 
     @precondition(lambda self: self.known)
     @rule(
         data=st.data(), user=st.sampled_from([*USERS]), decoder=st.sampled_from(["d1", "d2"]),
+        path=st.sampled_from(PATHS),
     )  # fmt: skip
-    def go_on_or_back(self, data: st.DataObject, user: str, decoder: str) -> None:
+    def go_on_or_back(self, data: st.DataObject, user: str, decoder: str, path: str) -> None:
         """From the end of a history, or from any of its answers."""
         one = self.known[data.draw(st.sampled_from([*self.known]))]
         ends = [i + 1 for i, (role, _) in enumerate(one.messages) if role == "assistant"]
         if ends:
             end = data.draw(st.sampled_from(ends))
-            self.turn((*one.messages[:end], ("user", user)), decoder)
+            self.turn((*one.messages[:end], ("user", user)), decoder, path)
 
-    def turn(self, messages: Messages, decoder: str) -> None:
-        chain = chain_of(spoken(messages))
+    def turn(self, messages: Messages, decoder: str, path: str) -> None:
+        chain = chain_of(*heard(path, asked_by(path, messages)))
         found = self.table.recognise(chain)
         # The longest beginning that is all of a history decides; a busy one is left there.
         longest: Messages = ()
@@ -154,7 +189,7 @@ class Trees(RuleBasedStateMachine):
                     known.points = set(shared)
                 elif len(ends) == 1:
                     known.points = {messages}
-            known.decoder, known.promised = decoder, True
+            known.decoder, known.promised, known.as_system = decoder, True, True
         known.turn = Turn.last(self.table, found)
         known.asked = messages
 
@@ -168,8 +203,12 @@ class Trees(RuleBasedStateMachine):
         return [messages[:first], *(messages[:end] for end in ends)]
 
     @precondition(lambda self: any(one.turn for one in self.known.values()))
-    @rule(data=st.data(), answer=st.sampled_from([*ANSWERS]))
-    def finish(self, data: st.DataObject, answer: str) -> None:
+    @rule(
+        data=st.data(), answer=st.sampled_from([*ANSWERS]), path=st.sampled_from(PATHS),
+        evicted=st.booleans(),
+    )  # fmt: skip
+    def finish(self, data: st.DataObject, answer: str, path: str, evicted: bool) -> None:
+        """A turn is answered, by an engine that has, or has not, what the account says."""
         running = [i for i, one in self.known.items() if one.turn]
         one = self.known[data.draw(st.sampled_from(running))]
         assert one.turn is not None
@@ -178,12 +217,46 @@ class Trees(RuleBasedStateMachine):
         # On a further turn, all that was there; on the first, what others had there.
         cached = 0 if base is None else base.tokens
         if not one.promised:
-            cached = tokens_of(one.messages)
-        stats = TurnStats(tokens_of(one.asked), ANSWERS[answer], cached, 0)
-        tail = Beginning(spoken(one.asked)).tail_digest(spoken(said)[-1])
+            cached = tokens_of(common_of(one.kv, one.asked))
+        stats = TurnStats(tokens_of(one.asked), ANSWERS[answer], 0 if evicted else cached, 0)
+        beginning = Beginning(*heard(path, asked_by(path, one.asked)))
+        tail = beginning.tail_digest(spoken(said)[-1])
         assert self.table.advance(one.turn.key, one.turn.decoder_id, stats, (tail,), 0)
         one.messages, one.turn, one.promised = said, None, False
+        one.kv, one.cut_tokens = said, 0
         one.points.add(said)
+        if evicted:
+            self.learn_who_has_lost(one)
+
+    def learn_who_has_lost(self, one: Known) -> None:
+        """Idle ones that began with the same have lost it; what counts then is checked as ever."""
+        for id, other in self.known.items():
+            held = other is not one and not other.promised and other.decoder is not None
+            if held and the(self.table, id).held_tokens == 0:
+                assert other.turn is None
+                assert other.messages[:2] == one.messages[:2]
+                other.kv, other.cut_tokens, other.as_system = (), 0, False
+
+    @precondition(lambda self: any(one.turn for one in self.known.values()))
+    @rule(data=st.data(), reached=st.booleans())
+    def cut(self, data: st.DataObject, reached: bool) -> None:
+        """A turn's client leaves, in the midst of an answer or before it."""
+        running = [i for i, one in self.known.items() if one.turn]
+        id = data.draw(st.sampled_from(running))
+        one = self.known[id]
+        assert one.turn is not None
+        cached = 0 if one.promised else tokens_of(common_of(one.kv, one.asked))
+        stats = TurnStats(tokens_of(one.asked), 5, cached, 0) if reached else None
+        ended = self.table.abandon(one.turn.key, one.turn.decoder_id, stats, 0)
+        # Nobody can come back to what has no answer.
+        assert (ended is not None) == (not one.messages)
+        one.turn = None
+        if ended is not None:
+            del self.known[id]
+        elif reached:
+            one.kv, one.cut_tokens, one.promised = one.asked, 5, False
+        elif one.promised:
+            one.decoder, one.promised, one.kv = None, False, ()
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -199,6 +272,7 @@ class Trees(RuleBasedStateMachine):
         for id, one in list(self.known.items()):
             if one.decoder == decoder:
                 one.decoder = one.turn = None
+                one.kv, one.cut_tokens, one.promised = (), 0, False
                 if not one.messages:
                     # Nobody can come back to it.
                     self.table.release(id)
