@@ -11,7 +11,7 @@ import msgspec
 
 from conserve import identity
 from conserve.hints import Hints
-from conserve.histories.points import Points, mark, newest_mark
+from conserve.histories.points import mark, newest_mark, with_point
 from conserve.histories.sharing import Prefix
 from conserve.recognition import Digest
 
@@ -141,10 +141,8 @@ class Conversation(msgspec.Struct, gc=False):
                 tell their lengths apart; the first one's is a point.
             tokens: the length, with the longest answer.
         """
-        points = Points(self.points)
-        points.add(tails[0], tokens)
-        self.points = points.packed
-        self.further_tails = tuple(map(mark, tails[1:]))
+        self.packed = with_point(self.packed, tails[0], tokens, _PACKED.size)
+        self.further_tails = tuple(map(mark, tails[1:])) if len(tails) > 1 else ()
 
     @property
     def newest_turn(self) -> TurnKey:

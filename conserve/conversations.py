@@ -366,11 +366,12 @@ class ConversationTable:
             self._next_id = max(self._next_id, turn.turn_id + 1)
         conversation.turns += 1
         self._compare(conversation, stats)
+        has_kin = False
         if tails:
             held_tokens = stats.prompt_tokens + stats.output_tokens
-            self._families.set_tails(conversation, tails, held_tokens)
+            has_kin = self._families.set_tails(conversation, tails, held_tokens)
         self._finish_turn(conversation, turn.turn_id, stats, now_s)
-        if tails:
+        if has_kin:
             self._kinship.advanced(conversation)
         return True
 

@@ -285,17 +285,22 @@ def further(conversation_id: str, number: int) -> str:
 
 def conversation_of(history_id: str) -> str:
     """The id, as it is kept, of the conversation that a history belongs to."""
-    return history_id.partition(_FURTHER)[0]
+    # Asked several times a turn, and most have no tab in them.
+    return history_id.partition(_FURTHER)[0] if _SCOPE in history_id else history_id
 
 
 def tenant_of(conversation_id: str) -> str | None:
     """The tenant of an id as it is kept, or of a history's; None if it has none."""
+    if _SCOPE not in conversation_id:
+        return None
     tenant, scope, _ = conversation_of(conversation_id).partition(_SCOPE)
     return tenant if scope else None
 
 
 def own_id(conversation_id: str) -> str:
     """An id, or that of a history's conversation, as its client knows it."""
+    if _SCOPE not in conversation_id:
+        return conversation_id
     return conversation_of(conversation_id).rpartition(_SCOPE)[2]
 
 

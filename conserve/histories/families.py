@@ -54,15 +54,20 @@ class Families:
         elif known is not None:
             del self._of[history.root]
 
-    def set_tails(self, history: Conversation, tails: tuple[Digest, ...], tokens: int) -> None:
-        """A history's last turn has left these; see `Conversation.set_tails`."""
+    def set_tails(self, history: Conversation, tails: tuple[Digest, ...], tokens: int) -> bool:
+        """A history's last turn has left these; see `Conversation.set_tails`.
+
+        Returns:
+            Whether its family has others.
+        """
         family = self._of.get(history.root) if history.root is not None else None
         if isinstance(family, _Family):
             family.tails.discard(history.id, _keys(history))
             history.set_tails(tails, tokens)
             family.tails.add(history.id, _keys(history))
-        else:
-            history.set_tails(tails, tokens)
+            return True
+        history.set_tails(tails, tokens)
+        return False
 
     def match(self, chain: Chain, conversation_id: str | None) -> str | None:
         """The history that a turn continues, or None.
@@ -80,10 +85,13 @@ class Families:
             return known.tails.match((mark(end) + scope for end in ends), self._is_running)
         history = self._get(known)
         assert history is not None
-        if history.running or _scope_of(history) != scope:
+        if history.running:
             return None
         tails = history.tails
-        return history.id if any(mark(end) in tails for end in ends) else None
+        for end in ends:
+            if mark(end) in tails:
+                return known if _scope_of(history) == scope else None
+        return None
 
     def newest(self, root: Digest) -> Iterator[str]:
         """Ids of a family's members, the newest first."""
@@ -91,6 +99,10 @@ class Families:
         if isinstance(known, str):
             return iter((known,))
         return iter(()) if known is None else reversed(known.members)
+
+    def knows(self, root: Digest) -> bool:
+        """Whether any has this root."""
+        return root in self._of
 
     def is_alone(self, root: Digest) -> bool:
         """Whether a root is one history's at most."""

@@ -7,7 +7,7 @@ from itertools import islice
 from conserve.conversation import Conversation
 from conserve.hints import Hints
 from conserve.histories.families import Families
-from conserve.histories.points import Points
+from conserve.histories.points import Points, one_point
 from conserve.histories.sharing import Sharing
 from conserve.placement import NOTHING_SHARED, Decoder, Shared
 from conserve.recognition import Chain, Digest
@@ -70,6 +70,8 @@ class Kinship:
         """
         if opening.chain is None:
             return NOTHING_SHARED
+        if opening.system is None and not self.families.knows(opening.chain.root):
+            return NOTHING_SHARED  # As most are.
         tokens: dict[str, int] = {}
         # What is promised is not computed yet: a prompt that began with it would be cold.
         computed: dict[str, int] = {}
@@ -112,9 +114,7 @@ class Kinship:
             if nearest is not None and left_at is not None:
                 history.points = Points(nearest.points).through(left_at[0])
             elif not chain.ends:
-                points = Points()
-                points.add(chain.root, history.held_tokens)
-                history.points = points.packed
+                history.points = one_point(chain.root, history.held_tokens)
         if nearest is not None:
             self.sharing.share(history, nearest, tokens)
         if opening.system is not None:
@@ -126,7 +126,9 @@ class Kinship:
             return
         points = Points(history.points)
         nearest, tokens = self._nearest(
-            history, history.root, lambda kin: points.common(Points(kin.points))
+            history,
+            history.root,
+            lambda kin: min(points.common(Points(kin.points)), kin.held_tokens),
         )
         if nearest is not None:
             self.sharing.share(history, nearest, tokens)

@@ -13,11 +13,46 @@ _NEWEST = 4
 
 _MARK_BYTES = 8
 _POINT = struct.Struct(f"<{_MARK_BYTES}sI")
+_LENGTH = struct.Struct("<I")
 
 
 def mark(digest: Digest) -> bytes:
     """What points keep of a digest: enough to tell apart those of one root."""
     return digest[:_MARK_BYTES]
+
+
+def one_point(digest: Digest, tokens: int) -> bytes:
+    """A single point, packed."""
+    return _POINT.pack(digest, tokens)
+
+
+def with_point(
+    packed: bytes, digest: Digest, tokens: int, before: int = 0, most: int = MOST_POINTS
+) -> bytes:
+    """Points and a newest one, packed.
+
+    Those that are no shorter are none any more: a template may drop the reasoning of earlier
+    answers, and of several choices the client may go on with a shorter one.
+
+    Args:
+        packed: `Points.packed`, behind so many other bytes as ``before`` says; they stay.
+        most: how many points are kept.
+    """
+    end = len(packed)
+    while end > before and _LENGTH.unpack_from(packed, end - _LENGTH.size)[0] >= tokens:
+        end -= _POINT.size
+    packed = packed[:end] + _POINT.pack(digest, tokens)
+    if len(packed) - before <= most * _POINT.size:
+        return packed
+    lengths = [tokens for _, tokens in _POINT.iter_unpack(packed[before:])]
+
+    def loss(i: int) -> float:
+        shorter: int = lengths[i - 1]
+        longer: int = lengths[i + 1]
+        return longer / max(shorter, 1)
+
+    drop = before + min(range(1, len(lengths) - _NEWEST), key=loss) * _POINT.size
+    return packed[:drop] + packed[drop + _POINT.size :]
 
 
 def newest_mark(packed: bytes, before: int = 0) -> bytes:
@@ -56,26 +91,8 @@ class Points:
         return len(self.packed) // _POINT.size
 
     def add(self, digest: Digest, tokens: int) -> None:
-        """Add the newest point.
-
-        Those that are no shorter are none any more: a template may drop the reasoning of earlier
-        answers, and of several choices the client may go on with a shorter one.
-        """
-        packed = self.packed
-        while packed and _POINT.unpack_from(packed, len(packed) - _POINT.size)[1] >= tokens:
-            packed = packed[: -_POINT.size]
-        packed += _POINT.pack(digest, tokens)
-        if len(packed) > self._most * _POINT.size:
-            lengths = [tokens for _, tokens in _POINT.iter_unpack(packed)]
-
-            def loss(i: int) -> float:
-                shorter: int = lengths[i - 1]
-                longer: int = lengths[i + 1]
-                return longer / max(shorter, 1)
-
-            drop = min(range(1, len(lengths) - _NEWEST), key=loss)
-            packed = packed[: drop * _POINT.size] + packed[(drop + 1) * _POINT.size :]
-        self.packed = packed
+        """Add the newest point; see `with_point`."""
+        self.packed = with_point(self.packed, digest, tokens, most=self._most)
 
     def clip(self, tokens: int) -> None:
         """The newest is no longer than that: so much of it stands in what came after it."""

@@ -109,11 +109,15 @@ def emptiest_decoder(
 ) -> Decoder | None:
     """Of decoders with room, the one with the lowest occupancy; then with fewer conversations."""
     best: Decoder | None = None
+    least = (0.0, 0)
+    nothing_shared = not shared.tokens
     for decoder in decoders:
-        if not decoder.has_room(shared.beyond(turn1_tokens, decoder.id)):
+        tokens = turn1_tokens if nothing_shared else shared.beyond(turn1_tokens, decoder.id)
+        if not decoder.has_room(tokens):
             continue
-        if best is None or _emptiness(decoder) < _emptiness(best):
-            best = decoder
+        emptiness = (decoder.occupancy, decoder.conversations)
+        if best is None or emptiness < least:
+            best, least = decoder, emptiness
     return best
 
 
@@ -124,7 +128,3 @@ def shortest_queue(prefillers: Iterable[Prefiller]) -> str | None:
         if best is None or prefiller.queued_tokens < best.queued_tokens:
             best = prefiller
     return None if best is None else best.id
-
-
-def _emptiness(decoder: Decoder) -> tuple[float, int]:
-    return decoder.occupancy, decoder.conversations

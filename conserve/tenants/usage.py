@@ -53,11 +53,13 @@ class UsageBook:
     """
 
     def __init__(self) -> None:
-        self._usage: dict[str, TenantUsage] = {}
+        self._nobodys = TenantUsage()
+        self._usage: dict[str, TenantUsage] = {"": self._nobodys}
 
     def of(self, conversation_id: str) -> TenantUsage:
         """What the tenant of this conversation has."""
-        return self.tenant(identity.tenant_of(conversation_id) or "")
+        name = identity.tenant_of(conversation_id)
+        return self._nobodys if name is None else self.tenant(name)
 
     def tenant(self, name: str) -> TenantUsage:
         """What a tenant has."""

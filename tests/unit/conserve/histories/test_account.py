@@ -231,7 +231,7 @@ class Trees(RuleBasedStateMachine):
     def learn_who_has_lost(self, one: Known) -> None:
         """Idle ones that began with the same have lost it; what counts then is checked as ever."""
         for id, other in self.known.items():
-            held = other is not one and not other.promised and other.decoder is not None
+            held = other is not one and other.decoder is not None and other.held_tokens
             if held and the(self.table, id).held_tokens == 0:
                 assert other.turn is None
                 assert other.messages[:2] == one.messages[:2]
