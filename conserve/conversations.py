@@ -16,7 +16,14 @@ from conserve.histories.groups import Groups
 from conserve.histories.kinship import Kinship, Opening
 from conserve.histories.points import Points, mark
 from conserve.histories.sharing import held_together
-from conserve.placement import Decoder, Placement, PlacementPolicy, Prefiller, Shared
+from conserve.placement import (
+    NOTHING_SHARED,
+    Decoder,
+    Placement,
+    PlacementPolicy,
+    Prefiller,
+    Shared,
+)
 from conserve.recognition import Chain, Digest
 from conserve.tenants.usage import UsageBook
 
@@ -259,7 +266,9 @@ class ConversationTable:
             raise ValueError(f"conversation {conversation_id!r} is bound to {known.decoder_id}")
         opening = opening or Opening()
         decoders = self.accepting_decoders
-        shared = self._kinship.shared(opening, decoders, lambda: self._siblings(conversation_id))
+        shared = NOTHING_SHARED
+        if self._kinship.has_any(opening):
+            shared = self._kinship.shared(opening, decoders, conversation_id, self._siblings)
         prefillers = self.accepting_prefillers
         placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
         if placement is None and self._make_room(conversation_id, turn1_tokens, shared):
@@ -424,7 +433,13 @@ class ConversationTable:
         conversation = self._current(turn.conversation_id, turn.incarnation)
         if conversation is None or conversation.asked_s is None or conversation.ttfet_s is not None:
             return None
-        conversation.ttfet_s = at_s - conversation.asked_s
+        asked_s = conversation.asked_s
+        if self.has_several(conversation.id):
+            for one in self._siblings(conversation.id):
+                if one.asked_s is None or one.ttfet_s is not None:
+                    return None
+                asked_s = min(asked_s, one.asked_s)
+        conversation.ttfet_s = at_s - asked_s
         return conversation.ttfet_s
 
     def used_energy(self, conversation_id: str, incarnation: int, joules: float) -> None:

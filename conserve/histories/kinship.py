@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from conserve import identity
 from conserve.conversation import Conversation
 from conserve.hints import Hints
 from conserve.histories.families import Families
@@ -56,32 +57,45 @@ class Kinship:
         self.families = Families(get)
         self.sharing: Sharing[Conversation] = Sharing(charge)
 
+    def has_any(self, opening: Opening) -> bool:
+        """Whether a prompt may have kin at all; most have none."""
+        chain = opening.chain
+        if chain is None:
+            return False
+        return self.families.knows(chain.root) or opening.system is not None
+
     def shared(
         self,
         opening: Opening,
         decoders: Iterable[Decoder],
-        siblings: Callable[[], Sequence[Conversation]],
+        history_id: str = "",
+        siblings: Callable[[str], Sequence[Conversation]] = lambda _: (),
     ) -> Shared:
         """Where how much of a prompt is held already.
 
         Args:
             decoders: those that it may go to.
-            siblings: the other histories of its conversation.
+            history_id: the history's that the prompt begins.
+            siblings: finds the other histories of a history's conversation.
         """
         if opening.chain is None:
             return NOTHING_SHARED
-        if opening.system is None and not self.families.knows(opening.chain.root):
-            return NOTHING_SHARED  # As most are.
         tokens: dict[str, int] = {}
         # What is promised is not computed yet: a prompt that began with it would be cold.
         computed: dict[str, int] = {}
+        promised: dict[str, int] = {}
+        conversation_id = identity.conversation_of(history_id)
         for kin in self._kin(opening.chain.root):
             if kin.decoder_id is None or not any(one.id == kin.decoder_id for one in decoders):
                 continue
             common = _common(kin, opening.chain)
-            for known in (tokens,) if kin.promised else (tokens, computed):
+            tokens[kin.decoder_id] = max(tokens.get(kin.decoder_id, 0), common)
+            # Conversations that begin with equal prompts go back into nothing: they are spread.
+            if opening.chain.ends or identity.conversation_of(kin.id) == conversation_id:
+                known = promised if kin.promised else computed
                 known[kin.decoder_id] = max(known.get(kin.decoder_id, 0), common)
         warm_on = max(computed, key=computed.__getitem__, default=None)
+        coming_to = max(promised, key=promised.__getitem__, default=None)
         system = opening.system
         if system is not None:
             for decoder in decoders:
@@ -91,15 +105,15 @@ class Kinship:
             if warm_on is None:
                 at_home = (
                     one.decoder_id
-                    for one in reversed(siblings())
+                    for one in reversed(siblings(history_id))
                     if one.decoder_id in tokens and not one.promised and _begins_with(one, system)
                 )
                 warm_on = next(at_home, None)
-        return Shared(tokens, warm_on) if tokens else NOTHING_SHARED
+        return Shared(tokens, warm_on, coming_to) if tokens else NOTHING_SHARED
 
     def held(self, opening: Opening, decoders: Iterable[Decoder]) -> int:
         """The most of a prompt that any decoder holds, in tokens."""
-        return max(self.shared(opening, decoders, tuple).tokens.values(), default=0)
+        return max(self.shared(opening, decoders).tokens.values(), default=0)
 
     def opened(self, history: Conversation, opening: Opening) -> None:
         """A history was bound; what it promises to hold is charged, and shared from now on."""

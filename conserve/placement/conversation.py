@@ -23,7 +23,8 @@ class ConversationPlacement:
     fewer conversations.
     *Warm starts*: a prompt that goes back into a history, or begins with the system part of its
     own conversation's others, goes to the decoder that holds most of it, if that has room for the
-    rest, and is prefilled there: what is appended is no more than a later turn's.
+    rest, and is prefilled there: what is appended is no more than a later turn's. Where that
+    beginning is still on its way, it goes to the same decoder, by a prefiller.
     *Prefiller*: the one with the fewest tokens still to prefill, for the first turn. Every later
     turn's prefill runs on the decoder.
 
@@ -56,11 +57,15 @@ class ConversationPlacement:
         prefillers: Iterable[Prefiller],
         shared: Shared = NOTHING_SHARED,
     ) -> Placement | None:
-        if shared.warm_on is not None:
+        decoder = None
+        if shared.tokens:
             decoders = tuple(decoders)
-            if self._starts_warm(turn1_tokens, decoders, shared):
-                return Placement(shared.warm_on, None)
-        decoder = emptiest_decoder(turn1_tokens, decoders, shared)
+            decoder = self._near(turn1_tokens, decoders, shared, shared.warm_on)
+            if decoder is not None:
+                return Placement(decoder.id, None)
+            decoder = self._near(turn1_tokens, decoders, shared, shared.coming_to)
+        if decoder is None:
+            decoder = emptiest_decoder(turn1_tokens, decoders, shared)
         if decoder is None:
             return None
         remote = turn1_tokens >= self.min_remote_prefill_tokens
@@ -69,11 +74,15 @@ class ConversationPlacement:
     def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
         return None
 
-    def _starts_warm(self, turn1_tokens: int, decoders: Iterable[Decoder], shared: Shared) -> bool:
-        holder = next((one for one in decoders if one.id == shared.warm_on), None)
+    def _near(
+        self, turn1_tokens: int, decoders: Iterable[Decoder], shared: Shared, holder_id: str | None
+    ) -> Decoder | None:
+        """The decoder that holds a prompt's beginning, or is to, if the prompt should go there."""
+        holder = next((one for one in decoders if one.id == holder_id), None)
         if holder is None:
-            return False
+            return None
         if holder.occupancy > self.most_uneven + min(one.occupancy for one in decoders):
-            return False
+            return None
         cold_tokens = shared.beyond(turn1_tokens, holder.id)
-        return cold_tokens <= self.most_cold_share * turn1_tokens and holder.has_room(cold_tokens)
+        fits = cold_tokens <= self.most_cold_share * turn1_tokens and holder.has_room(cold_tokens)
+        return holder if fits else None

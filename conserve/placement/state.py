@@ -56,10 +56,13 @@ class Shared:
         tokens: by decoder; only those that hold any.
         warm_on: the decoder that holds the history which the prompt goes back into, or its
             conversation's others; None where it has nothing but a system part in common.
+        coming_to: the decoder to which what it goes back into is yet to come: it is promised there,
+            and computed elsewhere.
     """
 
     tokens: Mapping[str, int]
     warm_on: str | None = None
+    coming_to: str | None = None
 
     def beyond(self, tokens: int, decoder_id: str) -> int:
         """What of a prompt of so many tokens a decoder does not hold yet."""

@@ -18,8 +18,8 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         turns: turns at a time, those that wait for room included.
         held_tokens: tokens of KV held for its conversations. With so many, no turn begins until
             conversations have ended; and none is bound that would bring it above.
-        conversations: live conversations.
-        new_per_minute: conversations begun within a minute.
+        conversations: live conversations; one with several histories counts once for each.
+        new_per_minute: conversations, or further histories, begun within a minute.
     """
 
     turns: _Count | None = None

@@ -22,6 +22,7 @@ def conversation_view(histories: Sequence[Conversation], now_s: float) -> dict[s
         now_s: Unix time.
     """
     newest = max(histories, key=lambda one: one.last_used_s)
+    ttfet_s = next((one.ttfet_s for one in histories if one.ttfet_s is not None), None)
     first = min(histories, key=lambda one: one.created_s)
     tenant = identity.tenant_of(newest.id)
     energy_j = sum(one.energy_j for one in histories)
@@ -34,7 +35,7 @@ def conversation_view(histories: Sequence[Conversation], now_s: float) -> dict[s
         "held_tokens": held_together(histories),
         "decoder": newest.decoder_id,
         "moves": sum(one.moves for one in histories),
-        "ttfet_s": None if first.ttfet_s is None else round(first.ttfet_s, 4),
+        "ttfet_s": None if ttfet_s is None else round(ttfet_s, 4),
         "created": int(first.created_s),
         "age_s": round(max(0.0, now_s - first.created_s), 3),
         "last_used": int(newest.last_used_s),

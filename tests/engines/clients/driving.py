@@ -158,12 +158,17 @@ def require_served(drive: Drive) -> None:
     assert len(turns) == len(SCRIPTS[client.script].steps) >= 3
     assert len(asides) == client.asides
     for first in (turns[0], *asides):
-        usage = first.usage
-        assert usage.prompt_tokens - usage.cached_tokens <= TWO_BLOCKS, usage
+        assert first.usage.prompt_tokens - first.found_tokens <= TWO_BLOCKS, first.turn
+        # Its client is told what no engine had to compute.
+        assert first.usage.cached_tokens <= first.found_tokens
     assert (counts.moves, counts.failures, counts.later_prefills) == (0, 0, 0)
     # What answers say and what the router counts is the same.
-    usages = [one.usage for one in (*turns, *asides)]
-    assert counts.computed_tokens == sum(u.prompt_tokens - u.cached_tokens for u in usages)
+    every = (*turns, *asides)
+    assert counts.computed_tokens == sum(
+        one.usage.prompt_tokens - one.found_tokens for one in every
+    )
+    if client.appends:
+        assert all(one.usage.cached_tokens == one.found_tokens for one in turns[1:])
     if client.appends:
         _require_appended(drive)
 

@@ -33,8 +33,8 @@ class Exchange:
 
     Attributes:
         headers: the request's, by lower-cased name.
-        turn: the conversation's last turn as ``GET /v1/conversations/{id}`` had it before the
-            client had the end of the answer; None where the answer names no conversation.
+        turn: the turn as ``GET /v1/conversations/{id}`` had it before the client had the end of the
+            answer; None where the answer names no conversation.
     """
 
     method: str
@@ -58,17 +58,17 @@ class Exchange:
 
     @property
     def usage(self) -> Usage:
-        """What the answer says of its tokens, or where it does not, the router.
-
-        A client that has several requests of one conversation under way asks for usage, so what the
-        router says is of this turn and no other.
-        """
-        return _usage(_events(self.answer)) or self._turn_usage()
-
-    def _turn_usage(self) -> Usage:
+        """What the answer says of its tokens, or where it does not, the router."""
+        if told := _usage(_events(self.answer)):
+            return told
         assert self.turn is not None, f"{self.path}: nothing says which tokens were cached"
-        cached = self.turn["decoder_cached_tokens"] + self.turn["lmcache_tokens"]
-        return Usage(self.turn["prompt_tokens"], cached, self.turn["output_tokens"])
+        return Usage(self.turn["prompt_tokens"], self.found_tokens, self.turn["output_tokens"])
+
+    @property
+    def found_tokens(self) -> int:
+        """What of the prompt its decoder did not compute: it was in its cache, or came to it."""
+        assert self.turn is not None, f"{self.path}: nothing says what was found"
+        return int(self.turn["decoder_cached_tokens"] + self.turn["lmcache_tokens"])
 
 
 class Recorder:
@@ -138,7 +138,8 @@ class Recorder:
                 if parts:
                     await passed.write(parts[-1])
                 parts.append(part)
-            turn = await self._turn(answer.headers.get("x-conversation-id"))
+            told = _usage(_events(b"".join(parts)))
+            turn = await self._turn(answer.headers.get("x-conversation-id"), told)
             self.exchanges.append(
                 Exchange(
                     method=request.method,
@@ -156,14 +157,19 @@ class Recorder:
             await passed.write_eof()
             return passed
 
-    async def _turn(self, conversation: str | None) -> Mapping[str, Any] | None:
+    async def _turn(self, conversation: str | None, told: Usage | None) -> Mapping[str, Any] | None:
+        """The turn that was answered: of a conversation's histories, the one that says so."""
         if conversation is None or not self._conversations:
             return None
         url = f"{self._target}/v1/conversations/{quote(conversation, safe='')}"
         async with self._session.get(url) as answer:
             shown = await answer.json()
-        turn: Mapping[str, Any] | None = shown.get("last_turn")
-        return turn
+        turns = [shown.get("last_turn"), *(one["last_turn"] for one in shown.get("histories", ()))]
+        for turn in turns:
+            if turn and (told is None or turn["prompt_tokens"] == told.prompt_tokens):
+                found: Mapping[str, Any] = turn
+                return found
+        return None
 
 
 def _events(answer: bytes) -> Iterator[dict[str, Any]]:

@@ -39,7 +39,7 @@ async def ask(official: Any, messages: Any, stream: bool = False, **more: Any) -
     """A turn's message, and the headers that came with it."""
     asked = {"model": MODEL, "max_tokens": 24, "messages": messages, **more}
     raw = await official.create(**asked, stream=stream, extra_body={"temperature": 0})
-    return raw.parse(), raw.headers
+    return await raw.parse(), raw.headers
 
 
 def text_of(message: Any) -> str:
