@@ -135,11 +135,15 @@ class ConversationTable:
     @property
     def accepting_decoders(self) -> list[Decoder]:
         """The decoders to which conversations may be bound."""
+        if not self._leaving:
+            return list(self.decoders.values())
         return [one for one in self.decoders.values() if one.id not in self._leaving]
 
     @property
     def accepting_prefillers(self) -> list[Prefiller]:
         """The prefillers to which prompts may be sent."""
+        if not self._leaving:
+            return list(self.prefillers.values())
         return [one for one in self.prefillers.values() if one.id not in self._leaving]
 
     def leave(self, engine_id: str) -> None:
