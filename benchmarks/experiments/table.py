@@ -36,7 +36,7 @@ from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.placement import ConversationPlacement
-from conserve.recognition import Chain, Digest
+from conserve.recognition import Chain, Digest, chain_of
 
 TARGET_CYCLES_PER_S = 50_000
 TARGET_BYTES = 1_000
@@ -64,6 +64,7 @@ class Sample:
         cycle_p50_us, cycle_p99_us: duration of single cycles. The slowdown is told from the median,
             which neither other processes nor the collector's pauses move much.
         begin_us, recognise_us: median latency of the call, for a random live conversation.
+        chain_ms: median time in which a router makes the digests of a turn of 501 messages.
         bytes_each: growth of the resident memory for each live conversation.
         gc_pause_ms: duration of a full run of Python's cyclic garbage collector, with all of them
             alive.
@@ -77,6 +78,7 @@ class Sample:
     cycle_p99_us: float
     begin_us: float
     recognise_us: float
+    chain_ms: float
     bytes_each: float
     gc_pause_ms: float
     cycles_per_s_frozen: float
@@ -115,6 +117,7 @@ def measure(size: int, seconds: float) -> Sample:
         cycle_p99_us=cycle_p99_s * 1e6,
         begin_us=begin_s * 1e6,
         recognise_us=recognise_s * 1e6,
+        chain_ms=_chain_s() * 1e3,
         bytes_each=bytes_each,
         gc_pause_ms=gc_pause_s * 1e3,
         cycles_per_s_frozen=frozen_cycles_per_s,
@@ -258,6 +261,26 @@ class _Population:
         table.advance(turn, placement.decoder_id, stats, tails, self._clock_s)
 
 
+def _chain_s() -> float:
+    """Median seconds to make the digests of a chat of 501 messages, tool calls among them."""
+    messages: list[dict[str, object]] = [{"role": "system", "content": "word " * 1000}]
+    for number in range(125):
+        call = {"name": "look_up", "arguments": json.dumps({"number": number})}
+        calls = [{"id": f"call-{number}", "type": "function", "function": call}]
+        messages += [
+            {"role": "user", "content": f"{number} " + "word " * 60},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": f"call-{number}", "content": "word " * 120},
+            {"role": "assistant", "content": f"{number} " + "word " * 40},
+        ]
+    seen = []
+    for _ in range(50):
+        began_s = time.perf_counter()
+        chain_of(messages, most_ends=64)
+        seen.append(time.perf_counter() - began_s)
+    return statistics.median(seen)
+
+
 def _conversation_id(number: int) -> str:
     # Ids look as `conserve.identity.new_id` makes them. The factor scatters neighbours.
     return f"conv-{number * 0x9E3779B97F4A7C15F39CC0605 % 2**96:024x}"
@@ -361,6 +384,7 @@ def _show(samples: Sequence[Sample], results: Sequence[Verdict], console: Consol
         "p99\nus": lambda sample: f"{sample.cycle_p99_us:.1f}",
         "begin\nus": lambda sample: f"{sample.begin_us:.2f}",
         "recog.\nus": lambda sample: f"{sample.recognise_us:.2f}",
+        "chain\nms": lambda sample: f"{sample.chain_ms:.1f}",
         "bytes\neach": lambda sample: (
             f"{sample.bytes_each:,.0f}" if sample.size >= _MEASURABLE else "-"
         ),
