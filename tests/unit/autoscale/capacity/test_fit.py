@@ -42,7 +42,7 @@ def prefill_points(curve: PrefillCurve, noise: float, seed: int) -> list[Prefill
 @given(
     constant_s=st.floats(1e-3, 0.05),
     per_token_s=st.floats(1e-6, 1e-3),
-    squared=st.floats(0.5, 10),
+    squared=st.floats(1, 10),
     per_cached_token_s=st.floats(0, 1e-7),
     seed=st.integers(0, 100),
 )
@@ -52,7 +52,8 @@ def test_a_known_prefill_curve_is_found_again_under_noise(
     known = PrefillCurve(
         constant_s=constant_s,
         per_token_s=per_token_s,
-        # So that both terms matter within the lengths.
+        # So that both terms matter within the lengths: of half of that, this noise takes or adds
+        # up to three tenths, which is no fault of the fit's.
         per_token_squared_s=squared * per_token_s / 8192,
         per_cached_token_s=per_cached_token_s,
     )
