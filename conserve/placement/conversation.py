@@ -48,7 +48,7 @@ class ConversationPlacement:
 
     min_remote_prefill_tokens: int = 0
     most_cold_share: float = 0.5
-    most_uneven: float = 0.25
+    most_uneven: float = 0.5
 
     def place(
         self,

@@ -1,0 +1,179 @@
+"""What agents do with histories, and where it goes: warm, together, spread, or in the place of."""
+
+import pytest
+
+from conserve.conversation import TurnStats
+from conserve.conversations import ConversationTable
+from conserve.hints import Hints
+from conserve.histories.kinship import Opening
+from conserve.placement import Placement
+from conserve.recognition import Chain
+from tests.unit.conserve.conversations.scene import Turn, a_table, binding, chain, held, stats, the
+
+NAME = "session"
+
+
+def ends(*names: str) -> list[bytes]:
+    return [name.encode() * (16 // len(name)) for name in names]
+
+
+def bound(
+    table: ConversationTable, history_id: str, tokens: int, chain: Chain, system_tokens: int = 0
+) -> Placement:
+    placement = table.bind(history_id, tokens, 0, opening=Opening(chain, system_tokens))
+    assert placement is not None
+    return placement
+
+
+def a_history(table: ConversationTable, history_id: str, lengths: list[int], name: str) -> None:
+    """One whose turns end at these lengths, each with a tail of its own."""
+    bound(table, history_id, lengths[0] - 10, chain(name))
+    for number, length in enumerate(lengths):
+        if number:
+            assert table.begin(history_id, 0) is not None
+        turn = Turn.last(table, history_id)
+        found = TurnStats(length - 10, 10, lengths[number - 1] if number else 0, 0)
+        assert table.advance(turn.key, turn.decoder_id, found, tuple(ends(f"{number:04}")), 0)
+
+
+def test_who_goes_back_starts_warm_and_counts_what_it_adds() -> None:
+    table = a_table(capacity_tokens=10_000)
+    a_history(table, NAME, [1000, 2000, 3000], "x")
+    home = binding(table, NAME)
+    assert home is not None
+    forked = bound(table, f"{NAME}\t\t1", 2300, chain("x", ends("0001", "0000")))
+    assert forked == Placement(home, None)
+    assert held(table)[home] == (3000 + 300, 2)
+    # A title beside it, with nothing in common, goes to where there is most room, by a prefiller.
+    title = bound(table, f"{NAME}\t\t2", 400, chain("title"))
+    assert title.decoder_id != home
+    assert title.prefiller_id == "p1"
+
+
+def test_most_of_a_prompt_is_to_be_there() -> None:
+    table = a_table(capacity_tokens=10_000)
+    a_history(table, NAME, [1000, 2000], "x")
+    far = bound(table, f"{NAME}\t\t1", 5000, chain("x", ends("0001", "0000")))
+    assert far.prefiller_id == "p1"
+
+
+def test_no_prompt_starts_warm_on_a_decoder_that_is_much_fuller() -> None:
+    table = a_table(capacity_tokens=10_000)
+    a_history(table, NAME, [1000, 5100], "x")
+    placed = bound(table, f"{NAME}\t\t1", 5200, chain("x", ends("0001", "0000")))
+    assert placed.decoder_id != binding(table, NAME)
+    assert placed.prefiller_id == "p1"
+
+
+def test_equal_prompts_of_one_conversation_keep_together_and_others_are_spread() -> None:
+    table = a_table(capacity_tokens=10_000)
+    first = bound(table, NAME, 1000, chain("x"))
+    # What is promised is not there yet: a prefiller computes it, and it comes to the same place.
+    again = bound(table, f"{NAME}\t\t1", 1000, chain("x"))
+    assert again == Placement(first.decoder_id, "p1")
+    assert held(table)[first.decoder_id] == (1000, 2)
+    other = bound(table, "other", 1000, chain("x"))
+    assert other.decoder_id != first.decoder_id
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_compacted_conversation_does_not_wait_for_itself(named: bool) -> None:
+    table = a_table(decoders=1, capacity_tokens=5000)
+    own = NAME if named else "conv-" + "0" * 24
+    a_history(table, own, [1000, 4500], "x")
+    bound(table, "idle", 300, chain("idle"))
+    Turn.last(table, "idle").advance(table, 300)
+    compacted = f"{NAME}\t\t1" if named else "conv-" + "1" * 24
+    placement = table.bind(compacted, 2000, 0, opening=Opening(chain("summary")))
+    if not named:
+        # Nobody can tell that the one has come from the other.
+        assert placement is None
+        assert table.take_displaced() == []
+        return
+    assert placement is not None
+    assert [one.id for one in table.take_displaced()] == [own]
+    assert table.take_displaced() == []
+    assert own not in table
+    # Nobody else had to go.
+    assert "idle" in table
+    assert held(table)["d1"] == (2000 + 310, 2)
+
+
+def test_what_runs_is_not_displaced_and_nothing_is_in_vain() -> None:
+    table = a_table(decoders=1, capacity_tokens=5000)
+    a_history(table, NAME, [1000, 4500], "x")
+    assert table.bind(f"{NAME}\t\t1", 5001, 0, opening=Opening(chain("more"))) is None
+    assert NAME in table
+    assert table.begin(NAME, 0) is not None
+    assert table.bind(f"{NAME}\t\t1", 2000, 0, opening=Opening(chain("summary"))) is None
+    assert table.take_displaced() == []
+
+
+def test_fifty_sub_agents_count_as_what_they_are() -> None:
+    """With one system part, which counts once, and 400 tokens each of their own."""
+    table = a_table(decoders=1, capacity_tokens=100_000)
+    system = b"s" * 16
+    for number in range(50):
+        own = chain(f"agent {number}")._replace(system=system)
+        bound(table, f"{NAME}\t\t{number}", 1400, own, system_tokens=1000)
+    assert held(table)["d1"] == (1000 + 50 * 400, 50)
+    # A side call of 420 leaves what they hold.
+    side = bound(table, NAME, 420, chain("side"))
+    assert Turn.last(table, NAME).advance(table, 420)
+    assert held(table)[side.decoder_id] == (1000 + 50 * 400 + 430, 51)
+
+
+def test_an_engine_that_has_lost_it_corrects_the_account() -> None:
+    table = a_table(decoders=1, capacity_tokens=100_000)
+    a_history(table, NAME, [1000, 2000], "x")
+    bound(table, f"{NAME}\t\t1", 2200, chain("x", ends("0001", "0000")))
+    assert held(table)["d1"] == (2200, 2)
+    # It finds nothing of it: whoever else began so, and is idle, has lost it too.
+    assert Turn.last(table, f"{NAME}\t\t1").advance(table, 2200, tuple(ends("new1")))
+    assert the(table, NAME).held_tokens == 0
+    assert held(table)["d1"] == (2210, 2)
+    # Of the history's second turn all was found.
+    assert (table.expected_cached_tokens, table.missing_cached_tokens) == (3000, 2000)
+
+
+def test_the_first_turn_that_was_cut_is_tried_again_under_its_name() -> None:
+    table = a_table()
+    bound(table, NAME, 500, chain("x"))
+    assert Turn.last(table, NAME).abandon(table, stats(500, 3)) is None
+    assert table.recognise(chain("x"), NAME) == NAME
+    # Nobody else's, and no other prompt.
+    assert table.recognise(chain("x"), "other") is None
+    assert table.recognise(chain("x")) is None
+    assert table.recognise(chain("y"), NAME) is None
+
+
+def test_ttfet_is_the_conversations_and_counted_once() -> None:
+    table = a_table()
+    assert table.bind(NAME, 100, 10, opening=Opening(chain("tools"))) is not None
+    assert table.bind(f"{NAME}\t\t1", 100, 12, opening=Opening(chain("plain"))) is not None
+    assert table.answered(Turn.last(table, f"{NAME}\t\t1").key, 15) == 5
+    assert table.answered(Turn.last(table, NAME).key, 16) is None
+    assert table.bind("another", 100, 20, opening=Opening(chain("tools"))) is not None
+    assert table.answered(Turn.last(table, "another").key, 21) == 1
+
+
+def test_hints_stay_with_their_history_until_others_come() -> None:
+    table = a_table()
+    urgent, slow = Hints(priority=3), Hints(expected_resume_s=60)
+    assert table.bind(NAME, 100, 0, opening=Opening(chain("x"), 0, urgent)) is not None
+    Turn.last(table, NAME).advance(table, 100, tuple(ends("0000")))
+    assert table.begin(NAME, 1) is not None
+    assert the(table, NAME).hints == urgent
+    assert table.begin(NAME, 1, slow) is not None
+    assert the(table, NAME).hints == slow
+
+
+def test_a_tenant_cannot_pass_its_limits_by_one_name() -> None:
+    table = a_table()
+    for number in range(3):
+        bound(table, f"acme\t{NAME}\t\t{number}", 10, chain(f"{number}"))
+    usage = table.usage.tenant("acme")
+    assert (usage.conversations, usage.histories, usage.begun_lately(0)) == (1, 3, 3)
+    for number in range(3):
+        table.release(f"acme\t{NAME}\t\t{number}")
+    assert (usage.conversations, usage.histories) == (0, 0)
