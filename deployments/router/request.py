@@ -133,7 +133,9 @@ def read_json(raw: bytes, path: str, settings: Settings) -> dict[str, Any]:
         raise ApiError(400, "the body must be JSON in UTF-8")
     budget.check_raw(raw, path not in (COMPLETIONS, DETOKENIZE))
     body = _parsed(raw)
-    model = body.get("model", settings.model_id)
+    model = body.get("model")
+    if model is None:
+        model = settings.model_id
     if not isinstance(model, str):
         raise ApiError(400, "model must be a string", param="model")
     if model != settings.model_id:
@@ -181,7 +183,8 @@ def _understood(
     extra = own.get("vllm_xargs")
     if isinstance(extra, dict) and any(name in extra for name in _NOT_FORWARDED):
         own["vllm_xargs"] = {k: v for k, v in extra.items() if k not in _NOT_FORWARDED}
-    own.setdefault("model", settings.model_id)
+    if own.get("model") is None:
+        own["model"] = settings.model_id
     if path == RESPONSES:
         own.pop("request_id", None)
     if caller is not None:

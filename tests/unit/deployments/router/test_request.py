@@ -52,6 +52,13 @@ def test_the_handoff_is_not_for_clients_to_direct_by_either_way() -> None:
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
+@pytest.mark.parametrize("given", [{}, {"model": None}, {"model": "conserve-embedded"}])
+def test_a_request_that_names_no_model_gets_the_one_that_is_served(given: dict[str, Any]) -> None:
+    asked = read({**HELLO, **given})
+    assert asked.model == asked.body["model"] == json.loads(asked.raw)["model"]
+    assert asked.model == "conserve-embedded"
+
+
 def test_what_the_client_says_of_its_conversation_comes_along() -> None:
     """And what is the engine's too, or others', goes on to the engine as it came."""
     body = {
