@@ -15,14 +15,13 @@ from conserve.hints import Hints
 from conserve.histories.groups import Groups
 from conserve.histories.kinship import Kinship, Opening
 from conserve.histories.points import Points, mark
-from conserve.histories.sharing import held_together
+from conserve.histories.sharing import held_alone
 from conserve.placement import (
     NOTHING_SHARED,
     Decoder,
     Placement,
     PlacementPolicy,
     Prefiller,
-    Shared,
 )
 from conserve.recognition import Chain, Digest
 from conserve.tenants.usage import UsageBook
@@ -217,10 +216,11 @@ class ConversationTable:
         """
         if conversation_id is not None and identity.is_generated(conversation_id):
             # Its client states the id that it was given: no twin will do.
-            marks = {mark(end) for end in (*chain.ends, chain.root)}
-            for one in self.histories(conversation_id):
-                if one.root == chain.root and not one.running and marks.intersection(one.tails):
-                    return one.id
+            own = [one for one in self.histories(conversation_id) if one.root == chain.root]
+            for end in (*chain.ends, chain.root):
+                those = [one for one in own if mark(end) in one.tails]
+                if those:
+                    return next((one.id for one in those if not one.running), None)
             return None
         return self._families.match(chain, conversation_id)
 
@@ -275,7 +275,10 @@ class ConversationTable:
             shared = self._kinship.shared(opening, decoders, conversation_id, self._siblings)
         prefillers = self.accepting_prefillers
         placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
-        if placement is None and self._make_room(conversation_id, turn1_tokens, shared):
+        if placement is None and self._make_room(conversation_id, turn1_tokens):
+            # What was shared with the one that went is not there any more.
+            if self._kinship.has_any(opening):
+                shared = self._kinship.shared(opening, decoders, conversation_id, self._siblings)
             placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
         if placement is None:
             return None
@@ -284,8 +287,6 @@ class ConversationTable:
             known.asked_s = now_s if arrived_s is None else arrived_s
             if opening.chain is not None:
                 known.root = opening.chain.root
-            if opening.hints is not None:
-                known.hints = opening.hints
             self.usage.of(known.id).began(now_s)
             self._join(known)
             self._look_at(known, now_s + self._idle_timeout_s)
@@ -293,6 +294,8 @@ class ConversationTable:
             known.moves += 1
             # The prefill for the lost decoder may not have been reported as over.
             self._leave_prefiller(known)
+        if opening.hints is not None:
+            known.hints = opening.hints
         known.decoder_id = placement.decoder_id
         self.decoders[placement.decoder_id].conversations += 1
         self._hold(known, turn1_tokens)
@@ -513,28 +516,34 @@ class ConversationTable:
         conversation_id = identity.conversation_of(history_id)
         return [one for one in self.histories(conversation_id) if one.id != history_id]
 
-    def _make_room(self, history_id: str, turn1_tokens: int, shared: Shared) -> bool:
-        """End what a conversation left behind, where a new history of it fits nowhere else.
+    def _make_room(self, history_id: str, turn1_tokens: int) -> bool:
+        """End what a conversation left behind, where a new history of it fits nowhere.
 
-        What it compacts or goes back from is not waited for: it would wait for itself.
+        A conversation that is compacted would wait for itself. Which history it has left its client
+        does not say: it is clear where there is one alone that is idle and in the way.
 
         Returns:
             Whether a decoder has room now.
         """
-        idle = [one for one in self._siblings(history_id) if not one.running]
-        for decoder in self.accepting_decoders:
-            there = [one for one in idle if one.decoder_id == decoder.id]
-            free = decoder.capacity_tokens - decoder.held_tokens + held_together(there)
-            needed = shared.beyond(turn1_tokens, decoder.id)
-            if not there or needed > free:
-                continue
-            for one in sorted(there, key=lambda one: one.last_used_s):
-                self.release(one.id)
-                self._displaced.append(one)
-                # What was shared with it counts for the others now, if for any.
-                if decoder.has_room(needed):
-                    return True
-        return False
+        in_the_way = [
+            one
+            for one in self._siblings(history_id)
+            if one.decoder_id is not None
+            and not one.running
+            and self._fits_without(one, turn1_tokens)
+        ]
+        if len(in_the_way) != 1:
+            return False
+        self._displaced.append(in_the_way[0])
+        self.release(in_the_way[0].id)
+        return True
+
+    def _fits_without(self, history: Conversation, tokens: int) -> bool:
+        decoder = self.decoders.get(history.decoder_id or "")
+        if decoder is None or decoder.id in self._leaving:
+            return False
+        free = decoder.capacity_tokens - decoder.held_tokens + held_alone(history)
+        return tokens <= free
 
     def _compare(self, conversation: Conversation, stats: TurnStats) -> None:
         """Compare what the account has of a history with what its engine had at a turn's begin."""
@@ -651,6 +660,7 @@ class ConversationTable:
             held.moves = known.moves
             held.asked_s, held.ttfet_s = known.asked_s, known.ttfet_s
             held.energy_j = known.energy_j
+            held.hints = known.hints
         else:
             self.usage.of(held.id).began(held.created_s)
         self._join(held)

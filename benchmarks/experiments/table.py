@@ -229,7 +229,7 @@ class _Population:
             _conversation_id(number),
             self._stats(),
             (_digest(number),),
-            Opening(Chain(_digest(~number), None, ())),
+            Opening(Chain(_digest(~number), None, (), ends_with_root=True)),
         )
 
     def _stats(self) -> TurnStats:

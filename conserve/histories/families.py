@@ -69,6 +69,16 @@ class Families:
         history.set_tails(tails, tokens)
         return False
 
+    def set_points(self, history: Conversation, points: bytes) -> None:
+        """A history begins with these; see `Conversation.points`."""
+        family = self._of.get(history.root) if history.root is not None else None
+        if isinstance(family, _Family):
+            family.tails.discard(history.id, _keys(history))
+            history.points = points
+            family.tails.add(history.id, _keys(history))
+        else:
+            history.points = points
+
     def match(self, chain: Chain, conversation_id: str | None) -> str | None:
         """The history that a turn continues, or None.
 

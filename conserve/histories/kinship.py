@@ -100,7 +100,8 @@ class Kinship:
         if system is not None:
             for decoder in decoders:
                 held = self.sharing.system_tokens(decoder.id, system)
-                if held > tokens.get(decoder.id, 0):
+                # One that was counted as longer is not shared; see `Sharing.share_system`.
+                if tokens.get(decoder.id, 0) < held <= opening.system_tokens:
                     tokens[decoder.id] = held
             if warm_on is None:
                 at_home = (
@@ -126,9 +127,12 @@ class Kinship:
         if not history.points:
             left_at = None if nearest is None else _left_at(nearest, chain)
             if nearest is not None and left_at is not None:
-                history.points = Points(nearest.points).through(left_at[0])
-            elif not chain.ends:
-                history.points = one_point(chain.root, history.held_tokens)
+                points = Points(nearest.points).through(left_at[0])
+            elif chain.ends_with_root:
+                points = one_point(chain.root, history.held_tokens)
+            else:
+                points = b""
+            self.families.set_points(history, points)
         if nearest is not None:
             self.sharing.share(history, nearest, tokens)
         if opening.system is not None:
@@ -149,8 +153,8 @@ class Kinship:
 
     def evicted(self, history: Conversation) -> None:
         """The engine has lost what this began with: so have the idle ones that began with it."""
-        for kin in list(self._kin(history.root)):
-            if kin is not history and not kin.running and kin.base is history.base is not None:
+        for kin in list(self._kin(history.root, history)):
+            if not kin.running and kin.base is history.base is not None:
                 self.sharing.hold(kin, 0)
 
     def _nearest(
@@ -158,17 +162,19 @@ class Kinship:
     ) -> tuple[Conversation | None, int]:
         """Of those on its decoder, the one with which it has most in common, and how much."""
         nearest, most = None, 0
-        for kin in self._kin(root):
-            if kin is not history and kin.decoder_id == history.decoder_id:
+        for kin in self._kin(root, history):
+            if kin.decoder_id == history.decoder_id:
                 tokens = common(kin)
                 if tokens > most:
                     nearest, most = kin, tokens
         return nearest, most
 
-    def _kin(self, root: Digest | None) -> Iterator[Conversation]:
+    def _kin(self, root: Digest | None, of: Conversation | None = None) -> Iterator[Conversation]:
+        """The newest of those with a root, but for one."""
         if root is None:
             return
-        for id_ in islice(self.families.newest(root), _LOOKED_AT):
+        others = (id_ for id_ in self.families.newest(root) if of is None or id_ != of.id)
+        for id_ in islice(others, _LOOKED_AT):
             kin = self._get(id_)
             if kin is not None:
                 yield kin

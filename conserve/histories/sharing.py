@@ -122,6 +122,15 @@ class Sharing(Generic[History]):
             longer = base
 
 
+def held_alone(history: Holder) -> int:
+    """What a history holds in tokens that nobody else begins with: what goes if it ends."""
+    held, prefix = history.held_tokens - _length(history.base), history.base
+    while prefix is not None and prefix.users == 1:
+        held += prefix.tokens - _length(prefix.base)
+        prefix = prefix.base
+    return held
+
+
 def held_together(histories: Iterable[Holder]) -> int:
     """What histories hold in tokens, with what they share counted once."""
     held, counted = 0, set()

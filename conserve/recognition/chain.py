@@ -21,11 +21,13 @@ class Chain(NamedTuple):
             earlier point of a history has its root.
         system: the tools and the system messages at the beginning; None where there are neither.
         ends: for each answer that is followed by anything, all up to its end; longest first.
+        ends_with_root: whether the turn is its first prompt and nothing else.
     """
 
     root: Digest
     system: Digest | None
     ends: Sequence[Digest]
+    ends_with_root: bool = False
 
 
 def chain_of(
@@ -58,13 +60,16 @@ def chain_of(
             system = hasher.digest()
         if role == "assistant":
             ends.append(hasher.digest())
+    first = root is None
     if root is None:
         for message in given[-1:]:
-            if not _is_answer(message):
+            if _is_answer(message):
+                first = False
+            else:
                 hasher.update(encoded(normalised(message)))
         root = hasher.digest()
     ends.reverse()
-    return Chain(root, system, tuple(ends[:most_ends]))
+    return Chain(root, system, tuple(ends[:most_ends]), first)
 
 
 def candidate_digests(

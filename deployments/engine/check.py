@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import CompletionOutput, RequestOutput
 from vllm.entrypoints.serve import create_error_response
 
-from conserve.apis import MESSAGES, RESPONSES
+from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.wire import CHECK_PREFIX
 
 # What vLLM makes answers of these from has a choice; of a chat's, it may have none.
@@ -36,6 +36,8 @@ class _Check:
 
 
 _current: ContextVar[_Check | None] = ContextVar("conserve_check", default=None)
+# Whether tokens are only counted: nothing comes to the engine's core then either.
+_counting: ContextVar[bool] = ContextVar("conserve_counting", default=False)
 
 
 def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
@@ -87,7 +89,7 @@ def _without_mm_cache(render: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
     # That cache has a half in the engine's core, which takes what it was told of once for known.
     @functools.wraps(render)
     async def rendered(*given: Any, skip_mm_cache: bool = False, **more: Any) -> Any:
-        skip = skip_mm_cache or _current.get() is not None
+        skip = skip_mm_cache or _counting.get() or _current.get() is not None
         return await render(*given, skip_mm_cache=skip, **more)
 
     return rendered
@@ -112,6 +114,7 @@ class RequestCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # One request may be begun within another one's task.
         _current.set(None)
+        _counting.set(scope.get("path") == COUNT_TOKENS)
         if scope["type"] != "http" or not scope["path"].startswith(CHECK_PREFIX):
             await self._app(scope, receive, send)
             return

@@ -66,6 +66,8 @@ class _Observation:
             self.cached_tokens, self.lmcache_tokens = found.own_tokens, found.lmcache_tokens
         elif output.num_cached_tokens is not None and not self.lmcache_tokens:
             self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
+        # It is told the table; vLLM would pass it on to the client.
+        output.kv_transfer_params = None
         if output.finished:
             self.finished += 1
 

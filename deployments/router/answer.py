@@ -64,6 +64,8 @@ class RelayedAnswer:
         self.ttft_s: float | None = None
         self.tbt_s: list[float] = []
         self.effective = False
+        # By any of the engines that it has come from.
+        self._calls_tool = False
         # How a stream begins, for the client.
         self._beginning: Message | None = None
 
@@ -91,7 +93,6 @@ class RelayedAnswer:
         self, response: aiohttp.ClientResponse, own_headers: RawHeaders
     ) -> None:
         ending: deque[bytes] = deque(maxlen=3)
-        effective = is_dialogue(self._path)
         last_s = 0.0
         record, form = self.record, self._form
         uncached = (b"cache-control", b"no-cache")
@@ -119,7 +120,7 @@ class RelayedAnswer:
                 if last_s:
                     self.tbt_s += [(now_s - last_s) / outputs] * outputs
                 last_s = now_s
-            effective = effective and form.tool_call not in part
+            self._calls_tool = self._calls_tool or form.tool_call in part
             ending.append(part)
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
         if record is not None and not record.done and (record.can_resume or record.error):
@@ -129,7 +130,7 @@ class RelayedAnswer:
         # turn would count as one whose client has left.
         if form.error in b"".join(ending):
             raise AnsweredWithError
-        self.effective = effective
+        self.effective = is_dialogue(self._path) and not self._calls_tool
 
     async def end_with_event(self, event: bytes) -> None:
         """End a stream with the engine's own last event."""

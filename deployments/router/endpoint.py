@@ -28,7 +28,7 @@ class TurnEndpoint:
         self._settings = settings
         self._table = table
         self._upstream = upstream
-        self._systems = SystemLengths(upstream)
+        self._systems = SystemLengths(upstream, settings.volatile_text)
         self._router_id = router_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

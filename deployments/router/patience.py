@@ -14,6 +14,8 @@ _FREE_S = 0.025
 _TIMES = 4
 _LONGEST_S = 4.0
 _ABOUT_THE_REQUEST = (400, 413, 422)
+# Every decoder was asked.
+_SEARCHED_FOR = ("previous_response_not_found", "response_not_found")
 
 
 def wait_s(took_s: float) -> float:
@@ -27,5 +29,5 @@ async def hold_back(error: ApiError, arrived_s: float) -> None:
     Args:
         arrived_s: when it came, by `time.perf_counter`.
     """
-    if error.status in _ABOUT_THE_REQUEST:
+    if error.status in _ABOUT_THE_REQUEST or error.code in _SEARCHED_FOR:
         await asyncio.sleep(wait_s(time.perf_counter() - arrived_s))

@@ -3,6 +3,7 @@
 import json
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -19,11 +20,18 @@ from deployments.router.upstream import EngineUnreachable, Upstream
 _MOST_LENGTHS = 4096
 # Of longer requests it is not counted: nobody is to have a prompt counted twice to slow others.
 _MOST_BYTES = 256 * 1024
-# What of a chat decides how what stands before its messages is written.
-_BEFORE_MESSAGES = ("model", "tool_choice", "chat_template", "chat_template_kwargs")
+# By these a template may write tools and system messages otherwise, or not at all.
+_WRITE_IT_OTHERWISE = (
+    "chat_template_kwargs",
+    "documents",
+    "reasoning",
+    "reasoning_effort",
+    "thinking",
+)
+_NO_TOOLS = ("none", {"type": "none"})
 _LEADING = ("system", "developer")
-# Some templates refuse a chat without it.
-_ANYTHING = {"role": "user", "content": "."}
+# Some templates refuse a chat without a message of the user's. Neither begins as the other does.
+_DIFFERENT = ("a", "7")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +74,19 @@ async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> 
 
 
 class SystemLengths:
-    """How long the system parts of chats are: their tools and leading system messages.
+    """How long the system parts of dialogues are: their tools and leading system messages.
 
-    An engine counts each once: the tokens that the prompt has in common with one of the same system
-    part and another message.
+    An engine counts each once: the tokens that two prompts with that part and different messages
+    have in common, and the turn's own with them. What may be written otherwise though the digest is
+    the same is not counted.
+
+    Args:
+        volatile: kinds of text that are left out of digests; see `conserve.recognition.volatile`.
     """
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Upstream, volatile: Collection[str] = ()) -> None:
         self._upstream = upstream
+        self._exact = "times" not in volatile
         self._lengths: OrderedDict[Digest, int] = OrderedDict()
 
     async def length(self, request: ClientRequest, counted: CountedPrompt, url: str) -> int:
@@ -86,13 +99,20 @@ class SystemLengths:
         system = None if request.chain is None else request.chain.system
         if system is None or counted.tokens < LEAST_SYSTEM_TOKENS or len(request.raw) > _MOST_BYTES:
             return 0
+        body = request.body
+        if not self._exact or any(body.get(name) for name in _WRITE_IT_OTHERWISE):
+            return 0
+        if body.get("tool_choice") in _NO_TOOLS:
+            return 0
         known = self._lengths.get(system)
         if known is None:
             try:
                 known = await self._counted(request, counted.prompt, url)
-            except (ApiError, EngineUnreachable):
-                # It is for the account alone; the turn itself finds out what is wrong.
+            except EngineUnreachable:
                 return 0
+            except ApiError:
+                # It is for the account alone; the turn itself finds out what is wrong.
+                known = 0
             self._lengths[system] = known
             if len(self._lengths) > _MOST_LENGTHS:
                 self._lengths.popitem(last=False)
@@ -101,16 +121,20 @@ class SystemLengths:
 
     async def _counted(self, request: ClientRequest, prompt: list[int], url: str) -> int:
         # Whichever API it is, vLLM makes a chat of it.
-        body, given = request.body, messages_of(request.path, request.body)
+        given = messages_of(request.path, request.body)
+        chat: dict[str, Any] = {"model": request.model}
+        if "chat_template" in request.body:
+            chat["chat_template"] = request.body["chat_template"]
+        if tools := tools_of(request.path, request.body):
+            chat["tools"] = tools
         leading = [*takewhile(_is_leading, given[:-1])]
-        names = _BEFORE_MESSAGES if request.path == CHAT else ("model",)
-        other = {name: body[name] for name in names if name in body}
-        if tools := body.get("tools") if request.path == CHAT else tools_of(request.path, body):
-            other["tools"] = tools
-        other["messages"] = [*leading, _ANYTHING]
-        raw = json.dumps(other).encode("utf-8", "surrogatepass")
-        (begun,) = await self._upstream.check(url, CHAT, raw)
-        return _common_length(prompt, begun)
+        length = len(prompt)
+        for text in _DIFFERENT:
+            chat["messages"] = [*leading, {"role": "user", "content": text}]
+            raw = json.dumps(chat).encode("utf-8", "surrogatepass")
+            (begun,) = await self._upstream.check(url, CHAT, raw)
+            length, prompt = _common_length(prompt[:length], begun), begun
+        return length
 
 
 def _is_leading(message: Any) -> bool:

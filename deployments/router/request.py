@@ -24,7 +24,7 @@ from deployments.messages import TurnTenant
 from deployments.router.access import caller_of
 from deployments.router.reading import understood
 from deployments.router.salt import own_media, salted, with_member
-from deployments.router.stored import StoredResponses
+from deployments.router.stored import PREVIOUS, StoredResponses
 
 _BODY_TIMEOUT_S = 120.0
 # What is longer than this comes in no faster: 8 MiB in half a second.
@@ -168,6 +168,9 @@ def _understood(
     body = checked_body(raw, path, settings)
     if path == RESPONSES:
         _require_foreground(body)
+        if body.get(PREVIOUS) is not None:
+            # It was looked for as it is written.
+            raise ApiError(400, f"write {PREVIOUS} without escapes", param=PREVIOUS)
     try:
         explicit_id = identity.explicit_id(headers, body)
     except identity.InvalidConversationId as error:

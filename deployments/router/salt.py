@@ -9,38 +9,58 @@ _FIELD = "cache_salt"
 # in the scheduler.
 _LONGEST = 128
 _UNFIT = frozenset("@/\\\0")
+# What holds parts.
+_HOLDERS = ("content", "output")
 
 
 def own_media(messages: Any, salt: str) -> Any:
     """Messages in which no part goes by a name that another tenant could give.
 
     vLLM keeps what it has made of an image under the ``uuid`` of its part, whatever the salt: who
-    names another's gets it to see, and who names one first has others see it.
+    names another's gets it to see, and who names one first has others see it. A name that this has
+    given before stays: histories come back from decoders as these got them.
+
+    Args:
+        messages: of a chat or of Messages, or items of Responses; any JSON.
 
     Returns:
         The same object, if no part has a name.
     """
-    if not isinstance(messages, list):
-        return messages
-    changed = [_own_parts(message, salt) for message in messages]
-    same = all(one is other for one, other in zip(changed, messages, strict=True))
-    return messages if same else changed
+    return _each_owned(messages, salt)
 
 
-def _own_parts(message: Any, salt: str) -> Any:
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return message
-    if not any(isinstance(part, dict) and part.get("uuid") is not None for part in content):
-        return message
-    return {**message, "content": [_own_part(part, salt) for part in content]}
+def _each_owned(given: Any, salt: str) -> Any:
+    if not isinstance(given, list):
+        return given
+    changed = [_owned(one, salt) for one in given]
+    same = all(one is other for one, other in zip(changed, given, strict=True))
+    return given if same else changed
 
 
-def _own_part(part: Any, salt: str) -> Any:
-    if not isinstance(part, dict) or part.get("uuid") is None:
-        return part
-    name = json.dumps([salt, part["uuid"]]).encode()
-    return {**part, "uuid": hashlib.sha256(name).hexdigest()}
+def _owned(one: Any, salt: str) -> Any:
+    """A message, an item or a part of either: parts stand in contents, and in outputs of tools."""
+    if not isinstance(one, dict):
+        return one
+    changed = {
+        name: owned
+        for name in _HOLDERS
+        if (owned := _each_owned(one.get(name), salt)) is not one.get(name)
+    }
+    if one.get("uuid") is not None:
+        changed["uuid"] = _own_name(one["uuid"], salt)
+    return {**one, **changed} if changed else one
+
+
+def _own_name(name: Any, salt: str) -> str:
+    mark, _, given = name.partition("-") if isinstance(name, str) else ("", "", "")
+    if given and mark == _hashed(salt, given):
+        return str(name)
+    given = _hashed(salt, name)
+    return f"{_hashed(salt, given)}-{given}"
+
+
+def _hashed(salt: str, value: Any) -> str:
+    return hashlib.sha256(json.dumps([salt, value]).encode()).hexdigest()[:32]
 
 
 def salted(raw: bytes, body: dict[str, Any], salt: str | None) -> tuple[bytes, dict[str, Any]]:

@@ -23,7 +23,7 @@ from deployments.table.table_client import TableClient
 
 # Those that routers give; no other can be one, and this may stand in a URL.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
-_PREVIOUS = "previous_response_id"
+PREVIOUS = "previous_response_id"
 
 
 class StoredResponses:
@@ -49,15 +49,15 @@ class StoredResponses:
         Raises:
             ApiError: there is no such response, or the body is too large to look for one.
         """
-        if _PREVIOUS.encode() not in raw:
+        if PREVIOUS.encode() not in raw:
             return raw, None
         budget.check_raw(raw, chat=True)
         body = await understood(len(raw), _parsed, raw)
-        response_id = body.get(_PREVIOUS) if isinstance(body, dict) else None
+        response_id = body.get(PREVIOUS) if isinstance(body, dict) else None
         if response_id is None:
             return raw, None
         if not isinstance(response_id, str):
-            raise ApiError(400, f"{_PREVIOUS} must be a string", param=_PREVIOUS)
+            raise ApiError(400, f"{PREVIOUS} must be a string", param=PREVIOUS)
         found = await self._find(response_id, tenant)
         if found is None:
             raise ApiError(
@@ -65,7 +65,7 @@ class StoredResponses:
                 f"no decoder keeps a response {response_id[:100]!r}: it was not stored, was one of "
                 "the oldest, or is gone with its decoder; send the whole history as input",
                 "previous_response_not_found",
-                param=_PREVIOUS,
+                param=PREVIOUS,
             )
         before = len(found.request) + len(found.response)
         whole = await understood(before + len(raw), _with_history, body, found)
@@ -163,7 +163,7 @@ def _parsed(raw: bytes) -> Any:
 def _with_history(body: dict[str, Any], found: wire.StoredResponse) -> bytes:
     before = json.loads(bytes(found.request)).get("input")
     output = json.loads(bytes(found.response))["output"]
-    whole = {name: value for name, value in body.items() if name != _PREVIOUS}
+    whole = {name: value for name, value in body.items() if name != PREVIOUS}
     whole["input"] = [*_items(before), *output, *_items(body.get("input"))]
     return json.dumps(whole).encode()
 

@@ -6,6 +6,7 @@ for little at a time: engines make tokens in one thread, which turns wait for to
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from conserve.recognition.volatile import without_billing_header
 from conserve.settings import Settings
 from conserve.tenants import Caller
 from deployments.router.access import caller_of
+from deployments.router.patience import hold_back
 from deployments.router.reading import understood
 from deployments.router.request import changed_body, checked_body, read_body, read_json
 from deployments.router.salt import own_media
@@ -59,6 +61,14 @@ class TokensEndpoint:
         Raises:
             ApiError: what is asked for is not to be had.
         """
+        arrived_s = time.perf_counter()
+        try:
+            return await self._answered(request)
+        except ApiError as error:
+            await hold_back(error, arrived_s)
+            raise
+
+    async def _answered(self, request: Request) -> Response:
         path = request.url.path
         judged, most_bytes = _JUDGED[path]
         longest = self._settings.max_body_bytes

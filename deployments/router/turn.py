@@ -188,6 +188,10 @@ class Turn:
         except BaseException:
             _forgo(self._table, answer)
             raise
+        chain = asked.chain
+        if chain is not None and self._sent is not None:
+            # There is an answer behind it already, of which the client has a part.
+            chain = chain._replace(ends_with_root=False)
         try:
             waited_s = time.perf_counter() - self._arrived_s
             placed = await self._claim(
@@ -197,7 +201,7 @@ class Turn:
                 waited_s,
                 answer.claim,
                 self._limited,
-                Opening(asked.chain, system_tokens, hints),
+                Opening(chain, system_tokens, hints),
             )
         except asyncio.CancelledError:
             # A refusal has settled it already; only who leaves is still in line.

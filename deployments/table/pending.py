@@ -17,6 +17,7 @@ class PendingTurn:
         claim: tells it from other turns of the conversation, to whoever may give it up.
         settled: done once it is bound or given up; other turns of the conversation wait for that.
         arrived_s: when the conversation's first request came, in Unix time.
+        chat: whether it has messages; False: it is a completion's.
         granted: None unless `place` waits for room; done when there is room, cancelled when the
             turn is given up.
         given_up: too late for that: there was room, and nobody wants it any more.
@@ -26,6 +27,7 @@ class PendingTurn:
     router_id: str
     claim: int
     settled: asyncio.Future[None]
+    chat: bool = False
     arrived_s: float = 0.0
     granted: asyncio.Future[Admitted] | None = None
     given_up: bool = False

@@ -213,7 +213,7 @@ class TableService:
             return refusals.UNAVAILABLE
         claim = 0  # Of no turn: one that could not wait any longer for the one in line.
         if conversation_id not in self._pending:
-            claim = self._pend(conversation_id, router_id).claim
+            claim = self._pend(conversation_id, router_id, bool(chain)).claim
         return Unplaced(conversation_id, counter.url, counter.id, counter.max_model_len, claim)
 
     def _history_of(
@@ -228,8 +228,10 @@ class TableService:
         first = self._table.get(explicit_id)
         if not chain:
             # Completions are one history, beside those of chats.
-            chats = first is not None and first.root is not None
-            return identity.further(explicit_id, 0) if chats else explicit_id
+            beside = identity.further(explicit_id, 0)
+            pending = self._pending.get(explicit_id)
+            chats = first.root is not None if first else pending is not None and pending.chat
+            return beside if chats or beside in self._table else explicit_id
         if first is None and explicit_id not in self._pending:
             return explicit_id
         return identity.further(explicit_id, next(self._claims))
@@ -275,7 +277,8 @@ class TableService:
             over = self._gate.turn_over(tenant)
             if over := over or self._gate.conversation_over(tenant, conversation_id, called_s):
                 return self._over_limit(tenant, over)
-            pending = self._pend(conversation_id, router_id, claim)
+            chat = opening is not None and opening.chain is not None
+            pending = self._pend(conversation_id, router_id, chat, claim)
         pending.arrived_s = called_s - waited_s
         try:
             largest = max((one.capacity_tokens for one in self._table.decoders.values()), default=0)
@@ -469,11 +472,13 @@ class TableService:
         self._routers_of.pop(turn, None)
         self._accounts.turn_ends(turn)
 
-    def _pend(self, conversation_id: str, router_id: str, claim: int | None = None) -> PendingTurn:
+    def _pend(
+        self, conversation_id: str, router_id: str, chat: bool, claim: int | None = None
+    ) -> PendingTurn:
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if claim is None:
             claim = next(self._claims)
-        pending = PendingTurn(conversation_id, router_id, claim, settled)
+        pending = PendingTurn(conversation_id, router_id, claim, settled, chat)
         self._pending[conversation_id] = pending
         self._gate.pends(pending)
         return pending

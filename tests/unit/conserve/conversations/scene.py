@@ -33,7 +33,8 @@ def a_table(
 
 def chain(name: str, ends: Sequence[bytes] = ()) -> Chain:
     """Of a turn that begins as the conversation of this name does."""
-    return Chain(hashlib.blake2b(name.encode(), digest_size=16).digest(), None, tuple(ends))
+    root = hashlib.blake2b(name.encode(), digest_size=16).digest()
+    return Chain(root, None, tuple(ends), ends_with_root=not ends)
 
 
 def the(table: ConversationTable, conversation_id: str) -> Conversation:

@@ -7,7 +7,7 @@ from conserve.conversations import ConversationTable
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.placement import Placement
-from conserve.recognition import Chain
+from conserve.recognition import Chain, chain_of
 from tests.unit.conserve.conversations.scene import Turn, a_table, binding, chain, held, stats, the
 
 NAME = "session"
@@ -99,6 +99,71 @@ def test_a_compacted_conversation_does_not_wait_for_itself(named: bool) -> None:
     assert held(table)["d1"] == (2000 + 310, 2)
 
 
+def test_what_was_shared_with_the_one_that_goes_is_counted_anew() -> None:
+    table = a_table(decoders=1, capacity_tokens=1000)
+    bound(table, "other", 490, chain("other"))
+    a_history(table, NAME, [350, 400], "x")
+    # It fits beside what it shares with it, and not in its place.
+    assert table.bind(f"{NAME}\t\t1", 600, 0, opening=Opening(chain("x", ends("0000")))) is None
+    assert table.take_displaced() == []
+    fork = bound(table, f"{NAME}\t\t1", 505, chain("x", ends("0000")))
+    assert [one.id for one in table.take_displaced()] == [NAME]
+    assert held(table)[fork.decoder_id] == (490 + 505, 2)
+
+
+def test_agents_of_one_name_do_not_end_each_other() -> None:
+    """Of several that may be left behind, none is known to be."""
+    table = a_table(decoders=1, capacity_tokens=1000)
+    for number in range(2):
+        bound(table, f"{NAME}\t\t{number}", 480, chain(f"{number}"))
+        Turn.last(table, f"{NAME}\t\t{number}").advance(table, 480)
+    assert table.bind(f"{NAME}\t\t2", 400, 0, opening=Opening(chain("2"))) is None
+    assert table.take_displaced() == []
+
+
+def test_what_others_begin_with_is_not_freed() -> None:
+    table = a_table(decoders=1, capacity_tokens=3000)
+    system = b"s" * 16
+    for name in (NAME, "another"):
+        own = chain(name)._replace(system=system)
+        bound(table, name, 1400, own, system_tokens=1000)
+        Turn.last(table, name).advance(table, 1400)
+    # 1000 of both, 410 of each.
+    assert table.bind(f"{NAME}\t\t1", 1600, 0, opening=Opening(chain("2"))) is None
+    assert NAME in table
+    bound(table, f"{NAME}\t\t1", 1590, chain("2"))
+    assert NAME not in table
+
+
+def test_a_system_part_that_was_counted_as_longer_is_not_promised() -> None:
+    table = a_table(decoders=1, capacity_tokens=3000)
+    system = b"s" * 16
+    bound(table, "a", 2500, chain("a")._replace(system=system), system_tokens=2003)
+    other = Opening(chain("b")._replace(system=system), 2002)
+    assert table.bind("b", 2490, 0, opening=other) is None
+
+
+def test_the_first_of_two_histories_does_not_hide_the_longer() -> None:
+    """By an id that was given: the turn goes on with the one whose answer it has."""
+    table = a_table(capacity_tokens=10_000)
+    given = "conv-" + "0" * 24
+    a_history(table, given, [1000], "x")
+    bound(table, f"{given}\t\t1", 1100, chain("x", ends("0000")))
+    assert Turn.last(table, f"{given}\t\t1").advance(table, 1100, tuple(ends("0001")))
+    assert table.recognise(chain("x", ends("0001", "0000")), given) == f"{given}\t\t1"
+    assert table.recognise(chain("x", ends("0000")), given) == given
+
+
+def test_a_prompt_that_ends_in_an_answer_is_no_first_prompt() -> None:
+    table = a_table(decoders=1, capacity_tokens=100_000)
+    begun = [{"role": "user", "content": "hi"}]
+    for number in range(2):
+        begun_answer = {"role": "assistant", "content": f"{number} " * 50}
+        own = chain_of([*begun, begun_answer])
+        bound(table, f"c{number}", 5000, own)
+    assert held(table)["d1"] == (10_000, 2)
+
+
 def test_what_runs_is_not_displaced_and_nothing_is_in_vain() -> None:
     table = a_table(decoders=1, capacity_tokens=5000)
     a_history(table, NAME, [1000, 4500], "x")
@@ -147,6 +212,14 @@ def test_the_first_turn_that_was_cut_is_tried_again_under_its_name() -> None:
     assert table.recognise(chain("y"), NAME) is None
 
 
+def test_it_is_tried_again_beside_others_with_its_prompt() -> None:
+    table = a_table()
+    a_history(table, "other", [500], "x")
+    bound(table, NAME, 490, chain("x"))
+    assert Turn.last(table, NAME).abandon(table, stats(490, 3)) is None
+    assert table.recognise(chain("x"), NAME) == NAME
+
+
 def test_ttfet_is_the_conversations_and_counted_once() -> None:
     table = a_table()
     assert table.bind(NAME, 100, 10, opening=Opening(chain("tools"))) is not None
@@ -159,13 +232,16 @@ def test_ttfet_is_the_conversations_and_counted_once() -> None:
 
 def test_hints_stay_with_their_history_until_others_come() -> None:
     table = a_table()
-    urgent, slow = Hints(priority=3), Hints(expected_resume_s=60)
+    urgent, slow, late = Hints(priority=3), Hints(expected_resume_s=60), Hints(last_step=True)
     assert table.bind(NAME, 100, 0, opening=Opening(chain("x"), 0, urgent)) is not None
     Turn.last(table, NAME).advance(table, 100, tuple(ends("0000")))
     assert table.begin(NAME, 1) is not None
     assert the(table, NAME).hints == urgent
     assert table.begin(NAME, 1, slow) is not None
     assert the(table, NAME).hints == slow
+    table.remove_decoder(binding(table, NAME) or "")
+    assert table.bind(NAME, 100, 2, opening=Opening(chain("x"), 0, late)) is not None
+    assert the(table, NAME).hints == late
 
 
 def test_a_tenant_cannot_pass_its_limits_by_one_name() -> None:

@@ -127,7 +127,7 @@ def test_an_engine_answers_what_it_is_sent(engines: Engines, path: str, body: An
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"prompt": "a", "messages": [5]}, 400, "messages"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
-        ("/tokenize", {"prompt": "a", "model": None}, 400, "model"),
+        ("/tokenize", {"prompt": "a", "model": 5}, 400, "model"),
         ("/tokenize", {"prompt": "a", "x": 2**70}, 400, "x"),
         ("/tokenize", {**HELLO, "tools": [{}] * 513}, 400, "tools"),
         ("/tokenize", {"prompt": "a " * 40_000, "return_token_strs": 1}, 400, "return_token_strs"),
