@@ -27,11 +27,11 @@ SHELL := bash
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
 	bench-overhead bench-keys bench-tenants bench-unkind bench-table bench-energy \
 	bench-sm-slots bench-simulator test-autoscaler test-cancelling test-chaos test-clients \
-	test-fuzz test-peers test-cluster clean
+	test-compatibility test-fuzz test-peers test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make .venv with the pinned CPU set-up and the embedded model
 	@echo "conserve: .venv is ready"
@@ -70,6 +70,10 @@ test-chaos: $(INSTALLED) ## Kill processes under 64 conversations for 20 minutes
 test-clients: $(INSTALLED) $(LIBRARIES) $(PROGRAMS) ## Have other people's agents do a task (npm; 3 GB, minutes)
 	@$(BIN)/python -m pytest tests/engines/clients tests/engines/programs \
 		-o log_cli=true -o log_cli_level=INFO $(ARGS)
+
+test-compatibility: $(INSTALLED) ## Try vLLM's own tests, and Open Responses', on the router (VLLM=, OPENRESPONSES=path)
+	@$(BIN)/python -m pytest tests/engines/compatibility -o log_cli=true -o log_cli_level=INFO \
+		$(if $(VLLM),--vllm '$(VLLM)') $(if $(OPENRESPONSES),--openresponses '$(OPENRESPONSES)') $(ARGS)
 
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
 	@scripts/test_cluster.sh $(ARGS)

@@ -1,5 +1,7 @@
 """Fixtures of all tests."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
@@ -18,7 +20,9 @@ def anyio_backend() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How much `tests/engines/fuzz` tries."""
+    """How much `tests/engines/fuzz` tries, and what `tests/engines/compatibility` is from."""
     group = parser.getgroup("conserve")
     group.addoption("--fuzz-cases", type=int, default=300, help="requests to try (%(default)s)")
     group.addoption("--fuzz-seed", type=int, default=0, help="which requests (%(default)s)")
+    group.addoption("--vllm", type=Path, help="a checkout of vLLM; none: pip gets its source")
+    group.addoption("--openresponses", type=Path, help="a clone of Open Responses; none: clone it")

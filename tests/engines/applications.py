@@ -1,5 +1,6 @@
 """The applications that tests on engines use; `application(MAIN)` marks the tests of one."""
 
+import json
 from dataclasses import dataclass
 
 # Where each of them serves.
@@ -104,6 +105,25 @@ BURSTS = Application(
     ),
 )
 
+# Engines as other projects' tests of servers want them. What they do not say is decided the same in
+# each run: without a temperature, an answer is greedy. And the model, which may not find the end of
+# what it is unsure of, comes to one before a client has given up.
+COMPATIBLE_ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "enable_prompt_tokens_details": True,
+    "override_generation_config": {"temperature": 0.0},
+}
+COMPATIBLE = Application(
+    "compatible",
+    (
+        *(f"engine.{name}={json.dumps(value)}" for name, value in COMPATIBLE_ENGINE.items()),
+        "lmcache.size_gb=0.5",
+        "decoders=2",
+    ),
+    decoders=2,
+)
+
 # What programs send is long, and they are answered from a script (tests/engines/clients).
 CLIENTS = Application(
     "clients",
@@ -118,4 +138,4 @@ CLIENTS = Application(
 )
 
 # In the order in which they are started.
-APPLICATIONS = (MAIN, CLIENTS, SMALL, WIDE, SCALING, BURSTS)
+APPLICATIONS = (MAIN, CLIENTS, SMALL, WIDE, SCALING, BURSTS, COMPATIBLE)

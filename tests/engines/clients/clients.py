@@ -172,6 +172,8 @@ def _opencode(place: Place, task: str) -> Start:
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
             "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+            "OPENCODE_DISABLE_PROJECT_CONFIG": "1",
+            "OPENCODE_PURE": "1",
         },
     )
 
@@ -191,6 +193,11 @@ sandbox_mode = "danger-full-access"
 enabled = false
 [feedback]
 enabled = false
+[features]
+plugins = false
+remote_plugin = false
+plugin_sharing = false
+apps = false
 [model_providers.conserve]
 name = "ConServe"
 base_url = "{place.url}/v1"
