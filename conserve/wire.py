@@ -104,10 +104,12 @@ class StoredResponse(msgspec.Struct, frozen=True):
     response: msgspec.Raw
 
 
-# --- Checks of a request, from a router to an engine ----------------------------------------------
+# --- A request without its answer, from a router to an engine -------------------------------------
 
 # Before the path of a turn: the engine judges the request and does not serve it.
 CHECK_PREFIX = "/conserve/check"
+# Before the path of a turn: the engine computes the prompt's KV, stores it, and serves no more.
+PREFILL_PREFIX = "/conserve/prefill"
 
 # --- kv_transfer_params, from whoever asks an engine to LMCache's connector and back --------------
 

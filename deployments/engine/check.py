@@ -1,9 +1,13 @@
-"""What an engine would say to a request, without its work: the errors, or the prompts' tokens.
+"""A turn's request without its answer: what an engine would say to it, or its prompt's KV.
 
 ``POST /conserve/check/v1/chat/completions`` (or another turn's path) is served by vLLM's own code
 for the path behind the prefix, up to the call that would hand the request to the engine. So
 parameters are judged, and the prompt is rendered, by the very rules of the turn itself. Templates
 and tokenizers run in vLLM's threads, and nothing is scheduled.
+
+``POST /conserve/prefill/v1/chat/completions`` goes a step further: the engine gets the prompt,
+images and all, for one token. Of what the turn wants generated (a stream, choices, a grammar,
+log-probabilities) it is told nothing, since no KV depends on that.
 
 Internals of vLLM 0.29 that are used: ``AsyncLLM.generate`` and ``input_processor``, the app's
 ``state.online_renderer``, ``create_error_response``.
@@ -12,17 +16,21 @@ Internals of vLLM 0.29 that are used: ``AsyncLLM.generate`` and ``input_processo
 import functools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm import CompletionOutput, RequestOutput
+from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.entrypoints.serve import create_error_response
+from vllm.sampling_params import RequestOutputKind
 
+from conserve import wire
 from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
-from conserve.wire import CHECK_PREFIX
+from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
+from deployments.messages import Prefilled
 
 # What vLLM makes answers of these from has a choice; of a chat's, it may have none.
 _WITH_A_CHOICE = (MESSAGES, RESPONSES)
@@ -31,8 +39,20 @@ _WITH_A_CHOICE = (MESSAGES, RESPONSES)
 @dataclass(slots=True)
 class _Check:
     path: str = ""
+    prefills: bool = False
     prompts: list[list[int]] = field(default_factory=list)
+    multimodal: bool = False
+    prefilled: list[Prefilled] = field(default_factory=list)
     refusal: Any = None
+
+    @property
+    def answer(self) -> dict[str, Any] | None:
+        """What the router is told; None if the engine has not come to it."""
+        if self.prefills:
+            return asdict(_all_of(self.prefilled)) if self.prefilled else None
+        if not self.prompts:
+            return None
+        return {"prompts": self.prompts, "multimodal": self.multimodal}
 
 
 _current: ContextVar[_Check | None] = ContextVar("conserve_check", default=None)
@@ -41,7 +61,7 @@ _counting: ContextVar[bool] = ContextVar("conserve_counting", default=False)
 
 
 def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
-    """Have an ``AsyncLLM`` judge, and not serve, the requests of a `RequestCheck`.
+    """Have an ``AsyncLLM`` judge or prefill, and not serve, the requests of a `RequestCheck`.
 
     Args:
         renderer: the ``OnlineRenderer`` of its HTTP app.
@@ -57,6 +77,10 @@ def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
         if check is None:
             answer: AsyncIterator[Any] = generate(prompt, sampling_params, request_id, **options)
             return answer
+        choices = _choices(check.path, sampling_params)
+        if check.prefills:
+            stream = generate(prompt, _one_token(), request_id, **options)
+            return _prefilled(check, stream, choices)
         known = ("lora_request", "priority", "data_parallel_rank")
         try:
             asked = client.input_processor.process_inputs(
@@ -72,12 +96,7 @@ def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
             raise
         ids = list(asked.prompt_token_ids or ())
         check.prompts.append(ids)
-        choices = []
-        if not sampling_params.detokenize:
-            # A beam search looks into the first, and ends if it is empty.
-            choices = [CompletionOutput(0, "", [], None, None)]
-        elif check.path in _WITH_A_CHOICE:
-            choices = [CompletionOutput(0, "", [], None, None, finish_reason="stop")]
+        check.multimodal |= bool(asked.mm_features)
         return _answer(request_id, ids, choices)
 
     client.generate = checked
@@ -89,23 +108,75 @@ def _without_mm_cache(render: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
     # That cache has a half in the engine's core, which takes what it was told of once for known.
     @functools.wraps(render)
     async def rendered(*given: Any, skip_mm_cache: bool = False, **more: Any) -> Any:
-        skip = skip_mm_cache or _counting.get() or _current.get() is not None
+        check = _current.get()
+        only_read = _counting.get() or (check is not None and not check.prefills)
+        skip = skip_mm_cache or only_read
         return await render(*given, skip_mm_cache=skip, **more)
 
     return rendered
 
 
+def _choices(path: str, sampling_params: Any) -> list[CompletionOutput]:
+    """No choice, or an empty one."""
+    if not sampling_params.detokenize:
+        # A beam search looks into the first, and ends if it is empty.
+        return [CompletionOutput(0, "", [], None, None)]
+    if path in _WITH_A_CHOICE:
+        return [CompletionOutput(0, "", [], None, None, finish_reason="stop")]
+    return []
+
+
 async def _answer(
     request_id: str, ids: list[int], choices: list[CompletionOutput]
 ) -> AsyncIterator[RequestOutput]:
-    """An answer of no choices, or of an empty one."""
+    """An answer that says nothing."""
     yield RequestOutput(request_id, None, ids, None, choices, finished=True)
 
 
-class RequestCheck:
-    """ASGI middleware in front of an engine's HTTP app, for paths under `CHECK_PREFIX`.
+def _one_token() -> SamplingParams:
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={"kv_transfer_params": wire.transfer_params()},
+    )
 
-    It answers ``{"prompts": [[token ids], ...]}``, or as the engine would refuse the request.
+
+async def _prefilled(
+    check: _Check, stream: Any, choices: list[CompletionOutput]
+) -> AsyncIterator[RequestOutput]:
+    """An answer that says nothing, once the prompt's KV is there."""
+    try:
+        async with aclosing(stream):
+            async for output in stream:
+                ids = list(output.prompt_token_ids or ())
+                found = wire.cached_tokens(output.kv_transfer_params)
+                check.prefilled.append(
+                    Prefilled(len(ids), found.lmcache_tokens or 0, output.num_cached_tokens)
+                )
+                async for said in _answer(output.request_id, ids, choices):
+                    yield said
+    except Exception as error:
+        # As above: a stream would tell it behind a 200.
+        check.refusal = create_error_response(error)
+        raise
+
+
+def _all_of(done: list[Prefilled]) -> Prefilled:
+    """Several prompts' prefills as one."""
+    return Prefilled(
+        sum(one.prompt_tokens for one in done),
+        sum(one.lmcache_tokens for one in done),
+        done[0].cached_tokens if len(done) == 1 else None,
+    )
+
+
+class RequestCheck:
+    """ASGI middleware before an engine's HTTP app: what is under `CHECK_PREFIX`, `PREFILL_PREFIX`.
+
+    It answers ``{"prompts": [[token ids], ...], "multimodal": bool}``, of a prefill the members of
+    `Prefilled`, or as the engine would refuse the request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -115,11 +186,13 @@ class RequestCheck:
         # One request may be begun within another one's task.
         _current.set(None)
         _counting.set(scope.get("path") == COUNT_TOKENS)
-        if scope["type"] != "http" or not scope["path"].startswith(CHECK_PREFIX):
+        prefixes = (CHECK_PREFIX, PREFILL_PREFIX)
+        if scope["type"] != "http" or not scope["path"].startswith(prefixes):
             await self._app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(CHECK_PREFIX)
-        check = _Check(path)
+        prefills = scope["path"].startswith(PREFILL_PREFIX)
+        path = scope["path"].removeprefix(PREFILL_PREFIX if prefills else CHECK_PREFIX)
+        check = _Check(path, prefills)
         status, parts = 0, []
 
         async def keep(message: Message) -> None:
@@ -135,8 +208,8 @@ class RequestCheck:
         if check.refusal is not None:
             refusal = check.refusal
             answer: Response = JSONResponse(refusal.model_dump(), refusal.error.code)
-        elif status == 200 and check.prompts:
-            answer = Response(json.dumps({"prompts": check.prompts}), media_type="application/json")
+        elif status == 200 and check.answer is not None:
+            answer = Response(json.dumps(check.answer), media_type="application/json")
         else:
             answer = Response(b"".join(parts), status, media_type="application/json")
         await answer(scope, receive, send)

@@ -6,7 +6,11 @@ Here a lost connection is noticed when it breaks, whatever was under way fails a
 recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the connection back, run
 from the start. What a broken-off forward pass left behind is not stored. A request that is aborted
 before it was looked up does not end the engine, nor does one for its prompt's log-probabilities.
-And later turns, which find their history in the decoder's own cache, do not ask the server.
+Prompts of embeddings, which no key tells apart, are neither stored nor loaded. And later turns,
+which find their history in the decoder's own cache, do not ask the server.
+
+Keys are made of the ``cache_salt`` and of token ids, where each placeholder of an image (or other
+media) is replaced by a value of that item's hash (``LMCacheMPRequestTracker.get_token_ids``).
 
 It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
 ``_health_event``, ``_ensure_heartbeat_started``, ``_can_store``, the request trackers): check it
@@ -70,7 +74,13 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         A request that has to compute its whole prompt, for the log-probabilities of its tokens,
         loads nothing. LMCacheMPConnector 0.5.6 does load, and vLLM 0.29 fails on the positions
         that were not computed ("number too small to fit in target type"), which ends the engine.
+
+        Of a prompt with embeddings nothing is loaded or stored: whatever they are, each counts as
+        token 0 in the keys of LMCache 0.5.6.
         """
+        if request.prompt_embeds is not None:
+            self._get_or_create_request_tracker(request).max_offload_tokens = 0
+            return 0, False
         if request.skip_reading_prefix_cache:
             self._get_or_create_request_tracker(request)
             return 0, False

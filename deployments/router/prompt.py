@@ -42,11 +42,13 @@ class CountedPrompt:
         prompt: token ids; for a completion with several prompts, a list of such lists.
         tokens: length of all of it.
         longest_tokens: length of its longest part.
+        multimodal: whether its token ids are not all of it.
     """
 
     prompt: Any
     tokens: int
     longest_tokens: int
+    multimodal: bool = False
 
     def followed_by(self, token_ids: list[int]) -> "CountedPrompt":
         """The same with what was generated after it, where that can be put behind it."""
@@ -54,7 +56,9 @@ class CountedPrompt:
         if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
             prompt = [*prompt, *token_ids]
         more = len(token_ids)
-        return CountedPrompt(prompt, self.tokens + more, self.longest_tokens + more)
+        return CountedPrompt(
+            prompt, self.tokens + more, self.longest_tokens + more, self.multimodal
+        )
 
 
 async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> CountedPrompt:
@@ -67,10 +71,11 @@ async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> 
         ApiError: the engine would refuse the turn.
         EngineUnreachable: try another engine.
     """
-    prompts = await upstream.check(url, request.path, request.raw)
+    checked = await upstream.check(url, request.path, request.raw)
+    prompts = checked.prompts
     lengths = [len(prompt) for prompt in prompts]
     whole = prompts[0] if len(prompts) == 1 else prompts
-    return CountedPrompt(whole, sum(lengths), max(lengths))
+    return CountedPrompt(whole, sum(lengths), max(lengths), checked.multimodal)
 
 
 class SystemLengths:
@@ -132,7 +137,7 @@ class SystemLengths:
         for text in _DIFFERENT:
             chat["messages"] = [*leading, {"role": "user", "content": text}]
             raw = json.dumps(chat).encode("utf-8", "surrogatepass")
-            (begun,) = await self._upstream.check(url, CHAT, raw)
+            (begun,) = (await self._upstream.check(url, CHAT, raw)).prompts
             length, prompt = _common_length(prompt[:length], begun), begun
         return length
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import logging
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from conserve import identity, wire
-from conserve.apis import form_of
+from conserve.apis import COMPLETIONS, form_of
 from conserve.errors import ApiError, context_length_exceeded
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
@@ -177,7 +178,7 @@ class Turn:
             if answer.prefiller_url is not None:
                 self._plan = answer
                 counted = await self._count(answer.decoder_url, answer.decoder_id)
-                await self._prefill(answer, counted.prompt)
+                await self._prefill(answer, counted)
             return answer
         self._conversation_id = answer.conversation_id
         try:
@@ -210,7 +211,7 @@ class Turn:
         assert isinstance(placed, TurnPlan)
         if placed.prefiller_url is not None:
             self._plan = placed
-            await self._prefill(placed, counted.prompt)
+            await self._prefill(placed, counted)
         return placed
 
     async def _claim(self, method: str, *arguments: Any) -> TurnPlan | Unplaced:
@@ -244,16 +245,17 @@ class Turn:
             await self._report_if_lost(engine_id, url, str(error), error.had_request)
             raise
 
-    async def _prefill(self, plan: TurnPlan, prompt: Any) -> None:
+    async def _prefill(self, plan: TurnPlan, counted: CountedPrompt) -> None:
         assert plan.prefiller_url is not None
         assert plan.prefiller_id is not None
         asked = self._request
-        body = {"model": asked.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        if "cache_salt" in asked.body:
-            body["cache_salt"] = asked.body["cache_salt"]
+        path, raw = asked.path, asked.raw
+        if not counted.multimodal:
+            # Nothing is rendered again, and what a stream has put out already goes along.
+            path, raw = COMPLETIONS, _token_ids(asked, counted.prompt)
         done: Prefilled | None = None
         try:
-            done = await self._upstream.prefill(plan.prefiller_url, body)
+            done = await self._upstream.prefill(plan.prefiller_url, path, raw)
         except (EngineUnreachable, ApiError) as error:
             # No turn fails for want of a prefiller: its decoder computes what it does not find.
             logger.warning("prefill on %s: %s", plan.prefiller_id, error)
@@ -390,6 +392,15 @@ class Turn:
             self._continued,
             tenant,
         )
+
+
+def _token_ids(asked: ClientRequest, prompt: Any) -> bytes:
+    """A completion of a turn's prompt, which is token ids, in the turn's cache."""
+    # By default vLLM wants room for more than one token behind it.
+    body = {"model": asked.model, "prompt": prompt, "max_tokens": 1}
+    if "cache_salt" in asked.body:
+        body["cache_salt"] = asked.body["cache_salt"]
+    return json.dumps(body).encode()
 
 
 # These take no `Turn`: a call that is yet to come must not keep a turn's request in memory.

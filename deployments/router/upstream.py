@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
@@ -15,6 +16,19 @@ _CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 5.0
 # vLLM may print the whole request in a refusal.
 _LONGEST_ERROR_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What an engine says of a turn that it would serve.
+
+    Attributes:
+        prompts: the token ids of each.
+        multimodal: whether there is more to them than these: images, say.
+    """
+
+    prompts: list[list[int]]
+    multimodal: bool
 
 
 class EngineUnreachable(Exception):
@@ -40,7 +54,7 @@ class Upstream:
         self._silence_s = silence_s
         self._session: aiohttp.ClientSession | None = None
 
-    async def check(self, url: str, path: str, raw: bytes) -> list[list[int]]:
+    async def check(self, url: str, path: str, raw: bytes) -> Checked:
         """Have an engine judge a turn without serving it, and say its prompts' tokens.
 
         Args:
@@ -63,23 +77,22 @@ class Upstream:
                 )
             if response.status != 200:
                 raise await engine_error(response)
-            prompts: list[list[int]] = (await response.json())["prompts"]
-            return prompts
+            return Checked(**await response.json())
 
-    async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
-        """Have a prompt's KV computed and stored.
+    async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
+        """Have the KV of a turn's prompt computed and stored.
+
+        Args:
+            url: the engine's URL.
+            path: the turn's path.
+            raw: its body; what that wants generated is passed over.
 
         Raises:
             ApiError: the engine refuses the request.
             EngineUnreachable: let the decoder prefill.
         """
-        asked = {**body, "kv_transfer_params": wire.transfer_params()}
-        answer = await self._json(url + "/v1/completions", asked)
-        found = wire.cached_tokens(answer.get("kv_transfer_params"))
-        usage = answer["usage"]
-        return Prefilled(
-            int(usage["prompt_tokens"]), found.lmcache_tokens or 0, _cached(body["prompt"], usage)
-        )
+        answer = await self.answered(url + wire.PREFILL_PREFIX + path, raw)
+        return Prefilled(**json.loads(answer))
 
     async def answered(self, url: str, raw: bytes) -> bytes:
         """An engine's answer to a request that is no turn, as JSON.
@@ -174,13 +187,6 @@ class Upstream:
             made = not isinstance(error, aiohttp.ClientConnectorError)
             raise EngineUnreachable(f"{type(error).__name__}: {error}", had_request=made) from error
 
-    async def _json(self, url: str, body: dict[str, Any]) -> Any:
-        raw = json.dumps(body).encode()
-        async with self.post(url, raw, {"Content-Type": "application/json"}) as response:
-            if response.status != 200:
-                raise await engine_error(response)
-            return await response.json()
-
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -192,14 +198,6 @@ class Upstream:
                 read_bufsize=256 * 1024,
             )
         return self._session
-
-
-def _cached(prompt: Any, usage: dict[str, Any]) -> int | None:
-    details = usage.get("prompt_tokens_details") or {}
-    cached = details.get("cached_tokens")
-    # Of several prompts vLLM tells the last one's.
-    several = isinstance(prompt, list) and any(isinstance(one, list) for one in prompt)
-    return None if cached is None or several else int(cached)
 
 
 async def engine_error(response: aiohttp.ClientResponse) -> ApiError:

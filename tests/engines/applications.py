@@ -1,7 +1,11 @@
 """The applications that tests on engines use; `application(MAIN)` marks the tests of one."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+from tests.engines.vision.model import make_vision_model
 
 # Where each of them serves.
 URL = "http://127.0.0.1:8000"
@@ -22,6 +26,7 @@ class Application:
         prefillers: how many it begins with.
         decoders: how many it begins with.
         lone_engine: whether a bare engine runs beside it, to compare answers with.
+        make_model: makes the model that they serve, in a folder; unset, it is the embedded one.
     """
 
     name: str
@@ -30,6 +35,7 @@ class Application:
     prefillers: int = 1
     decoders: int = 1
     lone_engine: bool = False
+    make_model: Callable[[Path], None] | None = None
 
 
 # float32, so that batches of different sizes do not change which token is the most likely. And
@@ -137,5 +143,19 @@ CLIENTS = Application(
     decoders=2,
 )
 
+# A model that is shown images, under the name that tests ask for.
+VISION = Application(
+    "vision",
+    (
+        *_COMMON,
+        "decoders=2",
+        "served_model_name=conserve-embedded",
+        "engine.max_model_len=4096",
+    ),
+    decoders=2,
+    lone_engine=True,
+    make_model=make_vision_model,
+)
+
 # In the order in which they are started.
-APPLICATIONS = (MAIN, CLIENTS, SMALL, WIDE, SCALING, BURSTS, COMPATIBLE)
+APPLICATIONS = (MAIN, CLIENTS, SMALL, WIDE, SCALING, BURSTS, VISION, COMPATIBLE)

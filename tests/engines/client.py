@@ -56,7 +56,9 @@ class Agent:
     replies: list[Reply] = field(default_factory=list)
     stats: list[dict[str, int]] = field(default_factory=list)
 
-    async def say(self, content: str, *, tokens: int = 24, stream: bool = False) -> Reply:
+    async def say(
+        self, content: str | list[Message], *, tokens: int = 24, stream: bool = False
+    ) -> Reply:
         """Append a message, have it answered, append the answer; fails on any error."""
         self.messages.append({"role": "user", "content": content})
         reply = await self.ask(tokens=tokens, stream=stream)

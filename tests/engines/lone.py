@@ -13,13 +13,13 @@ from tests.engines.applications import START_S
 LONE_PORT = 8190
 
 
-def lone_engine(log: Path) -> Launch:
+def lone_engine(log: Path, model: str = EMBEDDED_MODEL) -> Launch:
     """vLLM's own server on the same model, without ConServe: what outputs are compared with."""
-    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 16384}
-    command = server_command(
-        model_source(EMBEDDED_MODEL), "conserve-embedded", LONE_PORT, arguments
-    )
-    environment = engine_environment(EMBEDDED_MODEL, gpu=False)
+    arguments = {"dtype": "float32", "enforce_eager": True}
+    if model == EMBEDDED_MODEL:
+        arguments["max_model_len"] = 16384
+    command = server_command(model_source(model), "conserve-embedded", LONE_PORT, arguments)
+    environment = engine_environment(model, gpu=False)
     launch = Launch([], log, environment, command)
     launch.__enter__()
     return launch

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from conserve.launch import Launch, require_free
+from conserve.settings import EMBEDDED_MODEL
 from tests.engines.applications import START_S, URL, Application
 from tests.engines.lone import lone_engine, wait_for_lone
 from tests.engines.processes import require_none_left
@@ -23,19 +24,28 @@ class Stage:
         if self._application != application:
             self.clear()
             require_free(URL)
-            launch = self._launch_of(application)
+            model = self._model_of(application)
+            launch = self._launch_of(application, model)
             launch.__enter__()
             self._launch = launch
             if application.lone_engine:
-                self._lone = lone_engine(self._logs / "lone.log")
+                self._lone = lone_engine(self._logs / "lone.log", model)
             self._application = application
         self.wait_until_whole()
         return URL
 
-    def _launch_of(self, application: Application) -> Launch:
+    def _model_of(self, application: Application) -> str:
+        if application.make_model is None:
+            return EMBEDDED_MODEL
+        folder = self._logs / f"{application.name}-model"
+        if not folder.exists():
+            application.make_model(folder)
+        return str(folder)
+
+    def _launch_of(self, application: Application, model: str) -> Launch:
         log = self._logs / f"{application.name}.log"
         if application.file is None:
-            return Launch(application.arguments, log)
+            return Launch([f"model={model}", *application.arguments], log)
         file = self._logs / "conserve.yaml"
         file.write_text(application.file)
         return Launch([], log, None, [sys.executable, "-m", "ray.serve.scripts", "run", str(file)])

@@ -25,7 +25,7 @@ from conserve.wire import BEAT_S, Role
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.messages import EngineInfo, Prefilled
 from deployments.router.endpoint import TurnEndpoint
-from deployments.router.upstream import EngineUnreachable
+from deployments.router.upstream import Checked, EngineUnreachable
 from deployments.table.table import TableService
 from deployments.table.table_client import TableClient, TableUnavailable
 
@@ -441,19 +441,20 @@ class Upstream:
             raise EngineUnreachable(f"cannot connect to {name}", had_request=False)
         return engine
 
-    async def check(self, url: str, path: str, raw: bytes) -> list[list[int]]:
+    async def check(self, url: str, path: str, raw: bytes) -> Checked:
         self._engine(url)
         await asyncio.sleep(0.005)
         if self._engine(url).core_dead:
             raise EngineUnreachable("no tokenizer")
-        return [tokens_of(json.loads(raw)["messages"])]
+        return Checked([tokens_of(json.loads(raw)["messages"])], multimodal=False)
 
-    async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
+    async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
         prefiller = self._engine(url)
-        await asyncio.sleep(len(body["prompt"]) * _PROMPT_TOKEN_S)
+        tokens = len(json.loads(raw)["prompt"])
+        await asyncio.sleep(tokens * _PROMPT_TOKEN_S)
         if prefiller.dead or prefiller.core_dead:
             raise EngineUnreachable(f"{prefiller.name} is gone")
-        return Prefilled(len(body["prompt"]), 0)
+        return Prefilled(tokens, 0)
 
     async def healthy(self, url: str) -> bool:
         await asyncio.sleep(0.002)

@@ -103,3 +103,68 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_and_not_loaded(
     other = Request("o", [1, 2, 3], SamplingParams(max_tokens=1), None)
     with pytest.raises(AttributeError, match="scheduler_adapter"):
         connector.get_num_new_matched_tokens(other, 0)
+
+
+def test_prompts_with_other_images_have_other_keys() -> None:
+    """From the image on; vLLM gives both the same token ids."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    from deployments.engine.lmcache_connector import ResilientMPConnector
+
+    connector = object.__new__(ResilientMPConnector)
+    connector.request_trackers = {}
+    connector.lazy_offload = False
+    text, placeholders = [5, 6, 7], [9] * 8
+
+    def keyed(name: str, image: str) -> list[int]:
+        where = PlaceholderRange(offset=len(text), length=len(placeholders))
+        feature = MultiModalFeatureSpec(None, "image", image, where, mm_hash=image)
+        request = Request(
+            name, [*text, *placeholders, *text], SamplingParams(), None, mm_features=[feature]
+        )
+        ids: list[int] = connector._get_or_create_request_tracker(request).get_token_ids()
+        return ids
+
+    one, same, other = keyed("r1", "a"), keyed("r2", "a"), keyed("r3", "b")
+    assert one == same
+    assert one[:3] == one[-3:] == other[:3] == other[-3:] == text
+    assert not set(one[3:-3]) & {*other[3:-3], 9}
+
+
+@pytest.mark.parametrize("embeddings", [True, False])
+def test_a_prompt_of_embeddings_is_neither_loaded_nor_stored(embeddings: bool) -> None:
+    """It has no token ids, so it would share its keys with all others of its kind."""
+    import torch
+    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestMetadata
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    from deployments.engine.lmcache_connector import ResilientMPConnector
+
+    class Adapter:
+        lmcache_tokens_per_chunk = 128
+
+        def maybe_submit_lookup_request(self, request_id: str, **asked: object) -> None:
+            assert not embeddings
+
+        def check_lookup_result(self, request_id: str) -> int:
+            return 0
+
+    connector = object.__new__(ResilientMPConnector)
+    connector.request_trackers = {}
+    connector.lazy_offload = False
+    connector.scheduler_adapter = Adapter()
+    connector._can_store = connector._reserve_last_token_for_lookup = True
+    connector._hit_alignment_tokens = 128
+    connector._connector_stats = type("Stats", (), {"record_lookup": lambda self, took_s: None})()
+    prompt = {"prompt_embeds": torch.zeros(256, 4)} if embeddings else {}
+    ids = None if embeddings else [1] * 256
+    request = Request("r", ids, SamplingParams(max_tokens=1), None, **prompt)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    tracker = connector.request_trackers["r"]
+    tracker.append_block_ids(([1, 2],))
+    tracker.increase_num_scheduled_tokens(256)
+    stored = LMCacheMPRequestMetadata.GetStoreMetadata(tracker, 128, [128])
+    assert (stored is None) is embeddings

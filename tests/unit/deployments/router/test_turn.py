@@ -19,7 +19,7 @@ from conserve.wire import Emitted
 from deployments.messages import Prefilled, Refusal, TurnPlan, TurnTenant, Unplaced
 from deployments.router.access import Access
 from deployments.router.endpoint import TurnEndpoint
-from deployments.router.upstream import EngineUnreachable
+from deployments.router.upstream import Checked, EngineUnreachable
 
 PROMPT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -65,10 +65,14 @@ class Engines:
     Attributes:
         die: those that are gone once they have the prompt.
         gone: those that were gone before.
+        multimodal: whether prompts have images.
+        prefills: the paths of what is prefilled.
     """
 
     die: set[str]
     gone: set[str] = field(default_factory=set)
+    multimodal: bool = False
+    prefills: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
     prefilled: Prefilled = field(default_factory=lambda: Prefilled(3, 0))
     got: list[tuple[dict[str, str], Any]] = field(default_factory=list)
@@ -84,12 +88,13 @@ class Engines:
             self.dead.add(name)
             raise EngineUnreachable(f"{name} is gone")
 
-    async def check(self, url: str, path: str, raw: bytes) -> list[list[int]]:
-        return [[1, 2, 3]]
+    async def check(self, url: str, path: str, raw: bytes) -> Checked:
+        return Checked([[1, 2, 3]], self.multimodal)
 
-    async def prefill(self, url: str, body: dict[str, Any]) -> Prefilled:
+    async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
         self._serve(url)
-        self.got.append(({}, body))
+        self.prefills.append(path)
+        self.got.append(({}, json.loads(raw)))
         return self.prefilled
 
     async def healthy(self, url: str) -> bool:
@@ -232,6 +237,19 @@ def test_engines_get_the_tenants_salt_and_nothing_of_its_key(tmp_path: Path) -> 
     assert table.tenants == [TurnTenant("acme", Limits(turns=3))] * 2
     (timing,) = [told for name, told in table.told if name == "observe"]
     assert timing.tenant == "acme"
+
+
+@pytest.mark.parametrize("multimodal", [True, False])
+def test_a_prefiller_gets_images_with_the_turn_that_has_them(multimodal: bool) -> None:
+    engines = Engines(set(), multimodal=multimodal)
+    assert ask(Table(prefillers=1), engines)[0] == 200
+    (_, prefill), (_, decode) = engines.got
+    if multimodal:
+        assert engines.prefills == ["/v1/chat/completions"]
+        assert prefill == decode
+    else:
+        assert engines.prefills == ["/v1/completions"]
+        assert prefill == {"model": decode["model"], "prompt": [1, 2, 3], "max_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -484,7 +502,7 @@ def test_a_refusal_is_held_back_by_what_it_took(
     monkeypatch: pytest.MonkeyPatch, by_the_engine: bool
 ) -> None:
     class Refusing(Engines):
-        async def check(self, url: str, path: str, raw: bytes) -> list[list[int]]:
+        async def check(self, url: str, path: str, raw: bytes) -> Checked:
             raise ApiError(400, "no such parameter")
 
     held: list[float] = []
@@ -517,10 +535,10 @@ def test_a_decoder_that_is_lost_once_is_counted_once() -> None:
             return await super().call(method, *arguments, **options)
 
     class Checking(Engines):
-        async def check(self, url: str, path: str, raw: bytes) -> list[list[int]]:
+        async def check(self, url: str, path: str, raw: bytes) -> Checked:
             if "d9" in url:
                 self._serve(url)
-            return [[1, 2, 3]]
+            return Checked([[1, 2, 3]], multimodal=False)
 
     table, engines = PerTurn(), Checking(die={"d9"})
     status, headers, _ = ask(table, engines)

@@ -1,13 +1,12 @@
 """What is known of an engine whose connection fails."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from conserve.errors import ApiError
 from deployments.messages import Prefilled
-from deployments.router.upstream import EngineUnreachable, Upstream
+from deployments.router.upstream import Checked, EngineUnreachable, Upstream
 
 
 async def _asked(url: str) -> EngineUnreachable:
@@ -53,7 +52,7 @@ def test_an_engine_that_is_gone_in_between_may_have_had_it(answer: bytes) -> Non
 @pytest.mark.parametrize(
     ("status", "body", "refused"),
     [
-        (200, b'{"prompts": [[1, 2], [3]]}', None),
+        (200, b'{"prompts": [[1, 2], [3]], "multimodal": true}', None),
         (400, b'{"error": {"message": "n must be at least 1", "param": "n"}}', (400, "n must be")),
         (404, b'{"error": {"message": "Not Found"}}', (502, "cannot check requests")),
     ],
@@ -61,7 +60,7 @@ def test_an_engine_that_is_gone_in_between_may_have_had_it(answer: bytes) -> Non
 def test_an_engine_judges_a_turn(status: int, body: bytes, refused: tuple[int, str] | None) -> None:
     asked: list[bytes] = []
 
-    async def scenario() -> list[list[int]]:
+    async def scenario() -> Checked:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             asked.append(await reader.readuntil(b"{body}"))
             head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n"
@@ -80,7 +79,7 @@ def test_an_engine_judges_a_turn(status: int, body: bytes, refused: tuple[int, s
                 await upstream._open().close()
 
     if refused is None:
-        assert asyncio.run(scenario()) == [[1, 2], [3]]
+        assert asyncio.run(scenario()) == Checked([[1, 2], [3]], multimodal=True)
     else:
         with pytest.raises(ApiError, match=refused[1]) as error:
             asyncio.run(scenario())
@@ -88,24 +87,11 @@ def test_an_engine_judges_a_turn(status: int, body: bytes, refused: tuple[int, s
     assert asked[0].startswith(b"POST /conserve/check/v1/completions ")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "details", "found"),
-    [
-        ([1, 2, 3], {"cached_tokens": 2}, 2),
-        ([1, 2, 3], {"cached_tokens": None}, None),
-        # An operator may have switched it off.
-        ([1, 2, 3], None, None),
-        # Of several prompts it is the last one's.
-        ([[1, 2], [3]], {"cached_tokens": 1}, None),
-    ],
-)
-def test_a_prefiller_says_what_it_has_found(
-    monkeypatch: pytest.MonkeyPatch, prompt: Any, details: Any, found: int | None
-) -> None:
-    async def answered(self: Upstream, url: str, body: Any) -> Any:
-        assert url == "http://p/v1/completions"
-        return {"usage": {"prompt_tokens": 3, "prompt_tokens_details": details}}
+def test_a_prefiller_says_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answered(self: Upstream, url: str, raw: bytes) -> bytes:
+        assert (url, raw) == ("http://p/conserve/prefill/v1/messages", b"{body}")
+        return b'{"prompt_tokens": 3, "lmcache_tokens": 0, "cached_tokens": 2}'
 
-    monkeypatch.setattr(Upstream, "_json", answered)
-    done = asyncio.run(Upstream(5).prefill("http://p", {"prompt": prompt}))
-    assert done == Prefilled(3, 0, found)
+    monkeypatch.setattr(Upstream, "answered", answered)
+    done = asyncio.run(Upstream(5).prefill("http://p", "/v1/messages", b"{body}"))
+    assert done == Prefilled(3, 0, 2)

@@ -1,0 +1,224 @@
+"""Prompts with images: their KV is handed off whole, and is never another image's."""
+
+import asyncio
+import base64
+import io
+import json
+import random
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from conserve.apis import CHAT, MESSAGES, RESPONSES
+from conserve.wire import PREFILL_PREFIX
+from tests.engines.applications import VISION
+from tests.engines.client import TIMEOUT_S, Agent, engines, last_turn, lone_answer, prose
+from tests.engines.lone import LONE_PORT
+from tests.engines.metrics import metric
+from tests.engines.processes import kill
+from tests.engines.stage import Stage
+
+pytestmark = [pytest.mark.anyio, pytest.mark.application(VISION)]
+
+BLOCK_TOKENS = 128
+OUTPUT_TOKENS = 16
+LONE = f"http://127.0.0.1:{LONE_PORT}"
+# Of a prompt's text before its image so much is a whole chunk.
+BEFORE = BLOCK_TOKENS
+
+
+def _whole(tokens: int) -> int:
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def _image(rng: random.Random) -> str:
+    """An image like no other, as base64 of a PNG."""
+    pixels = 112
+    written = io.BytesIO()
+    noise = rng.randbytes(pixels * pixels * 3)
+    Image.frombytes("RGB", (pixels, pixels), noise).save(written, "PNG")
+    return base64.b64encode(written.getvalue()).decode()
+
+
+def _said(texts: tuple[str, str], image: str) -> list[dict[str, Any]]:
+    """A text, an image and a text, as a chat's message has them."""
+    url = f"data:image/png;base64,{image}"
+    before, behind = texts
+    return [
+        {"type": "text", "text": before},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": behind},
+    ]
+
+
+def _texts(rng: random.Random) -> tuple[str, str]:
+    """They begin in a whole chunk, go on into the next, and end some chunks behind the image."""
+    return prose(rng, BEFORE + 20), prose(rng, 300)
+
+
+def _body(path: str, texts: tuple[str, str], image: str) -> dict[str, Any]:
+    """A greedy turn of a text, an image and a text, by any API."""
+    body: dict[str, Any] = {"model": "conserve-embedded", "temperature": 0}
+    if path == CHAT:
+        content = _said(texts, image)
+        return {**body, "max_tokens": OUTPUT_TOKENS, "messages": [_user(content)]}
+    before, behind = texts
+    if path == MESSAGES:
+        source = {"type": "base64", "media_type": "image/png", "data": image}
+        content = [
+            {"type": "text", "text": before},
+            {"type": "image", "source": source},
+            {"type": "text", "text": behind},
+        ]
+        return {**body, "max_tokens": OUTPUT_TOKENS, "messages": [_user(content)]}
+    url = f"data:image/png;base64,{image}"
+    content = [
+        {"type": "input_text", "text": before},
+        {"type": "input_image", "image_url": url, "detail": "auto"},
+        {"type": "input_text", "text": behind},
+    ]
+    return {**body, "max_output_tokens": OUTPUT_TOKENS, "input": [_user(content)]}
+
+
+def _user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def _answered(path: str, body: Any) -> str:
+    if path == CHAT:
+        return str(body["choices"][0]["message"]["content"])
+    if path == MESSAGES:
+        return str(body["content"][0]["text"])
+    return str(body["output"][0]["content"][0]["text"])
+
+
+async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> httpx.Response:
+    response = await client.post(url, json=body)
+    assert response.status_code == 200, response.text
+    return response
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_an_image_is_handed_off_with_its_prompt(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random, path: str
+) -> None:
+    stage.wait_for_lone()
+    body = _body(path, _texts(rng), _image(rng))
+    reply = await _post(client, application + path, body)
+    stats = await last_turn(client, reply.headers["x-conversation-id"])
+    assert stats["prompt_tokens"] > 4 * BLOCK_TOKENS
+    assert stats["lmcache_tokens"] == _whole(stats["prompt_tokens"] - 1)
+    assert stats["decoder_cached_tokens"] == 0
+    alone = await _post(client, LONE + path, body)
+    assert _answered(path, reply.json()) == _answered(path, alone.json())
+
+
+async def test_later_turns_find_the_image_where_they_are(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    stage.wait_for_lone()
+    agent = Agent(client)
+    for turn in range(3):
+        # One more image comes with the last.
+        said = prose(rng, 80) if turn == 1 else _said(_texts(rng), _image(rng))
+        await agent.say(said, tokens=OUTPUT_TOKENS, stream=turn != 1)
+    first, *later = agent.stats
+    assert first["lmcache_tokens"] == _whole(first["prompt_tokens"] - 1)
+    held = first["prompt_tokens"] + first["output_tokens"]
+    for stats in later:
+        assert stats["lmcache_tokens"] == 0
+        assert stats["decoder_cached_tokens"] == _whole(held - 1)
+        held = stats["prompt_tokens"] + stats["output_tokens"]
+    for turn in range(3):
+        asked, answer = agent.messages[: 2 * turn + 1], agent.messages[2 * turn + 1]
+        assert await lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"]
+
+
+async def test_of_another_image_nothing_is_taken(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """The same text around it: the same token ids, and the same length."""
+    stage.wait_for_lone()
+    texts, images = _texts(rng), [_image(rng) for _ in range(2)]
+    found, answers = [], []
+    for image in (*images, images[0]):
+        body = _body(CHAT, texts, image)
+        reply = (await _post(client, application + CHAT, body)).json()
+        found.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+        answers.append(_answered(CHAT, reply))
+        alone = await _post(client, LONE + CHAT, body)
+        assert answers[-1] == _answered(CHAT, alone.json())
+    whole = _whole(reply["usage"]["prompt_tokens"] - 1)
+    assert found == [0, BEFORE, whole]
+    assert answers[0] == answers[2] != answers[1]
+
+
+async def test_lmcache_tells_images_apart(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Without the engines' own caches: what one has stored, another one looks up."""
+    texts, one, other = _texts(rng), _image(rng), _image(rng)
+    (prefiller,), (decoder, _) = engines("prefiller"), engines("decoder")
+    prefill = prefiller["url"] + PREFILL_PREFIX + CHAT
+    done = (await _post(client, prefill, _body(CHAT, texts, one))).json()
+    whole = _whole(done["prompt_tokens"] - 1)
+    assert done == {"prompt_tokens": done["prompt_tokens"], "lmcache_tokens": 0, "cached_tokens": 0}
+    for image, found in ((other, BEFORE), (one, whole)):
+        reply = await _post(client, decoder["url"] + CHAT, _body(CHAT, texts, image))
+        assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == found
+
+
+@pytest.mark.parametrize(
+    "wants",
+    [
+        {"n": 2, "temperature": 1, "stream": True},
+        {"response_format": {"type": "json_object"}, "max_tokens": 40},
+        {"logprobs": True, "top_logprobs": 2, "min_tokens": 5},
+    ],
+    ids=lambda wants: next(iter(wants)),
+)
+async def test_a_prefiller_generates_one_token_whatever_the_turn_wants(
+    application: str, client: httpx.AsyncClient, rng: random.Random, wants: dict[str, Any]
+) -> None:
+    (prefiller,) = engines("prefiller")
+
+    async def generated() -> float:
+        exposed = (await client.get(prefiller["url"] + "/metrics")).text
+        return metric("vllm:generation_tokens_total", exposed)
+
+    before = await generated()
+    body = {**_body(CHAT, _texts(rng), _image(rng)), **wants}
+    reply = await _post(client, application + CHAT, body)
+    stats = await last_turn(client, reply.headers["x-conversation-id"])
+    assert stats["lmcache_tokens"] == _whole(stats["prompt_tokens"] - 1)
+    assert await generated() - before == 1
+
+
+async def test_an_image_that_is_none_is_refused_before_anything_is_computed(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    body = _body(CHAT, _texts(rng), base64.b64encode(b"no image").decode())
+    reply = await client.post(application + CHAT, json=body)
+    assert reply.status_code == 400, reply.text
+    assert "image" in json.dumps(reply.json())
+
+
+@pytest.mark.application(VISION, last=True)
+async def test_a_stream_goes_on_at_another_decoder_with_its_image(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    stage.wait_for_lone()
+    agent = Agent(client, "seen", [_user(_said(_texts(rng), _image(rng)))])
+    began, story_tokens = asyncio.Event(), 400
+    telling = asyncio.ensure_future(agent.ask(tokens=story_tokens, stream=True, began=began))
+    await asyncio.wait_for(began.wait(), TIMEOUT_S)
+    await asyncio.sleep(0.3)
+    bound = (await client.get(f"{application}/v1/conversations/seen")).json()["decoder"]
+    kill(next(engine["pid"] for engine in engines("decoder") if engine["id"] == bound))
+    told = await telling
+    assert metric("conserve_stream_moves_total") == 1
+    assert told.content == await lone_answer(client, agent.messages, story_tokens)
+    # What the stream had put out is computed there; the prompt is not.
+    assert (await last_turn(client, "seen"))["lmcache_tokens"] >= 4 * BLOCK_TOKENS

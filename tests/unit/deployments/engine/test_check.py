@@ -1,0 +1,182 @@
+"""What an engine is asked for, and says, where nobody wants a turn's answer."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from conserve import wire
+from conserve.apis import MESSAGES
+from deployments.engine.check import RequestCheck, make_checkable
+from deployments.messages import Prefilled
+from deployments.router.upstream import Checked
+
+PROMPT = [1, 2, 3]
+# As a turn may want its output.
+WANTED = SamplingParams(
+    n=3, max_tokens=90, logprobs=2, structured_outputs=StructuredOutputsParams(json_object=True)
+)
+
+
+@dataclass
+class Engine:
+    """Stands in for vLLM's ``AsyncLLM``, its renderer and its HTTP app.
+
+    Attributes:
+        images: what `process_inputs` makes of the prompt's.
+        fails: what becomes of a prompt that is computed.
+        ran: the parameters of what was computed.
+        closed: how many outputs were given up.
+    """
+
+    images: list[str] | None = None
+    fails: Exception | None = None
+    hangs: bool = False
+    prompts: int = 1
+    ran: list[Any] = field(default_factory=list)
+    closed: int = 0
+    skipped: list[bool] = field(default_factory=list)
+    shown: list[RequestOutput] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.input_processor = self
+        make_checkable(self, self, ("generate",))
+
+    def process_inputs(self, *asked: Any, **options: Any) -> Any:
+        return SimpleNamespace(prompt_token_ids=PROMPT, mm_features=self.images)
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        self.ran.append((params, options))
+        try:
+            if self.fails is not None:
+                raise self.fails
+            if self.hangs:
+                await asyncio.Event().wait()
+            yield RequestOutput(
+                request_id, None, PROMPT, None, [CompletionOutput(0, "x", [7], None, None)], True,
+                num_cached_tokens=2,
+                kv_transfer_params={"cached_token_stats": {"num_lmcache_extra_cached_tokens": 1}},
+            )  # fmt: skip
+        finally:
+            self.closed += 1
+
+    async def render_chat(self, *, skip_mm_cache: bool = False) -> None:
+        self.skipped.append(skip_mm_cache)
+
+    render_completion = preprocess_chat = render_chat
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.render_chat()
+        for number in range(self.prompts):
+            async for output in self.generate({}, WANTED, f"r{number}", priority=1):
+                self.shown.append(output)
+        await JSONResponse({"served": scope["path"]})(scope, receive, send)
+
+
+def ask(engine: Engine, path: str) -> tuple[int, Any]:
+    """Status and body of the answer."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def exchange() -> None:
+        scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+        await RequestCheck(engine.app)(scope, receive, send)
+
+    asyncio.run(exchange())
+    start, body = sent
+    return start["status"], json.loads(body["body"])
+
+
+@pytest.mark.parametrize("images", [None, [], ["image"]])
+def test_a_check_computes_nothing_and_says_whether_ids_are_all(images: list[str] | None) -> None:
+    engine = Engine(images)
+    status, answer = ask(engine, wire.CHECK_PREFIX + "/v1/chat/completions")
+    assert (status, Checked(**answer)) == (200, Checked([PROMPT], bool(images)))
+    assert engine.ran == []
+    assert engine.skipped == [True]
+
+
+def test_a_prefill_computes_the_prompt_and_nothing_of_what_the_turn_wants() -> None:
+    engine = Engine()
+    status, answer = ask(engine, wire.PREFILL_PREFIX + "/v1/chat/completions")
+    assert (status, Prefilled(**answer)) == (200, Prefilled(3, 1, 2))
+    ((params, options),) = engine.ran
+    assert (params.n, params.max_tokens, params.temperature) == (1, 1, 0)
+    assert params.structured_outputs is params.logprobs is None
+    assert params.extra_args == {"kv_transfer_params": wire.transfer_params()}
+    assert options == {"priority": 1}
+    # What the engine is sent, its core has to be sent too.
+    assert engine.skipped == [False]
+    assert engine.closed == 1
+
+
+def test_a_prefill_ends_as_vllm_wants_each_api_to_end() -> None:
+    for path, choices in (("/v1/chat/completions", 0), (MESSAGES, 1)):
+        engine = Engine()
+        ask(engine, wire.PREFILL_PREFIX + path)
+        (output,) = engine.shown
+        assert output.finished
+        assert [choice.text for choice in output.outputs] == [""] * choices
+
+
+def test_several_prompts_are_one_prefill() -> None:
+    _, answer = ask(Engine(prompts=2), wire.PREFILL_PREFIX + "/v1/completions")
+    # Of each of them the decoder finds something else.
+    assert Prefilled(**answer) == Prefilled(6, 2, None)
+
+
+def test_an_engine_that_fails_a_prefill_says_so_though_a_stream_has_begun() -> None:
+    class Streaming(Engine):
+        async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await super().app(scope, receive, send)
+            except ValueError:
+                await JSONResponse({"error": "within the stream"})(scope, receive, send)
+
+    engine = Streaming(fails=ValueError("too large an image"))
+    status, answer = ask(engine, wire.PREFILL_PREFIX + "/v1/chat/completions")
+    assert status == 400
+    assert "too large an image" in answer["error"]["message"]
+
+
+def test_a_prefill_that_nobody_waits_for_is_given_up() -> None:
+    engine = Engine(hangs=True)
+
+    async def leave() -> None:
+        serving = asyncio.ensure_future(
+            RequestCheck(engine.app)(
+                {"type": "http", "path": wire.PREFILL_PREFIX + "/v1/completions"},
+                None,
+                None,  # type: ignore[arg-type]
+            )
+        )
+        await asyncio.sleep(0.01)
+        assert engine.ran
+        serving.cancel()
+        await asyncio.wait([serving])
+        assert engine.closed == 1
+
+    asyncio.run(leave())
+
+
+def test_any_other_request_is_served() -> None:
+    engine = Engine()
+    assert ask(engine, MESSAGES) == (200, {"served": MESSAGES})
+    ((params, _),) = engine.ran
+    assert params is WANTED
+    assert engine.skipped == [False]
