@@ -174,6 +174,8 @@ def _opencode(place: Place, task: str) -> Start:
             "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
             "OPENCODE_DISABLE_PROJECT_CONFIG": "1",
             "OPENCODE_PURE": "1",
+            # Where it would fetch plugins from whatever else it is told: nobody listens there.
+            "npm_config_registry": "http://127.0.0.1:9",
         },
     )
 
