@@ -50,6 +50,31 @@ def test_tenants_media_have_names_of_their_own() -> None:
     assert len({"cat", *names.values()}) == 3
 
 
+def test_what_a_tool_has_put_out_and_what_it_was_told_have_too() -> None:
+    image = {"type": "input_image", "image_url": "data:,", "uuid": "cat"}
+    items = [
+        {"type": "function_call_output", "call_id": "c", "output": [image]},
+        {"role": "user", "content": [{"type": "tool_result", "content": [image]}]},
+    ]
+    own = own_media(items, "a")
+    names = {own[0]["output"][0]["uuid"], own[1]["content"][0]["content"][0]["uuid"]}
+    assert len(names) == 1
+    assert "cat" not in names
+
+
+def test_a_name_that_was_given_stays_and_no_other_tenants_passes_for_one() -> None:
+    """A history comes back from a decoder as that one got it."""
+    messages = [{"role": "user", "content": [{"type": "image_url", "uuid": "cat"}]}]
+    own = own_media(messages, "a")
+    assert own_media(own, "a") is not messages
+    assert own_media(own, "a") == own
+    assert own_media(own, "b") != own
+    forged = own[0]["content"][0]["uuid"].partition("-")[2]
+    for name in (f"x-{forged}", f"{forged}-{forged}", forged):
+        part = {"type": "image_url", "uuid": name}
+        assert own_media([{"role": "user", "content": [part]}], "a")[0]["content"][0] != part
+
+
 def test_messages_without_named_media_are_not_copied() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "x", "uuid": None}, "y"]}, 5]
     assert own_media(messages, "a") is messages

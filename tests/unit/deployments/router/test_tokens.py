@@ -9,6 +9,7 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from conserve import budget
+from conserve.apis import COUNT_TOKENS, TOKEN_PATHS
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, keyfile
@@ -111,6 +112,7 @@ def asked(path: str, body: Any, *table: dict[str, Any]) -> tuple[int, Any]:
         ("/tokenize", {**HELLO, "tools": [], "return_token_strs": True}),
         ("/detokenize", {"tokens": [5, 6]}),
         ("/detokenize", {"tokens": []}),
+        (COUNT_TOKENS, {**HELLO, "model": "conserve-embedded"}),
     ],
 )
 def test_an_engine_answers_what_it_is_sent(engines: Engines, path: str, body: Any) -> None:
@@ -152,6 +154,31 @@ def test_what_costs_too_much_or_is_no_request_gets_to_no_engine(
     assert found == status
     assert answer["error"]["param"] == param
     assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert engines.asked == []
+
+
+def test_what_no_turn_may_be_is_not_counted_either(engines: Engines) -> None:
+    many = [{"role": "user", "content": "a"}] * 7000
+    for body, status in (({"messages": many}, 400), ({**HELLO, "model": "other"}, 404)):
+        found, answer = asked(COUNT_TOKENS, body)
+        assert found == status
+        # In the shape of its API.
+        assert answer["type"] == "error"
+    assert engines.asked == []
+
+
+def test_a_refusal_that_took_long_is_held_back(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+
+    async def hold_back(error: ApiError, arrived_s: float) -> None:
+        held.append(error.status)
+
+    monkeypatch.setattr(tokens, "hold_back", hold_back)
+    for path in TOKEN_PATHS:
+        assert asked(path, {"model": 5})[0] == 400
+    assert held == [400] * len(TOKEN_PATHS)
     assert engines.asked == []
 
 
