@@ -27,7 +27,7 @@ SHELL := bash
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
 	bench-overhead bench-keys bench-tenants bench-unkind bench-table bench-energy \
 	bench-sm-slots bench-simulator test-autoscaler test-cancelling test-chaos test-clients \
-	test-compatibility test-fuzz test-peers test-cluster clean
+	test-compatibility test-fuzz test-peers test-vision test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -63,6 +63,9 @@ test-cancelling: $(INSTALLED) ## Cancel up to 300 first turns at a time, at seve
 
 test-peers: $(INSTALLED) ## Start every peer of the benchmarks, and talk to it (minutes)
 	@$(BIN)/python -m pytest tests/engines/peers tests/engines/every_peer $(ARGS)
+
+test-vision: $(INSTALLED) ## Show images to a model of random weights, and see them handed off (minutes)
+	@$(BIN)/python -m pytest tests/engines/vision $(ARGS)
 
 test-chaos: $(INSTALLED) ## Kill processes under 64 conversations for 20 minutes (ARGS='--minutes 5 --seed 1')
 	@$(BIN)/python -m tests.chaos $(ARGS)
