@@ -75,7 +75,11 @@ class _Observation:
         # Clients are told what was not computed for this turn, by whichever engine.
         most = self.prefill_cached_tokens
         if most is not None and output.num_cached_tokens is not None:
-            output.num_cached_tokens = min(most, output.num_cached_tokens)
+            computed = max(0, output.num_cached_tokens - most)
+            output.num_cached_tokens -= computed
+            # Messages have a word for what was computed for the turn and is in a cache now.
+            if output.num_cache_creation_tokens is not None:
+                output.num_cache_creation_tokens += computed
         if self.notes:
             self.unnoted += (
                 Emitted(choice.token_ids, choice.finish_reason, choice.stop_reason)

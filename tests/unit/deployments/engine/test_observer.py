@@ -41,6 +41,7 @@ class Decoder:
     ) -> None:
         self.table = Table()
         self.told_cached: list[int | None] = []
+        self.told_created: list[int | None] = []
         self._cached = cached
         self._reason = reason
         self._tokens = tokens
@@ -61,8 +62,9 @@ class Decoder:
             choice = CompletionOutput(0, "x", ids, None, None, finish_reason=reason)
             given = prompt["prompt_token_ids"]
             yield RequestOutput(
-                "r", None, given, None, [choice], reason is not None, num_cached_tokens=self._cached
-            )
+                "r", None, given, None, [choice], reason is not None,
+                num_cached_tokens=self._cached, num_cache_creation_tokens=5,
+            )  # fmt: skip
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         """As vLLM has it: an error in a stream is an event, and [DONE] comes after it."""
@@ -77,6 +79,7 @@ class Decoder:
         try:
             async for output in self.client.generate(prompt, self._params, "r"):
                 self.told_cached.append(output.num_cached_tokens)
+                self.told_created.append(output.num_cache_creation_tokens)
                 events.append(b"data: " + output.outputs[0].text.encode() + b"\n\n")
                 await send({"type": "http.response.body", "body": events[-1], "more_body": True})
         except Exception as error:
@@ -158,6 +161,8 @@ def test_clients_are_told_what_no_engine_computed(
     decoder.turn(prefill_cached=by_prefiller)
     assert decoder.failure is None
     assert set(decoder.told_cached) == {told}
+    # In a cache it is now, with what the decoder has put there.
+    assert set(decoder.told_created) == {5 + (found or 0) - (told or 0)}
 
 
 def test_a_grammar_that_cannot_be_compiled_is_the_clients_affair() -> None:
