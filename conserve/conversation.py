@@ -119,6 +119,11 @@ class Conversation(msgspec.Struct, gc=False):
         return not self.packed.startswith(_NO_TURN)
 
     @property
+    def has_points(self) -> bool:
+        """Whether any point is known."""
+        return len(self.packed) > _PACKED.size
+
+    @property
     def points(self) -> bytes:
         """`Points.packed`: beginnings whose length is known, at which others may leave it."""
         return self.packed[_PACKED.size :]
@@ -133,15 +138,18 @@ class Conversation(msgspec.Struct, gc=False):
         newest = newest_mark(self.packed, _PACKED.size)
         return (newest, *self.further_tails) if newest else ()
 
-    def set_tails(self, tails: tuple[Digest, ...], tokens: int) -> None:
-        """Note by what the next turn is recognised.
+    def set_tails(self, tails: tuple[Digest, ...], stats: TurnStats) -> None:
+        """Note a turn that is its latest, and by what the next one is recognised.
 
         Args:
             tails: of the answer's choices, of which there is at least one. The engine does not
                 tell their lengths apart; the first one's is a point.
-            tokens: the length, with the longest answer.
+            stats: what the engine reported of the turn.
         """
-        self.packed = with_point(self.packed, tails[0], tokens, _PACKED.size)
+        # At once: each assignment makes the packed bytes anew.
+        packed = stats.pack() + self.packed[_PACKED.size :]
+        tokens = stats.prompt_tokens + stats.output_tokens
+        self.packed = with_point(packed, tails[0], tokens, _PACKED.size)
         self.further_tails = tuple(map(mark, tails[1:])) if len(tails) > 1 else ()
 
     @property

@@ -384,8 +384,9 @@ class ConversationTable:
         self._compare(conversation, stats)
         has_kin = False
         if tails:
-            held_tokens = stats.prompt_tokens + stats.output_tokens
-            has_kin = self._families.set_tails(conversation, tails, held_tokens)
+            has_kin = self._families.set_tails(conversation, tails, stats)
+        else:
+            conversation.last_turn = stats
         self._finish_turn(conversation, turn.turn_id, stats, now_s)
         if has_kin:
             self._kinship.advanced(conversation)
@@ -413,15 +414,16 @@ class ConversationTable:
         conversation = self._current(turn.conversation_id, turn.incarnation)
         if conversation is None:
             return None
-        if turn.turn_id in conversation.running:
-            self._finish_turn(conversation, turn.turn_id, stats, now_s)
-        elif (
+        began_elsewhere = (
             stats is not None
             and turn.turn_id > conversation.finished
             and decoder_id is not None
             and decoder_id == conversation.decoder_id
-        ):
+        )
+        if turn.turn_id in conversation.running or began_elsewhere:
             self._next_id = max(self._next_id, turn.turn_id + 1)
+            if stats is not None:
+                conversation.last_turn = stats
             self._finish_turn(conversation, turn.turn_id, stats, now_s)
         if not conversation.running:
             if not conversation.has_last_turn or not conversation.can_go_on:
@@ -602,7 +604,6 @@ class ConversationTable:
         conversation.finished = max(conversation.finished, turn_id)
         if stats is not None:
             conversation.promised = False
-            conversation.last_turn = stats
             self._hold(conversation, stats.prompt_tokens + stats.output_tokens)
         conversation.last_used_s = now_s
 

@@ -60,7 +60,7 @@ class Holdings:
         if completed:
             held.turns += 1
             if tails and stats is not None:
-                held.set_tails(tails, stats.prompt_tokens + stats.output_tokens)
+                held.set_tails(tails, stats)
         if not held.has_last_turn and not held.running:
             self.drop(turn.conversation_id, turn.incarnation)
 

@@ -6,7 +6,7 @@ A *family* are the histories of one root. Most have one member, and take one ent
 from collections.abc import Callable, Iterator, Sequence
 
 from conserve import identity
-from conserve.conversation import Conversation
+from conserve.conversation import Conversation, TurnStats
 from conserve.histories.points import mark
 from conserve.recognition import Chain, Digest, TailIndex
 
@@ -46,15 +46,14 @@ class Families:
         """It does not any more."""
         if history.root is None:
             return
-        known = self._of.get(history.root)
+        # Most are alone: one look where two would be needed to see that first.
+        known = self._of.pop(history.root, None)
         if isinstance(known, _Family):
             known.leave(history)
-            if len(known.members) == 1:
-                (self._of[history.root],) = known.members
-        elif known is not None:
-            del self._of[history.root]
+            several = len(known.members) > 1
+            self._of[history.root] = known if several else next(iter(known.members))
 
-    def set_tails(self, history: Conversation, tails: tuple[Digest, ...], tokens: int) -> bool:
+    def set_tails(self, history: Conversation, tails: tuple[Digest, ...], stats: TurnStats) -> bool:
         """A history's last turn has left these; see `Conversation.set_tails`.
 
         Returns:
@@ -63,10 +62,10 @@ class Families:
         family = self._of.get(history.root) if history.root is not None else None
         if isinstance(family, _Family):
             family.tails.discard(history.id, _keys(history))
-            history.set_tails(tails, tokens)
+            history.set_tails(tails, stats)
             family.tails.add(history.id, _keys(history))
             return True
-        history.set_tails(tails, tokens)
+        history.set_tails(tails, stats)
         return False
 
     def set_points(self, history: Conversation, points: bytes) -> None:

@@ -121,18 +121,21 @@ class Kinship:
         chain = opening.chain
         if chain is None:
             return
+        alone = self.families.is_alone(chain.root)
         nearest, tokens = None, 0
-        if not self.families.is_alone(chain.root):
+        if not alone:
             nearest, tokens = self._nearest(history, chain.root, lambda kin: _common(kin, chain))
-        if not history.points:
+        if not history.has_points:
             left_at = None if nearest is None else _left_at(nearest, chain)
+            points = b""
             if nearest is not None and left_at is not None:
                 points = Points(nearest.points).through(left_at[0])
             elif chain.ends_with_root:
                 points = one_point(chain.root, history.held_tokens)
+            if alone:
+                history.points = points
             else:
-                points = b""
-            self.families.set_points(history, points)
+                self.families.set_points(history, points)
         if nearest is not None:
             self.sharing.share(history, nearest, tokens)
         if opening.system is not None:
