@@ -26,6 +26,7 @@ from conserve.holdings import Holdings
 from conserve.recognition import Digest
 from conserve.recognition.apis import answers_of, heard
 from conserve.wire import Emitted
+from deployments.engine.body import read_ahead, replay
 from deployments.engine.continuation import can_be_continued, continued
 from deployments.table.table_client import TableClient, TableUnavailable
 
@@ -231,10 +232,10 @@ class TurnObserver:
         )
         sent_bytes = int(headers.get(wire.SENT_HEADER, 0))
         if sent_bytes or wire.RECOGNISE_HEADER in headers:
-            body = await _read_ahead(receive)
+            body = await read_ahead(receive)
             turn.observation.sent = wire.read_notes(body[:sent_bytes])
             body = body[sent_bytes:]
-            receive = _replay(body, receive)
+            receive = replay(body, receive)
             if wire.RECOGNISE_HEADER in headers:
                 tenant = identity.tenant_of(turn.key.conversation_id)
                 asked = (body, turn.path, self._volatile, tenant)
@@ -345,30 +346,3 @@ def _beginning(
     if not isinstance(body, dict):
         return None
     return recognition.Beginning(*heard(path, body, volatile), tenant)
-
-
-async def _read_ahead(receive: Receive) -> bytes:
-    """The whole body."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            break
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            break
-    return b"".join(parts)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that gives out a body that was read already."""
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay

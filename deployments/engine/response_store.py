@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conserve import identity, wire
 from conserve.apis import RESPONSES, form_of
+from deployments.engine.body import read_ahead, replay
 
 _SMALL_BYTES = 16 * 1024
 _MB = 1_000_000
@@ -126,7 +127,7 @@ class ResponseKeeper:
         if not turn or conversation_id is None or not self._room_mb:
             await self._app(scope, receive, send)
             return
-        request = await _whole_body(receive)
+        request = await read_ahead(receive)
         # Other turns' tokens pass through this thread.
         if len(request) <= _SMALL_BYTES:
             asked = _asked(request)
@@ -138,7 +139,7 @@ class ResponseKeeper:
                 self._store.add(asked.request_id, conversation_id, request, response)
 
             send = _watched(send, keep)
-        await self._app(scope, _replayed(request, receive), send)
+        await self._app(scope, replay(request, receive), send)
 
     def _tell(self, scope: Scope, headers: Headers) -> Response:
         key = headers.get(wire.TENANT_HEADER), scope["path"].removeprefix(wire.STORED_PREFIX)
@@ -182,28 +183,3 @@ def _watched(send: Send, keep: Callable[[bytes], None]) -> Send:
         await send(message)
 
     return watched
-
-
-async def _whole_body(receive: Receive) -> bytes:
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            break
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            break
-    return b"".join(parts)
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
