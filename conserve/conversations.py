@@ -552,8 +552,10 @@ class ConversationTable:
         base = conversation.base
         if not conversation.promised:
             expected = conversation.held_tokens
+        elif base is not None:
+            expected = base.tokens
         else:
-            expected = 0 if base is None else base.tokens
+            return  # Nothing is expected, as of most first turns.
         found = stats.decoder_cached_tokens + stats.lmcache_tokens
         self.expected_cached_tokens += expected
         self.missing_cached_tokens += max(0, expected - found)

@@ -283,6 +283,11 @@ def further(conversation_id: str, number: int) -> str:
     return f"{conversation_id}{_FURTHER}{number}"
 
 
+def is_further(history_id: str) -> bool:
+    """Whether a history is not the one that bears its conversation's id."""
+    return _FURTHER in history_id
+
+
 def conversation_of(history_id: str) -> str:
     """The id, as it is kept, of the conversation that a history belongs to."""
     # Asked several times a turn, and most have no tab in them.

@@ -13,12 +13,14 @@ class Groups:
 
     def add(self, history_id: str) -> None:
         """A history lives from now on."""
-        conversation_id = identity.conversation_of(history_id)
-        if conversation_id != history_id:
+        if identity.is_further(history_id):
+            conversation_id = identity.conversation_of(history_id)
             self._further.setdefault(conversation_id, {})[history_id] = None
 
     def discard(self, history_id: str) -> None:
         """It does not any more."""
+        if not identity.is_further(history_id):
+            return
         conversation_id = identity.conversation_of(history_id)
         further = self._further.get(conversation_id)
         if further is not None:

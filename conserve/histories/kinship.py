@@ -36,8 +36,9 @@ class Opening:
     @property
     def system(self) -> Digest | None:
         """The digest of its system part, if that is worth an account of its own."""
-        counts = self.chain is not None and self.system_tokens >= LEAST_SYSTEM_TOKENS
-        return self.chain.system if self.chain is not None and counts else None
+        if self.system_tokens < LEAST_SYSTEM_TOKENS or self.chain is None:
+            return None
+        return self.chain.system
 
 
 class Kinship:
