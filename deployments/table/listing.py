@@ -68,11 +68,15 @@ async def list_recent(
         await asyncio.sleep(0)
     newest.sort(reverse=True)
     parts = []
-    for shown in _slices(newest, _SHOWN):
-        for _, _, one in shown:
-            histories = table.histories(identity.conversation_of(one.id))
+    # One that had several histories may have been met as one of them and as the other.
+    names = dict.fromkeys(identity.conversation_of(one.id) for _, _, one in newest)
+    for shown in _slices([*names], _SHOWN):
+        for name in shown:
+            histories = table.histories(name)
             if histories:
                 parts.append(msgspec.json.encode(conversation_view(histories, now_s)))
+            if len(histories) > _SHOWN:
+                await asyncio.sleep(0)
         await asyncio.sleep(0)
     return b"[" + b",".join(parts) + b"]"
 

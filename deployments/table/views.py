@@ -1,6 +1,7 @@
 """Conversations and engines as clients see them: ``GET /v1/conversations``, ``/v1/engines``."""
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
 from conserve.histories.sharing import held_together
 from deployments.messages import EngineInfo
+
+# Of a conversation's, so many are shown: a name that many share may have thousands.
+SHOWN_HISTORIES = 64
 
 
 def conversation_view(histories: Sequence[Conversation], now_s: float) -> dict[str, Any]:
@@ -42,8 +46,15 @@ def conversation_view(histories: Sequence[Conversation], now_s: float) -> dict[s
         "idle_s": round(max(0.0, now_s - newest.last_used_s), 3),
         "last_turn": _turn_view(newest),
         "energy_estimate_j": round(energy_j, 3) if energy_j else None,
-        "histories": [_history_view(one, now_s) for one in histories],
+        "histories": [_history_view(one, now_s) for one in _recent(histories)],
+        "histories_total": len(histories),
     }
+
+
+def _recent(histories: Sequence[Conversation]) -> Sequence[Conversation]:
+    if len(histories) <= SHOWN_HISTORIES:
+        return histories
+    return heapq.nlargest(SHOWN_HISTORIES, histories, key=lambda one: one.last_used_s)
 
 
 def _history_view(history: Conversation, now_s: float) -> dict[str, Any]:

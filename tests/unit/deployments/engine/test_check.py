@@ -14,7 +14,7 @@ from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from conserve import wire
-from conserve.apis import MESSAGES
+from conserve.apis import COUNT_TOKENS, MESSAGES
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.messages import Prefilled
 from deployments.router.upstream import Checked
@@ -172,6 +172,14 @@ def test_a_prefill_that_nobody_waits_for_is_given_up() -> None:
         assert engine.closed == 1
 
     asyncio.run(leave())
+
+
+def test_what_only_counts_tokens_leaves_the_cache_of_media_alone() -> None:
+    """It has a half in the engine's core, to which none of that comes."""
+    engine = Engine()
+    for path in (COUNT_TOKENS, MESSAGES):
+        assert ask(engine, path)[0] == 200
+    assert engine.skipped == [True, False]
 
 
 def test_any_other_request_is_served() -> None:

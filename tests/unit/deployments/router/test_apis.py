@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
-from conserve import wire
+from conserve import identity, wire
 from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.errors import ApiError
+from conserve.recognition import Beginning
+from conserve.recognition.apis import heard
 from conserve.settings import Settings
+from conserve.tenants import Caller, Limits
 from deployments.engine.response_store import ResponseKeeper, ResponseStore
 from deployments.router import answer
 from deployments.router.frontdoor import FrontDoor
@@ -153,8 +156,11 @@ def test_a_turn_that_names_a_response_has_its_history() -> None:
     assert asked.explicit_id == "conv-1"
     assert "previous_response_id" not in asked.body
     assert asked.body["top_p"] == 1
-    whole = [*HELLO, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-    assert [item["role"] for item in asked.body["input"]] == [item["role"] for item in whole]
+    # It is recognised by the answer that the decoder has told the table of.
+    begun = Beginning(*heard(RESPONSES, {"input": "hello"}))
+    assert asked.chain is not None
+    assert list(asked.chain.ends) == [begun.tail_digest({"role": "assistant", "content": "a"})]
+    assert asked.body["input"][-1] == {"role": "user", "content": "b"}
     # A name of the client's own goes before.
     named = {"x-conversation-id": "mine"}
     body = {"input": "b", "previous_response_id": "resp_1"}
@@ -166,6 +172,54 @@ def test_a_turn_that_names_a_response_has_its_history() -> None:
         assert error.value.code == "previous_response_not_found"
     text = {"input": "previous_response_id"}
     assert read(RESPONSES, text, stored).body["input"] == "previous_response_id"
+
+
+def test_a_response_goes_on_with_its_conversation_whichever_history_it_is_of() -> None:
+    store = ResponseStore(10_000)
+    keep(store, "resp_1", "hello", identity.further("conv-1", 5))
+    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    asked = read(RESPONSES, {"input": "b", "previous_response_id": "resp_1"}, stored)
+    assert asked.explicit_id == "conv-1"
+
+
+def test_a_response_that_is_named_in_escapes_is_not_passed_over() -> None:
+    """It is looked for as it is written, and an engine would read it all the same."""
+    raw = rb'{"input": "b", "previous\u005fresponse_id": "resp_1"}'
+
+    async def receive() -> Json:
+        return {"type": "http.request", "body": raw}
+
+    scope = {"type": "http", "path": RESPONSES, "headers": []}
+    with pytest.raises(ApiError, match="without escapes") as error:
+        asyncio.run(read_request(scope, receive, Settings()))
+    assert (error.value.status, error.value.param) == (400, "previous_response_id")
+
+
+def test_a_tenants_media_have_the_same_names_in_the_turns_that_go_on() -> None:
+    image = {"type": "input_image", "image_url": "data:,", "uuid": "cat"}
+    store = ResponseStore(10_000)
+    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    caller = Caller("key", "acme", admin=False, limits=Limits(), cache_salt="salt")
+
+    def asked(**body: Any) -> Json:
+        async def receive() -> Json:
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+
+        scope = {"type": "http", "path": RESPONSES, "headers": [], "conserve.caller": caller}
+        request = asyncio.run(read_request(scope, receive, Settings(), stored))
+        assert request is not None
+        assert request.body["cache_salt"] == "salt"
+        return request.body
+
+    first = asked(input=[{"role": "user", "content": [image]}])
+    name = first["input"][0]["content"][0]["uuid"]
+    assert name != "cat"
+    said = {"type": "message", "role": "assistant", "content": "a"}
+    response = json.dumps({"id": "resp_1", "status": "completed", "output": [said]}).encode()
+    store.add("resp_1", identity.scoped("acme", "c"), json.dumps(first).encode(), response)
+    result = {"type": "function_call_output", "call_id": "c", "output": [image]}
+    items = asked(previous_response_id="resp_1", input=[result])["input"]
+    assert items[0]["content"][0]["uuid"] == items[-1]["output"][0]["uuid"] == name
 
 
 def test_a_history_may_not_be_longer_than_a_body() -> None:
@@ -441,6 +495,17 @@ def test_times_are_those_of_output(
     assert seen.ttft_s == first
     assert seen.tbt_s == gaps
     assert seen.effective is effective
+
+
+def test_a_call_counts_though_another_engine_has_ended_the_stream() -> None:
+    async def send(message: Any) -> None: ...
+
+    seen = answer.RelayedAnswer(MESSAGES, 0.0, send)
+    call = event("content_block_start", content_block={"type": "tool_use"})
+    rest = event("message_delta") + event("message_stop")
+    for parts in ([event("message_start"), call], [rest]):
+        asyncio.run(seen.relay(Answer(parts), []))  # type: ignore[arg-type]
+    assert not seen.effective
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES, "/v1/chat/completions"])

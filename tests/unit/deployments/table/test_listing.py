@@ -97,6 +97,35 @@ def test_what_ends_meanwhile_is_left_out() -> None:
     assert "new" not in ids
 
 
+def a_shared_name(count: int) -> list[Conversation]:
+    """One conversation of many histories, the first used last."""
+    ids = ["shared", *(identity.further("shared", number) for number in range(1, count))]
+    return [Conversation(id, at, float(at), float(count - at)) for at, id in enumerate(ids)]
+
+
+def test_of_a_name_that_many_share_the_newest_histories_are_shown() -> None:
+    found = a_shared_name(1000)
+    raw = asyncio.run(list_recent(Table(found), 10, 1000.0))  # type: ignore[arg-type]
+    (shown,) = json.loads(raw)
+    assert shown["histories_total"] == 1000
+    assert [one["idle_s"] for one in shown["histories"]] == [float(at) for at in range(64)]
+
+
+def test_one_whose_other_histories_end_meanwhile_is_listed_once() -> None:
+    """It has several where it is met first, and one where it is met again."""
+    found = [*conversations(8192), *a_shared_name(2)]
+    found[0], found[-1] = found[-1], found[0]
+    table = Table(found)
+
+    async def scenario() -> list[str]:
+        listing = asyncio.create_task(list_recent(table, 20_000, 0.0))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        table.groups["shared"] = ["shared"]
+        return [one["id"] for one in json.loads(await listing)]
+
+    assert asyncio.run(scenario()).count("shared") == 1
+
+
 def test_the_service_answers_in_json() -> None:
     async def scenario() -> None:
         service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]

@@ -448,3 +448,31 @@ def test_a_cut_later_turn_ends_nothing() -> None:
         assert await service.conversation(asked.conversation_id) is not None
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_completion_under_a_chats_id_is_a_history_of_its_own(bound: bool) -> None:
+    """Also while the chat is not bound yet, and after it has ended."""
+
+    async def scenario() -> None:
+        service = await a_full_service()
+        await service.release("full")
+        chain = Chain(b"r" * 16, None, [], ends_with_root=True)
+        chat = await service.begin("r", "c", chain)
+        assert isinstance(chat, Unplaced)
+        if bound:
+            placed = await service.place("r", "c", 10, opening=Opening(chain))
+            assert isinstance(placed, TurnPlan)
+        completion = await asyncio.wait_for(service.begin("r", "c", None), 5)
+        assert isinstance(completion, Unplaced)
+        beside = completion.conversation_id
+        assert beside != chat.conversation_id == "c"
+        assert isinstance(await service.place("r", beside, 10), TurnPlan)
+        await service.forgo("c", chat.claim)
+        if bound:
+            await service.abandon(placed.turn, None, None)
+        again = await service.begin("r", "c", None)
+        assert isinstance(again, TurnPlan)
+        assert again.turn.conversation_id == beside
+
+    asyncio.run(scenario())
