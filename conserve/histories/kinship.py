@@ -8,7 +8,7 @@ from conserve import identity
 from conserve.conversation import Conversation
 from conserve.hints import Hints
 from conserve.histories.families import Families
-from conserve.histories.points import Points, one_point
+from conserve.histories.points import Points, mark, one_point
 from conserve.histories.sharing import Sharing
 from conserve.placement import NOTHING_SHARED, Decoder, Shared
 from conserve.recognition import Chain, Digest
@@ -122,23 +122,17 @@ class Kinship:
         chain = opening.chain
         if chain is None:
             return
-        alone = self.families.is_alone(chain.root)
-        nearest, tokens = None, 0
-        if not alone:
+        if self.families.is_alone(chain.root):
+            if chain.ends_with_root and not history.has_points:
+                history.points = one_point(chain.root, history.held_tokens)
+        else:
             nearest, tokens = self._nearest(history, chain.root, lambda kin: _common(kin, chain))
-        if not history.has_points:
-            left_at = None if nearest is None else _left_at(nearest, chain)
-            points = b""
-            if nearest is not None and left_at is not None:
-                points = Points(nearest.points).through(left_at[0])
-            elif chain.ends_with_root:
+            points = self._learnt(history, chain)
+            if not points and chain.ends_with_root:
                 points = one_point(chain.root, history.held_tokens)
-            if alone:
-                history.points = points
-            else:
-                self.families.set_points(history, points)
-        if nearest is not None:
-            self.sharing.share(history, nearest, tokens)
+            self.families.set_points(history, points)
+            if nearest is not None:
+                self.sharing.share(history, nearest, tokens)
         if opening.system is not None:
             self.sharing.share_system(history, opening.system, opening.system_tokens)
 
@@ -160,6 +154,22 @@ class Kinship:
         for kin in list(self._kin(history.root, history)):
             if not kin.running and kin.base is history.base is not None:
                 self.sharing.hold(kin, 0)
+
+    def _learnt(self, history: Conversation, chain: Chain) -> bytes:
+        """A history's points, with those that its kin know of its prompt."""
+        beginnings = {mark(digest) for digest in (*chain.ends, chain.root)}
+        lengths = dict(Points(history.points))
+        for kin in self._kin(chain.root, history):
+            if kin.decoder_id == history.decoder_id:
+                for known, tokens in Points(kin.points):
+                    if known in beginnings:
+                        lengths.setdefault(known, tokens)
+        points = Points()
+        # Of equal ones the history's own is the last: by the newest it is gone on with.
+        newest = history.tails[:1]
+        for known, tokens in sorted(lengths.items(), key=lambda one: (one[1], one[0] in newest)):
+            points.add(known, tokens)
+        return points.packed
 
     def _nearest(
         self, history: Conversation, root: Digest, common: Callable[[Conversation], int]
@@ -184,15 +194,9 @@ class Kinship:
                 yield kin
 
 
-def _left_at(kin: Conversation, chain: Chain) -> tuple[Digest, int] | None:
-    """The longest point of a kin that a prompt goes on from, with its tokens."""
-    return Points(kin.points).longest((*chain.ends, chain.root))
-
-
 def _common(kin: Conversation, chain: Chain) -> int:
     """The tokens that a kin has in common with a prompt, as far as is known."""
-    found = _left_at(kin, chain)
-    return 0 if found is None else min(found[1], kin.held_tokens)
+    return min(Points(kin.points).longest((*chain.ends, chain.root)), kin.held_tokens)
 
 
 def _begins_with(history: Conversation, system: Digest) -> bool:

@@ -104,18 +104,14 @@ class Points:
             end = len(self.packed) - _POINT.size
             self.packed = self.packed[:end] + _POINT.pack(newest, max(tokens, shortest))
 
-    def through(self, digest: Digest) -> bytes:
-        """Those up to one of them, packed; none, if it is not among them."""
-        at = self._find(digest)
-        return b"" if at is None else self.packed[: at + _POINT.size]
-
-    def longest(self, digests: Iterable[Digest]) -> tuple[Digest, int] | None:
-        """The first of these digests, given longest first, that is a point; with its tokens."""
+    def longest(self, digests: Iterable[Digest]) -> int:
+        """The tokens of the first of these, given longest first, that is a point; 0 without."""
         for digest in digests:
             at = self._find(digest)
             if at is not None:
-                return digest, _POINT.unpack_from(self.packed, at)[1]
-        return None
+                tokens: int = _POINT.unpack_from(self.packed, at)[1]
+                return tokens
+        return 0
 
     def common(self, others: "Points") -> int:
         """The tokens of the longest point that is among the others too; 0 without one.

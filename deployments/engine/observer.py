@@ -67,12 +67,12 @@ class _Observation:
             self.cached_tokens, self.lmcache_tokens = found.own_tokens, found.lmcache_tokens
         elif output.num_cached_tokens is not None and not self.lmcache_tokens:
             self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
-        # It is told the table; vLLM would pass it on to the client.
-        output.kv_transfer_params = None
         if output.finished:
             self.finished += 1
 
     def put_out(self, output: Any) -> None:
+        # Said to the table alone; vLLM would pass it on to the client.
+        output.kv_transfer_params = None
         # Clients are told what was not computed for this turn, by whichever engine.
         most = self.prefill_cached_tokens
         if most is not None and output.num_cached_tokens is not None:

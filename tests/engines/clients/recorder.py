@@ -197,7 +197,8 @@ def _usage(events: Iterable[dict[str, Any]]) -> Usage | None:
         cached = told["input_tokens_details"]["cached_tokens"]
         return Usage(told["input_tokens"], cached, told["output_tokens"])
     if "cache_read_input_tokens" in told:
-        # Messages' input_tokens are those that were in no cache.
+        # Messages' input_tokens are those that were in no cache, nor put into one.
         cached = told["cache_read_input_tokens"]
-        return Usage(told["input_tokens"] + cached, cached, told["output_tokens"])
+        prompt = told["input_tokens"] + cached + (told.get("cache_creation_input_tokens") or 0)
+        return Usage(prompt, cached, told["output_tokens"])
     return None

@@ -177,18 +177,11 @@ class Trees(RuleBasedStateMachine):
             self.policy.decoder_id = decoder
             assert self.table.bind(found, tokens_of(messages), 0, opening=opening) is not None
             known = self.known.setdefault(found, Known((), decoder))
-            if not known.points:
-                ends = self.beginnings(messages)
-                kin = [
-                    one
-                    for one in self.known.values()
-                    if one is not known and one.decoder == decoder
-                ]
-                shared = [m for m in ends if any(m in one.points for one in kin)]
-                if shared:
-                    known.points = set(shared)
-                elif len(ends) == 1:
-                    known.points = {messages}
+            ends = self.beginnings(messages)
+            kin = [one for one in self.on(decoder) if one is not known]
+            known.points |= {m for m in ends if any(m in one.points for one in kin)}
+            if not known.points and len(ends) == 1:
+                known.points = {messages}
             known.decoder, known.promised, known.as_system = decoder, True, True
         known.turn = Turn.last(self.table, found)
         known.asked = messages

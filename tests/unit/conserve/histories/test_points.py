@@ -56,10 +56,9 @@ def test_the_longest_of_a_turns_ends_is_found(steps: list[int], data: st.DataObj
     kept = {number: tokens for number in range(len(steps)) for m, tokens in points
             if m == mark(digest(number))}  # fmt: skip
     longest = max(number for number in kept if number <= last)
-    assert points.longest(ends) == (digest(longest), kept[longest])
-    # What is copied ends there.
-    assert newest_mark(points.through(digest(longest))) == mark(digest(longest))
-    assert Points(points.through(digest(longest))).common(points) == kept[longest]
+    assert points.longest(ends) == kept[longest]
+    assert points.longest([digest(len(steps))]) == 0
+    assert grown(steps[: longest + 1])[0].common(points) == kept[longest]
 
 
 def test_an_answer_of_which_less_is_left_is_known_as_so_long() -> None:
@@ -70,7 +69,6 @@ def test_an_answer_of_which_less_is_left_is_known_as_so_long() -> None:
     assert [tokens for _, tokens in points] == [1000, 1500, 1500]
     points.add(digest(9), 1800)
     assert [tokens for _, tokens in points] == [1000, 1500, 1500, 1800]
-    assert newest_mark(points.through(digest(1))) == mark(digest(1))
     Points().clip(5)
 
 

@@ -1,5 +1,7 @@
 """What agents do with histories, and where it goes: warm, together, spread, or in the place of."""
 
+import copy
+
 import pytest
 
 from conserve.conversation import TurnStats
@@ -201,6 +203,31 @@ def test_an_engine_that_has_lost_it_corrects_the_account() -> None:
     assert (table.expected_cached_tokens, table.missing_cached_tokens) == (3000, 2000)
 
 
+def test_who_holds_nothing_any_more_shares_nothing() -> None:
+    """Of equal prompts with equal answers the newest is the nearest, if it still holds any."""
+    table = a_table(decoders=1, capacity_tokens=100_000)
+    for name in "bac":
+        bound(table, name, 1000, chain("x"))
+    first, second, third = (Turn.last(table, name) for name in "abc")
+    for one, found in ((first, 1000), (second, 0), (third, 1000)):
+        seen = TurnStats(1000, 10, found, 0)
+        assert table.advance(one.key, one.decoder_id, seen, tuple(ends("0000")), 0)
+    assert the(table, "a").held_tokens == 0
+    assert held(table)["d1"] == (1010, 3)
+
+
+def test_of_an_answer_whose_reasoning_is_dropped_less_is_shared() -> None:
+    table = a_table(decoders=1, capacity_tokens=100_000)
+    a_history(table, NAME, [500], "x")
+    assert table.begin(NAME, 0) is not None
+    turn = Turn.last(table, NAME)
+    # The second prompt begins with 495 tokens of the 500 that the first turn left.
+    seen = TurnStats(700, 10, 495, 0)
+    assert table.advance(turn.key, turn.decoder_id, seen, tuple(ends("0001")), 0)
+    bound(table, f"{NAME}\t\t1", 800, chain("x", ends("0000")))
+    assert held(table)["d1"] == (710 + 800 - 495, 2)
+
+
 def test_the_first_turn_that_was_cut_is_tried_again_under_its_name() -> None:
     table = a_table()
     bound(table, NAME, 500, chain("x"))
@@ -241,6 +268,13 @@ def test_hints_stay_with_their_history_until_others_come() -> None:
     assert the(table, NAME).hints == slow
     table.remove_decoder(binding(table, NAME) or "")
     assert table.bind(NAME, 100, 2, opening=Opening(chain("x"), 0, late)) is not None
+    assert the(table, NAME).hints == late
+    # Its decoder comes back to a table that took it for lost.
+    own = copy.copy(the(table, NAME))
+    home = binding(table, NAME) or ""
+    table.remove_decoder(home)
+    own.hints, own.running = None, ()
+    assert table.add_decoder(home, 1000, [own]) == []
     assert the(table, NAME).hints == late
 
 

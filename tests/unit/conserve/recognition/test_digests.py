@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conserve.recognition import Beginning, TailIndex, candidate_digests, tail_digest
+from conserve.apis import CHAT
+from conserve.recognition import (
+    Beginning,
+    Chain,
+    TailIndex,
+    candidate_digests,
+    chain_of,
+    tail_digest,
+)
+from conserve.recognition.apis import heard
 from tests.unit.conserve.recognition.messages import (
     IMAGE,
     SYSTEM,
@@ -222,3 +231,23 @@ def test_arguments_of_very_many_values_are_compared_as_text() -> None:
         digests = [tail_digest([USER], called(text)) for text in (compact, spaced, compact)]
         assert (digests[0] == digests[1]) is same
         assert digests[0] == digests[2]
+
+
+def test_what_decides_how_a_prompt_begins_makes_another_chain() -> None:
+    """With another salt or template no KV is found: nothing is gone on with."""
+
+    def chain(**more: object) -> Chain:
+        body = {"messages": [SYSTEM, USER, said("a"), USER], **more}
+        return chain_of(*heard(CHAT, body))
+
+    tool = {"type": "function", "function": {"name": "f"}}
+    others = [
+        chain(),
+        chain(cache_salt="a"),
+        chain(cache_salt="b"),
+        chain(chat_template="{{ messages }}"),
+        chain(tools=[tool]),
+    ]
+    assert len({one.root for one in others}) == len({one.ends for one in others}) == len(others)
+    # What is about the answer alone makes none.
+    assert chain(temperature=0, max_tokens=5, tools=[]) == chain()

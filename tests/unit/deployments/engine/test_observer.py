@@ -64,6 +64,7 @@ class Decoder:
             yield RequestOutput(
                 "r", None, given, None, [choice], reason is not None,
                 num_cached_tokens=self._cached, num_cache_creation_tokens=5,
+                kv_transfer_params={"cached_token_stats": {}},
             )  # fmt: skip
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -78,6 +79,8 @@ class Decoder:
         events = []
         try:
             async for output in self.client.generate(prompt, self._params, "r"):
+                # What routers and connectors tell each other is not for clients.
+                assert output.kv_transfer_params is None
                 self.told_cached.append(output.num_cached_tokens)
                 self.told_created.append(output.num_cache_creation_tokens)
                 events.append(b"data: " + output.outputs[0].text.encode() + b"\n\n")

@@ -16,10 +16,18 @@ def test_a_cheap_refusal_comes_at_once_and_a_dear_one_later() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "waits"), [(400, True), (422, True), (429, False), (503, False)]
+    ("status", "code", "waits"),
+    [
+        (400, None, True),
+        (422, None, True),
+        (429, None, False),
+        (503, None, False),
+        (404, "model_not_found", False),
+        (404, "previous_response_not_found", True),
+    ],
 )
 def test_only_who_is_at_fault_waits(
-    monkeypatch: pytest.MonkeyPatch, status: int, waits: bool
+    monkeypatch: pytest.MonkeyPatch, status: int, code: str | None, waits: bool
 ) -> None:
     slept: list[float] = []
 
@@ -27,5 +35,5 @@ def test_only_who_is_at_fault_waits(
         slept.append(seconds)
 
     monkeypatch.setattr(patience.asyncio, "sleep", sleep)
-    asyncio.run(patience.hold_back(ApiError(status, "no"), time.perf_counter() - 10.0))
+    asyncio.run(patience.hold_back(ApiError(status, "no", code), time.perf_counter() - 10.0))
     assert slept == ([4.0] if waits else [])

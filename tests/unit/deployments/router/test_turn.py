@@ -35,6 +35,7 @@ class Table:
     told: list[tuple[str, Any]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     placed_tokens: list[int] = field(default_factory=list)
+    openings: list[Any] = field(default_factory=list)
 
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         self.asked.append(method)
@@ -46,6 +47,7 @@ class Table:
             return Unplaced(self.id, "http://tokenizer", "tokenizer", 1000, claim=turn + 1)
         if method == "place":
             self.placed_tokens.append(arguments[2])
+            self.openings.append(arguments[6])
             prefiller = f"p{turn}" if turn <= self.prefillers else None
             url = None if prefiller is None else f"http://{prefiller}"
             key = TurnKey(self.id, 1, turn)
@@ -401,6 +403,8 @@ def test_a_stream_outlives_its_decoder(after: int, last_words: bytes) -> None:
     assert headers["x-request-id"] == "x"
     # And room is found for all of it: the prompt's three tokens, and these.
     assert table.placed_tokens == [3, 3 + after]
+    # Which are the first prompt, and more than that.
+    assert [one.chain.ends_with_root for one in table.openings] == [True, False]
     (timing,) = [argument for name, argument in table.told if name == "observe"]
     assert (timing.outcome, timing.continued) == ("completed", 1)
 

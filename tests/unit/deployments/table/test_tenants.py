@@ -8,6 +8,8 @@ import pytest
 
 from conserve import identity
 from conserve.conversation import Conversation, TurnStats
+from conserve.histories.kinship import Opening
+from conserve.recognition import Chain
 from conserve.settings import Settings
 from conserve.tenants import Limits
 from conserve.wire import Role
@@ -262,5 +264,76 @@ def test_without_keys_metrics_say_nothing_of_tenants() -> None:
         shown = await service.conversation("c")
         assert shown is not None
         assert "tenant" not in shown
+
+    asyncio.run(scenario())
+
+
+FORK = Chain(b"r" * 16, None, [TAIL])
+
+
+async def a_history(service: TableService, name: str, of: TurnTenant, tokens: int) -> TurnPlan:
+    """One whose first turn is over."""
+    chain = Chain(b"r" * 16, None, [], ends_with_root=True)
+    asked = await service.begin("r", identity.scoped(of.name, name), chain, of)
+    assert isinstance(asked, Unplaced)
+    plan = await service.place(
+        "r", asked.conversation_id, tokens, 0.0, asked.claim, of, Opening(chain)
+    )
+    assert isinstance(plan, TurnPlan)
+    await end(service, plan, tokens)
+    return plan
+
+
+def test_one_name_is_no_way_around_a_limit() -> None:
+    """Turns that continue nothing are histories of their own, whatever they are called."""
+
+    async def scenario() -> None:
+        service, acme = await a_service(), tenant(conversations=2)
+        await a_history(service, "a", acme, 100)
+        other = Chain(b"s" * 16, None, [], ends_with_root=True)
+        second = await service.begin("r", "acme\ta", other, acme)
+        assert isinstance(await place(service, second, acme), TurnPlan)
+        third = Chain(b"u" * 16, None, [], ends_with_root=True)
+        over(await service.begin("r", "acme\ta", third, acme), "conversations")
+        # What goes on with one is none that is new.
+        assert isinstance(await service.begin("r", "acme\ta", FORK, acme), TurnPlan)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_held_already_is_not_asked_for_again() -> None:
+    async def scenario() -> None:
+        service, acme = await a_service(), tenant(held_tokens=1500)
+        await a_history(service, "a", acme, 1000)
+        assert isinstance(await service.begin("r", "acme\ta", FORK, acme), TurnPlan)
+        fork = await service.begin("r", "acme\ta", FORK, acme)
+        assert isinstance(fork, Unplaced)
+        opening = Opening(FORK)
+        placed = await service.place(
+            "r", fork.conversation_id, 1200, 0.0, fork.claim, acme, opening
+        )
+        assert isinstance(placed, TurnPlan)
+        assert placed.prefiller_id is None
+
+    asyncio.run(scenario())
+
+
+def test_a_decoder_is_told_of_what_made_room() -> None:
+    async def scenario() -> None:
+        service, acme = await a_service(1000), tenant()
+        left = await a_history(service, "a", acme, 900)
+        compacted = Chain(b"s" * 16, None, [], ends_with_root=True)
+        asked = await service.begin("r", "acme\ta", compacted, acme)
+        assert isinstance(asked, Unplaced)
+        placed = await service.place(
+            "r", asked.conversation_id, 500, 0.0, asked.claim, acme, Opening(compacted)
+        )
+        assert isinstance(placed, TurnPlan)
+        heard = await service.beat("decoder#1")
+        assert heard is not None
+        assert heard.ended == [("acme\ta", left.turn.incarnation)]
+        assert b'conserve_conversations_ended_total{reason="displaced"} 1.0' in (
+            await service.metrics()
+        )
 
     asyncio.run(scenario())
