@@ -24,7 +24,7 @@ from conserve.placement import (
     Prefiller,
 )
 from conserve.recognition import Chain, Digest
-from conserve.tenants.usage import UsageBook
+from conserve.tenants.usage import TenantUsage, UsageBook
 
 # For the process that keeps a table: a conversation's objects lie anywhere in memory, and on pages
 # of 4 KB most of the time of finding and freeing them goes into address translation. Python's own
@@ -282,13 +282,14 @@ class ConversationTable:
             placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
         if placement is None:
             return None
+        usage = self.usage.of(conversation_id)
         if known is None:
             known = Conversation(conversation_id, self._next_id, now_s, now_s)
             known.asked_s = now_s if arrived_s is None else arrived_s
             if opening.chain is not None:
                 known.root = opening.chain.root
-            self.usage.of(known.id).began(now_s)
-            self._join(known)
+            usage.began(now_s)
+            self._join(known, usage)
             self._look_at(known, now_s + self._idle_timeout_s)
         else:
             known.moves += 1
@@ -303,7 +304,7 @@ class ConversationTable:
         known.promised = True
         if placement.prefiller_id is not None:
             self._join_prefiller(known, placement.prefiller_id, turn1_tokens)
-        self._start_turn(known, now_s)
+        self._start_turn(known, usage, now_s)
         return placement
 
     def held(self, opening: Opening) -> int:
@@ -331,7 +332,7 @@ class ConversationTable:
             return None
         if hints is not None:
             conversation.hints = hints
-        self._start_turn(conversation, now_s)
+        self._start_turn(conversation, self.usage.of(conversation_id), now_s)
         return conversation
 
     def prefill_later_turn(self, conversation: Conversation) -> str | None:
@@ -425,6 +426,9 @@ class ConversationTable:
             if stats is not None:
                 conversation.last_turn = stats
             self._finish_turn(conversation, turn.turn_id, stats, now_s)
+            if stats is not None:
+                # Its engine may have had nothing of it any more, and has computed it again.
+                self._kinship.advanced(conversation)
         if not conversation.running:
             if not conversation.has_last_turn or not conversation.can_go_on:
                 return self.release(turn.conversation_id)
@@ -466,9 +470,8 @@ class ConversationTable:
         self._hold(conversation, 0)
         if conversation.decoder_id is not None:
             self.decoders[conversation.decoder_id].conversations -= 1
-        self._groups.discard(conversation.id)
         usage = self.usage.of(conversation_id)
-        usage.conversations -= not self._groups.lives(conversation.id, self._conversations)
+        usage.conversations -= self._groups.discard(conversation.id, self._conversations)
         usage.histories -= 1
         usage.turns -= len(conversation.running)
         if conversation.running:
@@ -574,17 +577,15 @@ class ConversationTable:
         self.decoders[conversation.decoder_id].held_tokens += tokens
         self.usage.of(conversation.id).held_tokens += tokens
 
-    def _join(self, conversation: Conversation) -> None:
-        usage = self.usage.of(conversation.id)
-        usage.conversations += not self._groups.lives(conversation.id, self._conversations)
+    def _join(self, conversation: Conversation, usage: TenantUsage) -> None:
+        usage.conversations += self._groups.add(conversation.id, self._conversations)
         usage.histories += 1
         self._conversations[conversation.id] = conversation
-        self._groups.add(conversation.id)
         self._families.join(conversation)
         usage.turns += len(conversation.running)
 
-    def _start_turn(self, conversation: Conversation, now_s: float) -> None:
-        self.usage.of(conversation.id).turns += 1
+    def _start_turn(self, conversation: Conversation, usage: TenantUsage, now_s: float) -> None:
+        usage.turns += 1
         if not conversation.running:
             self.reasoning += 1
         conversation.running += (self._next_id,)
@@ -597,10 +598,11 @@ class ConversationTable:
         self._leave_prefiller(conversation)
         running = conversation.running
         if turn_id in running:
+            at = running.index(turn_id)
             # Its own number is kept, not the caller's equal one, as with the id.
-            turn_id = running[running.index(turn_id)]
+            turn_id = running[at]
             self.usage.of(conversation.id).turns -= 1
-            conversation.running = tuple(id for id in running if id != turn_id)
+            conversation.running = running[:at] + running[at + 1 :]
             if not conversation.running:
                 self.reasoning -= 1
         conversation.finished = max(conversation.finished, turn_id)
@@ -664,9 +666,10 @@ class ConversationTable:
             held.asked_s, held.ttfet_s = known.asked_s, known.ttfet_s
             held.energy_j = known.energy_j
             held.hints = known.hints
-        else:
-            self.usage.of(held.id).began(held.created_s)
-        self._join(held)
+        usage = self.usage.of(held.id)
+        if known is None:
+            usage.began(held.created_s)
+        self._join(held, usage)
         idle_at_s = held.last_used_s + self._idle_timeout_s
         held.period = known.period if known is not None else 0
         if known is None or idle_at_s < known.period * self._period_s:

@@ -11,22 +11,40 @@ class Groups:
     def __init__(self) -> None:
         self._further: dict[str, dict[str, None]] = {}
 
-    def add(self, history_id: str) -> None:
-        """A history lives from now on."""
-        if identity.is_further(history_id):
-            conversation_id = identity.conversation_of(history_id)
-            self._further.setdefault(conversation_id, {})[history_id] = None
+    def add(self, history_id: str, live: Container[str]) -> bool:
+        """A history lives from now on.
 
-    def discard(self, history_id: str) -> None:
-        """It does not any more."""
+        Args:
+            live: holds the id of every other history that lives.
+
+        Returns:
+            Whether it is the first of its conversation.
+        """
         if not identity.is_further(history_id):
-            return
+            return history_id not in self._further
+        conversation_id = identity.conversation_of(history_id)
+        first = not self.lives(conversation_id, live)
+        self._further.setdefault(conversation_id, {})[history_id] = None
+        return first
+
+    def discard(self, history_id: str, live: Container[str]) -> bool:
+        """A history does not live any more.
+
+        Args:
+            live: as for `add`.
+
+        Returns:
+            Whether it was the last of its conversation.
+        """
+        if not identity.is_further(history_id):
+            return history_id not in self._further
         conversation_id = identity.conversation_of(history_id)
         further = self._further.get(conversation_id)
         if further is not None:
             further.pop(history_id, None)
             if not further:
                 del self._further[conversation_id]
+        return not self.lives(conversation_id, live)
 
     def lives(self, history_id: str, live: Container[str]) -> bool:
         """Whether any history of its conversation lives.

@@ -67,7 +67,12 @@ class Sharing(Generic[History]):
         """
         tokens = min(tokens, history.held_tokens, other.held_tokens)
         if tokens > _length(history.base):
-            self._rebase(history, self._prefix(other, tokens))
+            prefix = self._prefix(other, tokens)
+            # What the one is known to begin with, so does the other, and whoever shares that.
+            known = history.base
+            if _length(known) > _length(prefix.base):
+                self._rebase(history, known, prefix)
+            self._rebase(history, prefix)
 
     def share_system(self, history: History, digest: Digest, tokens: int) -> None:
         """A history begins with a system part of so many tokens."""
@@ -90,8 +95,10 @@ class Sharing(Generic[History]):
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _rebase(self, history: History, base: Prefix | None) -> None:
-        old, history.base = history.base, base
+    def _rebase(self, history: History, base: Prefix | None, prefix: Prefix | None = None) -> None:
+        """A history, or a prefix on its decoder, begins with another prefix from now on."""
+        longer = history if prefix is None else prefix
+        old, longer.base = longer.base, base
         if base is not None:
             base.users += 1
         if change := _length(old) - _length(base):
