@@ -16,12 +16,14 @@ from conserve.histories.groups import Groups
 from conserve.histories.kinship import Kinship, Opening
 from conserve.histories.points import Points, mark
 from conserve.histories.sharing import held_alone
+from conserve.pausing import Memory, Pausing
 from conserve.placement import (
     NOTHING_SHARED,
     Decoder,
     Placement,
     PlacementPolicy,
     Prefiller,
+    Shared,
 )
 from conserve.recognition import Chain, Digest
 from conserve.tenants.usage import TenantUsage, UsageBook
@@ -50,8 +52,11 @@ class ConversationTable:
             lost.
         first_id: turns and incarnations are numbered from here. A table that succeeds another
             must start above it.
+        pausing: decides which idle histories give up their room; None: none do, as in the ConServe
+            paper.
 
     Attributes:
+        memory: who is paused; None without pausing.
         usage: what each tenant has.
     """
 
@@ -61,6 +66,7 @@ class ConversationTable:
         idle_timeout_s: float,
         turn_timeout_s: float = 0.0,
         first_id: int = 1,
+        pausing: Pausing | None = None,
     ) -> None:
         self._policy = policy
         self._idle_timeout_s = idle_timeout_s
@@ -85,6 +91,10 @@ class ConversationTable:
         self.expected_cached_tokens = 0
         self.missing_cached_tokens = 0
         self.usage = UsageBook()
+        self.memory: Memory | None = None
+        if pausing is not None:
+            get = self._conversations.get
+            self.memory = Memory(pausing, self.decoders, get, self._unbind)
 
     def __len__(self) -> int:
         return len(self._conversations)
@@ -118,7 +128,8 @@ class ConversationTable:
         if decoder_id not in self.decoders:
             self.decoders[decoder_id] = Decoder(decoder_id, capacity_tokens)
         foreign = []
-        for held in holds:
+        # The oldest first: an engine has no more than it has room for.
+        for held in sorted(holds, key=lambda one: one.last_used_s):
             known = self._conversations.get(held.id)
             if known is None and held.incarnation >= self._first_id:
                 # This table made it, and has ended it while the decoder was away.
@@ -126,6 +137,11 @@ class ConversationTable:
             elif known is None or (
                 known.decoder_id is None and known.incarnation == held.incarnation
             ):
+                self._adopt(held, decoder_id)
+            elif self._is_newer(held, known):
+                # It was paused, and moved on from where the other one is.
+                assert self.memory is not None
+                self.memory.moved_from(known)
                 self._adopt(held, decoder_id)
             elif known.decoder_id != decoder_id:
                 foreign.append(held.id)
@@ -189,6 +205,8 @@ class ConversationTable:
             return []
         self._leaving.discard(decoder_id)
         self._evicting.discard(decoder_id)
+        if self.memory is not None:
+            self.memory.decoder_lost(decoder_id)
         unbound = []
         for conversation in self._conversations.values():
             if conversation.decoder_id == decoder_id:
@@ -250,7 +268,7 @@ class ConversationTable:
         arrived_s: float | None = None,
         opening: Opening | None = None,
     ) -> Placement | None:
-        """Start a turn of a history that is new, or whose decoder was lost.
+        """Start a turn of a history that is new or paused, or whose decoder was lost.
 
         Args:
             conversation_id: the history's.
@@ -260,7 +278,7 @@ class ConversationTable:
             opening: what is known of its prompt beside that.
 
         Returns:
-            Where it goes, or None, with nothing changed, while no decoder has room.
+            Where it goes, or None while no decoder has room.
 
         Raises:
             ValueError: it is bound already; use `begin`.
@@ -269,20 +287,17 @@ class ConversationTable:
         if known is not None and known.decoder_id is not None:
             raise ValueError(f"conversation {conversation_id!r} is bound to {known.decoder_id}")
         opening = opening or Opening()
-        decoders = self.accepting_decoders
-        shared = NOTHING_SHARED
-        if self._kinship.has_any(opening):
-            shared = self._kinship.shared(opening, decoders, conversation_id, self._siblings)
-        prefillers = self.accepting_prefillers
+        shared = self._shared(known, conversation_id, opening)
+        decoders, prefillers = self.accepting_decoders, self.accepting_prefillers
         placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
-        if placement is None and self._make_room(conversation_id, turn1_tokens):
-            # What was shared with the one that went is not there any more.
-            if self._kinship.has_any(opening):
-                shared = self._kinship.shared(opening, decoders, conversation_id, self._siblings)
+        while placement is None and self._make_room(conversation_id, turn1_tokens, shared, now_s):
+            # What was shared with those that went is not there any more.
+            shared = self._shared(known, conversation_id, opening)
             placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
         if placement is None:
             return None
         usage = self.usage.of(conversation_id)
+        was_known = known is not None
         if known is None:
             known = Conversation(conversation_id, self._next_id, now_s, now_s)
             known.asked_s = now_s if arrived_s is None else arrived_s
@@ -292,12 +307,13 @@ class ConversationTable:
             self._join(known, usage)
             self._look_at(known, now_s + self._idle_timeout_s)
         else:
-            known.moves += 1
             # The prefill for the lost decoder may not have been reported as over.
             self._leave_prefiller(known)
         if opening.hints is not None:
             known.hints = opening.hints
         known.decoder_id = placement.decoder_id
+        if was_known and (self.memory is None or self.memory.bound(known)):
+            known.moves += 1
         self.decoders[placement.decoder_id].conversations += 1
         self._hold(known, turn1_tokens)
         self._kinship.opened(known, opening)
@@ -463,20 +479,9 @@ class ConversationTable:
 
     def release(self, conversation_id: str) -> Conversation | None:
         """End a conversation; its tokens no longer count. None if it is unknown."""
-        conversation = self._conversations.pop(conversation_id, None)
-        if conversation is None:
-            return None
-        self._leave_prefiller(conversation)
-        self._hold(conversation, 0)
-        if conversation.decoder_id is not None:
-            self.decoders[conversation.decoder_id].conversations -= 1
-        usage = self.usage.of(conversation_id)
-        usage.conversations -= self._groups.discard(conversation.id, self._conversations)
-        usage.histories -= 1
-        usage.turns -= len(conversation.running)
-        if conversation.running:
-            self.reasoning -= 1
-        self._families.leave(conversation)
+        conversation = self._take_out(conversation_id)
+        if conversation is not None and self.memory is not None:
+            self.memory.ended(conversation)
         return conversation
 
     def expire(self, now_s: float) -> list[Conversation]:
@@ -496,6 +501,8 @@ class ConversationTable:
                 # If its turn ends first, it is not idle before the first of the two.
                 look_s = min(now_s + self._idle_timeout_s, lost_at_s)
             else:
+                if self.memory is not None and not conversation.running:
+                    self.memory.expired(now_s - conversation.last_used_s)
                 self.release(conversation.id)
                 ended.append(conversation)
                 continue
@@ -516,12 +523,56 @@ class ConversationTable:
             return None
         return conversation
 
+    def _take_out(self, conversation_id: str) -> Conversation | None:
+        conversation = self._conversations.pop(conversation_id, None)
+        if conversation is None:
+            return None
+        self._leave_prefiller(conversation)
+        self._hold(conversation, 0)
+        if conversation.decoder_id is not None:
+            self.decoders[conversation.decoder_id].conversations -= 1
+        usage = self.usage.of(conversation_id)
+        usage.conversations -= self._groups.discard(conversation.id, self._conversations)
+        usage.histories -= 1
+        usage.turns -= len(conversation.running)
+        if conversation.running:
+            self.reasoning -= 1
+        self._families.leave(conversation)
+        return conversation
+
+    def _is_newer(self, held: Conversation, known: Conversation) -> bool:
+        """Whether one decoder's record of a history is of a later turn than another's."""
+        return (
+            self.memory is not None
+            and known.decoder_id is not None
+            and held.incarnation == known.incarnation
+            and held.finished > known.finished
+            and not known.running
+        )
+
     def _siblings(self, history_id: str) -> list[Conversation]:
         """The other histories of a conversation that was named."""
         conversation_id = identity.conversation_of(history_id)
         return [one for one in self.histories(conversation_id) if one.id != history_id]
 
-    def _make_room(self, history_id: str, turn1_tokens: int) -> bool:
+    def _shared(self, known: Conversation | None, history_id: str, opening: Opening) -> Shared:
+        """What decoders have of a prompt already."""
+        shared = NOTHING_SHARED
+        if self._kinship.has_any(opening):
+            decoders = self.accepting_decoders
+            shared = self._kinship.shared(opening, decoders, history_id, self._siblings)
+        if self.memory is not None and known is not None and (last := known.last_turn):
+            left_tokens = last.prompt_tokens + last.output_tokens
+            shared = self.memory.found(history_id, left_tokens, shared)
+        return shared
+
+    def _make_room(self, history_id: str, turn1_tokens: int, shared: Shared, now_s: float) -> bool:
+        """Have idle histories make room for a prompt that fits nowhere; whether any did."""
+        if self.memory is None:
+            return self._displace(history_id, turn1_tokens)
+        return self.memory.make_room(turn1_tokens, self.accepting_decoders, shared, now_s)
+
+    def _displace(self, history_id: str, turn1_tokens: int) -> bool:
         """End what a conversation left behind, where a new history of it fits nowhere.
 
         A conversation that is compacted would wait for itself. Which history it has left its client
@@ -564,7 +615,9 @@ class ConversationTable:
         self.missing_cached_tokens += max(0, expected - found)
         if base is not None and found < base.tokens // 2:
             # The engine had to compute it anew: whoever else began with it has lost it too.
-            self._kinship.evicted(conversation)
+            lost = self._kinship.evicted(conversation)
+            if self.memory is not None:
+                self.memory.evicted(lost)
         elif found < expected and not conversation.promised:
             # A template may drop the reasoning of earlier answers: the turn does not begin with all
             # that the one before it left.
@@ -586,6 +639,10 @@ class ConversationTable:
 
     def _start_turn(self, conversation: Conversation, usage: TenantUsage, now_s: float) -> None:
         usage.turns += 1
+        if self.memory is not None:
+            idle = conversation.has_last_turn and not conversation.running
+            idle_s = now_s - conversation.last_used_s if idle else None
+            self.memory.turn_begins(conversation, idle_s)
         if not conversation.running:
             self.reasoning += 1
         conversation.running += (self._next_id,)
@@ -610,6 +667,8 @@ class ConversationTable:
             conversation.promised = False
             self._hold(conversation, stats.prompt_tokens + stats.output_tokens)
         conversation.last_used_s = now_s
+        if self.memory is not None:
+            self.memory.used(conversation)
 
     def _look_at(self, conversation: Conversation, when_s: float) -> None:
         conversation.period = int(when_s // self._period_s)
@@ -657,7 +716,7 @@ class ConversationTable:
         conversation.prefill_tokens = 0
 
     def _adopt(self, held: Conversation, decoder_id: str) -> None:
-        known = self.release(held.id)
+        known = self._take_out(held.id)
         if known is not None:
             # What a decoder cannot know: the conversation's life before it came there.
             held.created_s = known.created_s
@@ -685,3 +744,6 @@ class ConversationTable:
         if held.running:
             self.reasoning += 1
         self._kinship.advanced(held)
+        if self.memory is not None:
+            self.memory.found_on(held)
+            self.memory.used(held)

@@ -22,12 +22,22 @@ class Holdings:
         """A copy of every record."""
         return [copy.copy(conversation) for conversation in self._held.values()]
 
-    def begin(self, turn: TurnKey, root: Digest | None = None, points: bytes = b"") -> None:
+    def begin(
+        self,
+        turn: TurnKey,
+        root: Digest | None = None,
+        points: bytes = b"",
+        prefilled: bool = False,
+    ) -> None:
         """Note that a turn arrives.
 
         Args:
             root, points: of its history, if that begins here; see `Conversation`.
+            prefilled: a prefiller has stored its prompt: for a history that comes back, it is what
+                LMCache has of it now.
         """
+        if prefilled:
+            self._turn1_tokens.pop(turn.conversation_id, None)
         held = self._held.get(turn.conversation_id)
         if held is None or held.incarnation != turn.incarnation:
             now_s = unix_s()
@@ -72,7 +82,7 @@ class Holdings:
             self._turn1_tokens.pop(conversation_id, None)
 
     def turn1_tokens(self, conversation_id: str) -> int | None:
-        """The prompt's length on the first turn that this decoder served of it, in tokens.
+        """The prompt's length on the turn with which it came here, the last time, in tokens.
 
         No more of the conversation can be in LMCache: nothing is stored for later turns.
         """

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from conserve.admission.waiting import WaitingLine
 from conserve.conversations import ConversationTable
+from conserve.pausing.memory import PAUSE_REASONS, RESTORES, Memory
 
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _TBT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -62,7 +63,8 @@ class Metrics:
             "conserve_output_tokens", "Tokens generated in completed turns."
         )
         self.moves = self._counter(
-            "conserve_moves", "Conversations bound again because their decoder was lost or left."
+            "conserve_moves",
+            "Conversations bound to another decoder: theirs was lost or left, or had no room.",
         )
         self.continued = self._counter(
             "conserve_stream_moves", "Streams that went on at another decoder."
@@ -179,8 +181,12 @@ class _LiveState(Collector):
             "conserve_conversations", "Live histories of conversations, by phase.", labels=["phase"]
         )
         phases.add_metric(["reasoning"], table.reasoning)
-        phases.add_metric(["acting"], len(table) - table.reasoning)
+        paused = 0 if table.memory is None else len(table.memory)
+        phases.add_metric(["acting"], len(table) - table.reasoning - paused)
+        phases.add_metric(["paused"], paused)
         yield phases
+        if table.memory is not None:
+            yield from _of_memory(table.memory)
         held = GaugeMetricFamily(
             "conserve_decoder_held_tokens",
             "Occupancy: tokens of KV held for live conversations.",
@@ -220,3 +226,24 @@ class _LiveState(Collector):
             "Conversations that wait for a decoder with room.",
             value=len(self._line),
         )
+
+
+def _of_memory(memory: Memory) -> Iterator[Metric]:
+    pauses = CounterMetricFamily(
+        "conserve_pauses", "Idle histories that gave up their room, by why.", labels=["reason"]
+    )
+    for reason in PAUSE_REASONS:
+        pauses.add_metric([reason], memory.pauses[reason])
+    yield pauses
+    yield CounterMetricFamily(
+        "conserve_paused_tokens", "What they freed, in tokens.", value=memory.paused_tokens
+    )
+    restores = CounterMetricFamily(
+        "conserve_restores",
+        "Paused histories that came back: to their decoder, which had kept them, to another, or "
+        "to theirs, to be computed again.",
+        labels=["where"],
+    )
+    for where in RESTORES:
+        restores.add_metric([where], memory.restores[where])
+    yield restores

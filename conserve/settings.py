@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from conserve.loopback import is_loopback
+from conserve.pausing import Pausing
 from conserve.placement import PlacementPolicy, PolicyName, make_policy
 
 EMBEDDED_MODEL = "embedded"
@@ -321,6 +322,19 @@ class Settings(_Strict):
         ge=0,
         description="A shorter first turn is prefilled by its decoder; 0: none, as in the paper.",
     )
+    pausing: bool = Field(
+        default=True,
+        description="Whether idle conversations give up their room where others need it; what they "
+        "have stays with the engine until it needs the space. `off`: as in the paper. Only with "
+        "`placement: conversation`.",
+    )
+    pausing_mark: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="The share of a decoder's KV space above which idle conversations are paused, "
+        "though nobody waits for it.",
+    )
     queue_limit: int = Field(
         default=1024,
         ge=0,
@@ -418,6 +432,11 @@ class Settings(_Strict):
             raise ValueError("wrong_decision_rate: only placement per_turn decides turn by turn")
         if self.placement != "conversation" and self.min_remote_prefill_tokens:
             raise ValueError("min_remote_prefill_tokens: only placement conversation reads it")
+        given = self.model_fields_set
+        if self.placement != "conversation" and self.pausing and "pausing" in given:
+            raise ValueError("pausing: only placement conversation pauses conversations")
+        if "pausing_mark" in given and self.pausing_policy() is None:
+            raise ValueError("pausing_mark: nothing is paused here; see pausing")
         return self
 
     @model_validator(mode="after")
@@ -458,6 +477,12 @@ class Settings(_Strict):
             min_remote_prefill_tokens=self.min_remote_prefill_tokens,
             wrong_decision_rate=self.wrong_decision_rate,
         )
+
+    def pausing_policy(self) -> Pausing | None:
+        """Which idle conversations give up their room; None: none do."""
+        if not self.pausing or self.placement != "conversation":
+            return None
+        return Pausing(self.pausing_mark)
 
     def on_nodes(self, alive: int) -> "Settings":
         """These settings on a cluster of ``alive`` nodes, with nothing left to choose.

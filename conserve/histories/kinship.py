@@ -149,11 +149,20 @@ class Kinship:
         if nearest is not None:
             self.sharing.share(history, nearest, tokens)
 
-    def evicted(self, history: Conversation) -> None:
-        """The engine has lost what this began with: so have the idle ones that began with it."""
-        for kin in list(self._kin(history.root, history)):
-            if not kin.running and kin.base is history.base is not None:
-                self.sharing.hold(kin, 0)
+    def evicted(self, history: Conversation) -> list[Conversation]:
+        """The engine has lost what this began with: so have the idle ones that began with it.
+
+        Returns:
+            Those; they hold nothing now.
+        """
+        lost = [
+            kin
+            for kin in self._kin(history.root, history)
+            if not kin.running and kin.base is history.base is not None
+        ]
+        for kin in lost:
+            self.sharing.hold(kin, 0)
+        return lost
 
     def _learnt(self, history: Conversation, chain: Chain) -> bytes:
         """A history's points, with those that its kin know of its prompt."""

@@ -138,6 +138,29 @@ def held_alone(history: Holder) -> int:
     return held
 
 
+class Going:
+    """What comes free as histories go, one after the other: a beginning with its last user.
+
+    Attributes:
+        tokens: so many, if those that were added go.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._gone: dict[int, int] = {}
+
+    def add(self, history: Holder) -> None:
+        """This one goes too."""
+        self.tokens += history.held_tokens - _length(history.base)
+        prefix = history.base
+        while prefix is not None:
+            gone = self._gone[id(prefix)] = self._gone.get(id(prefix), 0) + 1
+            if gone < prefix.users:
+                return
+            self.tokens += prefix.tokens - _length(prefix.base)
+            prefix = prefix.base
+
+
 def held_together(histories: Iterable[Holder]) -> int:
     """What histories hold in tokens, with what they share counted once."""
     held, counted = 0, set()

@@ -24,7 +24,8 @@ class ConversationPlacement:
     *Warm starts*: a prompt that goes back into a history, or begins with the system part of its
     own conversation's others, goes to the decoder that holds most of it, if that has room for the
     rest, and is prefilled there: what is appended is no more than a later turn's. Where that
-    beginning is still on its way, it goes to the same decoder, by a prefiller.
+    beginning is still on its way, it goes to the same decoder, by a prefiller. A history that was
+    paused goes back to the decoder that should still have it, on the same terms.
     *Prefiller*: the one with the fewest tokens still to prefill, for the first turn. Every later
     turn's prefill runs on the decoder.
 
@@ -58,6 +59,12 @@ class ConversationPlacement:
         shared: Shared = NOTHING_SHARED,
     ) -> Placement | None:
         decoder = None
+        if shared.left_on is not None:
+            decoders = tuple(decoders)
+            cold_tokens = turn1_tokens - shared.left_tokens
+            decoder = self._near(turn1_tokens, decoders, shared, shared.left_on, cold_tokens)
+            if decoder is not None:
+                return Placement(decoder.id, None)
         if shared.tokens:
             decoders = tuple(decoders)
             decoder = self._near(turn1_tokens, decoders, shared, shared.warm_on)
@@ -75,14 +82,25 @@ class ConversationPlacement:
         return None
 
     def _near(
-        self, turn1_tokens: int, decoders: Iterable[Decoder], shared: Shared, holder_id: str | None
+        self,
+        turn1_tokens: int,
+        decoders: Iterable[Decoder],
+        shared: Shared,
+        holder_id: str | None,
+        cold_tokens: int | None = None,
     ) -> Decoder | None:
-        """The decoder that holds a prompt's beginning, or is to, if the prompt should go there."""
+        """The decoder that has a prompt's beginning, or is to, if the prompt should go there.
+
+        Args:
+            cold_tokens: what it has not; None: what is not counted there yet.
+        """
         holder = next((one for one in decoders if one.id == holder_id), None)
         if holder is None:
             return None
         if holder.occupancy > self.most_uneven + min(one.occupancy for one in decoders):
             return None
-        cold_tokens = shared.beyond(turn1_tokens, holder.id)
-        fits = cold_tokens <= self.most_cold_share * turn1_tokens and holder.has_room(cold_tokens)
+        new_tokens = shared.beyond(turn1_tokens, holder.id)
+        if cold_tokens is None:
+            cold_tokens = new_tokens
+        fits = cold_tokens <= self.most_cold_share * turn1_tokens and holder.has_room(new_tokens)
         return holder if fits else None

@@ -58,11 +58,16 @@ class Shared:
             conversation's others; None where it has nothing but a system part in common.
         coming_to: the decoder to which what it goes back into is yet to come: it is promised there,
             and computed elsewhere.
+        left_on: the decoder that a paused history was on, if that should have its KV still. It is
+            not counted there any more.
+        left_tokens: so many the history had there.
     """
 
     tokens: Mapping[str, int]
     warm_on: str | None = None
     coming_to: str | None = None
+    left_on: str | None = None
+    left_tokens: int = 0
 
     def beyond(self, tokens: int, decoder_id: str) -> int:
         """What of a prompt of so many tokens a decoder does not hold yet."""

@@ -250,8 +250,9 @@ class TurnObserver:
         turn.observation.engine_ends = self._engine_ends
         root = bytes.fromhex(headers.get(wire.ROOT_HEADER, ""))
         points = bytes.fromhex(headers.get(wire.POINTS_HEADER, ""))
-        self._holdings.begin(turn.key, root or None, points)
-        if wire.PREFILLED_HEADER not in headers:
+        prefilled = wire.PREFILLED_HEADER in headers
+        self._holdings.begin(turn.key, root or None, points, prefilled)
+        if not prefilled:
             turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.key.conversation_id)
         _current.set(turn.observation)
         try:

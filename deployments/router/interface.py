@@ -323,7 +323,7 @@ SCHEMAS: Json = {
     "Conversation": _object(
         id=_TEXT,
         object={"const": "conversation"},
-        phase={"type": "string", "enum": ["reasoning", "acting"]},
+        phase={"type": "string", "enum": ["reasoning", "acting", "paused"]},
         turns=_COUNT,
         held_tokens=_COUNT,
         decoder=_or_null(_TEXT),
@@ -339,7 +339,7 @@ SCHEMAS: Json = {
         histories_total=_COUNT,
     ),
     "History": _object(
-        phase={"type": "string", "enum": ["reasoning", "acting"]},
+        phase={"type": "string", "enum": ["reasoning", "acting", "paused"]},
         turns=_COUNT,
         held_tokens=_COUNT,
         shared_tokens=_COUNT,

@@ -86,8 +86,13 @@ class Registry:
 
     def note_ended(self, conversation: Conversation) -> None:
         """Note that a conversation has ended; its decoder is told with the decoder's next beat."""
-        if conversation.decoder_id in self._ended:
-            self._ended[conversation.decoder_id].append((conversation.id, conversation.incarnation))
+        if conversation.decoder_id is not None:
+            self.note_forgotten(conversation.decoder_id, conversation.id, conversation.incarnation)
+
+    def note_forgotten(self, decoder_id: str, conversation_id: str, incarnation: int) -> None:
+        """Note that a conversation that was on a decoder is of no use to it any more."""
+        if decoder_id in self._ended:
+            self._ended[decoder_id].append((conversation_id, incarnation))
 
     def take_ended(self, engine_id: str) -> list[tuple[str, int]]:
         """Take out what has been noted for an engine, so that it is told once."""

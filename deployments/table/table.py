@@ -68,7 +68,11 @@ class TableService:
         first_id = time.time_ns() // 1_000_000
         self._claims = itertools.count(first_id)
         self._table = ConversationTable(
-            settings.policy(), settings.idle_timeout_s, settings.turn_timeout_s, first_id=first_id
+            settings.policy(),
+            settings.idle_timeout_s,
+            settings.turn_timeout_s,
+            first_id,
+            settings.pausing_policy(),
         )
         self._admission = Admission(self._table, settings.queue_limit, settings.queue_timeout_s)
         self._gate = TenantGate(self._table, self._admission.line)
@@ -351,8 +355,10 @@ class TableService:
             return True
         if self._table.advance(turn, decoder_id, stats, tails, unix_s()):
             self._accounts.advanced(stats, decoder_id)
+        still_has = self._table.holds(turn, decoder_id)
+        self._relieve(decoder_id)
         self._admit()
-        return self._table.holds(turn, decoder_id)
+        return still_has
 
     async def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
         """End a turn that did not complete."""
@@ -362,6 +368,7 @@ class TableService:
         ended = self._table.abandon(turn, decoder_id, stats, unix_s())
         if ended is not None:
             self._has_ended(ended, "first_turn_failed")
+        self._relieve(decoder_id)
         self._admit()
 
     async def observe(self, timing: TurnTiming) -> None:
@@ -540,6 +547,14 @@ class TableService:
             granted.set_result(admitted)
         self._end_displaced()
 
+    def _relieve(self, decoder_id: str | None) -> None:
+        memory = self._table.memory
+        if memory is None or decoder_id not in self._table.decoders:
+            return
+        memory.relieve(self._table.decoders[decoder_id], unix_s())
+        for one in memory.take_forgotten():
+            self._registry.note_forgotten(one.decoder_id, one.history_id, one.incarnation)
+
     def _end_displaced(self) -> None:
         for history in self._table.take_displaced():
             self._has_ended(history, "displaced")
@@ -570,6 +585,8 @@ class TableService:
             await self.engine_lost(engine_id, f"silent for {SILENCE_S:g} s")
         for router_id in self._registry.silent_routers(now_s):
             await self._router_lost(router_id)
+        for decoder_id in list(self._table.decoders):
+            self._relieve(decoder_id)
         self._admit()
         self._scale(now_s)
         if now_s - self._registry.last_beat_s > ABANDONED_S:

@@ -34,7 +34,7 @@ def conversation_view(histories: Sequence[Conversation], now_s: float) -> dict[s
         "id": identity.own_id(newest.id),
         "object": "conversation",
         **({} if tenant is None else {"tenant": tenant}),
-        "phase": "reasoning" if any(one.running for one in histories) else "acting",
+        "phase": _phase(histories),
         "turns": sum(one.turns for one in histories),
         "held_tokens": held_together(histories),
         "decoder": newest.decoder_id,
@@ -51,6 +51,13 @@ def conversation_view(histories: Sequence[Conversation], now_s: float) -> dict[s
     }
 
 
+def _phase(histories: Sequence[Conversation]) -> str:
+    """`reasoning` while any turn runs, `paused` while none is on a decoder, else `acting`."""
+    if any(one.running for one in histories):
+        return "reasoning"
+    return "paused" if all(one.decoder_id is None for one in histories) else "acting"
+
+
 def _recent(histories: Sequence[Conversation]) -> Sequence[Conversation]:
     if len(histories) <= SHOWN_HISTORIES:
         return histories
@@ -59,7 +66,7 @@ def _recent(histories: Sequence[Conversation]) -> Sequence[Conversation]:
 
 def _history_view(history: Conversation, now_s: float) -> dict[str, Any]:
     return {
-        "phase": history.phase,
+        "phase": _phase([history]),
         "turns": history.turns,
         "held_tokens": history.held_tokens,
         # Of those, what it begins with as others on its decoder do.

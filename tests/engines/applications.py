@@ -45,7 +45,8 @@ _COMMON = ("engine.dtype=float32", "lmcache.size_gb=0.5")
 # One prefiller, two decoders.
 MAIN = Application("main", (*_COMMON, "decoders=2"), decoders=2, lone_engine=True)
 
-# One decoder that is full soon, a short queue, and conversations that end by themselves.
+# One decoder that is full soon, a short queue, and conversations that end by themselves. As in the
+# paper, idle ones keep their room.
 SMALL = Application(
     "small",
     (
@@ -53,6 +54,7 @@ SMALL = Application(
         "decoders=1",
         "engine.max_model_len=2048",
         "decoders.engine.num_gpu_blocks_override=24",
+        "pausing=off",
         "queue_limit=2",
         "queue_timeout_s=5",
         "idle_timeout_s=15",
@@ -79,7 +81,7 @@ applications:
     prefillers=2,
 )
 
-# One decoder to begin with, which may become three, and each is full soon.
+# One decoder to begin with, which may become three, and each is full soon, of what is idle too.
 SCALING = Application(
     "scaling",
     (
@@ -90,6 +92,7 @@ SCALING = Application(
         "decoders.num_cpus=0.1",
         "engine.max_model_len=2944",
         "decoders.engine.num_gpu_blocks_override=24",
+        "pausing=off",
         "queue_timeout_s=900",
         "autoscaling.window_s=6",
         "autoscaling.down_delay_s=5",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
+from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement, PlacementPolicy
 from conserve.recognition import Chain
 
@@ -22,8 +23,9 @@ def a_table(
     prefillers: int = 1,
     capacity_tokens: int = 1000,
     policy: PlacementPolicy | None = None,
+    pausing: Pausing | None = None,
 ) -> ConversationTable:
-    table = ConversationTable(policy or ConversationPlacement(), IDLE_S, TURN_S)
+    table = ConversationTable(policy or ConversationPlacement(), IDLE_S, TURN_S, pausing=pausing)
     for i in range(1, decoders + 1):
         table.add_decoder(f"d{i}", capacity_tokens)
     for i in range(1, prefillers + 1):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ def engine(role: Role, capacity_tokens: int = 10_000) -> EngineInfo:
     return EngineInfo(f"{role}#1", role, f"http://{role}", 1, capacity_tokens, 9000)
 
 
-async def a_service(capacity_tokens: int = 10_000) -> TableService:
-    service = TableService(Settings(decoders={"replicas": 1}, queue_timeout_s=5))  # type: ignore[arg-type]
+async def a_service(capacity_tokens: int = 10_000, **settings: Any) -> TableService:
+    service = TableService(Settings(decoders={"replicas": 1}, queue_timeout_s=5, **settings))  # type: ignore[arg-type]
     await service.register(engine("prefiller"))
     await service.register(engine("decoder", capacity_tokens))
     return service
@@ -320,7 +321,7 @@ def test_what_is_held_already_is_not_asked_for_again() -> None:
 
 def test_a_decoder_is_told_of_what_made_room() -> None:
     async def scenario() -> None:
-        service, acme = await a_service(1000), tenant()
+        service, acme = await a_service(1000, pausing=False), tenant()
         left = await a_history(service, "a", acme, 900)
         compacted = Chain(b"s" * 16, None, [], ends_with_root=True)
         asked = await service.begin("r", "acme\ta", compacted, acme)

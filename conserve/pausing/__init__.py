@@ -1,0 +1,12 @@
+"""Whose KV stays: which idle histories give up their room, and where those may still be found.
+
+Plain Python with the time as an argument: the conversation table and the simulator run the same
+same classes.
+"""
+
+from conserve.pausing.cache import EngineCache
+from conserve.pausing.gaps import Gaps
+from conserve.pausing.memory import Forgotten, Memory
+from conserve.pausing.policy import Idle, Pausing
+
+__all__ = ["EngineCache", "Forgotten", "Gaps", "Idle", "Memory", "Pausing"]

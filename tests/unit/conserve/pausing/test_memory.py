@@ -1,0 +1,260 @@
+"""Who is paused, just enough, and where those are found who come back."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conserve.conversation import TurnStats
+from conserve.conversations import ConversationTable
+from conserve.histories.kinship import Opening
+from conserve.pausing import Idle, Memory, Pausing
+from tests.unit.conserve.conversations.scene import Turn, a_table, chain, start, the
+
+LONG_AGO_S, NOW_S = 10.0, 100.0
+
+
+def paused(table: ConversationTable) -> set[str]:
+    return {one.id for one in table.live() if one.decoder_id is None}
+
+
+def memory_of(table: ConversationTable) -> Memory:
+    assert table.memory is not None
+    return table.memory
+
+
+def idle(table: ConversationTable, name: str, tokens: int, now_s: float = LONG_AGO_S) -> None:
+    """A history of so many tokens, of which no turn runs."""
+    turn = start(table, name, tokens, now_s)
+    assert turn.advance(table, tokens - 10, (name.encode().ljust(16, b"-"),), now_s)
+
+
+def relieve(table: ConversationTable) -> None:
+    for decoder in table.decoders.values():
+        memory_of(table).relieve(decoder, NOW_S)
+
+
+def test_new_work_never_waits_for_what_is_idle() -> None:
+    """Ninety chats of one turn fill two decoders; the next one starts at once."""
+    table = a_table(capacity_tokens=4500, pausing=Pausing())
+    for number in range(90):
+        idle(table, f"chat-{number}", 100)
+    assert {one.held_tokens for one in table.decoders.values()} == {4500}
+    assert table.bind("next", 600, NOW_S) is not None
+    assert len(paused(table)) == 6
+    assert sum(one.held_tokens for one in table.decoders.values()) == 9000
+    assert memory_of(table).pauses == {"room": 6}
+    assert memory_of(table).paused_tokens == 600
+
+
+def test_a_turn_that_runs_is_never_paused() -> None:
+    table = a_table(decoders=1, pausing=Pausing())
+    start(table, "a", 500)
+    start(table, "b", 400)
+    assert table.bind("c", 200, NOW_S) is None
+    assert paused(table) == set()
+    Turn.last(table, "a").advance(table, 500, (b"a" * 16,))
+    assert table.bind("c", 200, NOW_S) is not None
+    assert paused(table) == {"a"}
+
+
+def test_nothing_is_paused_in_vain() -> None:
+    """All that is idle would not be enough."""
+    table = a_table(decoders=1, pausing=Pausing())
+    start(table, "a", 800)
+    idle(table, "b", 100)
+    assert table.bind("c", 300, NOW_S) is None
+    assert paused(table) == set()
+
+
+def test_without_pausing_who_comes_waits_as_in_the_paper() -> None:
+    table = a_table(decoders=1)
+    idle(table, "a", 900)
+    assert table.bind("b", 200, NOW_S) is None
+    assert table.memory is None
+
+
+@pytest.mark.parametrize(("mark", "reason"), [(0.5, "mark"), (1.0, "evicted")])
+def test_an_overflow_of_4420_tokens_among_twenty_pauses_what_is_needed(
+    mark: float, reason: str
+) -> None:
+    """Not all twenty. Above the engine's own capacity it is the engine that frees them."""
+    table = a_table(decoders=1, capacity_tokens=int(40_000 / mark), pausing=Pausing(mark))
+    for number in range(20):
+        idle(table, f"program-{number}", 2000)
+    assert table.begin("program-0", NOW_S) is not None
+    assert Turn.last(table, "program-0").advance(table, 6410, (b"0" * 16,), NOW_S)
+    for _ in range(2):
+        relieve(table)
+        assert len(paused(table)) == 3
+    assert "program-0" not in paused(table)
+    assert table.decoders["d1"].held_tokens == 38_420
+    assert memory_of(table).pauses == {reason: 3}
+
+
+def test_of_a_decoder_that_stays_too_full_all_that_is_idle_goes() -> None:
+    table = a_table(decoders=1, pausing=Pausing(mark=0.5))
+    start(table, "a", 800)
+    idle(table, "b", 100)
+    relieve(table)
+    assert paused(table) == {"b"}
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=7),
+    idle_for=st.lists(st.sampled_from([0.0, 3.0, 50.0]), min_size=7, max_size=7),
+    mark=st.sampled_from([0.3, 0.7, 1.0]),
+)
+def test_it_is_enough_and_none_too_many_and_the_cheapest_first(
+    lengths: list[int], idle_for: list[float], mark: float
+) -> None:
+    policy = Pausing(mark)
+    table = a_table(decoders=1, capacity_tokens=4000, pausing=policy)
+    known = {}
+    for number, (length, since) in enumerate(zip(lengths, idle_for, strict=False)):
+        name, tokens = f"{number}", 10 * length + 10
+        idle(table, name, tokens, NOW_S - since)
+        known[name] = Idle(name, tokens, tokens, since)
+    held, most = sum(one.held_tokens for one in known.values()), int(4000 * mark)
+    relieve(table)
+    gone = paused(table)
+    left = held - sum(known[name].held_tokens for name in gone)
+    assert left <= most
+    # Whoever was paused was needed.
+    assert all(left + known[name].held_tokens > most for name in gone)
+    # No cheaper history was spared for one that is dearer and frees no more.
+    for name, other in itertools.product(gone, known.keys() - gone):
+        cheaper = policy.cost(known[other]) < policy.cost(known[name])
+        assert not cheaper or known[other].held_tokens < known[name].held_tokens
+
+
+def test_of_several_decoders_the_one_where_it_costs_least() -> None:
+    table = a_table(pausing=Pausing())
+    idle(table, "fresh", 900, NOW_S - 1)
+    idle(table, "old", 900, NOW_S - 90)
+    placement = table.bind("new", 500, NOW_S)
+    assert placement is not None
+    assert paused(table) == {"old"}
+
+
+def test_who_comes_back_finds_what_its_engine_has_kept() -> None:
+    table = a_table(decoders=2, pausing=Pausing())
+    for name in ("a", "b"):
+        idle(table, name, 400)
+    memory_of(table).relieve(table.decoders["d1"], NOW_S)
+    home = the(table, "a").decoder_id
+    assert home is not None
+    table.decoders[home].held_tokens += 1000
+    memory_of(table).relieve(table.decoders[home], NOW_S)
+    table.decoders[home].held_tokens -= 1000
+    assert paused(table) == {"a"}
+    placement = table.bind("a", 450, NOW_S)
+    # No prefiller: fifty tokens are new.
+    assert (placement.decoder_id, placement.prefiller_id) == (home, None)  # type: ignore[union-attr]
+    assert memory_of(table).restores == {"kept": 1}
+    assert the(table, "a").moves == 0
+    assert len(memory_of(table)) == 0
+
+
+def test_what_was_used_since_takes_the_place_of_what_was_paused() -> None:
+    """A history that ends leaves its KV behind, which is newer: the engine frees the older."""
+    table = a_table(decoders=1, pausing=Pausing())
+    idle(table, "a", 400)
+    for number in range(3):
+        start(table, f"short-{number}", 300, NOW_S)
+        table.release(f"short-{number}")
+    assert paused(table) == {"a"}
+    assert memory_of(table).pauses == {"evicted": 1}
+    placement = table.bind("a", 450, NOW_S)
+    assert placement is not None
+    assert placement.prefiller_id == "p1"
+    assert memory_of(table).restores == {"again": 1}
+
+
+def test_a_move_is_counted_and_both_decoders_forget_at_the_end() -> None:
+    table = a_table(pausing=Pausing())
+    idle(table, "a", 600)
+    home = the(table, "a").decoder_id
+    start(table, "b", 900, NOW_S)
+    start(table, "c", 900, NOW_S)
+    assert paused(table) == {"a"}
+    table.release("b" if Turn.last(table, "c").decoder_id == home else "c")
+    placement = table.bind("a", 650, NOW_S)
+    assert placement is not None
+    assert placement.decoder_id != home
+    assert the(table, "a").moves == 1
+    assert memory_of(table).restores == {"moved": 1}
+    memory_of(table).take_forgotten()
+    incarnation = the(table, "a").incarnation
+    table.release("a")
+    # The one that it is on hears of it as ever.
+    (one,) = memory_of(table).take_forgotten()
+    assert (one.decoder_id, one.history_id, one.incarnation) == (home, "a", incarnation)
+    assert memory_of(table).take_forgotten() == []
+
+
+def test_what_several_begin_with_comes_free_with_the_last_of_them() -> None:
+    """Fifty sub-agents that share 800 tokens: their own parts would not be enough."""
+    table = a_table(decoders=1, capacity_tokens=1400, pausing=Pausing())
+    for number in range(5):
+        name = f"agent\t\t{number}"
+        assert table.bind(name, 800, LONG_AGO_S, opening=Opening(chain("x"))) is not None
+        turn = Turn.last(table, name)
+        tail = (bytes([number]) * 16,)
+        assert table.advance(turn.key, turn.decoder_id, TurnStats(800, 20, 800, 0), tail, 1)
+    assert table.decoders["d1"].held_tokens == 900
+    assert table.bind("new", 1300, NOW_S) is not None
+    assert len(paused(table)) == 5
+
+
+def test_a_lost_decoder_leaves_nothing_to_come_back_to() -> None:
+    table = a_table(pausing=Pausing())
+    idle(table, "a", 600)
+    home = the(table, "a").decoder_id
+    assert home is not None
+    start(table, "b", 900, NOW_S)
+    start(table, "c", 900, NOW_S)
+    table.remove_decoder(home)
+    table.add_decoder(home, 1000)
+    placement = table.bind("a", 650, NOW_S)
+    assert placement is not None
+    assert placement.prefiller_id == "p1"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_account_is_right_whoever_is_paused(seed: int) -> None:
+    """Decoders hold no more than they have room for, and nothing when all have ended."""
+    rng = random.Random(seed)
+    table = a_table(decoders=3, capacity_tokens=5000, pausing=Pausing(0.9))
+    now_s, running = 0.0, {}
+    for step in range(2000):
+        now_s += rng.random()
+        name = f"c{rng.randrange(60)}"
+        if name in running:
+            turn, tokens = running.pop(name)
+            if rng.random() < 0.9:
+                assert turn.advance(table, tokens, (name.encode().ljust(16, b"-"),), now_s)
+            else:
+                turn.abandon(table, now_s=now_s)
+        else:
+            one = table.get(name)
+            tokens = rng.randrange(20, 900)
+            if one is not None and one.last_turn is not None:
+                tokens = min(4000, one.last_turn.prompt_tokens + rng.randrange(10, 300))
+            if table.begin(name, now_s) or table.bind(name, tokens, now_s):
+                running[name] = (Turn.last(table, name), tokens)
+        if step % 7 == 0:
+            for decoder in table.decoders.values():
+                memory_of(table).relieve(decoder, now_s)
+        for decoder in table.decoders.values():
+            held = [one for one in table.live() if one.decoder_id == decoder.id]
+            assert decoder.held_tokens == sum(one.held_tokens for one in held)
+            assert decoder.conversations == len(held)
+        assert len(memory_of(table)) <= len(paused(table))
+    assert memory_of(table).pauses["room"] > 20
+    for one in table.live():
+        table.release(one.id)
+    assert all(one.held_tokens == 0 for one in table.decoders.values())
+    assert len(memory_of(table)) == 0
