@@ -312,8 +312,9 @@ class ConversationTable:
         if opening.hints is not None:
             known.hints = opening.hints
         known.decoder_id = placement.decoder_id
-        if was_known and (self.memory is None or self.memory.bound(known)):
-            known.moves += 1
+        if was_known:
+            kept = placement.prefiller_id is None
+            known.moves += self.memory is None or self.memory.bound(known, kept)
         self.decoders[placement.decoder_id].conversations += 1
         self._hold(known, turn1_tokens)
         self._kinship.opened(known, opening)
@@ -561,9 +562,8 @@ class ConversationTable:
         if self._kinship.has_any(opening):
             decoders = self.accepting_decoders
             shared = self._kinship.shared(opening, decoders, history_id, self._siblings)
-        if self.memory is not None and known is not None and (last := known.last_turn):
-            left_tokens = last.prompt_tokens + last.output_tokens
-            shared = self.memory.found(history_id, left_tokens, shared)
+        if self.memory is not None and known is not None:
+            shared = self.memory.found(history_id, shared)
         return shared
 
     def _make_room(self, history_id: str, turn1_tokens: int, shared: Shared, now_s: float) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conserve.conversation import Conversation
 from conserve.histories.sharing import Going, held_alone
@@ -42,8 +42,8 @@ class Memory:
     Attributes:
         pauses: how many, by reason.
         paused_tokens: what they were counted with.
-        restores: how many came back: ``kept`` to the decoder that still had them by what is known
-            here, ``moved`` to another one, ``again`` to the same one, to be computed anew.
+        restores: how many came back: ``kept`` to the decoder that has them yet, ``moved`` to
+            another one, ``again`` to the same one, to be computed anew.
     """
 
     def __init__(
@@ -107,11 +107,14 @@ class Memory:
                 self._caches[history.decoder_id].drop(history.id)
                 self._pause(history, "evicted")
 
-    def bound(self, history: Conversation) -> bool:
+    def bound(self, history: Conversation, kept: bool) -> bool:
         """A history that was bound nowhere is bound now.
 
+        Args:
+            kept: its decoder is to go on with what it has of it.
+
         Returns:
-            Whether it has moved, by what is known here: it comes to another decoder.
+            Whether it has moved: it comes to another decoder.
         """
         was_on = self._paused_on.pop(history.id, None)
         if was_on is None:
@@ -120,7 +123,6 @@ class Memory:
             self._left.setdefault(history.id, set()).add(was_on)
             self.restores["moved"] += 1
             return True
-        kept = history.id in self._caches.get(was_on, ())
         self.restores["kept" if kept else "again"] += 1
         return False
 
@@ -167,16 +169,13 @@ class Memory:
 
     # --- decisions ---------------------------------------------------------------------------
 
-    def found(self, history_id: str, tokens: int, shared: Shared) -> Shared:
-        """Where a paused history may still be, beside what it shares with others.
-
-        Args:
-            tokens: that it had there.
-        """
-        was_on = self._paused_on.get(history_id)
-        if was_on is None or history_id not in self._caches.get(was_on, ()):
+    def found(self, history_id: str, shared: Shared) -> Shared:
+        """Where a paused history may still be, beside what it shares with others."""
+        was_on = self._paused_on.get(history_id, "")
+        left_tokens = self._caches[was_on].left_tokens(history_id) if was_on in self._caches else 0
+        if not left_tokens:
             return shared
-        return Shared(shared.tokens, shared.warm_on, shared.coming_to, was_on, tokens)
+        return replace(shared, left_on=was_on, left_tokens=left_tokens)
 
     def make_room(
         self, tokens: int, decoders: Iterable[Decoder], shared: Shared, now_s: float

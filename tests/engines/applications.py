@@ -62,6 +62,20 @@ SMALL = Application(
     ),
 )
 
+# Two decoders that are full soon, whose idle conversations give up their room. Who had to wait for
+# that would be refused.
+PAUSING = Application(
+    "pausing",
+    (
+        *_COMMON,
+        "decoders=2",
+        "engine.max_model_len=2944",
+        "decoders.engine.num_gpu_blocks_override=24",
+        "queue_limit=0",
+    ),
+    decoders=2,
+)
+
 # Several of what the others have one of; turn 1 is prefilled remotely from 200 tokens.
 WIDE = Application(
     "wide",
@@ -161,4 +175,4 @@ VISION = Application(
 )
 
 # In the order in which they are started.
-APPLICATIONS = (MAIN, CLIENTS, SMALL, WIDE, SCALING, BURSTS, VISION, COMPATIBLE)
+APPLICATIONS = (MAIN, CLIENTS, SMALL, PAUSING, WIDE, SCALING, BURSTS, VISION, COMPATIBLE)

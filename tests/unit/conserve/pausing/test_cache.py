@@ -6,37 +6,50 @@ from hypothesis import strategies as st
 from conserve.pausing import EngineCache
 
 
-def test_the_longest_unused_go_first_and_no_more_than_have_to() -> None:
+def left(cache: EngineCache) -> dict[str, int]:
+    return {name: cache.left_tokens(name) for name in cache}
+
+
+def test_the_longest_unused_goes_first_from_its_end_on() -> None:
     cache = EngineCache(1000)
     assert [cache.use(name, 300) for name in "abc"] == [[], [], []]
     assert cache.use("a", 350) == []
-    assert list(cache) == ["b", "c", "a"]
-    assert cache.use("d", 100) == ["b"]
-    assert "b" not in cache
-    assert cache.use("e", 900) == ["c", "a"]
+    assert left(cache) == {"b": 300, "c": 300, "a": 350}
+    # Of b there is two thirds left, then a third, then nothing.
+    assert cache.use("d", 150) == []
+    assert left(cache) == {"b": 200, "c": 300, "a": 350, "d": 150}
+    assert cache.use("d", 250) == ["b"]
+    assert left(cache) == {"b": 100, "c": 300, "a": 350, "d": 250}
+    assert cache.use("e", 500) == ["c"]
+    assert left(cache) == {"a": 250, "d": 250, "e": 500}
+    assert cache.use("a", 350) == []
+    assert left(cache) == {"d": 150, "e": 500, "a": 350}
+    assert cache.left_tokens("b") == 0
 
 
 def test_a_history_stays_even_if_it_is_longer_than_all() -> None:
     cache = EngineCache(100)
     cache.use("a", 50)
     assert cache.use("b", 500) == ["a"]
-    assert list(cache) == ["b"]
+    assert left(cache) == {"b": 500}
     cache.drop("b")
     assert cache.use("c", 100) == []
     cache.drop("nobody")
+    assert left(cache) == {"c": 100}
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 400)), max_size=80))
-def test_it_keeps_the_newest_that_fit(uses: list[tuple[str, int]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 400)), max_size=80))
+def test_it_keeps_the_newest_that_fit_and_the_beginning_of_one_more(
+    uses: list[tuple[str, int]],
+) -> None:
     cache = EngineCache(1000)
     for name, tokens in uses:
         cache.use(name, tokens)
+    assert sum(left(cache).values()) <= 1000
     newest: dict[str, int] = {}
     for name, tokens in reversed(uses):
         newest.setdefault(name, tokens)
-    # All that it has are newer than what it lost, and fit.
-    order = list(newest)
-    kept = [name for name in order if name in cache]
-    assert list(cache) == kept[::-1]
-    assert kept == order[: len(kept)]
-    assert sum(newest[name] for name in kept) <= 1000
+    order = [name for name in newest if cache.left_tokens(name)]
+    assert [*cache] == order[::-1]
+    assert order == list(newest)[: len(order)]
+    assert all(cache.left_tokens(name) == newest[name] for name in order[:-1])

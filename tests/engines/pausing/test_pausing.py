@@ -1,0 +1,100 @@
+"""Idle conversations give up their room, and come back as if nothing had been."""
+
+import asyncio
+import random
+
+import httpx
+import pytest
+
+from tests.engines.applications import PAUSING
+from tests.engines.client import Agent, chat, engines, prose
+from tests.engines.metrics import metric
+from tests.engines.waiting import eventually
+
+pytestmark = [pytest.mark.anyio, pytest.mark.application(PAUSING)]
+
+
+def too_full() -> list[dict[str, object]]:
+    return [one for one in engines("decoder") if one["held_tokens"] > one["capacity_tokens"]]
+
+
+def pauses() -> float:
+    return sum(metric("conserve_pauses_total", reason=why) for why in ("room", "mark", "evicted"))
+
+
+async def shown(client: httpx.AsyncClient, application: str, name: str) -> dict[str, object]:
+    found: dict[str, object] = (await client.get(f"{application}/v1/conversations/{name}")).json()
+    return found
+
+
+async def test_chats_that_are_over_keep_nobody_waiting(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Ninety of one turn have four times the tokens that the decoders hold; then comes another."""
+    before = pauses()
+    agents = [Agent(client, f"chat-{n}") for n in range(90)]
+    for first in range(0, len(agents), 6):
+        # With no places in line, who found no room would be refused.
+        await asyncio.gather(
+            *(agent.say(prose(rng, 250), tokens=4) for agent in agents[first : first + 6])
+        )
+    assert sum(agent.stats[0]["prompt_tokens"] for agent in agents) > 20_000
+    next_one = await Agent(client, "next").say(prose(rng, 1500), tokens=4)
+    assert next_one.status == 200
+    assert pauses() > before + 60
+    assert too_full() == []
+    paused = metric("conserve_conversations", phase="paused")
+    assert 60 < paused < 90
+    assert (await shown(client, application, "chat-0"))["phase"] == "paused"
+    # Of each, whose turn comes again, the history is found, and prefilled where prompts are.
+    prefills = metric("conserve_cold_prefills_total")
+    agents[0].messages.append({"role": "user", "content": "and then?"})
+    again = await agents[0].ask(tokens=24)
+    assert (again.status, again.conversation) == (200, "chat-0")
+    assert metric("conserve_cold_prefills_total") == prefills + 1
+    back = await shown(client, application, "chat-0")
+    assert (back["phase"], back["turns"]) == ("acting", 2)
+    # The answer is the one that it would have had.
+    fresh = await chat(client, agents[0].messages, "fresh")
+    assert fresh.content == again.content
+
+
+async def test_conversations_that_grow_beyond_their_decoders_move(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Ten grow to three times what both decoders hold: every turn is answered, none is refused."""
+    agents = [Agent(client, f"grows-{n}") for n in range(10)]
+    for _ in range(5):
+        for first in range(0, len(agents), 2):
+            await asyncio.gather(
+                *(agent.say(prose(rng, 330), tokens=8) for agent in agents[first : first + 2])
+            )
+            # No decoder stays beyond what it can hold while anything on it is idle.
+            await eventually("it is relieved", lambda: too_full() == [], 2)
+    held = sum(agent.stats[-1]["prompt_tokens"] for agent in agents)
+    assert held > 2.5 * sum(one["capacity_tokens"] for one in engines("decoder"))
+    assert metric("conserve_restores_total", where="moved") > 0
+    assert all(len(agent.replies) == 5 for agent in agents)
+
+
+async def test_who_is_back_before_the_engine_needs_the_room_finds_it(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """It was paused for one that needed a little more room than there was, and ended soon."""
+    agents = [Agent(client, f"pair-{n}") for n in range(4)]
+    for agent in agents:
+        await agent.say(prose(rng, 1300), tokens=4)
+    await Agent(client, "short").say(prose(rng, 600), tokens=4)
+    names = [f"pair-{n}" for n in range(4)]
+    phases = [(await shown(client, application, name))["phase"] for name in names]
+    assert phases.count("paused") == 1
+    await client.delete(f"{application}/v1/conversations/short")
+    prefills = metric("conserve_cold_prefills_total")
+    kept = metric("conserve_restores_total", where="kept")
+    back = agents[phases.index("paused")]
+    await back.say("go on", tokens=4)
+    # Its decoder goes on with what it has: all but the end of it.
+    assert metric("conserve_restores_total", where="kept") == kept + 1
+    assert metric("conserve_cold_prefills_total") == prefills
+    assert back.stats[1]["decoder_cached_tokens"] > 0.7 * back.stats[0]["prompt_tokens"]
+    assert back.replies[1].decoder == back.replies[0].decoder
