@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -90,7 +91,7 @@ def test_an_overflow_of_4420_tokens_among_twenty_pauses_what_is_needed(mark: flo
     assert "program-0" not in paused(table)
     assert table.decoders["d1"].held_tokens == 38_420
     evicted = 0 if mark < 1 else 2
-    assert memory_of(table).pauses == {"mark": 3 - evicted, "evicted": evicted}
+    assert memory_of(table).pauses == Counter(mark=3 - evicted, evicted=evicted)
 
 
 def test_of_a_decoder_that_stays_too_full_all_that_is_idle_goes() -> None:
