@@ -570,7 +570,10 @@ class ConversationTable:
         """Have idle histories make room for a prompt that fits nowhere; whether any did."""
         if self.memory is None:
             return self._displace(history_id, turn1_tokens)
-        return self.memory.make_room(turn1_tokens, self.accepting_decoders, shared, now_s)
+        prefillers = self.accepting_prefillers
+        waits = not prefillers or any(not one.queued_tokens for one in prefillers)
+        decoders = self.accepting_decoders
+        return self.memory.make_room(turn1_tokens, decoders, shared, now_s, waits)
 
     def _displace(self, history_id: str, turn1_tokens: int) -> bool:
         """End what a conversation left behind, where a new history of it fits nowhere.

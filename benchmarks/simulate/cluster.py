@@ -21,6 +21,7 @@ from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
 from conserve.admission import Admission, Admitted, QueueFull, Ticket
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.pausing import Pausing
 from conserve.placement import PolicyName, make_policy
 
 History = Literal["kept", "moved", "recomputed"]
@@ -52,6 +53,7 @@ class System:
             `autoscale.capacity.profile.Overhead`; it passes before the turn gets to the first.
         handoff_chunk_tokens: length of a chunk; only whole chunks are handed off.
         max_sequences, block_tokens: each engine's, as in `SimulatedEngine`.
+        pausing: whether idle conversations give up their room, as in `Settings`.
     """
 
     name: str
@@ -69,6 +71,7 @@ class System:
     block_tokens: int = 16
     queue_limit: int = 1024
     queue_timeout_s: float = 60.0
+    pausing: bool = False
 
 
 class _Open:
@@ -117,7 +120,8 @@ class Cluster:
             min_remote_prefill_tokens=system.min_remote_prefill_tokens,
             wrong_decision_rate=system.wrong_decision_rate,
         )
-        self.table = ConversationTable(policy, _NEVER_S)
+        pausing = Pausing() if system.pausing else None
+        self.table = ConversationTable(policy, _NEVER_S, pausing=pausing)
         self._admission = Admission(self.table, system.queue_limit, system.queue_timeout_s)
         self._in_line: dict[str, _Open] = {}
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
@@ -184,7 +188,7 @@ class Cluster:
             handoff_tokens_per_conversation=tokens / self.arrived if self.arrived else None,
             handoff_bytes=tokens * kv_bytes_per_token,
             later_prefills=self._later_prefills,
-            moves=0,
+            moves=0 if self.table.memory is None else self.table.memory.restores["moved"],
             cold_prefill_tokens=self._cold_prefill_tokens,
         )
 
@@ -249,7 +253,11 @@ class Cluster:
             self._place(one, prompt_tokens, now_s)
             return
         conversation = self.table.begin(one.script.conversation, now_s)
-        assert conversation is not None
+        if conversation is None:
+            # It was paused.
+            one.decoder = None
+            self._place(one, prompt_tokens, now_s)
+            return
         one.key = conversation.newest_turn
         prefiller_id = self.table.prefill_later_turn(conversation)
         if prefiller_id is None:
@@ -285,7 +293,9 @@ class Cluster:
         else:
             self._cold_prefill_tokens += admitted.turn1_tokens
             prefiller = self.prefillers[placement.prefiller_id]
-            work = EngineTurn(one.script.conversation, admitted.turn1_tokens, 1, turn=one)
+            work = EngineTurn(
+                one.script.conversation, admitted.turn1_tokens, 1, self._reusable(one), turn=one
+            )
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
 
     def _admit(self, now_s: float) -> None:
@@ -355,6 +365,8 @@ class Cluster:
             self._handoffs += 1
             self._handoff_tokens += moved
         self._move(to_decode, one.decoder, moved, now_s)
+        if self._admission.line:
+            self._admit(now_s)
 
     def _move(
         self,
@@ -400,6 +412,8 @@ class Cluster:
             (),
             now_s,
         )
+        if self.table.memory is not None:
+            self.table.memory.relieve(self.table.decoders[decoder.id], now_s)
         following = one.script.next(_NOTHING_SAID)
         one.records.append(
             TurnRecord(

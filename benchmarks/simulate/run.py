@@ -17,8 +17,9 @@ from benchmarks.simulate.costs import Costs
 from benchmarks.workloads import Workload
 from conserve.placement import PolicyName
 
-Name = Literal["conserve", "collocated", "full_disaggregation", "per_turn"]
-"""A system's name, as it is called in `benchmarks.peers`."""
+Name = Literal["conserve", "pausing", "collocated", "full_disaggregation", "per_turn"]
+"""A system's name: ``conserve`` is the paper's, ``pausing`` the same with idle conversations giving
+up their room, and the others are called as in `benchmarks.peers`."""
 
 # More conversations are quick, but they tell no more.
 UNLOADED = 100
@@ -58,7 +59,8 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
     """
     if name not in get_args(Name):
         raise SimulationError(f"the system is {name!r}; choose one of {', '.join(get_args(Name))}")
-    placement: PolicyName = "conversation" if name == "conserve" else name  # type: ignore[assignment]
+    of_ours = name in ("conserve", "pausing")
+    placement: PolicyName = "conversation" if of_ours else name  # type: ignore[assignment]
     if name == "collocated":
         prefillers: tuple[Costs, ...] = ()
         decoders = engines.prefillers * (
@@ -71,7 +73,7 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
         decoders = engines.decoders * (Costs.of(profile, "decoder", engines.decoder_cap_w),)
     overhead = profile.overhead
     options = {"direct_s": overhead.direct_s, "handed_off_s": overhead.handed_off_s} | options
-    return System(name, placement, prefillers, decoders, **options)
+    return System(name, placement, prefillers, decoders, pausing=name == "pausing", **options)
 
 
 def serve(

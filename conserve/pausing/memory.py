@@ -178,9 +178,19 @@ class Memory:
         return replace(shared, left_on=was_on, left_tokens=left_tokens)
 
     def make_room(
-        self, tokens: int, decoders: Iterable[Decoder], shared: Shared, now_s: float
+        self,
+        tokens: int,
+        decoders: Iterable[Decoder],
+        shared: Shared,
+        now_s: float,
+        prefillers_wait: bool = True,
     ) -> bool:
         """Pause idle histories of one decoder so that a prompt fits, where that costs least.
+
+        Args:
+            prefillers_wait: whether a prefiller has nothing to do. While all are busy, the prompt
+                would only take the room earlier than it can use it; and those whose room it took
+                would soon want to be prefilled too. So then only those go that are away for longer.
 
         Returns:
             Whether any was: False where running turns leave too little room, wherever it goes.
@@ -188,7 +198,9 @@ class Memory:
         cheapest: tuple[float, list[Conversation]] | None = None
         for decoder in decoders:
             missing = shared.beyond(tokens, decoder.id) + decoder.held_tokens
-            enough = self._enough(decoder, missing - decoder.capacity_tokens, now_s)
+            enough = self._enough(
+                decoder, missing - decoder.capacity_tokens, now_s, only_away=not prefillers_wait
+            )
             if enough is not None and (cheapest is None or enough[0] < cheapest[0]):
                 cheapest = enough
         if cheapest is None:
@@ -210,12 +222,16 @@ class Memory:
     # --- inside ------------------------------------------------------------------------------
 
     def _enough(
-        self, decoder: Decoder, tokens: int, now_s: float
+        self, decoder: Decoder, tokens: int, now_s: float, only_away: bool = False
     ) -> tuple[float, list[Conversation]] | None:
         """The cheapest of its idle histories that free so much, and their cost; None if none do."""
         if tokens <= 0:
             return 0.0, []
-        idle = {one.id: one for one in self._idle(decoder.id)}
+        idle = {
+            one.id: one
+            for one in self._idle(decoder.id)
+            if not only_away or self._policy.is_away(now_s - one.last_used_s)
+        }
         # What several begin with goes with the last of them.
         ordered = self._policy.order(
             Idle(one.id, max(1, held_alone(one)), one.held_tokens, now_s - one.last_used_s)

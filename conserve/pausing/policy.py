@@ -67,6 +67,10 @@ class Pausing:
         prefill = one.held_tokens * (1.0 + one.held_tokens / _ATTENTION_TOKENS)
         return prefill * self.gaps.chance(one.idle_s, _SOON_S) / one.freed_tokens
 
+    def is_away(self, idle_s: float) -> bool:
+        """Whether a history that is idle for so long will rather not be back soon."""
+        return self.gaps.chance(idle_s, _SOON_S) < 0.5
+
     def excess_tokens(self, held_tokens: int, capacity_tokens: int) -> int:
         """How much of what a decoder holds is above the mark."""
         return max(0, held_tokens - int(self.mark * capacity_tokens))

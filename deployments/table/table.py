@@ -344,6 +344,8 @@ class TableService:
         """Note that the remote prefill is over; ``done`` is None if it failed."""
         self._table.prefilled(plan.turn)
         self._accounts.prefilled(plan, done, goes_on=plan.turn in self._routers_of)
+        # Whoever waits may need no more than that a prefiller has nothing to do.
+        self._admit()
 
     async def advance(
         self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]

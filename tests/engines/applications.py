@@ -62,8 +62,7 @@ SMALL = Application(
     ),
 )
 
-# Two decoders that are full soon, whose idle conversations give up their room. Who had to wait for
-# that would be refused.
+# Two decoders that are full soon, whose idle conversations give up their room.
 PAUSING = Application(
     "pausing",
     (
@@ -71,7 +70,7 @@ PAUSING = Application(
         "decoders=2",
         "engine.max_model_len=2944",
         "decoders.engine.num_gpu_blocks_override=24",
-        "queue_limit=0",
+        "queue_timeout_s=20",
     ),
     decoders=2,
 )

@@ -61,6 +61,22 @@ def test_a_turn_that_runs_is_never_paused() -> None:
     assert paused(table) == {"a"}
 
 
+def test_while_prefillers_are_busy_only_those_go_that_are_away() -> None:
+    """It could not use the room yet, and those who will be back soon would want it again."""
+    table = a_table(decoders=1, pausing=Pausing())
+    idle(table, "away", 450, NOW_S - 90)
+    idle(table, "soon", 450, NOW_S - 1)
+    busy = start(table, "busy", 100, NOW_S)
+    assert table.prefillers["p1"].queued_tokens == 100
+    assert table.bind("small", 300, NOW_S) is not None
+    assert paused(table) == {"away"}
+    assert table.bind("next", 400, NOW_S) is None
+    table.prefilled(busy.key)
+    table.prefilled(Turn.last(table, "small").key)
+    assert table.bind("next", 400, NOW_S) is not None
+    assert paused(table) == {"away", "soon"}
+
+
 def test_nothing_is_paused_in_vain() -> None:
     """All that is idle would not be enough."""
     table = a_table(decoders=1, pausing=Pausing())
