@@ -570,10 +570,7 @@ class ConversationTable:
         """Have idle histories make room for a prompt that fits nowhere; whether any did."""
         if self.memory is None:
             return self._displace(history_id, turn1_tokens)
-        prefillers = self.accepting_prefillers
-        waits = not prefillers or any(not one.queued_tokens for one in prefillers)
-        decoders = self.accepting_decoders
-        return self.memory.make_room(turn1_tokens, decoders, shared, now_s, waits)
+        return self.memory.make_room(turn1_tokens, self.accepting_decoders, shared, now_s)
 
     def _displace(self, history_id: str, turn1_tokens: int) -> bool:
         """End what a conversation left behind, where a new history of it fits nowhere.
@@ -620,7 +617,7 @@ class ConversationTable:
             # The engine had to compute it anew: whoever else began with it has lost it too.
             lost = self._kinship.evicted(conversation)
             if self.memory is not None:
-                self.memory.evicted(lost)
+                self.memory.lost(lost)
         elif found < expected and not conversation.promised:
             # A template may drop the reasoning of earlier answers: the turn does not begin with all
             # that the one before it left.

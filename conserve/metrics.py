@@ -181,7 +181,7 @@ class _LiveState(Collector):
             "conserve_conversations", "Live histories of conversations, by phase.", labels=["phase"]
         )
         phases.add_metric(["reasoning"], table.reasoning)
-        paused = 0 if table.memory is None else len(table.memory)
+        paused = 0 if table.memory is None else table.memory.paused
         phases.add_metric(["acting"], len(table) - table.reasoning - paused)
         phases.add_metric(["paused"], paused)
         yield phases

@@ -365,8 +365,6 @@ class Cluster:
             self._handoffs += 1
             self._handoff_tokens += moved
         self._move(to_decode, one.decoder, moved, now_s)
-        if self._admission.line:
-            self._admit(now_s)
 
     def _move(
         self,
@@ -413,7 +411,8 @@ class Cluster:
             now_s,
         )
         if self.table.memory is not None:
-            self.table.memory.relieve(self.table.decoders[decoder.id], now_s)
+            decoders = self.table.decoders
+            self.table.memory.relieve(decoders[decoder.id], decoders.values(), now_s)
         following = one.script.next(_NOTHING_SAID)
         one.records.append(
             TurnRecord(

@@ -42,8 +42,12 @@ class Gaps:
         """A conversation ended when it had been idle for so long: no turn came until then."""
         self._add(self._ended, idle_s)
 
-    def chance(self, idle_s: float, within_s: float) -> float:
+    def chance(self, idle_s: float, within_s: float, still_idle: int = 0) -> float:
         """The chance that the next turn comes within so many seconds, after so many without one.
+
+        Args:
+            still_idle: how many others are idle for about as long now: they have not come back
+                either.
 
         Returns:
             Of those that were idle for as long, the share that came back within that time. It lies
@@ -55,7 +59,7 @@ class Gaps:
         prior, later_prior = _prior(idle_s), _prior(idle_s + within_s)
         soon = prior - later_prior + _beyond(returned, idle_s)
         soon -= _beyond(returned, idle_s + within_s)
-        return soon / (prior + _beyond(returned, idle_s) + _beyond(ended, idle_s))
+        return soon / (prior + _beyond(returned, idle_s) + _beyond(ended, idle_s) + still_idle)
 
     def _add(self, counts: list[float], idle_s: float) -> None:
         counts[bisect_right(_BOUNDS_S, max(0.0, idle_s)) - 1] += 1.0

@@ -1,7 +1,8 @@
 """Where histories' KV is: on a decoder and counted, left there uncounted, or nowhere."""
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from conserve.conversation import Conversation
@@ -10,7 +11,9 @@ from conserve.pausing.cache import EngineCache
 from conserve.pausing.policy import Idle, Pausing
 from conserve.placement import Decoder, Shared
 
-PAUSE_REASONS = ("room", "mark", "evicted")
+# To look at all that is idle takes a microsecond each. After it was in vain, so long nobody looks.
+_IN_VAIN_S = 0.5
+PAUSE_REASONS = ("room", "mark")
 RESTORES = ("kept", "moved", "again")
 
 
@@ -29,9 +32,9 @@ class Memory:
     A *paused* history is bound to no decoder and counts nowhere; its next turn is placed anew. What
     its decoder has of it stays there until the engine needs the room. It is paused because
 
-    - ``room``: a prompt fits nowhere else, and no other way is as cheap,
-    - ``mark``: running turns have grown, and its decoder holds more than it should, or
-    - ``evicted``: so much was used there since that the engine cannot have it any more.
+    - ``room``: it is away, and a prompt fits nowhere, or
+    - ``mark``: running turns have grown, its decoder holds more than it should, and it is away, or
+      would fit on another one.
 
     Args:
         policy: says in which order.
@@ -58,20 +61,22 @@ class Memory:
         self._get = get
         self._unbind = unbind
         self._caches: dict[str, EngineCache] = {}
+        # Histories that had a turn on a decoder; those that are there no more go when it is looked.
+        self._seen_on: dict[str, dict[str, None]] = {}
         # Of paused histories, the decoder that each was on; of others, those that they were on.
         self._paused_on: dict[str, str] = {}
         self._left: dict[str, set[str]] = {}
         self._forgotten: list[Forgotten] = []
+        # Until when nobody looks whether a decoder can be relieved, or (None) room be made.
+        self._in_vain: dict[str | None, float] = {}
         self.pauses: Counter[str] = Counter()
         self.restores: Counter[str] = Counter()
         self.paused_tokens = 0
 
-    def __len__(self) -> int:
+    @property
+    def paused(self) -> int:
         """How many histories are paused."""
         return len(self._paused_on)
-
-    def __contains__(self, history_id: str) -> bool:
-        return history_id in self._paused_on
 
     # --- what happens to histories -----------------------------------------------------------
 
@@ -94,18 +99,16 @@ class Memory:
         if cache is None:
             cache = EngineCache(self._decoders[decoder_id].capacity_tokens)
             self._caches[decoder_id] = cache
+            self._seen_on[decoder_id] = {}
         own_tokens = history.held_tokens - (0 if history.base is None else history.base.tokens)
-        for gone in cache.use(history.id, own_tokens):
-            other = self._get(gone)
-            if other is not None and other.decoder_id == decoder_id and not other.running:
-                self._pause(other, "evicted")
+        cache.use(history.id, own_tokens)
+        self._seen_on[decoder_id][history.id] = None
 
-    def evicted(self, histories: Iterable[Conversation]) -> None:
-        """An engine was seen to have lost these: their next turns are no later turns to it."""
+    def lost(self, histories: Iterable[Conversation]) -> None:
+        """An engine was seen to have nothing of these any more."""
         for history in histories:
-            if history.decoder_id is not None:
+            if history.decoder_id in self._caches:
                 self._caches[history.decoder_id].drop(history.id)
-                self._pause(history, "evicted")
 
     def bound(self, history: Conversation, kept: bool) -> bool:
         """A history that was bound nowhere is bound now.
@@ -156,6 +159,8 @@ class Memory:
     def decoder_lost(self, decoder_id: str) -> None:
         """A decoder is gone, with all that it had."""
         self._caches.pop(decoder_id, None)
+        self._seen_on.pop(decoder_id, None)
+        self._in_vain.pop(decoder_id, None)
 
     def take_forgotten(self) -> list[Forgotten]:
         """What decoders may forget, since they were asked last."""
@@ -178,90 +183,126 @@ class Memory:
         return replace(shared, left_on=was_on, left_tokens=left_tokens)
 
     def make_room(
-        self,
-        tokens: int,
-        decoders: Iterable[Decoder],
-        shared: Shared,
-        now_s: float,
-        prefillers_wait: bool = True,
+        self, tokens: int, decoders: Iterable[Decoder], shared: Shared, now_s: float
     ) -> bool:
-        """Pause idle histories of one decoder so that a prompt fits, where that costs least.
+        """Pause histories of one decoder that are away, so that a prompt fits.
 
-        Args:
-            prefillers_wait: whether a prefiller has nothing to do. While all are busy, the prompt
-                would only take the room earlier than it can use it; and those whose room it took
-                would soon want to be prefilled too. So then only those go that are away for longer.
+        It is done where it costs least, and just as many go as it takes.
 
         Returns:
-            Whether any was: False where running turns leave too little room, wherever it goes.
+            Whether any was: False where others leave too little room, wherever the prompt goes.
         """
+        if now_s < self._in_vain.get(None, now_s):
+            return False
         cheapest: tuple[float, list[Conversation]] | None = None
+        idle = self._idle(now_s)
         for decoder in decoders:
-            missing = shared.beyond(tokens, decoder.id) + decoder.held_tokens
-            enough = self._enough(
-                decoder, missing - decoder.capacity_tokens, now_s, only_away=not prefillers_wait
-            )
+            held_tokens = shared.beyond(tokens, decoder.id) + decoder.held_tokens
+            away = [one for one in idle.get(decoder.id, ()) if self._policy.is_away(one)]
+            enough = self._enough(away, held_tokens - decoder.capacity_tokens)
             if enough is not None and (cheapest is None or enough[0] < cheapest[0]):
                 cheapest = enough
         if cheapest is None:
+            self._in_vain[None] = now_s + _IN_VAIN_S
             return False
         for history in cheapest[1]:
             self._pause(history, "room")
         return bool(cheapest[1])
 
-    def relieve(self, decoder: Decoder, now_s: float) -> None:
-        """Pause idle histories of a decoder until it holds no more than it should, or has none."""
+    def relieve(self, decoder: Decoder, others: Iterable[Decoder], now_s: float) -> None:
+        """Pause idle histories of a decoder that holds more than it should, until it does not.
+
+        Args:
+            others: decoders that histories may move to.
+        """
         excess = self._policy.excess_tokens(decoder.held_tokens, decoder.capacity_tokens)
-        if not excess:
+        if not excess or now_s < self._in_vain.get(decoder.id, now_s):
             return
-        enough = self._enough(decoder, excess, now_s)
-        idle = self._idle(decoder.id) if enough is None else enough[1]
-        for history in list(idle):
+        room_tokens = max(
+            (
+                int(self._policy.mark * other.capacity_tokens) - other.held_tokens
+                for other in others
+                if other.id != decoder.id
+            ),
+            default=0,
+        )
+        may_go = [
+            one
+            for one in self._idle(now_s).get(decoder.id, ())
+            if one.held_tokens <= room_tokens or self._policy.is_away(one)
+        ]
+        enough = self._enough(may_go, excess)
+        if enough is None:
+            self._in_vain[decoder.id] = now_s + _IN_VAIN_S
+        going = [self._get(one.id) for one in may_go] if enough is None else enough[1]
+        for history in going:
+            assert history is not None
             self._pause(history, "mark")
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _enough(
-        self, decoder: Decoder, tokens: int, now_s: float, only_away: bool = False
-    ) -> tuple[float, list[Conversation]] | None:
-        """The cheapest of its idle histories that free so much, and their cost; None if none do."""
+    def _enough(self, idle: Iterable[Idle], tokens: int) -> tuple[float, list[Conversation]] | None:
+        """The cheapest of these that free so much, and their cost; None if all free less."""
         if tokens <= 0:
             return 0.0, []
-        idle = {
-            one.id: one
-            for one in self._idle(decoder.id)
-            if not only_away or self._policy.is_away(now_s - one.last_used_s)
-        }
         # What several begin with goes with the last of them.
-        ordered = self._policy.order(
-            Idle(one.id, max(1, held_alone(one)), one.held_tokens, now_s - one.last_used_s)
-            for one in idle.values()
-        )
         going = Going()
-        chosen: list[Idle] = []
-        for one in ordered:
+        chosen: list[tuple[Idle, Conversation]] = []
+        for one in self._policy.order(idle):
             if going.tokens >= tokens:
                 break
-            going.add(idle[one.id])
-            chosen.append(one)
+            history = self._get(one.id)
+            assert history is not None
+            going.add(history)
+            chosen.append((one, history))
         if going.tokens < tokens:
             return None
         spare = going.tokens - tokens
-        kept: list[Idle] = []
-        # The last that was needed may have made others needless: the dearest of those stay.
-        for one in reversed(chosen):
-            if idle[one.id].base is None and one.held_tokens <= spare:
+        needed: list[Conversation] = []
+        cost = 0.0
+        # The last that was chosen may have made others needless: the dearest of those stay.
+        for one, history in reversed(chosen):
+            if history.base is None and one.held_tokens <= spare:
                 spare -= one.held_tokens
             else:
-                kept.append(one)
-        cost = sum(self._policy.cost(one) * one.freed_tokens for one in kept)
-        return cost, [idle[one.id] for one in reversed(kept)]
+                needed.append(history)
+                cost += self._policy.cost(one) * one.freed_tokens
+        return cost, needed
 
-    def _idle(self, decoder_id: str) -> Iterator[Conversation]:
-        for history_id in self._caches.get(decoder_id, ()):
-            history = self._get(history_id)
-            if history is not None and history.decoder_id == decoder_id and not history.running:
-                yield history
+    def _idle(self, now_s: float) -> dict[str, list[Idle]]:
+        """Those of which no turn runs, by decoder."""
+        found: list[Conversation] = []
+        for decoder_id, seen in self._seen_on.items():
+            here = [(id, self._get(id)) for id in seen]
+            for history_id, history in here:
+                if history is None or history.decoder_id != decoder_id:
+                    del seen[history_id]
+                elif not history.running and history.held_tokens:
+                    found.append(history)
+        # The longest idle first.
+        found.sort(key=lambda one: one.last_used_s)
+        idle: dict[str, list[Idle]] = {decoder_id: [] for decoder_id in self._seen_on}
+        idle_for_s = [now_s - one.last_used_s for one in reversed(found)]
+        for history in found:
+            assert history.decoder_id is not None
+            # About as long, on the scale on which gaps differ.
+            shorter = bisect_left(idle_for_s, (now_s - history.last_used_s) / 2)
+            still_idle = len(found) - shorter - 1
+            idle[history.decoder_id].append(self._look_at(history, now_s, still_idle))
+        return idle
+
+    def _look_at(self, history: Conversation, now_s: float, still_idle: int) -> Idle:
+        assert history.decoder_id is not None
+        shared_tokens = 0 if history.base is None else history.base.tokens
+        own_tokens = self._caches[history.decoder_id].left_tokens(history.id)
+        return Idle(
+            history.id,
+            history.held_tokens,
+            held_alone(history),
+            min(history.held_tokens, own_tokens + (shared_tokens if own_tokens else 0)),
+            now_s - history.last_used_s,
+            still_idle,
+        )
 
     def _pause(self, history: Conversation, reason: str) -> None:
         assert history.decoder_id is not None

@@ -1,4 +1,4 @@
-"""In which order idle histories give up their room."""
+"""Which idle histories give up their room, and in which order."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,26 +17,37 @@ class Idle:
     """A history on a decoder of which no turn runs.
 
     Attributes:
-        freed_tokens: what its decoder has free when it goes: nobody else begins with these.
-        held_tokens: what has to be computed, or loaded, when it comes back.
+        held_tokens: what it is counted with.
+        freed_tokens: of these, what its decoder has free when it goes: nobody else begins with
+            them.
+        left_tokens: of these, what the engine should have yet; the rest is lost already.
         idle_s: since its last turn ended.
+        still_idle: how many others are idle for at least half as long: where many are, they are not
+            likely to come back.
     """
 
     id: str
-    freed_tokens: int
     held_tokens: int
+    freed_tokens: int
+    left_tokens: int
     idle_s: float
+    still_idle: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Pausing:
     """Idle histories give up their room in the order of what that is expected to cost.
 
-    The cost of one is the time to compute it again times the chance that it comes back soon, for
-    each token that it frees. The chance is that of the gaps seen so far (`Gaps`), so it falls with
-    the time that a history has been idle. Of histories that are equally likely to come back the
-    short ones go first, as in ThunderAgent (equations 8 to 11), where that follows from
-    recomputation that grows with the square of the length; here it grows with n + n^2 / 32768.
+    The cost of one is the time to compute what the engine has of it times the chance that it comes
+    back soon, for each token that it frees. The chance is that of the gaps seen so far (`Gaps`), so
+    it falls with the time that a history has been idle, and with the number of those that have not
+    come back either. Of histories that are equally likely to
+    come back the short ones go first, as in ThunderAgent (equations 8 to 11), where that follows
+    from recomputation that grows with the square of the length; here it grows with n + n^2 / 32768.
+
+    Only those go at all that are *away*: unlikely to be back soon, or lost to their engine already.
+    To take the room of others moves work from one prompt to the next: simulated with recorded agent
+    sessions, more is computed again than is gained (docs/scheduling.md).
 
     It departs from ThunderAgent in three ways. A pause costs nothing by itself: the engine keeps
     the KV until it needs the room, and who comes back before finds it (`EngineCache`). So nothing
@@ -46,31 +57,39 @@ class Pausing:
     Settings:
         mark: the share of a decoder's capacity (lambda_max) above which idle histories give up
             room, though nobody waits for it: running turns have grown into it.
+        away_chance: whose chance to be back soon is below this is away.
 
     Example:
         >>> policy = Pausing()
-        >>> idle = [Idle("long", 8000, 8000, 5.0), Idle("short", 900, 900, 5.0),
-        ...         Idle("gone", 4000, 4000, 600.0)]
+        >>> idle = [Idle("long", 8000, 8000, 8000, 5.0), Idle("short", 900, 900, 900, 5.0),
+        ...         Idle("gone", 4000, 4000, 4000, 600.0), Idle("lost", 4000, 4000, 0, 5.0)]
         >>> [one.id for one in policy.order(idle)]
-        ['gone', 'short', 'long']
+        ['lost', 'gone', 'short', 'long']
+        >>> [one.id for one in idle if policy.is_away(one)]
+        ['gone', 'lost']
     """
 
     mark: float = 1.0
+    away_chance: float = 0.2
     gaps: Gaps = field(default_factory=Gaps)
 
     def order(self, idle: Iterable[Idle]) -> list[Idle]:
-        """Those that free anything, the cheapest first."""
-        return sorted((one for one in idle if one.freed_tokens > 0), key=self.cost)
+        """The cheapest first."""
+        return sorted(idle, key=self.cost)
 
     def cost(self, one: Idle) -> float:
         """What it is expected to cost, for each token that it frees; in no unit."""
-        prefill = one.held_tokens * (1.0 + one.held_tokens / _ATTENTION_TOKENS)
-        return prefill * self.gaps.chance(one.idle_s, _SOON_S) / one.freed_tokens
+        prefill = one.left_tokens * (1.0 + one.held_tokens / _ATTENTION_TOKENS)
+        return prefill * self._chance(one) / max(1, one.freed_tokens)
 
-    def is_away(self, idle_s: float) -> bool:
-        """Whether a history that is idle for so long will rather not be back soon."""
-        return self.gaps.chance(idle_s, _SOON_S) < 0.5
+    def is_away(self, one: Idle) -> bool:
+        """Whether it is unlikely to be back soon, or would find less than half of itself."""
+        lost = 2 * one.left_tokens < one.held_tokens
+        return lost or self._chance(one) < self.away_chance
 
     def excess_tokens(self, held_tokens: int, capacity_tokens: int) -> int:
         """How much of what a decoder holds is above the mark."""
         return max(0, held_tokens - int(self.mark * capacity_tokens))
+
+    def _chance(self, one: Idle) -> float:
+        return self.gaps.chance(one.idle_s, _SOON_S, one.still_idle)

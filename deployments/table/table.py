@@ -344,8 +344,6 @@ class TableService:
         """Note that the remote prefill is over; ``done`` is None if it failed."""
         self._table.prefilled(plan.turn)
         self._accounts.prefilled(plan, done, goes_on=plan.turn in self._routers_of)
-        # Whoever waits may need no more than that a prefiller has nothing to do.
-        self._admit()
 
     async def advance(
         self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
@@ -553,7 +551,8 @@ class TableService:
         memory = self._table.memory
         if memory is None or decoder_id not in self._table.decoders:
             return
-        memory.relieve(self._table.decoders[decoder_id], unix_s())
+        decoders = self._table.accepting_decoders
+        memory.relieve(self._table.decoders[decoder_id], decoders, unix_s())
         for one in memory.take_forgotten():
             self._registry.note_forgotten(one.decoder_id, one.history_id, one.incarnation)
 

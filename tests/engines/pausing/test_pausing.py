@@ -6,7 +6,7 @@ import random
 import httpx
 import pytest
 
-from tests.engines.applications import PAUSING
+from tests.engines.applications import PAUSING, URL
 from tests.engines.client import Agent, chat, engines, prose
 from tests.engines.metrics import metric
 from tests.engines.waiting import eventually
@@ -19,7 +19,7 @@ def too_full() -> list[dict[str, object]]:
 
 
 def pauses() -> float:
-    return sum(metric("conserve_pauses_total", reason=why) for why in ("room", "mark", "evicted"))
+    return metric("conserve_pauses_total")
 
 
 async def shown(client: httpx.AsyncClient, application: str, name: str) -> dict[str, object]:
@@ -59,39 +59,51 @@ async def test_chats_that_are_over_keep_nobody_waiting(
     assert fresh.content == again.content
 
 
-async def test_conversations_that_grow_beyond_their_decoders_move(
+async def on_one_decoder(
+    client: httpx.AsyncClient, rng: random.Random, agents: list[Agent], words: int
+) -> list[Agent]:
+    """Half of the agents, all on one decoder; the other has nothing."""
+    for agent in agents:
+        await agent.say(prose(rng, words), tokens=8)
+    decoder = agents[0].replies[0].decoder
+    stay = [agent for agent in agents if agent.replies[0].decoder == decoder]
+    for agent in agents:
+        if agent not in stay:
+            await client.delete(f"{URL}/v1/conversations/{agent.id}")
+    assert 2 * len(stay) == len(agents)
+    return stay
+
+
+async def test_conversations_that_outgrow_their_decoder_move_to_one_with_room(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
-    """Ten grow to three times what both decoders hold: every turn is answered, none is refused."""
-    agents = [Agent(client, f"grows-{n}") for n in range(10)]
-    for _ in range(5):
-        for first in range(0, len(agents), 2):
-            await asyncio.gather(
-                *(agent.say(prose(rng, 330), tokens=8) for agent in agents[first : first + 2])
-            )
-            # No decoder stays beyond what it can hold while anything on it is idle.
-            await eventually("it is relieved", lambda: too_full() == [], 2)
-    held = sum(agent.stats[-1]["prompt_tokens"] for agent in agents)
-    assert held > 2.5 * sum(one["capacity_tokens"] for one in engines("decoder"))
+    """Five grow on one decoder to nearly twice what it holds; its neighbour has nothing."""
+    stay = await on_one_decoder(client, rng, [Agent(client, f"grows-{n}") for n in range(10)], 200)
+    for _ in range(4):
+        for agent in stay:
+            await agent.say(prose(rng, 210), tokens=8)
+        await eventually("it is relieved", lambda: too_full() == [], 2)
+    decoders = {engine["id"]: engine["capacity_tokens"] for engine in engines("decoder")}
+    assert sum(agent.stats[-1]["prompt_tokens"] for agent in stay) > 1.6 * min(decoders.values())
+    assert metric("conserve_pauses_total", reason="mark") > 0
     assert metric("conserve_restores_total", where="moved") > 0
-    assert all(len(agent.replies) == 5 for agent in agents)
+    assert {agent.replies[-1].decoder for agent in stay} == set(decoders)
 
 
 async def test_who_is_back_before_the_engine_needs_the_room_finds_it(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """It was paused for one that needed a little more room than there was, and ended soon."""
-    agents = [Agent(client, f"pair-{n}") for n in range(4)]
-    for agent in agents:
-        await agent.say(prose(rng, 1300), tokens=4)
-    await Agent(client, "short").say(prose(rng, 600), tokens=4)
-    names = [f"pair-{n}" for n in range(4)]
-    phases = [(await shown(client, application, name))["phase"] for name in names]
+    stay = await on_one_decoder(client, rng, [Agent(client, f"pair-{n}") for n in range(6)], 850)
+    await stay[0].say(prose(rng, 600), tokens=4)
+    await eventually("it is relieved", lambda: too_full() == [], 2)
+    phases = [(await shown(client, application, str(agent.id)))["phase"] for agent in stay]
     assert phases.count("paused") == 1
-    await client.delete(f"{application}/v1/conversations/short")
+    assert phases[0] != "paused"
+    await client.delete(f"{application}/v1/conversations/{stay[0].id}")
     prefills = metric("conserve_cold_prefills_total")
     kept = metric("conserve_restores_total", where="kept")
-    back = agents[phases.index("paused")]
+    back = stay[phases.index("paused")]
     await back.say("go on", tokens=4)
     # Its decoder goes on with what it has: all but the end of it.
     assert metric("conserve_restores_total", where="kept") == kept + 1

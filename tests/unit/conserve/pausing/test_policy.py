@@ -1,10 +1,13 @@
-"""In which order idle histories give up their room."""
+"""Which idle histories give up their room, and in which order."""
 
 from conserve.pausing import Gaps, Idle, Pausing
 
 
-def idle(name: str, tokens: int, idle_s: float = 1.0, held: int | None = None) -> Idle:
-    return Idle(name, tokens, held or tokens, idle_s)
+def idle(
+    name: str, tokens: int, idle_s: float = 1.0, freed: int | None = None, left: int | None = None
+) -> Idle:
+    freed, left = tokens if freed is None else freed, tokens if left is None else left
+    return Idle(name, tokens, freed, left, idle_s)
 
 
 def order(policy: Pausing, *those: Idle) -> list[str]:
@@ -19,8 +22,14 @@ def test_the_short_go_before_the_long_and_the_long_idle_before_those_that_come_b
 
 def test_what_others_begin_with_too_frees_little_for_its_cost() -> None:
     """Of 9,000 tokens that have to be loaded again, 500 would come free."""
-    assert order(Pausing(), idle("fork", 500, held=9000), idle("alone", 9000)) == ["alone", "fork"]
-    assert order(Pausing(), idle("nothing", 0, held=9000)) == []
+    assert order(Pausing(), idle("fork", 9000, freed=500), idle("alone", 9000)) == ["alone", "fork"]
+
+
+def test_what_its_engine_has_lost_costs_nothing() -> None:
+    lost = idle("lost", 9000, left=4000)
+    assert order(Pausing(), idle("s", 500), idle("lost", 9000, left=0)) == ["lost", "s"]
+    assert Pausing().is_away(lost)
+    assert not Pausing().is_away(idle("whole", 9000, left=5000))
 
 
 def test_the_gaps_that_were_seen_decide() -> None:
@@ -30,7 +39,21 @@ def test_the_gaps_that_were_seen_decide() -> None:
         gaps.returned(2.0)
         gaps.returned(300.0)
     policy = Pausing(gaps=gaps)
-    assert order(policy, idle("fresh", 500, 0.5), idle("away", 2000, 10.0)) == ["away", "fresh"]
+    fresh, away = idle("fresh", 500, 0.5), idle("away", 2000, 10.0)
+    assert order(policy, fresh, away) == ["away", "fresh"]
+    assert (policy.is_away(fresh), policy.is_away(away)) == (False, True)
+
+
+def test_where_many_do_not_come_back_nobody_is_waited_for() -> None:
+    """Of ninety chats none has had a second turn yet."""
+    chat = Idle("chat", 100, 100, 100, 5.0, still_idle=45)
+    assert not Pausing().is_away(idle("agent", 100, 5.0))
+    assert Pausing().is_away(chat)
+    # Unless many did.
+    gaps = Gaps()
+    for _ in range(400):
+        gaps.returned(8.0)
+    assert not Pausing(gaps=gaps).is_away(chat)
 
 
 def test_only_what_is_above_the_mark_is_too_much() -> None:
