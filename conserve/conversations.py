@@ -290,7 +290,12 @@ class ConversationTable:
         shared = self._shared(known, conversation_id, opening)
         decoders, prefillers = self.accepting_decoders, self.accepting_prefillers
         placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
-        while placement is None and self._make_room(conversation_id, turn1_tokens, shared, now_s):
+        waited_s = None
+        if known is not None:
+            waited_s = 0.0 if arrived_s is None else now_s - arrived_s
+        while placement is None and self._make_room(
+            conversation_id, turn1_tokens, shared, now_s, waited_s
+        ):
             # What was shared with those that went is not there any more.
             shared = self._shared(known, conversation_id, opening)
             placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
@@ -566,11 +571,19 @@ class ConversationTable:
             shared = self.memory.found(history_id, shared)
         return shared
 
-    def _make_room(self, history_id: str, turn1_tokens: int, shared: Shared, now_s: float) -> bool:
+    def _make_room(
+        self,
+        history_id: str,
+        turn1_tokens: int,
+        shared: Shared,
+        now_s: float,
+        waited_s: float | None,
+    ) -> bool:
         """Have idle histories make room for a prompt that fits nowhere; whether any did."""
         if self.memory is None:
             return self._displace(history_id, turn1_tokens)
-        return self.memory.make_room(turn1_tokens, self.accepting_decoders, shared, now_s)
+        decoders = self.accepting_decoders
+        return self.memory.make_room(turn1_tokens, decoders, shared, now_s, waited_s)
 
     def _displace(self, history_id: str, turn1_tokens: int) -> bool:
         """End what a conversation left behind, where a new history of it fits nowhere.

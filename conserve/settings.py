@@ -482,7 +482,7 @@ class Settings(_Strict):
         """Which idle conversations give up their room; None: none do."""
         if not self.pausing or self.placement != "conversation":
             return None
-        return Pausing(self.pausing_mark)
+        return Pausing(self.pausing_mark, patience_s=self.queue_timeout_s / 2)
 
     def on_nodes(self, alive: int) -> "Settings":
         """These settings on a cluster of ``alive`` nodes, with nothing left to choose.

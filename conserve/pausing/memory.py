@@ -183,11 +183,21 @@ class Memory:
         return replace(shared, left_on=was_on, left_tokens=left_tokens)
 
     def make_room(
-        self, tokens: int, decoders: Iterable[Decoder], shared: Shared, now_s: float
+        self,
+        tokens: int,
+        decoders: Iterable[Decoder],
+        shared: Shared,
+        now_s: float,
+        waited_s: float | None = None,
     ) -> bool:
         """Pause histories of one decoder that are away, so that a prompt fits.
 
         It is done where it costs least, and just as many go as it takes.
+
+        Args:
+            waited_s: of a history that was paused, how long its turn has waited already. In the
+                end, or while no turn runs anywhere, whatever is idle may go for it. None: of a new
+                one, for which those who work already give up nothing.
 
         Returns:
             Whether any was: False where others leave too little room, wherever the prompt goes.
@@ -195,11 +205,14 @@ class Memory:
         if now_s < self._in_vain.get(None, now_s):
             return False
         cheapest: tuple[float, list[Conversation]] | None = None
-        idle = self._idle(now_s)
+        idle, any_runs = self._idle(now_s)
+        only_away = waited_s is None or (any_runs and waited_s < self._policy.patience_s)
         for decoder in decoders:
             held_tokens = shared.beyond(tokens, decoder.id) + decoder.held_tokens
-            away = [one for one in idle.get(decoder.id, ()) if self._policy.is_away(one)]
-            enough = self._enough(away, held_tokens - decoder.capacity_tokens)
+            may_go = idle.get(decoder.id, [])
+            if only_away:
+                may_go = [one for one in may_go if self._policy.is_away(one)]
+            enough = self._enough(may_go, held_tokens - decoder.capacity_tokens)
             if enough is not None and (cheapest is None or enough[0] < cheapest[0]):
                 cheapest = enough
         if cheapest is None:
@@ -228,7 +241,7 @@ class Memory:
         )
         may_go = [
             one
-            for one in self._idle(now_s).get(decoder.id, ())
+            for one in self._idle(now_s)[0].get(decoder.id, ())
             if one.held_tokens <= room_tokens or self._policy.is_away(one)
         ]
         enough = self._enough(may_go, excess)
@@ -269,15 +282,18 @@ class Memory:
                 cost += self._policy.cost(one) * one.freed_tokens
         return cost, needed
 
-    def _idle(self, now_s: float) -> dict[str, list[Idle]]:
-        """Those of which no turn runs, by decoder."""
+    def _idle(self, now_s: float) -> tuple[dict[str, list[Idle]], bool]:
+        """Histories of which no turn runs, by decoder; and whether a turn of any other does."""
         found: list[Conversation] = []
+        any_runs = False
         for decoder_id, seen in self._seen_on.items():
             here = [(id, self._get(id)) for id in seen]
             for history_id, history in here:
                 if history is None or history.decoder_id != decoder_id:
                     del seen[history_id]
-                elif not history.running and history.held_tokens:
+                elif history.running:
+                    any_runs = True
+                elif history.held_tokens:
                     found.append(history)
         # The longest idle first.
         found.sort(key=lambda one: one.last_used_s)
@@ -289,7 +305,7 @@ class Memory:
             shorter = bisect_left(idle_for_s, (now_s - history.last_used_s) / 2)
             still_idle = len(found) - shorter - 1
             idle[history.decoder_id].append(self._look_at(history, now_s, still_idle))
-        return idle
+        return idle, any_runs
 
     def _look_at(self, history: Conversation, now_s: float, still_idle: int) -> Idle:
         assert history.decoder_id is not None

@@ -45,9 +45,9 @@ class Pausing:
     come back the short ones go first, as in ThunderAgent (equations 8 to 11), where that follows
     from recomputation that grows with the square of the length; here it grows with n + n^2 / 32768.
 
-    Only those go at all that are *away*: unlikely to be back soon, or lost to their engine already.
-    To take the room of others moves work from one prompt to the next: simulated with recorded agent
-    sessions, more is computed again than is gained (docs/scheduling.md).
+    While turns run, only those go that are *away*: unlikely to be back soon, or lost to their
+    engine already. To take the room of others moves work from one prompt to the next: simulated
+    with recorded agent sessions, more is computed again than is gained (docs/scheduling.md).
 
     It departs from ThunderAgent in three ways. A pause costs nothing by itself: the engine keeps
     the KV until it needs the room, and who comes back before finds it (`EngineCache`). So nothing
@@ -58,6 +58,8 @@ class Pausing:
         mark: the share of a decoder's capacity (lambda_max) above which idle histories give up
             room, though nobody waits for it: running turns have grown into it.
         away_chance: whose chance to be back soon is below this is away.
+        patience_s: a history that was paused, and is back, waits no longer than this for others to
+            be away.
 
     Example:
         >>> policy = Pausing()
@@ -71,6 +73,7 @@ class Pausing:
 
     mark: float = 1.0
     away_chance: float = 0.2
+    patience_s: float = 30.0
     gaps: Gaps = field(default_factory=Gaps)
 
     def order(self, idle: Iterable[Idle]) -> list[Idle]:

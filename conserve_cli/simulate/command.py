@@ -55,8 +55,9 @@ def simulate(
     system: Annotated[
         list[str] | None,
         typer.Option(
-            help="conserve (the default), collocated, full_disaggregation or per_turn; may be "
-            "given several times, the first is the baseline."
+            help="conserve (the default: the paper's), pausing (the same with idle conversations "
+            "giving up their room), collocated, full_disaggregation or per_turn; may be given "
+            "several times, the first is the baseline."
         ),
     ] = None,
     prefillers: Annotated[

@@ -69,10 +69,29 @@ def test_who_will_be_back_soon_keeps_its_room() -> None:
     assert table.bind("one", 300, NOW_S) is not None
     assert paused(table) == {"away"}
     assert table.bind("two", 400, NOW_S) is None
-    # Half a second is waited before it is looked again.
+    # Half a second passes before it is looked again.
     assert table.bind("two", 400, NOW_S + 0.4) is None
     assert table.bind("two", 400, NOW_S + 900) is not None
     assert paused(table) == {"away", "soon"}
+
+
+def test_who_was_paused_is_back_in_bounded_time() -> None:
+    table = a_table(decoders=1, pausing=Pausing(patience_s=30))
+    idle(table, "back", 450)
+    idle(table, "soon", 450, NOW_S - 1)
+    start(table, "runs", 300, NOW_S)
+    assert paused(table) == {"back"}
+    assert table.bind("back", 460, NOW_S, arrived_s=NOW_S) is None
+    assert table.bind("new", 460, NOW_S + 29, arrived_s=NOW_S - 50) is None
+    assert table.bind("back", 460, NOW_S + 29, arrived_s=NOW_S) is None
+    assert table.bind("back", 460, NOW_S + 30, arrived_s=NOW_S) is not None
+    assert paused(table) == {"soon"}
+    # And at once, where nothing runs that would end.
+    for name in ("runs", "back"):
+        table.release(name)
+    idle(table, "idle", 700, NOW_S + 30)
+    assert table.bind("soon", 460, NOW_S + 31, arrived_s=NOW_S + 31) is not None
+    assert paused(table) == {"idle"}
 
 
 def test_nothing_is_paused_in_vain() -> None:
