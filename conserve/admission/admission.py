@@ -18,6 +18,8 @@ class Admitted:
         turn1_tokens: the prompt's length that was asked for.
         newly_bound: False where it was bound already: the decoder that was taken for lost is back,
             and has its KV.
+        known: whether it had been bound before.
+        moved: whether that was to another decoder, as far as is known.
     """
 
     conversation: Conversation
@@ -25,6 +27,8 @@ class Admitted:
     turn1_tokens: int
     placement: Placement
     newly_bound: bool = True
+    known: bool = False
+    moved: bool = False
 
 
 class Admission:
@@ -117,9 +121,18 @@ class Admission:
         if known is not None and known.decoder_id is not None:
             where = Placement(known.decoder_id, None)
             return Admitted(known, known.newest_turn, turn1_tokens, where, newly_bound=False)
+        before = self._table.get(conversation_id)
+        moves = 0 if before is None else before.moves
         placement = self._table.bind(conversation_id, turn1_tokens, now_s, arrived_s, opening)
         if placement is None:
             return None
         conversation = self._table.get(conversation_id)
         assert conversation is not None
-        return Admitted(conversation, conversation.newest_turn, turn1_tokens, placement)
+        return Admitted(
+            conversation,
+            conversation.newest_turn,
+            turn1_tokens,
+            placement,
+            known=before is not None,
+            moved=conversation.moves > moves,
+        )

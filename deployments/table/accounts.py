@@ -45,9 +45,8 @@ class Accounts:
         """A conversation goes to a decoder."""
         if not admitted.newly_bound:
             return
-        if admitted.conversation.moves:
-            self.metrics.moves.inc()
-        else:
+        self.metrics.moves.inc(admitted.moved)
+        if not admitted.known:
             self._autoscaler.conversation_bound(time.monotonic())
         if admitted.placement.prefiller_id is not None:
             self._autoscaler.prompt_sent(admitted.turn1_tokens, time.monotonic())

@@ -5,6 +5,7 @@ import pytest
 from conserve.admission import Admission, Admitted, QueueFull, Ticket
 from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement, Placement
 
 
@@ -122,3 +123,22 @@ def test_one_that_lost_its_decoder_is_bound_again_and_counts_as_moved() -> None:
     assert again.newly_bound
     assert again.conversation.moves == 1
     assert again.placement.decoder_id != began.placement.decoder_id
+    assert ((began.known, began.moved), (again.known, again.moved)) == (
+        (False, False),
+        (True, True),
+    )
+
+
+def test_one_that_was_paused_and_is_back_has_not_moved_and_is_not_new() -> None:
+    table = ConversationTable(ConversationPlacement(), idle_timeout_s=1000, pausing=Pausing())
+    table.add_decoder("d1", 1000)
+    admission = Admission(table, 8, 60)
+    began = admission.enter("c", 600, 0.0)
+    assert isinstance(began, Admitted)
+    assert table.advance(began.turn, "d1", TurnStats(600, 10, 0, 0), (b"c" * 16,), 0.0)
+    other = admission.enter("other", 500, 900.0)
+    assert isinstance(other, Admitted)
+    table.release("other")
+    again = admission.enter("c", 620, 901.0)
+    assert isinstance(again, Admitted)
+    assert (again.newly_bound, again.known, again.moved) == (True, True, False)
