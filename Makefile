@@ -27,7 +27,7 @@ SHELL := bash
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
 	bench-overhead bench-keys bench-tenants bench-unkind bench-table bench-energy \
 	bench-sm-slots bench-simulator test-autoscaler test-cancelling test-chaos test-clients \
-	test-compatibility test-fuzz test-peers test-vision test-cluster clean
+	test-compatibility test-fuzz test-long test-peers test-vision test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -42,8 +42,11 @@ demo: $(INSTALLED) ## Have a few agents work and show where each turn ran (JSON=
 serve: $(INSTALLED) ## Serve until interrupted (ARGS='decoders=3 port=9000': settings)
 	@$(BIN)/conserve serve $(ARGS)
 
-test: $(INSTALLED) $(LIBRARIES) ## Run all tests, on real engines too (ARGS=...: for pytest)
+test: $(INSTALLED) $(LIBRARIES) ## Run the tests, on real engines too (ARGS=...: for pytest)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-long: $(INSTALLED) ## Run the tests on engines that `make test` leaves out for their time (ten minutes)
+	@$(BIN)/python -m pytest tests -m long $(ARGS)
 
 test-unit: $(INSTALLED) ## Run the unit tests alone: no engine, two minutes
 	@$(BIN)/python -m pytest tests/unit $(ARGS)

@@ -58,7 +58,14 @@ def _require_one_answer(events: list[Any]) -> None:
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
 
 
-@pytest.mark.parametrize("victim", ["replica", "engine core", "engine core, by SIGTERM"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param("replica", marks=pytest.mark.long),
+        "engine core",
+        pytest.param("engine core, by SIGTERM", marks=pytest.mark.long),
+    ],
+)
 async def test_a_decoder_in_mid_turn(
     application: str,
     stage: Stage,
@@ -157,7 +164,7 @@ async def test_a_decoder_before_its_answer_began(
     await asyncio.to_thread(stage.wait_until_whole)
 
 
-@pytest.mark.parametrize("victim", ["replica", "worker"])
+@pytest.mark.parametrize("victim", ["replica", pytest.param("worker", marks=pytest.mark.long)])
 async def test_the_prefiller(
     application: str,
     stage: Stage,

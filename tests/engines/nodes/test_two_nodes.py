@@ -72,6 +72,7 @@ async def _at_home(agent: Agent, content: str) -> None:
     assert agent.stats[-1]["decoder_cached_tokens"] == _whole(held - 1)
 
 
+@pytest.mark.long
 async def test_handoffs_cross_once_and_a_lost_node_costs_no_conversation(
     client: httpx.AsyncClient, rng: random.Random, tmp_path: Path
 ) -> None:

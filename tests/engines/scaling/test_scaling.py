@@ -121,6 +121,7 @@ async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
     await answered.say(prose(rng, 50), tokens=4)
 
 
+@pytest.mark.long
 @pytest.mark.application(BURSTS)
 async def test_first_prompts_make_a_second_prefiller(
     application: str, client: httpx.AsyncClient, rng: random.Random
