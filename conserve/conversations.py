@@ -137,7 +137,12 @@ class ConversationTable:
             elif known is None or (
                 known.decoder_id is None and known.incarnation == held.incarnation
             ):
-                self._adopt(held, decoder_id)
+                was_on = None if self.memory is None else self.memory.paused_on(held.id)
+                if was_on in (None, decoder_id):
+                    self._adopt(held, decoder_id)
+                else:
+                    # It was there before that.
+                    foreign.append(held.id)
             elif self._is_newer(held, known):
                 # It was paused, and moved on from where the other one is.
                 assert self.memory is not None
@@ -290,11 +295,12 @@ class ConversationTable:
         shared = self._shared(known, conversation_id, opening)
         decoders, prefillers = self.accepting_decoders, self.accepting_prefillers
         placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
+        root = None if opening.chain is None else opening.chain.root
         waited_s = None
         if known is not None:
             waited_s = 0.0 if arrived_s is None else now_s - arrived_s
         while placement is None and self._make_room(
-            conversation_id, turn1_tokens, shared, now_s, waited_s
+            conversation_id, turn1_tokens, shared, now_s, waited_s, root
         ):
             # What was shared with those that went is not there any more.
             shared = self._shared(known, conversation_id, opening)
@@ -326,7 +332,7 @@ class ConversationTable:
         known.promised = True
         if placement.prefiller_id is not None:
             self._join_prefiller(known, placement.prefiller_id, turn1_tokens)
-        self._start_turn(known, usage, now_s)
+        self._start_turn(known, usage, now_s, arrived_s)
         return placement
 
     def held(self, opening: Opening) -> int:
@@ -517,9 +523,13 @@ class ConversationTable:
         return ended
 
     def holds(self, turn: TurnKey, decoder_id: str) -> bool:
-        """Whether the conversation of this turn is live and on this decoder."""
+        """Whether the conversation of this turn is live, and is, or was when paused, there."""
         conversation = self._current(turn.conversation_id, turn.incarnation)
-        return conversation is not None and conversation.decoder_id == decoder_id
+        if conversation is None:
+            return False
+        if self.memory is not None and self.memory.paused_on(conversation.id) == decoder_id:
+            return True
+        return conversation.decoder_id == decoder_id
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -552,7 +562,7 @@ class ConversationTable:
             self.memory is not None
             and known.decoder_id is not None
             and held.incarnation == known.incarnation
-            and held.finished > known.finished
+            and max((held.finished, *held.running)) > known.finished
             and not known.running
         )
 
@@ -578,21 +588,39 @@ class ConversationTable:
         shared: Shared,
         now_s: float,
         waited_s: float | None,
+        root: Digest | None,
     ) -> bool:
         """Have idle histories make room for a prompt that fits nowhere; whether any did."""
         if self.memory is None:
             return self._displace(history_id, turn1_tokens)
         decoders = self.accepting_decoders
-        return self.memory.make_room(turn1_tokens, decoders, shared, now_s, waited_s)
+        any_runs = self.reasoning > 0
+        if self.memory.make_room(turn1_tokens, decoders, shared, now_s, waited_s, root, any_runs):
+            return True
+        # A conversation that is compacted would wait for itself.
+        in_the_way = self._in_the_way(history_id, turn1_tokens)
+        if in_the_way is not None:
+            self.memory.pause(in_the_way, "room")
+        return in_the_way is not None
 
     def _displace(self, history_id: str, turn1_tokens: int) -> bool:
         """End what a conversation left behind, where a new history of it fits nowhere.
 
-        A conversation that is compacted would wait for itself. Which history it has left its client
-        does not say: it is clear where there is one alone that is idle and in the way.
-
         Returns:
             Whether a decoder has room now.
+        """
+        in_the_way = self._in_the_way(history_id, turn1_tokens)
+        if in_the_way is None:
+            return False
+        self._displaced.append(in_the_way)
+        self.release(in_the_way.id)
+        return True
+
+    def _in_the_way(self, history_id: str, turn1_tokens: int) -> Conversation | None:
+        """The history that a conversation has left for a new one, which fits nowhere else.
+
+        A conversation that is compacted would wait for itself. Which history it has left its client
+        does not say: it is clear where there is one alone that is idle and in the way.
         """
         in_the_way = [
             one
@@ -601,11 +629,7 @@ class ConversationTable:
             and not one.running
             and self._fits_without(one, turn1_tokens)
         ]
-        if len(in_the_way) != 1:
-            return False
-        self._displaced.append(in_the_way[0])
-        self.release(in_the_way[0].id)
-        return True
+        return in_the_way[0] if len(in_the_way) == 1 else None
 
     def _fits_without(self, history: Conversation, tokens: int) -> bool:
         decoder = self.decoders.get(history.decoder_id or "")
@@ -650,11 +674,18 @@ class ConversationTable:
         self._families.join(conversation)
         usage.turns += len(conversation.running)
 
-    def _start_turn(self, conversation: Conversation, usage: TenantUsage, now_s: float) -> None:
+    def _start_turn(
+        self,
+        conversation: Conversation,
+        usage: TenantUsage,
+        now_s: float,
+        arrived_s: float | None = None,
+    ) -> None:
         usage.turns += 1
         if self.memory is not None:
             idle = conversation.has_last_turn and not conversation.running
-            idle_s = now_s - conversation.last_used_s if idle else None
+            came_s = now_s if arrived_s is None else arrived_s
+            idle_s = came_s - conversation.last_used_s if idle else None
             self.memory.turn_begins(conversation, idle_s)
         if not conversation.running:
             self.reasoning += 1

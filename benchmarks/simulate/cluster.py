@@ -293,9 +293,9 @@ class Cluster:
         else:
             self._cold_prefill_tokens += admitted.turn1_tokens
             prefiller = self.prefillers[placement.prefiller_id]
-            work = EngineTurn(
-                one.script.conversation, admitted.turn1_tokens, 1, self._reusable(one), turn=one
-            )
+            # Who was paused has been here before.
+            reusable = self._reusable(one) if one.records else 0
+            work = EngineTurn(one.script.conversation, admitted.turn1_tokens, 1, reusable, turn=one)
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
 
     def _admit(self, now_s: float) -> None:

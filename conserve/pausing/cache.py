@@ -21,6 +21,9 @@ class EngineCache:
         self._left: OrderedDict[str, int] = OrderedDict()
         self._tokens = 0
 
+    def __contains__(self, history_id: str) -> bool:
+        return history_id in self._left
+
     def left_tokens(self, history_id: str) -> int:
         """How many of a history's tokens are there yet, from its beginning on."""
         return self._left.get(history_id, 0)

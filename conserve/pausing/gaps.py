@@ -53,6 +53,8 @@ class Gaps:
             Of those that were idle for as long, the share that came back within that time. It lies
             strictly between 0 and 1.
         """
+        # Clocks differ between nodes.
+        idle_s = max(0.0, idle_s)
         if self._longer is None:
             self._longer = (_from_the_last(self._returned), _from_the_last(self._ended))
         returned, ended = self._longer

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from conserve.conversation import Conversation
@@ -10,9 +10,15 @@ from conserve.histories.sharing import Going, held_alone
 from conserve.pausing.cache import EngineCache
 from conserve.pausing.policy import Idle, Pausing
 from conserve.placement import Decoder, Shared
+from conserve.recognition import Digest
 
-# To look at all that is idle takes a microsecond each. After it was in vain, so long nobody looks.
+# To look at an idle history takes some microseconds: of each decoder so many are looked at, those
+# that were unused for longest; and all where these are not enough. After that was in vain, nobody
+# looks for so long.
+_LOOKED_AT = 256
 _IN_VAIN_S = 0.5
+# Of so many, those that are needless are found by trying each.
+_TRIED = 64
 PAUSE_REASONS = ("room", "mark")
 RESTORES = ("kept", "moved", "again")
 
@@ -61,14 +67,17 @@ class Memory:
         self._get = get
         self._unbind = unbind
         self._caches: dict[str, EngineCache] = {}
-        # Histories that had a turn on a decoder; those that are there no more go when it is looked.
+        # Histories on a decoder, the longest unused first.
         self._seen_on: dict[str, dict[str, None]] = {}
-        # Of paused histories, the decoder that each was on; of others, those that they were on.
-        self._paused_on: dict[str, str] = {}
+        # Of paused histories, the decoder that each was on, and what it began with there as others
+        # did; and of all, the decoders that they were on and have a record of them.
+        self._paused_on: dict[str, tuple[str, int]] = {}
         self._left: dict[str, set[str]] = {}
         self._forgotten: list[Forgotten] = []
-        # Until when nobody looks whether a decoder can be relieved, or (None) room be made.
-        self._in_vain: dict[str | None, float] = {}
+        # Until when nobody looks whether a decoder can be relieved; or whether room can be made by
+        # those that are away, or by all, and for how many tokens or more.
+        self._in_vain: dict[str, float] = {}
+        self._no_room: dict[bool, tuple[float, int]] = {}
         self.pauses: Counter[str] = Counter()
         self.restores: Counter[str] = Counter()
         self.paused_tokens = 0
@@ -102,7 +111,9 @@ class Memory:
             self._seen_on[decoder_id] = {}
         own_tokens = history.held_tokens - (0 if history.base is None else history.base.tokens)
         cache.use(history.id, own_tokens)
-        self._seen_on[decoder_id][history.id] = None
+        seen = self._seen_on[decoder_id]
+        seen.pop(history.id, None)
+        seen[history.id] = None
 
     def lost(self, histories: Iterable[Conversation]) -> None:
         """An engine was seen to have nothing of these any more."""
@@ -119,11 +130,12 @@ class Memory:
         Returns:
             Whether it has moved: it comes to another decoder.
         """
-        was_on = self._paused_on.pop(history.id, None)
+        was_on, _ = self._paused_on.pop(history.id, (None, 0))
         if was_on is None:
             return True
+        # Should this turn come to nothing, the decoder has its record of it yet.
+        self._left.setdefault(history.id, set()).add(was_on)
         if was_on != history.decoder_id:
-            self._left.setdefault(history.id, set()).add(was_on)
             self.restores["moved"] += 1
             return True
         self.restores["kept" if kept else "again"] += 1
@@ -136,9 +148,11 @@ class Memory:
     def ended(self, history: Conversation) -> None:
         """A history has ended: decoders that it was on before may forget it."""
         left = self._left.pop(history.id, set())
-        was_on = self._paused_on.pop(history.id, None)
+        was_on, _ = self._paused_on.pop(history.id, (None, 0))
         if was_on is not None:
             left.add(was_on)
+        if history.decoder_id is not None:
+            self._seen_on.get(history.decoder_id, {}).pop(history.id, None)
         self._forgotten += [
             Forgotten(decoder_id, history.id, history.incarnation)
             for decoder_id in sorted(left)
@@ -147,7 +161,7 @@ class Memory:
 
     def found_on(self, history: Conversation) -> None:
         """A history turns out to be on its decoder still, wherever it was thought to be."""
-        was_on = self._paused_on.pop(history.id, None)
+        was_on, _ = self._paused_on.pop(history.id, (None, 0))
         if was_on is not None and was_on != history.decoder_id:
             self._left.setdefault(history.id, set()).add(was_on)
 
@@ -169,26 +183,33 @@ class Memory:
 
     def left_on(self, decoder_id: str) -> set[str]:
         """Ids of live histories that were on this decoder, and are paused or have moved."""
-        paused = {id for id, was_on in self._paused_on.items() if was_on == decoder_id}
+        paused = {id for id, (was_on, _) in self._paused_on.items() if was_on == decoder_id}
         return paused | {id for id, decoders in self._left.items() if decoder_id in decoders}
+
+    def paused_on(self, history_id: str) -> str | None:
+        """The decoder that a paused history was on; None if it is not paused."""
+        return self._paused_on.get(history_id, (None, 0))[0]
 
     # --- decisions ---------------------------------------------------------------------------
 
     def found(self, history_id: str, shared: Shared) -> Shared:
         """Where a paused history may still be, beside what it shares with others."""
-        was_on = self._paused_on.get(history_id, "")
-        left_tokens = self._caches[was_on].left_tokens(history_id) if was_on in self._caches else 0
-        if not left_tokens:
+        was_on, shared_tokens = self._paused_on.get(history_id, ("", 0))
+        cache = self._caches.get(was_on)
+        if cache is None or history_id not in cache:
             return shared
+        left_tokens = cache.left_tokens(history_id) + shared_tokens
         return replace(shared, left_on=was_on, left_tokens=left_tokens)
 
     def make_room(
         self,
         tokens: int,
-        decoders: Iterable[Decoder],
+        decoders: Sequence[Decoder],
         shared: Shared,
         now_s: float,
         waited_s: float | None = None,
+        root: Digest | None = None,
+        any_runs: bool = True,
     ) -> bool:
         """Pause histories of one decoder that are away, so that a prompt fits.
 
@@ -198,32 +219,45 @@ class Memory:
             waited_s: of a history that was paused, how long its turn has waited already. In the
                 end, or while no turn runs anywhere, whatever is idle may go for it. None: of a new
                 one, for which those who work already give up nothing.
+            root: of the prompt: those that begin with it stay, where that is enough.
+            any_runs: whether a turn runs anywhere.
 
         Returns:
             Whether any was: False where others leave too little room, wherever the prompt goes.
         """
-        if now_s < self._in_vain.get(None, now_s):
+        patience_s = self._policy.patience_s
+        anybody = waited_s is not None and (not any_runs or waited_s >= patience_s)
+        until_s, at_least = self._no_room.get(anybody, (now_s, 0))
+        if now_s < until_s and tokens >= at_least:
             return False
         cheapest: tuple[float, list[Conversation]] | None = None
-        idle, any_runs = self._idle(now_s)
-        only_away = waited_s is None or (any_runs and waited_s < self._policy.patience_s)
-        for decoder in decoders:
-            held_tokens = shared.beyond(tokens, decoder.id) + decoder.held_tokens
-            may_go = idle.get(decoder.id, [])
-            if only_away:
-                may_go = [one for one in may_go if self._policy.is_away(one)]
-            enough = self._enough(may_go, held_tokens - decoder.capacity_tokens)
-            if enough is not None and (cheapest is None or enough[0] < cheapest[0]):
-                cheapest = enough
+        for most in (_LOOKED_AT, None):
+            idle = self._idle(now_s, [one.id for one in decoders], most)
+            for decoder in decoders:
+                may_go = idle[decoder.id]
+                if not anybody:
+                    may_go = [one for one in may_go if self._policy.is_away(one)]
+                missing = decoder.held_tokens + tokens - decoder.capacity_tokens
+                held_tokens = shared.tokens.get(decoder.id, 0)
+                enough = None
+                if held_tokens:
+                    others = [one for one in may_go if self._root(one) != root]
+                    enough = self._enough(others, missing - held_tokens)
+                if enough is None:
+                    enough = self._enough(may_go, missing)
+                if enough is not None and (cheapest is None or enough[0] < cheapest[0]):
+                    cheapest = enough
+            if cheapest is not None or max(map(len, idle.values()), default=0) < _LOOKED_AT:
+                break
         if cheapest is None:
-            self._in_vain[None] = now_s + _IN_VAIN_S
+            self._no_room[anybody] = (now_s + _IN_VAIN_S, tokens)
             return False
         for history in cheapest[1]:
-            self._pause(history, "room")
+            self.pause(history, "room")
         return bool(cheapest[1])
 
     def relieve(self, decoder: Decoder, others: Iterable[Decoder], now_s: float) -> None:
-        """Pause idle histories of a decoder that holds more than it should, until it does not.
+        """Pause idle histories of a decoder that holds more than it should.
 
         Args:
             others: decoders that histories may move to.
@@ -231,98 +265,134 @@ class Memory:
         excess = self._policy.excess_tokens(decoder.held_tokens, decoder.capacity_tokens)
         if not excess or now_s < self._in_vain.get(decoder.id, now_s):
             return
-        room_tokens = max(
-            (
-                int(self._policy.mark * other.capacity_tokens) - other.held_tokens
-                for other in others
-                if other.id != decoder.id
-            ),
-            default=0,
-        )
-        may_go = [
-            one
-            for one in self._idle(now_s)[0].get(decoder.id, ())
-            if one.held_tokens <= room_tokens or self._policy.is_away(one)
+        rooms = [
+            int(self._policy.mark * other.capacity_tokens) - other.held_tokens
+            for other in others
+            if other.id != decoder.id
         ]
-        enough = self._enough(may_go, excess)
-        if enough is None:
+
+        def may_go(one: Idle) -> bool:
+            if self._policy.is_away(one):
+                return True
+            # It would be back soon: it takes its place there.
+            at = max(range(len(rooms)), key=rooms.__getitem__, default=None)
+            if at is None or rooms[at] < one.held_tokens:
+                return False
+            rooms[at] -= one.held_tokens
+            return True
+
+        idle = self._idle(now_s, [decoder.id], None)[decoder.id]
+        chosen, freed = self._cheapest(idle, excess, may_go)
+        if freed < excess:
             self._in_vain[decoder.id] = now_s + _IN_VAIN_S
-        going = [self._get(one.id) for one in may_go] if enough is None else enough[1]
-        for history in going:
-            assert history is not None
-            self._pause(history, "mark")
+        for _, history in self._needed(chosen, min(excess, freed)):
+            self.pause(history, "mark")
+
+    def pause(self, history: Conversation, reason: str) -> None:
+        """Have an idle history give up its room."""
+        assert history.decoder_id is not None
+        shared_tokens = 0 if history.base is None else history.base.tokens
+        self._paused_on[history.id] = (history.decoder_id, shared_tokens)
+        self._seen_on.get(history.decoder_id, {}).pop(history.id, None)
+        self.pauses[reason] += 1
+        self.paused_tokens += held_alone(history)
+        self._unbind(history)
 
     # --- inside ------------------------------------------------------------------------------
 
     def _enough(self, idle: Iterable[Idle], tokens: int) -> tuple[float, list[Conversation]] | None:
-        """The cheapest of these that free so much, and their cost; None if all free less."""
+        """The cheapest of these that free so much, and their price; None if all free less."""
         if tokens <= 0:
             return 0.0, []
+        chosen, freed = self._cheapest(idle, tokens, lambda _: True)
+        if freed < tokens:
+            return None
+        needed = self._needed(chosen, tokens)
+        price = sum(self._policy.price(one) for one, _ in needed)
+        return price, [history for _, history in needed]
+
+    def _cheapest(
+        self, idle: Iterable[Idle], tokens: int, may_go: Callable[[Idle], bool]
+    ) -> tuple[list[tuple[Idle, Conversation]], int]:
+        """The cheapest first, until they free so much; and how much they free."""
         # What several begin with goes with the last of them.
         going = Going()
         chosen: list[tuple[Idle, Conversation]] = []
         for one in self._policy.order(idle):
             if going.tokens >= tokens:
                 break
+            if not may_go(one):
+                continue
             history = self._get(one.id)
             assert history is not None
             going.add(history)
             chosen.append((one, history))
-        if going.tokens < tokens:
-            return None
-        spare = going.tokens - tokens
-        needed: list[Conversation] = []
-        cost = 0.0
-        # The last that was chosen may have made others needless: the dearest of those stay.
-        for one, history in reversed(chosen):
-            if history.base is None and one.held_tokens <= spare:
-                spare -= one.held_tokens
-            else:
-                needed.append(history)
-                cost += self._policy.cost(one) * one.freed_tokens
-        return cost, needed
+        return chosen, going.tokens
 
-    def _idle(self, now_s: float) -> tuple[dict[str, list[Idle]], bool]:
-        """Histories of which no turn runs, by decoder; and whether a turn of any other does."""
+    @staticmethod
+    def _needed(
+        chosen: list[tuple[Idle, Conversation]], tokens: int
+    ) -> list[tuple[Idle, Conversation]]:
+        """Those without whom the others free less than that: the dearest stay, where they can."""
+        needed = list(chosen)
+        for one in reversed(chosen[-_TRIED:]):
+            going = Going()
+            for other in needed:
+                if other is not one:
+                    going.add(other[1])
+            if going.tokens >= tokens:
+                needed.remove(one)
+        return needed
+
+    def _root(self, one: Idle) -> Digest | None:
+        history = self._get(one.id)
+        return None if history is None else history.root
+
+    def _idle(
+        self, now_s: float, decoder_ids: Iterable[str], most: int | None
+    ) -> dict[str, list[Idle]]:
+        """Histories of which no turn runs, by decoder.
+
+        Args:
+            most: of each decoder, so many that were unused for longest; None: all.
+        """
         found: list[Conversation] = []
-        any_runs = False
-        for decoder_id, seen in self._seen_on.items():
-            here = [(id, self._get(id)) for id in seen]
-            for history_id, history in here:
+        idle: dict[str, list[Idle]] = {}
+        for decoder_id in decoder_ids:
+            idle[decoder_id] = []
+            left = len(self._seen_on.get(decoder_id, ())) if most is None else most
+            for history_id in self._seen_on.get(decoder_id, ()):
+                history = self._get(history_id)
                 if history is None or history.decoder_id != decoder_id:
-                    del seen[history_id]
-                elif history.running:
-                    any_runs = True
-                elif history.held_tokens:
+                    continue
+                if history.held_tokens and not history.running:
                     found.append(history)
+                    left -= 1
+                    if left <= 0:
+                        break
         # The longest idle first.
         found.sort(key=lambda one: one.last_used_s)
-        idle: dict[str, list[Idle]] = {decoder_id: [] for decoder_id in self._seen_on}
-        idle_for_s = [now_s - one.last_used_s for one in reversed(found)]
+        idle_for_s = [max(0.0, now_s - one.last_used_s) for one in reversed(found)]
         for history in found:
             assert history.decoder_id is not None
+            idle_s = max(0.0, now_s - history.last_used_s)
             # About as long, on the scale on which gaps differ.
-            shorter = bisect_left(idle_for_s, (now_s - history.last_used_s) / 2)
-            still_idle = len(found) - shorter - 1
-            idle[history.decoder_id].append(self._look_at(history, now_s, still_idle))
-        return idle, any_runs
+            still_idle = len(found) - bisect_left(idle_for_s, idle_s / 2) - 1
+            idle[history.decoder_id].append(self._look_at(history, idle_s, still_idle))
+        return idle
 
-    def _look_at(self, history: Conversation, now_s: float, still_idle: int) -> Idle:
+    def _look_at(self, history: Conversation, idle_s: float, still_idle: int) -> Idle:
         assert history.decoder_id is not None
+        cache = self._caches[history.decoder_id]
         shared_tokens = 0 if history.base is None else history.base.tokens
-        own_tokens = self._caches[history.decoder_id].left_tokens(history.id)
+        left_tokens = 0
+        if history.id in cache:
+            left_tokens = min(history.held_tokens, cache.left_tokens(history.id) + shared_tokens)
         return Idle(
             history.id,
             history.held_tokens,
             held_alone(history),
-            min(history.held_tokens, own_tokens + (shared_tokens if own_tokens else 0)),
-            now_s - history.last_used_s,
+            left_tokens,
+            idle_s,
             still_idle,
         )
-
-    def _pause(self, history: Conversation, reason: str) -> None:
-        assert history.decoder_id is not None
-        self._paused_on[history.id] = history.decoder_id
-        self.pauses[reason] += 1
-        self.paused_tokens += held_alone(history)
-        self._unbind(history)

@@ -82,8 +82,12 @@ class Pausing:
 
     def cost(self, one: Idle) -> float:
         """What it is expected to cost, for each token that it frees; in no unit."""
+        return self.price(one) / max(1, one.freed_tokens)
+
+    def price(self, one: Idle) -> float:
+        """What it is expected to cost; in no unit."""
         prefill = one.left_tokens * (1.0 + one.held_tokens / _ATTENTION_TOKENS)
-        return prefill * self._chance(one) / max(1, one.freed_tokens)
+        return prefill * self._chance(one)
 
     def is_away(self, one: Idle) -> bool:
         """Whether it is unlikely to be back soon, or would find less than half of itself."""

@@ -1,5 +1,6 @@
 """Who is paused, just enough, and where those are found who come back."""
 
+import copy
 import itertools
 import random
 from dataclasses import replace
@@ -8,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.conversation import TurnStats
+from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.pausing import Idle, Memory, Pausing
+from conserve.placement import ConversationPlacement
 from tests.unit.conserve.conversations.scene import Turn, a_table, chain, start, the
 
 LONG_AGO_S, NOW_S = 10.0, 1000.0
@@ -316,3 +318,129 @@ def test_the_account_is_right_whoever_is_paused(seed: int) -> None:
         table.release(one.id)
     assert all(one.held_tokens == 0 for one in table.decoders.values())
     assert memory_of(table).paused == 0
+
+
+def test_a_compacted_conversation_does_not_wait_for_itself() -> None:
+    table = a_table(decoders=1, pausing=Pausing())
+    idle(table, "a", 900, NOW_S - 1)
+    assert table.bind("a\t\t1", 300, NOW_S) is not None
+    assert paused(table) == {"a"}
+
+
+def test_no_more_move_than_there_is_room_for() -> None:
+    """Each of eight would fit elsewhere, but only one of them."""
+    table = a_table(decoders=0, pausing=Pausing(0.5))
+    table.add_decoder("d1", 20_000)
+    for number in range(8):
+        idle(table, f"agent-{number}", 1000, NOW_S - 1)
+    idle(table, "grows", 1000, NOW_S - 1)
+    assert table.begin("grows", NOW_S) is not None
+    assert Turn.last(table, "grows").advance(table, 12_000, (b"0" * 16,), NOW_S)
+    table.add_decoder("d2", 2200)
+    relieve(table)
+    assert len(paused(table)) == 1
+
+
+def test_the_beginning_that_a_prompt_shares_is_not_taken_for_it() -> None:
+    table = a_table(decoders=1, pausing=Pausing())
+    parent = (b"0" * 16,)
+    assert table.bind("parent", 500, LONG_AGO_S, opening=Opening(chain("x"))) is not None
+    assert Turn.last(table, "parent").advance(table, 480, parent, LONG_AGO_S)
+    idle(table, "other", 100)
+    start(table, "runs", 390, NOW_S)
+    branch = Opening(chain("x", parent))
+    assert table.bind("branch", 600, NOW_S, opening=branch) is not None
+    assert paused(table) == {"other"}
+
+
+def test_of_those_that_share_none_goes_needlessly() -> None:
+    table = a_table(decoders=1, capacity_tokens=3000, pausing=Pausing())
+    for name, own in (("a", 100), ("b", 100), ("c", 100), ("big", 1900)):
+        assert table.bind(name, 100, LONG_AGO_S, opening=Opening(chain("x"))) is not None
+        turn, seen = Turn.last(table, name), TurnStats(90 + own, 10, 100, 0)
+        tail = (name.encode().ljust(16, b"-"),)
+        assert table.advance(turn.key, turn.decoder_id, seen, tail, LONG_AGO_S)
+    assert table.decoders["d1"].held_tokens == 2300
+    assert table.bind("new", 2400, NOW_S) is not None
+    assert paused(table) == {"big"}
+
+
+def test_what_is_shared_is_found_again_too() -> None:
+    """Three agents with 800 tokens in common and 20 of their own; the engine still has all."""
+    table = a_table(decoders=1, pausing=Pausing())
+    for number in range(3):
+        assert table.bind(f"{number}", 800, LONG_AGO_S, opening=Opening(chain("x"))) is not None
+        turn, seen = Turn.last(table, f"{number}"), TurnStats(810, 10, 800, 0)
+        tail = (bytes([number]) * 16,)
+        assert table.advance(turn.key, turn.decoder_id, seen, tail, LONG_AGO_S)
+    table.decoders["d1"].held_tokens += 1000
+    relieve(table)
+    table.decoders["d1"].held_tokens -= 1000
+    assert paused(table) == {"0", "1", "2"}
+    placement = table.bind("1", 830, NOW_S)
+    assert placement is not None
+    assert placement.prefiller_id is None
+
+
+def test_one_whose_turn_came_to_nothing_is_forgotten_at_its_end() -> None:
+    table = a_table(decoders=1, pausing=Pausing())
+    idle(table, "a", 600)
+    start(table, "b", 700, NOW_S)
+    table.release("b")
+    assert table.bind("a", 650, NOW_S) is not None
+    Turn.last(table, "a").abandon(table, now_s=NOW_S)
+    memory_of(table).take_forgotten()
+    table.release("a")
+    assert [one.history_id for one in memory_of(table).take_forgotten()] == ["a"]
+
+
+def test_nothing_is_kept_of_those_that_ended() -> None:
+    table = a_table(capacity_tokens=100_000, pausing=Pausing())
+    for number in range(100):
+        start(table, f"{number}", 100)
+        table.release(f"{number}")
+    memory = memory_of(table)
+    assert not any(memory._seen_on.values())
+    assert (memory._paused_on, memory._left) == ({}, {})
+
+
+def test_a_decoder_that_returns_with_an_older_record_is_to_forget_it() -> None:
+    table = a_table(pausing=Pausing())
+    idle(table, "a", 400)
+    home = str(the(table, "a").decoder_id)
+    old = copy.copy(the(table, "a"))
+    start(table, "b", 900, NOW_S)
+    start(table, "c", 900, NOW_S)
+    table.release("b" if Turn.last(table, "c").decoder_id == home else "c")
+    assert table.bind("a", 700, NOW_S) is not None
+    away = the(table, "a").decoder_id
+    assert away != home
+    assert Turn.last(table, "a").advance(table, 700, (b"2" * 16,), NOW_S)
+    memory_of(table).pause(the(table, "a"), "room")
+    table.remove_decoder(home)
+    assert table.add_decoder(home, 1000, [old]) == ["a"]
+    assert the(table, "a").decoder_id is None
+    assert memory_of(table).paused_on("a") == away
+
+
+def test_a_new_table_takes_the_newest_record_though_its_turn_runs() -> None:
+    policy = ConversationPlacement()
+    table = ConversationTable(policy, 100.0, first_id=1000, pausing=Pausing())
+    old = Conversation("a", 7, 0.0, 0.0, held_tokens=300, turns=2, finished=5)
+    new = Conversation("a", 7, 1.0, 1.0, running=(9,))
+    assert table.add_decoder("d1", 1000, [old]) == []
+    assert table.add_decoder("d2", 1000, [new]) == []
+    assert the(table, "a").decoder_id == "d2"
+    assert memory_of(table).left_on("d1") == {"a"}
+
+
+def test_the_time_in_line_is_no_idle_time() -> None:
+    policy = Pausing()
+    table = a_table(decoders=1, pausing=policy)
+    for number in range(40):
+        idle(table, "a", 600, number * 1000.0)
+        memory_of(table).pause(the(table, "a"), "room")
+        came_s = number * 1000.0 + 3
+        assert table.bind("a", 600, came_s + 100, arrived_s=came_s) is not None
+        table.release("a")
+    assert policy.gaps.chance(0.0, 5.0) > 0.8
