@@ -1,7 +1,8 @@
 """Live conversations: which decoder each is bound to, and what each decoder holds.
 
 The one authority for bindings, as plain data structures: no Ray, no clock (time is an
-argument), and whatever happens once a turn is O(1) in the number of conversations. Occupancy is
+argument), and whatever happens once a turn is O(1) in the number of conversations, but where room
+has to be made (`conserve.pausing`). Occupancy is
 exact by construction: a decoder's ``held_tokens`` is changed in `ConversationTable._hold` alone.
 What each tenant has is counted at the same places.
 """
