@@ -2,9 +2,9 @@
 
 The one authority for bindings, as plain data structures: no Ray, no clock (time is an
 argument), and whatever happens once a turn is O(1) in the number of conversations, but where room
-has to be made (`conserve.pausing`). Occupancy is
-exact by construction: a decoder's ``held_tokens`` is changed in `ConversationTable._hold` alone.
-What each tenant has is counted at the same places.
+has to be made (`conserve.pausing`). Occupancy is exact by construction: a decoder's
+``held_tokens`` is changed in `ConversationTable._charge` alone. What each tenant has is counted at
+the same place.
 """
 
 from collections import defaultdict
