@@ -137,6 +137,8 @@ class Cluster:
     table: TableProcess
     engines: dict[str, "Engine"] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    # What the dead wait for: a task that nothing refers to would be collected, with a complaint.
+    unheard: list["asyncio.Future[Any]"] = field(default_factory=list)
 
 
 class Caller(TableClient):
@@ -156,7 +158,9 @@ class Caller(TableClient):
     def _remote(self, method: str, arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
         table = self._cluster.table
         if self._process.dead:
-            return asyncio.get_running_loop().create_future()
+            unheard: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._cluster.unheard.append(unheard)
+            return unheard
         if table.dead:
             refused: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             refused.set_exception(ray.exceptions.RayActorError())
