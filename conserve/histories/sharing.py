@@ -160,6 +160,18 @@ class Going:
             self.tokens += prefix.tokens - _length(prefix.base)
             prefix = prefix.base
 
+    def remove(self, history: Holder) -> None:
+        """This one, which was added, stays."""
+        self.tokens -= history.held_tokens - _length(history.base)
+        prefix = history.base
+        while prefix is not None:
+            went = self._gone[id(prefix)] == prefix.users
+            self._gone[id(prefix)] -= 1
+            if not went:
+                return
+            self.tokens -= prefix.tokens - _length(prefix.base)
+            prefix = prefix.base
+
 
 def held_together(histories: Iterable[Holder]) -> int:
     """What histories hold in tokens, with what they share counted once."""

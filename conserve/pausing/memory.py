@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from conserve.conversation import Conversation
@@ -17,8 +17,6 @@ from conserve.recognition import Digest
 # looks for so long.
 _LOOKED_AT = 256
 _IN_VAIN_S = 0.5
-# Of so many, those that are needless are found by trying each.
-_TRIED = 64
 PAUSE_REASONS = ("room", "mark")
 RESTORES = ("kept", "moved", "again")
 
@@ -256,7 +254,7 @@ class Memory:
             self.pause(history, "room")
         return bool(cheapest[1])
 
-    def relieve(self, decoder: Decoder, others: Iterable[Decoder], now_s: float) -> None:
+    def relieve(self, decoder: Decoder, others: Collection[Decoder], now_s: float) -> None:
         """Pause idle histories of a decoder that holds more than it should.
 
         Args:
@@ -265,24 +263,13 @@ class Memory:
         excess = self._policy.excess_tokens(decoder.held_tokens, decoder.capacity_tokens)
         if not excess or now_s < self._in_vain.get(decoder.id, now_s):
             return
-        rooms = [
-            int(self._policy.mark * other.capacity_tokens) - other.held_tokens
-            for other in others
-            if other.id != decoder.id
-        ]
-
-        def may_go(one: Idle) -> bool:
-            if self._policy.is_away(one):
-                return True
-            # It would be back soon: it takes its place there.
-            at = max(range(len(rooms)), key=rooms.__getitem__, default=None)
-            if at is None or rooms[at] < one.held_tokens:
-                return False
-            rooms[at] -= one.held_tokens
-            return True
-
-        idle = self._idle(now_s, [decoder.id], None)[decoder.id]
-        chosen, freed = self._cheapest(idle, excess, may_go)
+        chosen: list[tuple[Idle, Conversation]] = []
+        freed = 0
+        for most in (_LOOKED_AT, None):
+            idle = self._idle(now_s, [decoder.id], most)[decoder.id]
+            chosen, freed = self._cheapest(idle, excess, self._may_leave(decoder, others))
+            if freed >= excess or len(idle) < _LOOKED_AT:
+                break
         if freed < excess:
             self._in_vain[decoder.id] = now_s + _IN_VAIN_S
         for _, history in self._needed(chosen, min(excess, freed)):
@@ -299,6 +286,25 @@ class Memory:
         self._unbind(history)
 
     # --- inside ------------------------------------------------------------------------------
+
+    def _may_leave(self, decoder: Decoder, others: Iterable[Decoder]) -> Callable[[Idle], bool]:
+        """Says, one after the other, who is away, or finds a place at another decoder."""
+        rooms = [
+            int(self._policy.mark * other.capacity_tokens) - other.held_tokens
+            for other in others
+            if other.id != decoder.id
+        ]
+
+        def may_leave(one: Idle) -> bool:
+            if self._policy.is_away(one):
+                return True
+            at = max(range(len(rooms)), key=rooms.__getitem__, default=None)
+            if at is None or rooms[at] < one.held_tokens:
+                return False
+            rooms[at] -= one.held_tokens
+            return True
+
+        return may_leave
 
     def _enough(self, idle: Iterable[Idle], tokens: int) -> tuple[float, list[Conversation]] | None:
         """The cheapest of these that free so much, and their price; None if all free less."""
@@ -334,14 +340,15 @@ class Memory:
         chosen: list[tuple[Idle, Conversation]], tokens: int
     ) -> list[tuple[Idle, Conversation]]:
         """Those without whom the others free less than that: the dearest stay, where they can."""
-        needed = list(chosen)
-        for one in reversed(chosen[-_TRIED:]):
-            going = Going()
-            for other in needed:
-                if other is not one:
-                    going.add(other[1])
-            if going.tokens >= tokens:
-                needed.remove(one)
+        going = Going()
+        for _, history in chosen:
+            going.add(history)
+        needed = []
+        for one, history in reversed(chosen):
+            going.remove(history)
+            if going.tokens < tokens:
+                going.add(history)
+                needed.append((one, history))
         return needed
 
     def _root(self, one: Idle) -> Digest | None:
