@@ -165,8 +165,3 @@ class Conversation(msgspec.Struct, gc=False):
     def can_go_on(self) -> bool:
         """Whether its client can come back to it: by an answer that it has, or by its name."""
         return bool(self.running or self.turns) or not identity.is_generated(self.id)
-
-    @property
-    def phase(self) -> str:
-        """``reasoning`` while a turn is running, else ``acting``."""
-        return "reasoning" if self.running else "acting"

@@ -27,7 +27,7 @@ def test_a_turn_under_way_is_reported_as_running() -> None:
     holdings.begin(TurnKey("c", 7, 1))
     held = the_only(holdings)
     assert (held.id, held.incarnation, held.running, held.turns) == ("c", 7, (1,), 0)
-    assert held.phase == "reasoning"
+    assert held.running
 
 
 def test_a_completed_turn_leaves_tokens_and_tails() -> None:
@@ -37,7 +37,7 @@ def test_a_completed_turn_leaves_tokens_and_tails() -> None:
     assert held.tails == MARKS
     assert held.turns == 1
     assert held.finished == 1
-    assert held.phase == "acting"
+    assert not held.running
     assert held.created_s <= held.last_used_s
 
 
@@ -63,7 +63,7 @@ def test_a_refused_later_turn_changes_nothing() -> None:
     holdings.finish(TurnKey("c", 7, 2), None, (), completed=False)
     held = the_only(holdings)
     assert (held.held_tokens, held.turns, held.tails) == (120, 1, MARKS)
-    assert held.phase == "acting"
+    assert not held.running
 
 
 def test_the_latest_turn_that_ended_is_told() -> None:
@@ -135,3 +135,15 @@ def test_the_first_turns_length_here_is_remembered_until_the_conversation_ends()
     assert holdings.turn1_tokens("c") == LATER.prompt_tokens
     holdings.drop("c", 9)
     assert holdings.turn1_tokens("c") is None
+
+
+def test_what_lmcache_has_of_one_that_comes_back_is_what_was_prefilled_last() -> None:
+    """It was paused, or bound elsewhere for a while."""
+    holdings = after_one_turn()
+    assert holdings.turn1_tokens("c") == STATS.prompt_tokens
+    holdings.begin(TurnKey("c", 7, 2), prefilled=True)
+    assert holdings.turn1_tokens("c") is None
+    holdings.finish(TurnKey("c", 7, 2), LATER, (b"u" * 16,), completed=True)
+    assert holdings.turn1_tokens("c") == LATER.prompt_tokens
+    holdings.begin(TurnKey("c", 7, 3))
+    assert holdings.turn1_tokens("c") == LATER.prompt_tokens

@@ -211,6 +211,9 @@ def test_a_bad_value_is_refused_by_its_fields_name(arguments: dict[str, Any], fi
             {"placement": "per_turn", "min_remote_prefill_tokens": 9},
             "min_remote_prefill_tokens: only placement conversation",
         ),
+        ({"placement": "per_turn", "pausing": True}, "pausing: only placement conversation"),
+        ({"pausing": False, "pausing_mark": 0.9}, "pausing_mark: nothing is paused here"),
+        ({"placement": "collocated", "pausing_mark": 0.9}, "pausing_mark: nothing is paused here"),
     ],
 )
 def test_settings_that_another_placement_would_ignore_are_refused(
@@ -222,9 +225,14 @@ def test_settings_that_another_placement_would_ignore_are_refused(
 def test_a_placement_brings_its_policy_and_its_engines() -> None:
     assert load(None).policy() == ConversationPlacement()
     assert load({"min_remote_prefill_tokens": 9}).policy() == ConversationPlacement(9)
+    pausing = load({"pausing_mark": "0.9", "queue_timeout_s": 20}).pausing_policy()
+    assert pausing is not None
+    assert (pausing.mark, pausing.patience_s) == (0.9, 10)
+    assert load({"pausing": "off"}).pausing_policy() is None
     collocated = load({"placement": "collocated", "decoders": 3})
     assert collocated.policy() == CollocatedPlacement()
     assert collocated.prefiller_replicas == 0
+    assert collocated.pausing_policy() is None
     per_turn = load({"placement": "per_turn", "wrong_decision_rate": 1, "prefillers": 2})
     assert per_turn.prefiller_replicas == 2
     assert per_turn.policy().prefill_later_turn([Prefiller("p")]) == "p"

@@ -476,3 +476,27 @@ def test_metrics_of_simulated_turns_need_no_token_times() -> None:
     assert result.latencies["tbt"].p50 == pytest.approx((latency_s - ttft_s) / 100)
     assert result.latencies["last_tbt"].mean == result.latencies["tbt"].mean
     assert "tbt_p95" not in result.latencies
+
+
+# --- Pausing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("pausing", "refused"), [(False, 1), (True, 0)])
+def test_who_is_away_gives_up_room_where_idle_conversations_are_paused(
+    pausing: bool, refused: int
+) -> None:
+    """Five of 60,000 tokens fill a decoder for an hour; then another one comes."""
+    first = [
+        (float(n), _Scripted([(60_000, 0, 10, 0.0), (60_100, 60_000, 10, 3600.0)], f"idle-{n}"))
+        for n in range(5)
+    ]
+    late = (1800.0, _Scripted([(50_000, 0, 10, 0.0)], "late"))
+    system = _system(decoders=(COSTS,), pausing=pausing)
+    cluster, records = _run(system, [*first, late])
+    failed = [one.conversation for one in records if one.outcome == "failed"]
+    assert failed == ["late"] * refused
+    completed = [one.conversation for one in records if one.outcome == "completed"]
+    assert len(completed) == 11 - refused
+    paused = 0 if cluster.table.memory is None else cluster.table.memory.pauses["room"]
+    assert (paused > 0) == pausing
+    assert all(one.held_tokens == 0 for one in cluster.table.decoders.values())

@@ -109,7 +109,7 @@ def test_a_decoder_that_is_back_has_its_conversation_whoever_waits_before_it() -
     conversation = table.get("c")
     assert conversation is not None
     assert (conversation.moves, conversation.held_tokens) == (0, 110)
-    assert conversation.phase == "reasoning"
+    assert conversation.running
 
 
 def test_one_that_lost_its_decoder_is_bound_again_and_counts_as_moved() -> None:

@@ -36,7 +36,7 @@ def test_turns_on_a_lost_decoder_are_over() -> None:
     turn(table, "c")
     lost = start(table, "c")
     table.remove_decoder("d1")
-    assert the(table, "c").phase == "acting"
+    assert not the(table, "c").running
     assert table.reasoning == 0
     moved = start(table, "c", 150)
     assert not lost.advance(table, 900)

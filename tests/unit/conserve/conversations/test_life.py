@@ -22,7 +22,7 @@ def test_a_whole_life() -> None:
     table = a_table()
     assert table.bind("c", 300, now_s=1) == Placement("d1", "p1")
     conversation = the(table, "c")
-    assert conversation.phase == "reasoning"
+    assert conversation.running
     # Promised tokens count before the first one has arrived.
     assert held(table) == {"d1": (300, 1), "d2": (0, 0)}
     assert table.prefillers["p1"].queued_tokens == 300
@@ -31,12 +31,12 @@ def test_a_whole_life() -> None:
     assert table.prefillers["p1"].queued_tokens == 0
 
     assert Turn.last(table, "c").advance(table, 300, TAILS, now_s=2)
-    assert conversation.phase == "acting"
+    assert not conversation.running
     assert (conversation.turns, conversation.held_tokens) == (1, 310)
     assert conversation.last_turn == stats(300)
 
     assert table.begin("c", now_s=3) is conversation
-    assert conversation.phase == "reasoning"
+    assert conversation.running
     assert Turn.last(table, "c").advance(table, 400, OTHER_TAILS, now_s=4)
     assert held(table) == {"d1": (410, 1), "d2": (0, 0)}
     assert (conversation.created_s, conversation.last_used_s) == (1, 4)
@@ -104,9 +104,9 @@ def test_concurrent_turns_of_one_conversation() -> None:
     first, second = start(table, "c"), start(table, "c")
     assert table.reasoning == 1
     first.advance(table, 200)
-    assert the(table, "c").phase == "reasoning"
+    assert the(table, "c").running
     second.advance(table, 210)
-    assert the(table, "c").phase == "acting"
+    assert not the(table, "c").running
     assert the(table, "c").turns == 3
 
 

@@ -24,7 +24,7 @@ def test_a_turn_that_is_reported_twice_counts_once() -> None:
     assert first.abandon(table, stats(700)) is None
     conversation = the(table, "c")
     assert (conversation.turns, conversation.held_tokens) == (1, 110)
-    assert conversation.phase == "reasoning"
+    assert conversation.running
     assert running.advance(table, 200)
     assert table.recognise(chain("c", TAILS), "c") == "c"
     assert table.recognise(chain("c", OTHER_TAILS), "c") is None
@@ -94,7 +94,7 @@ def test_a_first_turn_cut_in_an_engine_keeps_its_tokens() -> None:
     assert start(table, "c", 100).abandon(table, stats(100, 7)) is None
     conversation = the(table, "c")
     assert (conversation.turns, conversation.held_tokens) == (0, 107)
-    assert conversation.phase == "acting"
+    assert not conversation.running
     assert table.begin("c", now_s=1) is conversation
 
 
@@ -102,7 +102,7 @@ def test_a_refused_later_turn_keeps_what_was_held() -> None:
     table = a_table()
     turn(table, "c", 100, TAILS)
     assert start(table, "c").abandon(table) is None
-    assert the(table, "c").phase == "acting"
+    assert not the(table, "c").running
     assert held(table)["d1"] == (110, 1)
     assert table.recognise(chain("c", TAILS), "c") == "c"
 

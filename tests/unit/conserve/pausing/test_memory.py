@@ -6,12 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
+from conserve.histories.sharing import Going, Prefix
 from conserve.pausing import Idle, Memory, Pausing
 from conserve.placement import ConversationPlacement
 from tests.unit.conserve.conversations.scene import Turn, a_table, chain, start, the
@@ -444,3 +445,63 @@ def test_the_time_in_line_is_no_idle_time() -> None:
         assert table.bind("a", 600, came_s + 100, arrived_s=came_s) is not None
         table.release("a")
     assert policy.gaps.chance(0.0, 5.0) > 0.8
+
+
+@given(
+    parents=st.lists(st.integers(-1, 3), max_size=5),
+    bases=st.lists(st.integers(-1, 4), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_what_comes_free_is_what_nobody_who_stays_begins_with(
+    parents: list[int], bases: list[int], data: st.DataObject
+) -> None:
+    prefixes: list[Prefix] = []
+    for number, parent in enumerate(parents):
+        base = prefixes[parent] if 0 <= parent < number else None
+        prefixes.append(Prefix(100 * (number + 1), 0, base))
+        if base is not None:
+            base.users += 1
+    histories = []
+    for number, at in enumerate(bases):
+        one = Conversation(f"{number}", 1, 0.0, 0.0, held_tokens=1000 + number)
+        one.base = prefixes[at] if 0 <= at < len(prefixes) else None
+        if one.base is not None:
+            one.base.users += 1
+        histories.append(one)
+
+    def reached(of: list[Conversation]) -> int:
+        tokens, seen = 0, set()
+        for one in of:
+            node = one.base
+            tokens += one.held_tokens - (node.tokens if node else 0)
+            while node is not None and id(node) not in seen:
+                seen.add(id(node))
+                tokens += node.tokens - (node.base.tokens if node.base else 0)
+                node = node.base
+        return tokens
+
+    used = [one for one in prefixes if one.users]
+    # Such as nobody begins with are none.
+    assume(len(used) == len(prefixes) and all(_leads_to(histories, one) for one in used))
+    going = Going()
+    gone: list[Conversation] = []
+    for one in data.draw(st.permutations(histories)):
+        going.add(one)
+        gone.append(one)
+        stay = [other for other in histories if other not in gone]
+        assert going.tokens == reached(histories) - reached(stay)
+    for one in data.draw(st.permutations(histories)):
+        going.remove(one)
+        gone.remove(one)
+        stay = [other for other in histories if other not in gone]
+        assert going.tokens == reached(histories) - reached(stay)
+
+
+def _leads_to(histories: list[Conversation], prefix: Prefix) -> bool:
+    for one in histories:
+        node = one.base
+        while node is not None:
+            if node is prefix:
+                return True
+            node = node.base
+    return False
