@@ -95,7 +95,7 @@ def test_a_turn_begun_under_a_lost_table_counts_in_the_rebuilt_one() -> None:
     assert under_way.advance(rebuilt, 150, OTHER_TAILS, now_s=5)
     conversation = the(rebuilt, "c")
     assert (conversation.turns, conversation.held_tokens) == (2, 160)
-    assert (conversation.phase, conversation.last_used_s) == ("acting", 5)
+    assert (conversation.running, conversation.last_used_s) == ((), 5)
     assert rebuilt.recognise(chain("c", OTHER_TAILS), "c") == "c"
     assert rebuilt.recognise(chain("c", TAILS), "c") is None
     assert held(rebuilt)["d1"] == (160, 1)
