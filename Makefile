@@ -45,7 +45,7 @@ serve: $(INSTALLED) ## Serve until interrupted (ARGS='decoders=3 port=9000': set
 test: $(INSTALLED) $(LIBRARIES) ## Run the tests, on real engines too (ARGS=...: for pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-long: $(INSTALLED) ## Run the tests on engines that `make test` leaves out for their time (ten minutes)
+test-long: $(INSTALLED) ## Run the tests on engines that `make test` leaves out for their time (minutes)
 	@$(BIN)/python -m pytest tests -m long $(ARGS)
 
 test-unit: $(INSTALLED) ## Run the unit tests alone: no engine, two minutes

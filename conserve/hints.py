@@ -81,8 +81,8 @@ def _number(value: Any) -> float | int | None:
 
     A truth value is a number to Python, and none here.
     """
-    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
-        value = int(value) if value.strip("+- \t").isdigit() else float(value)
+    if isinstance(value, str) and _NUMBER.fullmatch(text := value.strip()):
+        value = int(text) if text.lstrip("+-").isdigit() else float(text)
     if type(value) is int:
         return value
     return value if isinstance(value, float) and math.isfinite(value) else None

@@ -30,7 +30,7 @@ async def shown(client: httpx.AsyncClient, application: str, name: str) -> dict[
 async def test_chats_that_are_over_keep_nobody_waiting(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
-    """Ninety of one turn have four times the tokens that the decoders hold; then comes another."""
+    """Ninety of one turn have over three times the tokens that the decoders hold; then comes another."""
     before = pauses()
     agents = [Agent(client, f"chat-{n}") for n in range(90)]
     for first in range(0, len(agents), 6):
@@ -77,7 +77,7 @@ async def on_one_decoder(
 async def test_conversations_that_outgrow_their_decoder_move_to_one_with_room(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
-    """Five grow on one decoder to nearly twice what it holds; its neighbour has nothing."""
+    """Five grow on one decoder to far more than it holds; its neighbour has nothing."""
     stay = await on_one_decoder(client, rng, [Agent(client, f"grows-{n}") for n in range(10)], 200)
     for _ in range(4):
         for agent in stay:

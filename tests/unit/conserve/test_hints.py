@@ -51,6 +51,8 @@ def test_who_says_nothing_has_none() -> None:
     ("headers", "body", "found"),
     [
         ({"x-conserve-priority": " -3 "}, {}, Hints(priority=-3)),
+        # Whatever Python takes for white space.
+        ({"x-conserve-priority": "\x1f+3\x1f"}, {}, Hints(priority=3)),
         ({}, {"nvext": {"agent_hints": {"priority": 5}}}, Hints(priority=5)),
         ({"x-dynamo-request-priority": "7"}, {}, Hints(priority=7)),
         # vLLM's lowest goes first.
