@@ -1,6 +1,7 @@
 """What an engine's own prefix cache still has, as far as can be told from outside."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 
 class EngineCache:
@@ -21,6 +22,9 @@ class EngineCache:
         self._left: OrderedDict[str, int] = OrderedDict()
         self._tokens = 0
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._left)
+
     def __contains__(self, history_id: str) -> bool:
         return history_id in self._left
 
@@ -28,20 +32,31 @@ class EngineCache:
         """How many of a history's tokens are there yet, from its beginning on."""
         return self._left.get(history_id, 0)
 
-    def use(self, history_id: str, tokens: int) -> None:
-        """A turn of a history begins or ends: it has so many tokens there."""
-        self._tokens += tokens - self.left_tokens(history_id)
-        self._left[history_id] = tokens
-        self._left.move_to_end(history_id)
+    def use(self, history_id: str, tokens: int) -> list[str]:
+        """A turn of a history begins or ends: it has so many tokens there.
+
+        Returns:
+            Those of which nothing is left by that. It stays itself.
+        """
+        left = self._left
+        self._tokens += tokens - left.get(history_id, 0)
+        left[history_id] = tokens
+        left.move_to_end(history_id)
+        return self._free() if self._tokens > self._capacity_tokens else []
+
+    def drop(self, history_id: str) -> None:
+        """The engine was seen to have nothing of this one any more."""
+        self._tokens -= self._left.pop(history_id, 0)
+
+    def _free(self) -> list[str]:
+        gone = []
         while self._tokens > self._capacity_tokens and len(self._left) > 1:
             oldest, left = next(iter(self._left.items()))
             lost = min(left, self._tokens - self._capacity_tokens)
             self._tokens -= lost
             if lost == left:
                 del self._left[oldest]
+                gone.append(oldest)
             else:
                 self._left[oldest] = left - lost
-
-    def drop(self, history_id: str) -> None:
-        """The engine was seen to have nothing of this one any more."""
-        self._tokens -= self._left.pop(history_id, 0)
+        return gone

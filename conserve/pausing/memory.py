@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from conserve.conversation import Conversation
 from conserve.histories.sharing import Going, held_alone
@@ -65,8 +66,8 @@ class Memory:
         self._get = get
         self._unbind = unbind
         self._caches: dict[str, EngineCache] = {}
-        # Histories on a decoder, the longest unused first.
-        self._seen_on: dict[str, dict[str, None]] = {}
+        # Histories that are bound to a decoder whose engine should have nothing of them any more.
+        self._emptied: dict[str, dict[str, None]] = {}
         # Of paused histories, the decoder that each was on, and what it began with there as others
         # did; and of all, the decoders that they were on and have a record of them.
         self._paused_on: dict[str, tuple[str, int]] = {}
@@ -106,18 +107,23 @@ class Memory:
         if cache is None:
             cache = EngineCache(self._decoders[decoder_id].capacity_tokens)
             self._caches[decoder_id] = cache
-            self._seen_on[decoder_id] = {}
-        own_tokens = history.held_tokens - (0 if history.base is None else history.base.tokens)
-        cache.use(history.id, own_tokens)
-        seen = self._seen_on[decoder_id]
-        seen.pop(history.id, None)
-        seen[history.id] = None
+            self._emptied[decoder_id] = {}
+        base = history.base
+        gone = cache.use(history.id, history.held_tokens - (0 if base is None else base.tokens))
+        emptied = self._emptied[decoder_id]
+        if emptied:
+            emptied.pop(history.id, None)
+        for history_id in gone:
+            other = self._get(history_id)
+            if other is not None and other.decoder_id == decoder_id:
+                emptied[history_id] = None
 
     def lost(self, histories: Iterable[Conversation]) -> None:
         """An engine was seen to have nothing of these any more."""
         for history in histories:
             if history.decoder_id in self._caches:
                 self._caches[history.decoder_id].drop(history.id)
+                self._emptied[history.decoder_id][history.id] = None
 
     def bound(self, history: Conversation, kept: bool) -> bool:
         """A history that was bound nowhere is bound now.
@@ -150,7 +156,7 @@ class Memory:
         if was_on is not None:
             left.add(was_on)
         if history.decoder_id is not None:
-            self._seen_on.get(history.decoder_id, {}).pop(history.id, None)
+            self._emptied.get(history.decoder_id, {}).pop(history.id, None)
         self._forgotten += [
             Forgotten(decoder_id, history.id, history.incarnation)
             for decoder_id in sorted(left)
@@ -171,7 +177,7 @@ class Memory:
     def decoder_lost(self, decoder_id: str) -> None:
         """A decoder is gone, with all that it had."""
         self._caches.pop(decoder_id, None)
-        self._seen_on.pop(decoder_id, None)
+        self._emptied.pop(decoder_id, None)
         self._in_vain.pop(decoder_id, None)
 
     def take_forgotten(self) -> list[Forgotten]:
@@ -280,7 +286,7 @@ class Memory:
         assert history.decoder_id is not None
         shared_tokens = 0 if history.base is None else history.base.tokens
         self._paused_on[history.id] = (history.decoder_id, shared_tokens)
-        self._seen_on.get(history.decoder_id, {}).pop(history.id, None)
+        self._emptied.get(history.decoder_id, {}).pop(history.id, None)
         self.pauses[reason] += 1
         self.paused_tokens += held_alone(history)
         self._unbind(history)
@@ -367,16 +373,17 @@ class Memory:
         idle: dict[str, list[Idle]] = {}
         for decoder_id in decoder_ids:
             idle[decoder_id] = []
-            left = len(self._seen_on.get(decoder_id, ())) if most is None else most
-            for history_id in self._seen_on.get(decoder_id, ()):
-                history = self._get(history_id)
-                if history is None or history.decoder_id != decoder_id:
-                    continue
-                if history.held_tokens and not history.running:
-                    found.append(history)
-                    left -= 1
-                    if left <= 0:
-                        break
+            here = chain(self._emptied.get(decoder_id, ()), self._caches.get(decoder_id, ()))
+            histories = (self._get(history_id) for history_id in here)
+            idle_here = (
+                one
+                for one in histories
+                if one is not None
+                and one.decoder_id == decoder_id
+                and one.held_tokens
+                and not one.running
+            )
+            found += islice(idle_here, most)
         # The longest idle first.
         found.sort(key=lambda one: one.last_used_s)
         idle_for_s = [max(0.0, now_s - one.last_used_s) for one in reversed(found)]

@@ -30,7 +30,7 @@ async def shown(client: httpx.AsyncClient, application: str, name: str) -> dict[
 async def test_chats_that_are_over_keep_nobody_waiting(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
-    """Ninety of one turn have over three times the tokens that the decoders hold; then comes another."""
+    """Ninety of one turn have over three times what the decoders hold; then comes another."""
     before = pauses()
     agents = [Agent(client, f"chat-{n}") for n in range(90)]
     for first in range(0, len(agents), 6):

@@ -396,13 +396,19 @@ def test_one_whose_turn_came_to_nothing_is_forgotten_at_its_end() -> None:
 
 
 def test_nothing_is_kept_of_those_that_ended() -> None:
-    table = a_table(capacity_tokens=100_000, pausing=Pausing())
+    table = a_table(pausing=Pausing())
     for number in range(100):
-        start(table, f"{number}", 100)
-        table.release(f"{number}")
+        idle(table, f"{number}", 300)
+        table.bind(f"next-{number}", 500, NOW_S)
+        table.release(f"next-{number}")
     memory = memory_of(table)
-    assert not any(memory._seen_on.values())
+    assert sum(map(len, memory._paused_on)) > 50
+    for number in range(100):
+        table.release(f"{number}")
+    assert not any(memory._emptied.values())
     assert (memory._paused_on, memory._left) == ({}, {})
+    # What engines may have yet of those that ended is no more than fits.
+    assert all(sum(cache._left.values()) <= 1000 for cache in memory._caches.values())
 
 
 def test_a_decoder_that_returns_with_an_older_record_is_to_forget_it() -> None:
