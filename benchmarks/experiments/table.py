@@ -35,6 +35,7 @@ from rich.table import Table
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable
 from conserve.histories.kinship import Opening
+from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
 from conserve.recognition import Chain, Digest, chain_of
 
@@ -45,7 +46,8 @@ TARGET_SLOWDOWN = 1.5
 _DECODERS = 8
 _PREFILLERS = 2
 # Far from full: a table that refuses would look fast.
-_CAPACITY_TOKENS = 10**12
+# Of a conversation, at most: a prompt and its answer.
+_MOST_TOKENS = 61_000
 _IDLE_TIMEOUT_S = 1800.0
 
 _DEFAULT_SIZES = (1_000, 100_000, 1_000_000)
@@ -88,9 +90,14 @@ class Sample:
 # --- One size, in a process of its own ------------------------------------------------------------
 
 
-def measure(size: int, seconds: float) -> Sample:
-    """Fill a table to ``size`` live conversations and measure it for about ``seconds``."""
-    population = _Population(size, random.Random(size))
+def measure(size: int, seconds: float, pausing: bool = False) -> Sample:
+    """Fill a table to ``size`` live conversations and measure it for about ``seconds``.
+
+    Args:
+        pausing: whether the table keeps account of what engines have, as it does where idle
+            conversations are paused; none is here.
+    """
+    population = _Population(size, random.Random(size), pausing)
     gc.collect()
     before_bytes = _resident_bytes()
     started_s = time.perf_counter()
@@ -134,18 +141,24 @@ class _Population:
     So looking for a victim does not bring the table's own objects into the processor's caches.
     """
 
-    def __init__(self, size: int, random_: random.Random) -> None:
+    def __init__(self, size: int, random_: random.Random, pausing: bool) -> None:
         self._random = random_
+        self._pausing = pausing
         self._alive = array("q", range(size))
         self._next = size
         self._clock_s = 1_700_000_000.0
 
     def fill(self) -> ConversationTable:
         table = ConversationTable(
-            ConversationPlacement(), _IDLE_TIMEOUT_S, first_id=1_700_000_000_000
+            ConversationPlacement(),
+            _IDLE_TIMEOUT_S,
+            first_id=1_700_000_000_000,
+            pausing=Pausing() if self._pausing else None,
         )
+        # With some room left, and so none that an engine would keep what has ended in for ever.
+        capacity_tokens = _MOST_TOKENS * len(self._alive) // _DECODERS
         for i in range(_DECODERS):
-            table.add_decoder(f"decoder#{i}", _CAPACITY_TOKENS)
+            table.add_decoder(f"decoder#{i}", max(capacity_tokens, _MOST_TOKENS))
         for i in range(_PREFILLERS):
             table.add_prefiller(f"prefiller#{i}")
         for number in self._alive:
@@ -303,7 +316,9 @@ def _resident_bytes() -> int:
 # --- All sizes, in turns --------------------------------------------------------------------------
 
 
-def run(sizes: Sequence[int], seconds: float, rounds: int, console: Console) -> list[Sample]:
+def run(
+    sizes: Sequence[int], seconds: float, rounds: int, console: Console, pausing: bool = False
+) -> list[Sample]:
     """Measure every size in ``rounds`` rounds; medians, in the order of ``sizes``."""
     samples: dict[int, list[Sample]] = {size: [] for size in sizes}
     with Progress(console=console) as progress:
@@ -312,14 +327,15 @@ def run(sizes: Sequence[int], seconds: float, rounds: int, console: Console) -> 
         for round_ in range(1, rounds + 1):
             for size in sizes:
                 progress.update(task, description=f"round {round_}: {size:,} conversations")
-                samples[size].append(_in_own_process(size, seconds))
+                samples[size].append(_in_own_process(size, seconds, pausing))
                 progress.advance(task, size)
     return [_median(samples[size]) for size in sizes]
 
 
-def _in_own_process(size: int, seconds: float) -> Sample:
+def _in_own_process(size: int, seconds: float, pausing: bool) -> Sample:
     command = [sys.executable, "-m", "benchmarks.experiments.table"]
     command += ["--measure", str(size), "--seconds", str(seconds)]
+    command += ["--pausing"] if pausing else []
     # The table's actor runs with the same memory settings; see `MEMORY_ENVIRONMENT`.
     environment = {**os.environ, **MEMORY_ENVIRONMENT}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600, env=environment)
@@ -420,19 +436,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seconds", type=float, default=1.2, help="of cycles a size and round (%(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument(
+        "--pausing", action="store_true", help="with the account that pausing needs"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there too")
     parser.add_argument("--measure", type=int, metavar="N", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure is not None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-        print(json.dumps(asdict(measure(options.measure, options.seconds))))
+        print(json.dumps(asdict(measure(options.measure, options.seconds, options.pausing))))
         return
     if max(options.sizes) < _MEASURABLE:
         parser.error(f"one of the sizes must be at least {_MEASURABLE}, to measure memory")
     if min(options.sizes) < 2 or options.rounds < 1 or options.seconds <= 0:
         parser.error("sizes must be at least 2, rounds at least 1, seconds positive")
     console = Console(width=100)
-    samples = run(options.sizes, options.seconds, options.rounds, console)
+    samples = run(options.sizes, options.seconds, options.rounds, console, options.pausing)
     results = verdicts(samples)
     _show(samples, results, console)
     if options.json is not None:
