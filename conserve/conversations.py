@@ -7,7 +7,6 @@ has to be made (`conserve.pausing`). Occupancy is exact by construction: a decod
 the same place.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 from conserve import identity
@@ -17,6 +16,7 @@ from conserve.histories.groups import Groups
 from conserve.histories.kinship import Kinship, Opening
 from conserve.histories.points import Points, mark
 from conserve.histories.sharing import held_alone
+from conserve.idleness import Idleness
 from conserve.pausing import Memory, Pausing
 from conserve.placement import (
     NOTHING_SHARED,
@@ -70,15 +70,9 @@ class ConversationTable:
         pausing: Pausing | None = None,
     ) -> None:
         self._policy = policy
-        self._idle_timeout_s = idle_timeout_s
-        self._turn_timeout_s = turn_timeout_s
         self._first_id = self._next_id = first_id
         self._conversations: dict[str, Conversation] = {}
-        # Ids of conversations, by the period in which to look whether they are idle. Using one does
-        # not touch this; ending it, or moving it to another period, leaves its id behind.
-        self._looks: defaultdict[int, list[str]] = defaultdict(list)
-        self._listed = 0
-        self._period_s = max(1.0, idle_timeout_s / 256)
+        self._idleness = Idleness(idle_timeout_s, turn_timeout_s, self._conversations)
         self._groups = Groups()
         self._kinship = Kinship(self._conversations.get, self._charge)
         self._families = self._kinship.families
@@ -224,7 +218,7 @@ class ConversationTable:
                     conversation.running = ()
                     self.reasoning -= 1
                     # It may have been spared for its turn.
-                    self._look_at(conversation, conversation.last_used_s + self._idle_timeout_s)
+                    self._idleness.watch(conversation)
                 unbound.append(conversation.id)
         del self.decoders[decoder_id]
         return unbound
@@ -317,7 +311,7 @@ class ConversationTable:
                 known.root = opening.chain.root
             usage.began(now_s)
             self._join(known, usage)
-            self._look_at(known, now_s + self._idle_timeout_s)
+            self._idleness.watch(known)
         else:
             # The prefill for the lost decoder may not have been reported as over.
             self._leave_prefiller(known)
@@ -503,23 +497,11 @@ class ConversationTable:
         Returns:
             The conversations that it ended, the longest unused first.
         """
-        ended = []
-        due = [period for period in self._looks if period <= now_s // self._period_s]
-        for conversation in [found for period in due for found in self._take(period)]:
-            idle_at_s = conversation.last_used_s + self._idle_timeout_s
-            lost_at_s = idle_at_s + self._turn_timeout_s
-            if idle_at_s > now_s:
-                look_s = idle_at_s
-            elif conversation.running and lost_at_s > now_s:
-                # If its turn ends first, it is not idle before the first of the two.
-                look_s = min(now_s + self._idle_timeout_s, lost_at_s)
-            else:
-                if self.memory is not None and not conversation.running:
-                    self.memory.expired(now_s - conversation.last_used_s)
-                self.release(conversation.id)
-                ended.append(conversation)
-                continue
-            self._look_at(conversation, look_s)
+        ended = self._idleness.ended(now_s)
+        for conversation in ended:
+            if self.memory is not None and not conversation.running:
+                self.memory.expired(now_s - conversation.last_used_s)
+            self.release(conversation.id)
         ended.sort(key=lambda c: c.last_used_s)
         return ended
 
@@ -715,26 +697,6 @@ class ConversationTable:
         if self.memory is not None:
             self.memory.used(conversation)
 
-    def _look_at(self, conversation: Conversation, when_s: float) -> None:
-        conversation.period = int(when_s // self._period_s)
-        self._looks[conversation.period].append(conversation.id)
-        self._listed += 1
-        if self._listed > 2 * len(self._conversations) + 1000:
-            # Most ids were left behind. One period at a time is cleared, in turns: all at once
-            # takes seconds for a million.
-            period = next(iter(self._looks))
-            ids = [found.id for found in self._take(period)]
-            if ids:
-                self._looks[period] = ids
-                self._listed += len(ids)
-
-    def _take(self, period: int) -> list[Conversation]:
-        """Take out the conversations to look at in this period, each once."""
-        ids = self._looks.pop(period)
-        self._listed -= len(ids)
-        found = (self._conversations.get(id) for id in dict.fromkeys(ids))
-        return [one for one in found if one is not None and one.period == period]
-
     def _unbind(self, conversation: Conversation) -> None:
         self._hold(conversation, 0)
         if conversation.decoder_id is not None:
@@ -774,10 +736,7 @@ class ConversationTable:
         if known is None:
             usage.began(held.created_s)
         self._join(held, usage)
-        idle_at_s = held.last_used_s + self._idle_timeout_s
-        held.period = known.period if known is not None else 0
-        if known is None or idle_at_s < known.period * self._period_s:
-            self._look_at(held, idle_at_s)
+        self._idleness.watch_in_place(held, known)
         self._next_id = 1 + max(self._next_id - 1, held.incarnation, held.finished, *held.running)
         tokens, held.held_tokens = held.held_tokens, 0
         held.decoder_id = decoder_id

@@ -1,0 +1,76 @@
+"""Which conversations have been idle for too long, without a look at the others."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from conserve.conversation import Conversation
+
+
+class Idleness:
+    """Notes when to look whether a conversation is idle, in periods of a 256th of the idle time.
+
+    Using a conversation does not touch this; ending it, or moving it to another period, leaves its
+    id behind until that period is looked at, or most of what is listed was left so.
+
+    Args:
+        idle_timeout_s: a conversation not used for so long has ended.
+        turn_timeout_s: a turn that runs for longer than this, and the idle time, is taken for lost.
+        live: the live conversations, by id.
+    """
+
+    def __init__(
+        self, idle_timeout_s: float, turn_timeout_s: float, live: Mapping[str, Conversation]
+    ) -> None:
+        self._idle_timeout_s = idle_timeout_s
+        self._turn_timeout_s = turn_timeout_s
+        self._live = live
+        self._period_s = max(1.0, idle_timeout_s / 256)
+        self._looks: defaultdict[int, list[str]] = defaultdict(list)
+        self._listed = 0
+
+    def watch(self, conversation: Conversation) -> None:
+        """Look at a conversation once it may have been idle for too long."""
+        self._look_at(conversation, conversation.last_used_s + self._idle_timeout_s)
+
+    def watch_in_place(self, held: Conversation, known: Conversation | None) -> None:
+        """Look at a conversation of which there is another record than the one that was known."""
+        held.period = 0 if known is None else known.period
+        idle_at_s = held.last_used_s + self._idle_timeout_s
+        if known is None or idle_at_s < known.period * self._period_s:
+            self._look_at(held, idle_at_s)
+
+    def ended(self, now_s: float) -> list[Conversation]:
+        """Those that have been idle for too long by now; they are looked at no more."""
+        ended = []
+        due = [period for period in self._looks if period <= now_s // self._period_s]
+        for conversation in [found for period in due for found in self._take(period)]:
+            idle_at_s = conversation.last_used_s + self._idle_timeout_s
+            lost_at_s = idle_at_s + self._turn_timeout_s
+            if idle_at_s > now_s:
+                self._look_at(conversation, idle_at_s)
+            elif conversation.running and lost_at_s > now_s:
+                # If its turn ends first, it is not idle before the first of the two.
+                self._look_at(conversation, min(now_s + self._idle_timeout_s, lost_at_s))
+            else:
+                ended.append(conversation)
+        return ended
+
+    def _look_at(self, conversation: Conversation, when_s: float) -> None:
+        conversation.period = int(when_s // self._period_s)
+        self._looks[conversation.period].append(conversation.id)
+        self._listed += 1
+        if self._listed > 2 * len(self._live) + 1000:
+            # Most ids were left behind. One period at a time is cleared, in turns: all at once
+            # takes seconds for a million.
+            period = next(iter(self._looks))
+            ids = [found.id for found in self._take(period)]
+            if ids:
+                self._looks[period] = ids
+                self._listed += len(ids)
+
+    def _take(self, period: int) -> list[Conversation]:
+        """Take out the conversations to look at in this period, each once."""
+        ids = self._looks.pop(period)
+        self._listed -= len(ids)
+        found = (self._live.get(id) for id in dict.fromkeys(ids))
+        return [one for one in found if one is not None and one.period == period]
