@@ -133,6 +133,7 @@ class Kinship:
             self.families.set_points(history, points)
             if nearest is not None:
                 self.sharing.share(history, nearest, tokens)
+                self._give_way(nearest, history, tokens)
         if opening.system is not None:
             self.sharing.share_system(history, opening.system, opening.system_tokens)
 
@@ -148,6 +149,8 @@ class Kinship:
         )
         if nearest is not None:
             self.sharing.share(history, nearest, tokens)
+            self._give_way(nearest, history, tokens)
+            self._give_way(history, nearest, tokens)
 
     def evicted(self, history: Conversation) -> list[Conversation]:
         """The engine has lost what this began with: so have the idle ones that began with it.
@@ -163,6 +166,22 @@ class Kinship:
         for kin in lost:
             self.sharing.hold(kin, 0)
         return lost
+
+    def _give_way(self, cut: Conversation, other: Conversation, tokens: int) -> None:
+        """Where a turn was cut, and another history goes on from where it began, forget the turn.
+
+        Its client has asked again, before it was seen that it had left. It comes back to the other.
+
+        Args:
+            tokens: what the two have in common.
+        """
+        if cut.running or cut.held_tokens <= tokens:
+            return
+        if not other.running and other.held_tokens <= tokens:
+            return
+        newest = cut.tails[:1]
+        if newest and dict(Points(cut.points))[newest[0]] == tokens:
+            self.sharing.hold(cut, tokens)
 
     def _learnt(self, history: Conversation, chain: Chain) -> bytes:
         """A history's points, with those that its kin know of its prompt."""

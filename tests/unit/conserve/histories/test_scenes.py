@@ -8,9 +8,18 @@ from conserve.conversation import TurnStats
 from conserve.conversations import ConversationTable
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
-from conserve.placement import Placement
+from conserve.placement import ConversationPlacement, Placement
 from conserve.recognition import Chain, chain_of
-from tests.unit.conserve.conversations.scene import Turn, a_table, binding, chain, held, stats, the
+from tests.unit.conserve.conversations.scene import (
+    IDLE_S,
+    Turn,
+    a_table,
+    binding,
+    chain,
+    held,
+    stats,
+    the,
+)
 
 NAME = "session"
 
@@ -245,6 +254,49 @@ def test_it_is_tried_again_beside_others_with_its_prompt() -> None:
     bound(table, NAME, 490, chain("x"))
     assert Turn.last(table, NAME).abandon(table, stats(490, 3)) is None
     assert table.recognise(chain("x"), NAME) == NAME
+
+
+@pytest.mark.parametrize("when", ["before", "after", "successor"])
+def test_a_turn_that_was_cut_and_begun_anew_beside_itself_counts_once(when: str) -> None:
+    """Its client asked again before it was seen that it had left."""
+    table = a_table(decoders=1, capacity_tokens=100_000)
+    a_history(table, NAME, [500], "x")
+    assert table.begin(NAME, 0) is not None
+    cut = Turn.last(table, NAME)
+    again = chain("x", ends("0000"))
+    assert table.recognise(again, NAME) is None
+    beside = f"{NAME}\t\t1"
+    if when == "before":
+        assert cut.abandon(table, TurnStats(600, 5, 500, 0)) is None
+        assert held(table)["d1"] == (605, 1)
+    bound(table, beside, 600, again)
+    if when != "before":
+        assert cut.abandon(table, TurnStats(600, 5, 500, 0)) is None
+    assert held(table)["d1"] == (600, 2)
+    if when == "successor":
+        # Decoders do not know which of what they hold has given way.
+        one, other = the(table, NAME), the(table, beside)
+        one.held_tokens, one.base, other.base = 605, None, None
+        table = ConversationTable(ConversationPlacement(), IDLE_S, first_id=1000)
+        table.add_decoder("d1", 100_000, [one, other])
+        assert held(table)["d1"] == (600, 2)
+    turn = Turn.last(table, beside)
+    seen = TurnStats(600, 20, 500, 0)
+    assert table.advance(turn.key, turn.decoder_id, seen, tuple(ends("0001")), 0)
+    assert held(table)["d1"] == (620, 2)
+    assert table.recognise(chain("x", ends("0001", "0000")), NAME) == beside
+
+
+def test_a_turn_that_was_cut_stays_while_nobody_has_begun_it_anew() -> None:
+    """Its client asks again, and what was computed for it is there."""
+    table = a_table(decoders=1, capacity_tokens=100_000)
+    a_history(table, NAME, [500], "x")
+    bound(table, f"{NAME}\t\t1", 500, chain("x"))
+    fork = Turn.last(table, f"{NAME}\t\t1")
+    assert fork.abandon(table, TurnStats(490, 0, 490, 0)) is None
+    assert table.begin(NAME, 0) is not None
+    assert Turn.last(table, NAME).abandon(table, TurnStats(600, 5, 500, 0)) is None
+    assert the(table, NAME).held_tokens == 605
 
 
 def test_ttfet_is_the_conversations_and_counted_once() -> None:
