@@ -168,9 +168,10 @@ class Kinship:
         return lost
 
     def _give_way(self, cut: Conversation, other: Conversation, tokens: int) -> None:
-        """Where a turn was cut, and another history goes on from where it began, forget the turn.
+        """Where a turn was cut, and its conversation goes on beside it, forget the turn.
 
-        Its client has asked again, before it was seen that it had left. It comes back to the other.
+        Its client has asked again, before it was seen that it had left. It comes back to the other
+        history, which ends with this one; without a name they end each for itself.
 
         Args:
             tokens: what the two have in common.
@@ -178,6 +179,8 @@ class Kinship:
         if cut.running or cut.held_tokens <= tokens:
             return
         if not other.running and other.held_tokens <= tokens:
+            return
+        if identity.conversation_of(cut.id) != identity.conversation_of(other.id):
             return
         newest = cut.tails[:1]
         if newest and dict(Points(cut.points))[newest[0]] == tokens:

@@ -192,7 +192,6 @@ class Trees(RuleBasedStateMachine):
             known.decoder, known.promised = decoder, True
         known.turn = Turn.last(self.table, found)
         known.asked = messages
-        self.learn_who_gave_way()
 
     @staticmethod
     def beginnings(messages: Messages) -> list[Messages]:
@@ -228,7 +227,6 @@ class Trees(RuleBasedStateMachine):
         one.points.add(said)
         if evicted:
             self.learn_who_has_lost(one)
-        self.learn_who_gave_way()
 
     def learn_who_has_lost(self, one: Known) -> None:
         """Idle ones that began with the same have lost it; what counts then is checked as ever."""
@@ -260,22 +258,6 @@ class Trees(RuleBasedStateMachine):
             one.kv, one.cut_tokens, one.promised = one.asked, 5, False
         elif one.promised:
             one.decoder, one.promised, one.kv = None, False, ()
-        self.learn_who_gave_way()
-
-    def learn_who_gave_way(self) -> None:
-        """What is left of a turn that was cut, once another has gone on from where it began."""
-        for id, one in self.known.items():
-            if (
-                one.decoder is None
-                or one.turn
-                or the(self.table, id).held_tokens == one.held_tokens
-            ):
-                continue
-            its = one.messages
-            assert the(self.table, id).held_tokens == tokens_of(its) < one.held_tokens
-            others = [o for o in self.on(one.decoder) if o is not one]
-            assert any(its == (o.asked if o.turn else o.kv)[: len(its)] for o in others)
-            one.kv, one.cut_tokens = its, 0
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())

@@ -299,6 +299,17 @@ def test_a_turn_that_was_cut_stays_while_nobody_has_begun_it_anew() -> None:
     assert the(table, NAME).held_tokens == 605
 
 
+def test_of_two_that_have_no_name_each_stays_as_it_is() -> None:
+    """Either may end before the other."""
+    table = a_table(decoders=1, capacity_tokens=100_000)
+    one, other = "conv-" + "0" * 24, "conv-" + "1" * 24
+    a_history(table, one, [500], "x")
+    assert table.begin(one, 0) is not None
+    bound(table, other, 600, chain("x", ends("0000")))
+    assert Turn.last(table, one).abandon(table, TurnStats(600, 5, 500, 0)) is None
+    assert the(table, one).held_tokens == 605
+
+
 def test_ttfet_is_the_conversations_and_counted_once() -> None:
     table = a_table()
     assert table.bind(NAME, 100, 10, opening=Opening(chain("tools"))) is not None
