@@ -25,6 +25,8 @@ from autoscale.capacity.profile import (
 MIN_R_SQUARED = 0.95
 # Iterations take milliseconds, so that whatever else a machine does for a moment shows in them.
 MIN_R_SQUARED_STEPS = 0.90
+# What is no more than this share of the quickest point is nothing.
+_ROUNDING = 1e-9
 MAX_TYPICAL_RESIDUAL_SHARE = 0.10
 # Points hardly vary where the slowest takes less than this many times the quickest.
 HARDLY_VARY_RATIO = 1.5
@@ -150,7 +152,8 @@ def fit_decode(
     terms = _not_negative(
         _table([(1, point.sequences, point.kv_tokens) for point in points]), _times(points)
     )
-    if not terms[0] > 0:
+    # On some processors what is nothing comes out as the rounding of the others.
+    if not terms[0] > _ROUNDING * min(point.seconds for point in points):
         raise FitError(
             "decode: an iteration of nothing would take no time, so the points are off; "
             "measure again, on a machine that does nothing else"
