@@ -14,6 +14,7 @@ import pytest
 from vllm.v1.engine import detokenizer
 
 from conserve.clock import unix_s
+from conserve.histories.points import Points
 from conserve.histories.sharing import held_together
 from conserve.settings import Settings
 from tests.chaos.plan import Plan, PlannedConversation, PlannedKill, PlannedTurn
@@ -302,6 +303,13 @@ class World:
             left = {id: tokens for id, tokens in holdings.items() if id not in mine}
             # And it does not know what else went with what a turn of another did not find.
             seen = {id: holdings.get(id) if tokens else 0 for id, tokens in mine.items()}
+            # Nor that a turn which was cut has given way to the one with which its client asked
+            # again: the engine has its KV yet, and nobody comes back to it.
+            for one in decoder.holdings.all():
+                for newest in one.tails[:1]:
+                    whole = dict(Points(one.points))[newest]
+                    if mine.get(one.id) == whole < one.held_tokens:
+                        seen[one.id] = whole
             assert mine == seen, f"{decoder.name} differs"
             known = set() if table.memory is None else table.memory.left_on(decoder.name)
             assert set(left) <= known, f"{decoder.name} has others"
