@@ -370,15 +370,24 @@ class ConversationTable:
             self._join_prefiller(conversation, prefiller_id, conversation.held_tokens)
         return prefiller_id
 
-    def prefilled(self, turn: TurnKey) -> None:
+    def park(self, conversation: Conversation) -> bool:
+        """Whether the turn that a conversation has just begun leaves its KV in host memory too."""
+        return self.memory is not None and self.memory.park(conversation)
+
+    def prefilled(self, turn: TurnKey, stored_tokens: int = 0) -> None:
         """Note that the remote prefill that a turn waited for is over, done or failed.
 
         The prefiller's queue is shorter then. A conversation has one such prefill at a time,
         whichever of its turns says so.
+
+        Args:
+            stored_tokens: how much of its prompt it has left in host memory.
         """
         conversation = self._current(turn.conversation_id, turn.incarnation)
         if conversation is not None:
             self._leave_prefiller(conversation)
+            if self.memory is not None and stored_tokens:
+                self.memory.parked(conversation, stored_tokens)
 
     def advance(
         self,
@@ -696,6 +705,7 @@ class ConversationTable:
         conversation.last_used_s = now_s
         if self.memory is not None:
             self.memory.used(conversation)
+            self.memory.turn_ended(conversation, turn_id, stats)
 
     def _unbind(self, conversation: Conversation) -> None:
         self._hold(conversation, 0)

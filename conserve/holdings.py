@@ -16,7 +16,7 @@ class Holdings:
 
     def __init__(self) -> None:
         self._held: dict[str, Conversation] = {}
-        self._turn1_tokens: dict[str, int] = {}
+        self._stored_tokens: dict[str, int] = {}
 
     def all(self) -> list[Conversation]:
         """A copy of every record."""
@@ -27,24 +27,24 @@ class Holdings:
         turn: TurnKey,
         root: Digest | None = None,
         points: bytes = b"",
-        prefilled: bool = False,
+        look_up: bool = False,
     ) -> None:
         """Note that a turn arrives.
 
         Args:
             root, points: of its history, if that begins here; see `Conversation`.
-            prefilled: a prefiller has stored its prompt: for a history that comes back, it is what
-                LMCache has of it now.
+            look_up: LMCache may have more of it than is known here: a prefiller has stored its
+                prompt, or it was elsewhere since.
         """
-        if prefilled:
-            self._turn1_tokens.pop(turn.conversation_id, None)
+        if look_up:
+            self._stored_tokens.pop(turn.conversation_id, None)
         held = self._held.get(turn.conversation_id)
         if held is None or held.incarnation != turn.incarnation:
             now_s = unix_s()
             held = Conversation(turn.conversation_id, turn.incarnation, now_s, now_s)
             held.root, held.points = root, points
             self._held[turn.conversation_id] = held
-            self._turn1_tokens.pop(turn.conversation_id, None)
+            self._stored_tokens.pop(turn.conversation_id, None)
         held.running += (turn.turn_id,)
         held.last_used_s = unix_s()
 
@@ -54,8 +54,14 @@ class Holdings:
         stats: TurnStats | None,
         tails: tuple[Digest, ...],
         completed: bool,
+        parked: bool = False,
     ) -> None:
-        """Note that a turn has ended. Without ``stats``, the engine did nothing for it."""
+        """Note that a turn has ended.
+
+        Args:
+            stats: None: the engine did nothing for it.
+            parked: it was to leave its prompt's KV in host memory.
+        """
         held = self._held.get(turn.conversation_id)
         if held is None or held.incarnation != turn.incarnation:
             return
@@ -66,7 +72,9 @@ class Holdings:
         if stats is not None:
             held.held_tokens = stats.prompt_tokens + stats.output_tokens
             held.last_turn = stats
-            self._turn1_tokens.setdefault(turn.conversation_id, stats.prompt_tokens)
+            if parked:
+                self._stored_tokens[turn.conversation_id] = stats.prompt_tokens
+            self._stored_tokens.setdefault(turn.conversation_id, stats.prompt_tokens)
         if completed:
             held.turns += 1
             if tails and stats is not None:
@@ -79,11 +87,11 @@ class Holdings:
         held = self._held.get(conversation_id)
         if held is not None and held.incarnation == incarnation:
             del self._held[conversation_id]
-            self._turn1_tokens.pop(conversation_id, None)
+            self._stored_tokens.pop(conversation_id, None)
 
-    def turn1_tokens(self, conversation_id: str) -> int | None:
-        """The prompt's length on the turn with which it came here, the last time, in tokens.
+    def stored_tokens(self, conversation_id: str) -> int | None:
+        """How much of it LMCache may have, in tokens; None: that is not known.
 
-        No more of the conversation can be in LMCache: nothing is stored for later turns.
+        It is the prompt with which it came here, the last time, or a later one that was parked.
         """
-        return self._turn1_tokens.get(conversation_id)
+        return self._stored_tokens.get(conversation_id)

@@ -240,10 +240,15 @@ def _of_memory(memory: Memory) -> Iterator[Metric]:
     )
     restores = CounterMetricFamily(
         "conserve_restores",
-        "Paused histories that came back: to their decoder, which had kept them, to another, or "
-        "to theirs, to be computed again.",
+        "Paused histories that came back: to their decoder, which had kept them, from host memory, "
+        "to another decoder, or to theirs, to be computed again.",
         labels=["where"],
     )
     for where in RESTORES:
         restores.add_metric([where], memory.restores[where])
     yield restores
+    yield GaugeMetricFamily(
+        "conserve_parked_tokens",
+        "Tokens of KV in host memory, from where histories can come back, as far as is known.",
+        value=memory.parked_tokens,
+    )

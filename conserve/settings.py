@@ -114,8 +114,8 @@ class LMCacheSettings(_Strict):
     size_gb: float = Field(
         default=2.0,
         gt=0,
-        description="Host memory on each node for KV in transit, in GiB. When it is full, the KV "
-        "unused for longest is dropped.",
+        description="Host memory on each node for KV in transit, and of parked conversations, in "
+        "GiB. When it is full, the KV unused for longest is dropped.",
     )
     chunk_tokens: int | None = Field(
         default=None,
@@ -335,6 +335,11 @@ class Settings(_Strict):
         description="The share of a decoder's KV space above which idle conversations are paused, "
         "though nobody waits for it.",
     )
+    parking: bool = Field(
+        default=True,
+        description="Whether turns on a decoder that is half full leave their KV in host memory "
+        "(`lmcache.size_gb`) too, from where a paused conversation comes back without a prefill.",
+    )
     queue_limit: int = Field(
         default=1024,
         ge=0,
@@ -435,8 +440,11 @@ class Settings(_Strict):
         given = self.model_fields_set
         if self.placement != "conversation" and self.pausing and "pausing" in given:
             raise ValueError("pausing: only placement conversation pauses conversations")
-        if "pausing_mark" in given and self.pausing_policy() is None:
-            raise ValueError("pausing_mark: nothing is paused here; see pausing")
+        if self.pausing_policy() is None:
+            if "pausing_mark" in given:
+                raise ValueError("pausing_mark: nothing is paused here; see pausing")
+            if "parking" in given and self.parking:
+                raise ValueError("parking: nothing is paused here; see pausing")
         return self
 
     @model_validator(mode="after")
@@ -482,7 +490,13 @@ class Settings(_Strict):
         """Which idle conversations give up their room; None: none do."""
         if not self.pausing or self.placement != "conversation":
             return None
-        return Pausing(self.pausing_mark, patience_s=self.queue_timeout_s / 2)
+        # Late: simulated, whoever takes room from those who work is soon asked for it back.
+        return Pausing(self.pausing_mark, patience_s=self.queue_timeout_s * 5 / 6)
+
+    @property
+    def parks(self) -> bool:
+        """Whether turns may leave their KV in host memory, too."""
+        return self.parking and self.pausing_policy() is not None
 
     def on_nodes(self, alive: int) -> "Settings":
         """These settings on a cluster of ``alive`` nodes, with nothing left to choose.

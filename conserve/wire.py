@@ -31,8 +31,11 @@ RECOGNISE_HEADER = "x-conserve-recognise"
 # Of a history that begins, where it has them: its root and its points, in hexadecimal digits.
 ROOT_HEADER = "x-conserve-root"
 POINTS_HEADER = "x-conserve-points"
-# Set where a prefiller has computed this later turn's prompt: LMCache holds more than turn 1's KV.
-PREFILLED_HEADER = "x-conserve-prefilled"
+# Set where LMCache may have more of the history than this decoder knows of: a prefiller has stored
+# its prompt, or it comes from another decoder.
+LOOK_UP_HEADER = "x-conserve-look-up"
+# Set where the turn is to leave its prompt's KV in host memory.
+PARK_HEADER = "x-conserve-park"
 # Set where a prefiller has computed the prompt just now: so many of its tokens it had found in
 # caches. What the decoder then finds beyond them has been computed for this turn.
 PREFILL_CACHED_HEADER = "x-conserve-prefill-cached"
@@ -113,9 +116,11 @@ PREFILL_PREFIX = "/conserve/prefill"
 
 # --- kv_transfer_params, from whoever asks an engine to LMCache's connector and back --------------
 
-# How long the prompt of the conversation's first turn on this decoder was, in tokens. Nothing
-# beyond that is in LMCache, unless a prefiller has computed more.
-TURN1_TOKENS = "conserve.turn1_tokens"
+# How much of the conversation LMCache may hold, in tokens: the prompt with which it came to this
+# decoder, or that of the last turn that was to leave its KV there.
+STORED_TOKENS = "conserve.stored_tokens"
+# Whether this request leaves its prompt's KV there.
+PARK = "conserve.park"
 # LMCacheMPConnector answers a request that carries it with an object of the same name.
 _STATS = "cached_token_stats"
 _OWN = "num_vllm_cached_tokens"
@@ -136,14 +141,17 @@ class CachedTokens:
     lmcache_tokens: int | None
 
 
-def transfer_params(turn1_tokens: int | None = None) -> dict[str, Any]:
+def transfer_params(stored_tokens: int | None = None, park: bool = False) -> dict[str, Any]:
     """``kv_transfer_params`` of a request whose `CachedTokens` are wanted.
 
     Args:
-        turn1_tokens: set where the conversation had a turn on this engine before; see
-            `TURN1_TOKENS`.
+        stored_tokens: set where the conversation had a turn on this engine before; see
+            `STORED_TOKENS`.
+        park: see `PARK`.
     """
-    known = {} if turn1_tokens is None else {TURN1_TOKENS: turn1_tokens}
+    known: dict[str, Any] = {} if stored_tokens is None else {STORED_TOKENS: stored_tokens}
+    if park:
+        known[PARK] = True
     return {_STATS: True, **known}
 
 

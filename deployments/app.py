@@ -194,5 +194,6 @@ def _kv_role(role: Role, settings: Settings) -> str:
     """A producer stores the prompts that it prefills; a consumer only takes. So KV moves once."""
     if role == "prefiller":
         return "kv_producer"
-    # There a prefiller reads what decoders have computed of the history.
-    return "kv_both" if settings.placement == "per_turn" else "kv_consumer"
+    # There a prefiller reads what decoders have computed of the history; or they park it.
+    stores = settings.placement == "per_turn" or settings.parks
+    return "kv_both" if stores else "kv_consumer"

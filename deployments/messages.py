@@ -27,6 +27,7 @@ class EngineInfo:
         gpus: UUIDs of its GPUs; none on a CPU, or where that is not known.
         leaving: whether it is to go, and takes nothing new.
         max_batched_tokens: most tokens of one iteration, prefills' chunks included.
+        host_tokens: how many tokens of KV its node's LMCache server has room for.
         wanted_replicas: how many of its role a table has wanted last, as it has heard; a new
             table goes on from there.
     """
@@ -43,6 +44,7 @@ class EngineInfo:
     leaving: bool = False
     wanted_replicas: int | None = None
     max_batched_tokens: int = 0
+    host_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class TurnPlan:
         later: whether this decoder had a turn of the history before.
         root: of a history that begins, the digest of its first prompt, where that is a chat's.
         points: of the same, those of its beginnings whose length is known (`Points.packed`).
+        parks: whether it is to leave its prompt's KV in host memory.
     """
 
     turn: TurnKey
@@ -103,6 +106,7 @@ class TurnPlan:
     later: bool = False
     root: Digest | None = None
     points: bytes = b""
+    parks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from conserve.conversation import Conversation
+from conserve.conversation import Conversation, TurnStats
 from conserve.histories.sharing import Going, held_alone
 from conserve.pausing.cache import EngineCache
+from conserve.pausing.host import HostMemory
 from conserve.pausing.policy import Idle, Pausing
 from conserve.placement import Decoder, Shared
 from conserve.recognition import Digest
@@ -19,7 +20,7 @@ from conserve.recognition import Digest
 _LOOKED_AT = 256
 _IN_VAIN_S = 0.5
 PAUSE_REASONS = ("room", "mark")
-RESTORES = ("kept", "moved", "again")
+RESTORES = ("kept", "reloaded", "moved", "again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,12 @@ class Memory:
     A *paused* history is bound to no decoder and counts nowhere; its next turn is placed anew. What
     its decoder has of it stays there until the engine needs the room. It is paused because
 
-    - ``room``: it is away, and a prompt fits nowhere, or
-    - ``mark``: running turns have grown, its decoder holds more than it should, and it is away, or
-      would fit on another one.
+    - ``room``: it is away or parked, and a prompt fits nowhere, or
+    - ``mark``: running turns have grown, its decoder holds more than it should, and it is away or
+      parked, or would fit on another one.
+
+    A *parked* history is one of which host memory has a copy, since a turn left it there on a
+    decoder that was filling up (`park`), whether it is paused or not.
 
     Args:
         policy: says in which order.
@@ -50,8 +54,9 @@ class Memory:
     Attributes:
         pauses: how many, by reason.
         paused_tokens: what they were counted with.
-        restores: how many came back: ``kept`` to the decoder that has them yet, ``moved`` to
-            another one, ``again`` to the same one, to be computed anew.
+        restores: how many came back: ``kept`` to the decoder that has them yet, ``reloaded`` from
+            host memory, wherever they went, ``moved`` to another decoder and ``again`` to the same
+            one, to be computed anew.
     """
 
     def __init__(
@@ -66,6 +71,9 @@ class Memory:
         self._get = get
         self._unbind = unbind
         self._caches: dict[str, EngineCache] = {}
+        # What is parked, and which turns are to leave theirs: none without host memory.
+        self._host: HostMemory | None = None
+        self._parking: set[int] = set()
         # Histories that are bound to a decoder whose engine should have nothing of them any more.
         self._emptied: dict[str, dict[str, None]] = {}
         # Of paused histories, the decoder that each was on, and what it began with there as others
@@ -85,6 +93,20 @@ class Memory:
     def paused(self) -> int:
         """How many histories are paused."""
         return len(self._paused_on)
+
+    @property
+    def parked_tokens(self) -> int:
+        """How many tokens host memory has, as far as is known."""
+        return 0 if self._host is None else self._host.tokens
+
+    def set_host_tokens(self, tokens: int) -> None:
+        """Host memory has room for so many tokens from now on; 0: nothing is parked."""
+        if self._host is not None:
+            self._host.resize(tokens)
+        if not tokens:
+            self._host = None
+        elif self._host is None:
+            self._host = HostMemory(tokens)
 
     # --- what happens to histories -----------------------------------------------------------
 
@@ -118,6 +140,39 @@ class Memory:
             if other is not None and other.decoder_id == decoder_id:
                 emptied[history_id] = None
 
+    def park(self, history: Conversation) -> bool:
+        """Whether the turn that it has begun last is to leave its KV in host memory too."""
+        decoder = self._decoders[history.decoder_id or ""]
+        if self._host is None:
+            return False
+        if not self._policy.parks(decoder.held_tokens, decoder.capacity_tokens):
+            return False
+        self._parking.add(history.running[-1])
+        return True
+
+    def turn_ended(self, history: Conversation, turn_id: int, stats: TurnStats | None) -> None:
+        """A turn of a history has ended.
+
+        Args:
+            stats: what the engine did; None if it did not get there.
+        """
+        parking = turn_id in self._parking
+        self._parking.discard(turn_id)
+        if stats is None or self._host is None:
+            return
+        found = stats.decoder_cached_tokens + stats.lmcache_tokens
+        if 2 * found < min(stats.prompt_tokens, self._host.left_tokens(history.id)):
+            # It was neither in the engine nor there: its server may have been started anew.
+            self._host.drop(history.id)
+        if parking:
+            # What is put out is left there with the next turn's prompt.
+            self.parked(history, stats.prompt_tokens)
+
+    def parked(self, history: Conversation, tokens: int) -> None:
+        """Host memory has so much of a history now, from its beginning on."""
+        if self._host is not None:
+            self._host.use(history.id, tokens, history.last_used_s)
+
     def lost(self, histories: Iterable[Conversation]) -> None:
         """An engine was seen to have nothing of these any more."""
         for history in histories:
@@ -129,7 +184,7 @@ class Memory:
         """A history that was bound nowhere is bound now.
 
         Args:
-            kept: its decoder is to go on with what it has of it.
+            kept: its decoder is to go on with what it, or host memory, has of it.
 
         Returns:
             Whether it has moved: it comes to another decoder.
@@ -139,11 +194,15 @@ class Memory:
             return True
         # Should this turn come to nothing, the decoder has its record of it yet.
         self._left.setdefault(history.id, set()).add(was_on)
-        if was_on != history.decoder_id:
-            self.restores["moved"] += 1
-            return True
-        self.restores["kept" if kept else "again"] += 1
-        return False
+        moved = was_on != history.decoder_id
+        if not kept:
+            self.restores["moved" if moved else "again"] += 1
+        else:
+            cache = self._caches.get(was_on)
+            here = 0 if moved or cache is None else cache.left_tokens(history.id)
+            there = 0 if self._host is None else self._host.left_tokens(history.id)
+            self.restores["reloaded" if 2 * here < there else "kept"] += 1
+        return moved
 
     def expired(self, idle_s: float) -> None:
         """A history is about to end, since no turn came for so long."""
@@ -197,7 +256,9 @@ class Memory:
     # --- decisions ---------------------------------------------------------------------------
 
     def found(self, history_id: str, shared: Shared) -> Shared:
-        """Where a paused history may still be, beside what it shares with others."""
+        """Where a history that is bound nowhere may still be, beside what it shares with others."""
+        if self._host is not None and history_id in self._host:
+            shared = replace(shared, parked_tokens=self._host.left_tokens(history_id))
         was_on, shared_tokens = self._paused_on.get(history_id, ("", 0))
         cache = self._caches.get(was_on)
         if cache is None or history_id not in cache:
@@ -215,7 +276,7 @@ class Memory:
         root: Digest | None = None,
         any_runs: bool = True,
     ) -> bool:
-        """Pause histories of one decoder that are away, so that a prompt fits.
+        """Pause histories of one decoder that are away or parked, so that a prompt fits.
 
         It is done where it costs least, and just as many go as it takes.
 
@@ -240,7 +301,7 @@ class Memory:
             for decoder in decoders:
                 may_go = idle[decoder.id]
                 if not anybody:
-                    may_go = [one for one in may_go if self._policy.is_away(one)]
+                    may_go = [one for one in may_go if self._policy.may_go(one)]
                 missing = decoder.held_tokens + tokens - decoder.capacity_tokens
                 held_tokens = shared.tokens.get(decoder.id, 0)
                 enough = None
@@ -294,7 +355,7 @@ class Memory:
     # --- inside ------------------------------------------------------------------------------
 
     def _may_leave(self, decoder: Decoder, others: Iterable[Decoder]) -> Callable[[Idle], bool]:
-        """Says, one after the other, who is away, or finds a place at another decoder."""
+        """Says, one after the other, who may go, or finds a place at another decoder."""
         rooms = [
             int(self._policy.mark * other.capacity_tokens) - other.held_tokens
             for other in others
@@ -302,7 +363,7 @@ class Memory:
         ]
 
         def may_leave(one: Idle) -> bool:
-            if self._policy.is_away(one):
+            if self._policy.may_go(one):
                 return True
             at = max(range(len(rooms)), key=rooms.__getitem__, default=None)
             if at is None or rooms[at] < one.held_tokens:
@@ -409,4 +470,12 @@ class Memory:
             left_tokens,
             idle_s,
             still_idle,
+            self._parked(history),
         )
+
+    def _parked(self, history: Conversation) -> int:
+        """How much of it host memory has, and will have for a while."""
+        if self._host is None or history.id not in self._host:
+            return 0
+        kept_s = history.last_used_s - self._host.oldest_s
+        return self._host.left_tokens(history.id) if kept_s >= self._policy.kept_s else 0

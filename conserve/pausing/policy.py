@@ -10,6 +10,9 @@ _SOON_S = 30.0
 # A prompt of so many tokens takes twice as long to prefill as its tokens would without attention to
 # each other. It only orders histories of different lengths.
 _ATTENTION_TOKENS = 32_768
+# To take a token from host memory takes this share of the time to compute it: by the published
+# figures for an 8B model on an H100, from 0.38 of a short prompt's to 0.17 of one of 64k tokens.
+_RELOAD = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,8 @@ class Idle:
         idle_s: since its last turn ended.
         still_idle: how many others are idle for at least half as long: where many are, they are not
             likely to come back.
+        parked_tokens: so many are in host memory too, from its beginning on, and will be for
+            `Pausing.kept_s`, as far as is known.
     """
 
     id: str
@@ -32,22 +37,25 @@ class Idle:
     left_tokens: int
     idle_s: float
     still_idle: int = 0
+    parked_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Pausing:
     """Idle histories give up their room in the order of what that is expected to cost.
 
-    The cost of one is the time to compute what the engine has of it times the chance that it comes
-    back soon, for each token that it frees. The chance is that of the gaps seen so far (`Gaps`), so
-    it falls with the time that a history has been idle, and with the number of those that have not
-    come back either. Of histories that are equally likely to
-    come back the short ones go first, as in ThunderAgent (equations 8 to 11), where that follows
-    from recomputation that grows with the square of the length; here it grows with n + n^2 / 32768.
+    The cost of one is the time to compute what the engine has of it, or to take it from host memory
+    where that has it too, times the chance that it comes back soon, for each token that it frees.
+    The chance is that of the gaps seen so far (`Gaps`), so it falls with the time that a history
+    has been idle, and with the number of those that have not come back either. Of histories that
+    are equally likely to come back the short ones go first, as in ThunderAgent (equations 8 to 11),
+    where that follows from recomputation that grows with the square of the length; here it grows
+    with n + n^2 / 32768.
 
-    While turns run, only those go that are *away*: unlikely to be back soon, or lost to their
-    engine already. To take the room of others moves work from one prompt to the next: simulated
-    with recorded agent sessions, more is computed again than is gained (docs/scheduling.md).
+    While turns run, only those go that are *away*, unlikely to be back soon or lost to their engine
+    already, and those that are *parked*: host memory has most of them, so to be back costs a
+    reload. To take the room of others moves work from one prompt to the next: simulated with
+    recorded agent sessions, more is computed again than is gained (docs/scheduling.md).
 
     It departs from ThunderAgent in three ways. A pause costs nothing by itself: the engine keeps
     the KV until it needs the room, and who comes back before finds it (`EngineCache`). So nothing
@@ -58,6 +66,10 @@ class Pausing:
         mark: the share of a decoder's capacity (lambda_max) above which idle histories give up
             room, though nobody waits for it: running turns have grown into it.
         away_chance: whose chance to be back soon is below this is away.
+        park_mark: the share of its decoder's capacity from which on a turn leaves its KV in host
+            memory too. Below it nobody's room will be asked for soon.
+        kept_s: where host memory does not keep KV for so long, by the age of the oldest there, it
+            is of no use to those who have to come back after others.
         patience_s: a history that was paused, and is back, waits no longer than this for others to
             be away.
 
@@ -73,7 +85,9 @@ class Pausing:
 
     mark: float = 1.0
     away_chance: float = 0.2
-    patience_s: float = 30.0
+    park_mark: float = 0.5
+    kept_s: float = 60.0
+    patience_s: float = 50.0
     gaps: Gaps = field(default_factory=Gaps)
 
     def order(self, idle: Iterable[Idle]) -> list[Idle]:
@@ -86,13 +100,23 @@ class Pausing:
 
     def price(self, one: Idle) -> float:
         """What it is expected to cost; in no unit."""
-        prefill = one.left_tokens * (1.0 + one.held_tokens / _ATTENTION_TOKENS)
-        return prefill * self._chance(one)
+        reloaded = min(one.left_tokens, one.parked_tokens)
+        computed = one.left_tokens - reloaded
+        computed_for = computed * (1.0 + one.held_tokens / _ATTENTION_TOKENS)
+        return (computed_for + _RELOAD * reloaded) * self._chance(one)
 
     def is_away(self, one: Idle) -> bool:
         """Whether it is unlikely to be back soon, or would find less than half of itself."""
         lost = 2 * one.left_tokens < one.held_tokens
         return lost or self._chance(one) < self.away_chance
+
+    def may_go(self, one: Idle) -> bool:
+        """Whether it gives up its room for a new prompt: it is away, or costs a reload at most."""
+        return 2 * one.parked_tokens >= one.held_tokens or self.is_away(one)
+
+    def parks(self, held_tokens: int, capacity_tokens: int) -> bool:
+        """Whether a turn on a decoder that holds so much leaves its KV in host memory too."""
+        return held_tokens >= self.park_mark * capacity_tokens
 
     def excess_tokens(self, held_tokens: int, capacity_tokens: int) -> int:
         """How much of what a decoder holds is above the mark."""

@@ -25,7 +25,8 @@ class ConversationPlacement:
     own conversation's others, goes to the decoder that holds most of it, if that has room for the
     rest, and is prefilled there: what is appended is no more than a later turn's. Where that
     beginning is still on its way, it goes to the same decoder, by a prefiller. A history that was
-    paused goes back to the decoder that should still have it, on the same terms.
+    paused goes back to the decoder that should still have it, on the same terms; or to any, without
+    a prefiller, where host memory has most of it.
     *Prefiller*: the one with the fewest tokens still to prefill, for the first turn. Every later
     turn's prefill runs on the decoder.
 
@@ -65,6 +66,9 @@ class ConversationPlacement:
             decoder = self._near(turn1_tokens, decoders, shared, shared.left_on, cold_tokens)
             if decoder is not None:
                 return Placement(decoder.id, None)
+        if shared.parked_tokens >= (1 - self.most_cold_share) * turn1_tokens:
+            decoder = emptiest_decoder(turn1_tokens, decoders, shared)
+            return None if decoder is None else Placement(decoder.id, None)
         if shared.tokens:
             decoders = tuple(decoders)
             decoder = self._near(turn1_tokens, decoders, shared, shared.warm_on)

@@ -61,6 +61,7 @@ class Shared:
         left_on: the decoder that a paused history was on, if that should have its KV still. It is
             not counted there any more.
         left_tokens: so many the history had there.
+        parked_tokens: so many of the history host memory has, for any decoder to take.
     """
 
     tokens: Mapping[str, int]
@@ -68,6 +69,7 @@ class Shared:
     coming_to: str | None = None
     left_on: str | None = None
     left_tokens: int = 0
+    parked_tokens: int = 0
 
     def beyond(self, tokens: int, decoder_id: str) -> int:
         """What of a prompt of so many tokens a decoder does not hold yet."""

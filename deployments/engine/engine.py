@@ -43,6 +43,8 @@ from hetero.tiers import RoleTier
 logger = logging.getLogger("ray.serve")
 
 WARM_UP_TIMEOUT_S = 300.0
+# LMCache's server drops a fifth of what it holds when it is full to four fifths.
+_HOST_SHARE = 0.64
 
 
 class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for it.
@@ -91,10 +93,15 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             max_batched_tokens=int(client.vllm_config.scheduler_config.max_num_batched_tokens),
             tier=tier.name,
             gpus=gpus,
+            host_tokens=self._host_tokens(client.vllm_config) if settings.parks else 0,
         )
         await self._warm_up()
         await self._register()
         self._beating = asyncio.get_running_loop().create_task(self._beat())
+
+    def _host_tokens(self, vllm_config: Any) -> int:
+        size_bytes = self._settings.lmcache.size_gb * 2**30
+        return int(_HOST_SHARE * size_bytes / kv_token_bytes(vllm_config))
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
@@ -295,6 +302,22 @@ def capacity_tokens(cache_config: Any) -> int:
     if counted is None:
         counted = cache_config.num_gpu_blocks * cache_config.block_size
     return int(counted)
+
+
+def kv_token_bytes(vllm_config: Any) -> float:
+    """Bytes of KV that a token takes over all workers of an engine, by its ``VllmConfig``.
+
+    Where layers differ (sliding windows, Mamba) all are counted as if they kept every token: it is
+    less then.
+    """
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+    model, kept_as = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    dtype = model.dtype if kept_as == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kept_as]
+    # With more workers than heads of KV, several have the same.
+    heads = max(model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size)
+    values = (1 if model.use_mla else 2) * heads * model.get_head_size()
+    return float(model.get_total_num_hidden_layers() * values * dtype.itemsize)
 
 
 def _use_server(config: LLMConfig, address: Address) -> None:

@@ -6,8 +6,9 @@ Here a lost connection is noticed when it breaks, whatever was under way fails a
 recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the connection back, run
 from the start. What a broken-off forward pass left behind is not stored. A request that is aborted
 before it was looked up does not end the engine, nor does one for its prompt's log-probabilities.
-Prompts of embeddings, which no key tells apart, are neither stored nor loaded. And later turns,
-which find their history in the decoder's own cache, do not ask the server.
+Prompts of embeddings, which no key tells apart, are neither stored nor loaded. Later turns, which
+find their history in the decoder's own cache, do not ask the server. And a decoder stores prompts
+that it is told to park, and no others.
 
 Keys are made of the ``cache_salt`` and of token ids, where each placeholder of an image (or other
 media) is replaced by a value of that item's hash (``LMCacheMPRequestTracker.get_token_ids``).
@@ -27,7 +28,7 @@ from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
 
-from conserve.wire import TURN1_TOKENS
+from conserve.wire import PARK, STORED_TOKENS
 from deployments.node.lmcache_server import START_TIMEOUT_S
 
 logger = init_logger(__name__)
@@ -46,10 +47,14 @@ _STORE_TIMEOUT_S = 30.0
 class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache ships no types.
     """vLLM makes one in its scheduler and one in each worker, by name."""
 
+    # A decoder, which stores what it is told to.
+    _parks = False
+
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         _wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
         super().__init__(vllm_config, *args, **kwargs)
+        self._parks = vllm_config.kv_transfer_config.kv_role == "kv_both"
         if hasattr(self, "scheduler_adapter"):
             adapter = self.scheduler_adapter
             for url, client in adapter.req_clients.items():
@@ -68,8 +73,9 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     ) -> tuple[int | None, bool]:
         """How many tokens beyond the decoder's own can be loaded, and whether asynchronously.
 
-        Where all that LMCache may hold is in the decoder's own cache already, the answer is known
-        without two round trips to the server, and without locking the chunks of a long history.
+        Where all that LMCache may hold is in the decoder's own cache already, and nothing is to be
+        stored, the answer is known without two round trips to the server, and without locking the
+        chunks of a long history.
 
         A request that has to compute its whole prompt, for the log-probabilities of its tokens,
         loads nothing. LMCacheMPConnector 0.5.6 does load, and vLLM 0.29 fails on the positions
@@ -82,16 +88,23 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             self._get_or_create_request_tracker(request).max_offload_tokens = 0
             return 0, False
         if request.skip_reading_prefix_cache:
-            self._get_or_create_request_tracker(request)
-            return 0, False
-        turn1_tokens = (request.kv_transfer_params or {}).get(TURN1_TOKENS)
-        # An engine that stores has to know what the server holds, or it stores it again.
-        if turn1_tokens is not None and not self._can_store:
-            chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
             tracker = self._get_or_create_request_tracker(request)
+            if self._parks:
+                tracker.max_offload_tokens = 0
+            return 0, False
+        params = request.kv_transfer_params or {}
+        stores = self._can_store and (not self._parks or bool(params.get(PARK)))
+        # A store has to know what the server holds, or it stores it again.
+        if not stores:
+            tracker = self._get_or_create_request_tracker(request)
+            tracker.max_offload_tokens = 0
+            stored_tokens = params.get(STORED_TOKENS)
+            chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
             # A look-up that is under way has to be brought to its end.
-            if tracker.lookup_started_at is None and (
-                num_computed_tokens >= turn1_tokens // chunk * chunk
+            if (
+                stored_tokens is not None
+                and tracker.lookup_started_at is None
+                and num_computed_tokens >= stored_tokens // chunk * chunk
             ):
                 # cached_token_stats takes it from there; super() would set it too.
                 alignment = self._hit_alignment_tokens
@@ -114,7 +127,21 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         a preemption, which keeps it until the next look-up.
         """
         self._get_or_create_request_tracker(request)
-        ended: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        sends, params = super().request_finished(request, block_ids)
+        return sends and not self._parks, params
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose blocks are needed no more, for a store or a load.
+
+        A decoder's are free as they end, since `wait_for_save` has waited for their stores. For
+        LMCacheMPConnector 0.5.6 whoever may store delays all of them: of a request that is aborted
+        while it loads, vLLM 0.29 would then be told of two ends, and fail on the second.
+        """
+        ended: tuple[set[str] | None, set[str] | None]
+        ended = super().get_finished(set() if self._parks else finished_req_ids)
+        if self._parks:
+            # Kept for who asks; nobody will.
+            self.worker_adapter.finished_stores.clear()
         return ended
 
     def wait_for_save(self) -> None:

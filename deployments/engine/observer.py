@@ -39,7 +39,8 @@ _REPORT_PATIENCE_S = 5.0
 
 @dataclass(slots=True)
 class _Observation:
-    turn1_tokens: int | None = None
+    stored_tokens: int | None = None
+    parks: bool = False
     # Where a prefiller has computed the prompt: what it had found of it.
     prefill_cached_tokens: int | None = None
     started: int = 0
@@ -120,7 +121,7 @@ def observe_engine(client: Any) -> None:
         extra = dict(sampling_params.extra_args or {})
         extra["kv_transfer_params"] = {
             **(extra.get("kv_transfer_params") or {}),
-            **wire.transfer_params(observation.turn1_tokens),
+            **wire.transfer_params(observation.stored_tokens, observation.parks),
         }
         sampling_params.extra_args = extra
         observation.started += 1
@@ -250,10 +251,11 @@ class TurnObserver:
         turn.observation.engine_ends = self._engine_ends
         root = bytes.fromhex(headers.get(wire.ROOT_HEADER, ""))
         points = bytes.fromhex(headers.get(wire.POINTS_HEADER, ""))
-        prefilled = wire.PREFILLED_HEADER in headers
-        self._holdings.begin(turn.key, root or None, points, prefilled)
-        if not prefilled:
-            turn.observation.turn1_tokens = self._holdings.turn1_tokens(turn.key.conversation_id)
+        look_up = wire.LOOK_UP_HEADER in headers
+        self._holdings.begin(turn.key, root or None, points, look_up)
+        if not look_up:
+            turn.observation.stored_tokens = self._holdings.stored_tokens(turn.key.conversation_id)
+        turn.observation.parks = wire.PARK_HEADER in headers
         _current.set(turn.observation)
         try:
             await self._app(scope, receive, turn.relay(send))
@@ -311,7 +313,7 @@ class _Turn:
         self.reported = True
         stats = self.observation.stats()
         tails = self._tails() if completed else ()
-        self.holdings.finish(self.key, stats, tails, completed)
+        self.holdings.finish(self.key, stats, tails, completed, self.observation.parks)
         patience = {"patience_s": _REPORT_PATIENCE_S, "answer_s": _REPORT_PATIENCE_S}
         try:
             if not completed:

@@ -283,8 +283,10 @@ class Turn:
         if plan.root is not None:
             headers[wire.ROOT_HEADER] = plan.root.hex()
             headers[wire.POINTS_HEADER] = plan.points.hex()
-        if plan.later and plan.prefiller_id is not None:
-            headers[wire.PREFILLED_HEADER] = "1"
+        if not plan.later or plan.prefiller_id is not None:
+            headers[wire.LOOK_UP_HEADER] = "1"
+        if plan.parks:
+            headers[wire.PARK_HEADER] = "1"
         if self._prefilled is not None and self._prefilled.cached_tokens is not None:
             headers[wire.PREFILL_CACHED_HEADER] = str(self._prefilled.cached_tokens)
         if asked.request_id:

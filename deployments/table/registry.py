@@ -1,5 +1,7 @@
 """Which engines and routers live, by their beats, and what engines are still to be told."""
 
+from urllib.parse import urlsplit
+
 from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
 from conserve.wire import SILENCE_S, Role
@@ -43,6 +45,7 @@ class Registry:
             self._table.leave(engine.id)
         self.engines[engine.id] = engine
         self._engine_beats_s[engine.id] = now_s
+        self._count_host_memory()
         return forget
 
     def engine_beat(self, engine_id: str, now_s: float) -> EngineInfo | None:
@@ -56,12 +59,20 @@ class Registry:
     def remove(self, engine: EngineInfo) -> list[str]:
         """Remove an engine that is lost or has left; returns ids of conversations bound to it."""
         del self.engines[engine.id]
+        self._count_host_memory()
         self._engine_beats_s.pop(engine.id, None)
         self._ended.pop(engine.id, None)
         if engine.role == "prefiller":
             self._table.remove_prefiller(engine.id)
             return []
         return self._table.remove_decoder(engine.id)
+
+    def _count_host_memory(self) -> None:
+        """One LMCache server a node: engines that share an address share one."""
+        if self._table.memory is not None:
+            engines = self.engines.values()
+            of_node = {urlsplit(one.url).hostname: one.host_tokens for one in engines}
+            self._table.memory.set_host_tokens(sum(of_node.values()))
 
     def silent_engines(self, now_s: float) -> list[str]:
         """Ids of the engines that have to be taken for lost."""

@@ -342,7 +342,7 @@ class TableService:
 
     async def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
         """Note that the remote prefill is over; ``done`` is None if it failed."""
-        self._table.prefilled(plan.turn)
+        self._table.prefilled(plan.turn, 0 if done is None else done.prompt_tokens)
         self._accounts.prefilled(plan, done, goes_on=plan.turn in self._routers_of)
 
     async def advance(
@@ -470,6 +470,8 @@ class TableService:
             later=later,
             root=None if later else conversation.root,
             points=b"" if later else conversation.points,
+            # Under `per_turn` prefillers read the history from there.
+            parks=self._settings.placement == "per_turn" or self._table.park(conversation),
         )
         self._routers_of[plan.turn] = router_id
         self._accounts.turn_begins(plan)

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.engines.applications import PAUSING, URL
-from tests.engines.client import Agent, chat, engines, prose
+from tests.engines.client import Agent, Reply, chat, engines, prose
 from tests.engines.metrics import metric
 from tests.engines.waiting import eventually
 
@@ -46,17 +46,24 @@ async def test_chats_that_are_over_keep_nobody_waiting(
     paused = metric("conserve_conversations", phase="paused")
     assert 60 < paused < 90
     assert (await shown(client, application, "chat-0"))["phase"] == "paused"
-    # Of each, whose turn comes again, the history is found, and prefilled where prompts are.
+    # Of each, whose turn comes again, the history is found; its prompt is in host memory yet.
     prefills = metric("conserve_cold_prefills_total")
+    reloaded = metric("conserve_restores_total", where="reloaded")
     agents[0].messages.append({"role": "user", "content": "and then?"})
     again = await agents[0].ask(tokens=24)
     assert (again.status, again.conversation) == (200, "chat-0")
-    assert metric("conserve_cold_prefills_total") == prefills + 1
+    assert metric("conserve_cold_prefills_total") == prefills
+    assert metric("conserve_restores_total", where="reloaded") == reloaded + 1
     back = await shown(client, application, "chat-0")
     assert (back["phase"], back["turns"]) == ("acting", 2)
-    # The answer is the one that it would have had.
-    fresh = await chat(client, agents[0].messages, "fresh")
+    await answered_alike(client, agents[0], again)
+
+
+async def answered_alike(client: httpx.AsyncClient, agent: Agent, again: Reply) -> None:
+    """The answer is the one that it would have had, with nothing of it kept anywhere."""
+    fresh = await chat(client, agent.messages, f"fresh-{agent.id}", cache_salt=f"salt-{agent.id}")
     assert fresh.content == again.content
+    await client.delete(f"{URL}/v1/conversations/fresh-{agent.id}")
 
 
 async def on_one_decoder(
@@ -86,7 +93,7 @@ async def test_conversations_that_outgrow_their_decoder_move_to_one_with_room(
     decoders = {engine["id"]: engine["capacity_tokens"] for engine in engines("decoder")}
     assert sum(agent.stats[-1]["prompt_tokens"] for agent in stay) > 1.6 * min(decoders.values())
     assert metric("conserve_pauses_total", reason="mark") > 0
-    assert metric("conserve_restores_total", where="moved") > 0
+    assert sum(agent.stats[-1]["lmcache_tokens"] for agent in stay) > 0
     assert {agent.replies[-1].decoder for agent in stay} == set(decoders)
 
 
@@ -110,3 +117,38 @@ async def test_who_is_back_before_the_engine_needs_the_room_finds_it(
     assert metric("conserve_cold_prefills_total") == prefills
     assert back.stats[1]["decoder_cached_tokens"] > 0.7 * back.stats[0]["prompt_tokens"]
     assert back.replies[1].decoder == back.replies[0].decoder
+
+
+async def test_who_is_parked_makes_room_at_once_and_comes_back_without_a_prefill(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Agents that work, on decoders that fill up; others come, and need all of the room."""
+    agents = [Agent(client, f"works-{n}") for n in range(4)]
+    for agent in agents:
+        await agent.say(prose(rng, 850), tokens=8)
+    parked = metric("conserve_parked_tokens")
+    # Their decoders are half full: this turn leaves its prompt in host memory.
+    for agent in agents:
+        await agent.say(prose(rng, 20), tokens=8)
+    held = sum(agent.stats[-1]["prompt_tokens"] for agent in agents)
+    assert metric("conserve_parked_tokens") >= parked + 0.02 * held
+    others = [Agent(client, f"comes-{n}") for n in range(8)]
+    began = metric("conserve_queue_wait_seconds_count")
+    for agent in others:
+        await agent.say(prose(rng, 850), tokens=4)
+    phases = [(await shown(client, application, str(agent.id)))["phase"] for agent in agents]
+    assert phases == ["paused"] * len(agents)
+    assert metric("conserve_queue_wait_seconds_count") == began + len(others)
+    for agent in others:
+        await client.delete(f"{application}/v1/conversations/{agent.id}")
+    prefills = metric("conserve_cold_prefills_total")
+    reloaded = metric("conserve_restores_total", where="reloaded")
+    for agent in agents:
+        again = await agent.say("go on", tokens=24)
+        # All whole chunks of what was parked.
+        assert agent.stats[2]["lmcache_tokens"] == agent.stats[1]["prompt_tokens"] // 128 * 128
+        agent.messages.pop()
+        await answered_alike(client, agent, again)
+        prefills += 1  # Of that one.
+    assert metric("conserve_restores_total", where="reloaded") == reloaded + len(agents)
+    assert metric("conserve_cold_prefills_total") == prefills

@@ -124,26 +124,33 @@ def test_the_account_given_away_is_a_copy() -> None:
 def test_the_first_turns_length_here_is_remembered_until_the_conversation_ends() -> None:
     holdings = Holdings()
     holdings.begin(TurnKey("c", 7, 1))
-    assert holdings.turn1_tokens("c") is None
+    assert holdings.stored_tokens("c") is None
     holdings.finish(TurnKey("c", 7, 1), STATS, TAILS, completed=True)
     holdings.begin(TurnKey("c", 7, 2))
     holdings.finish(TurnKey("c", 7, 2), LATER, TAILS, completed=True)
-    assert holdings.turn1_tokens("c") == STATS.prompt_tokens
+    assert holdings.stored_tokens("c") == STATS.prompt_tokens
     holdings.begin(TurnKey("c", 9, 3))
-    assert holdings.turn1_tokens("c") is None
+    assert holdings.stored_tokens("c") is None
     holdings.finish(TurnKey("c", 9, 3), LATER, TAILS, completed=True)
-    assert holdings.turn1_tokens("c") == LATER.prompt_tokens
+    assert holdings.stored_tokens("c") == LATER.prompt_tokens
     holdings.drop("c", 9)
-    assert holdings.turn1_tokens("c") is None
+    assert holdings.stored_tokens("c") is None
 
 
 def test_what_lmcache_has_of_one_that_comes_back_is_what_was_prefilled_last() -> None:
     """It was paused, or bound elsewhere for a while."""
     holdings = after_one_turn()
-    assert holdings.turn1_tokens("c") == STATS.prompt_tokens
-    holdings.begin(TurnKey("c", 7, 2), prefilled=True)
-    assert holdings.turn1_tokens("c") is None
+    assert holdings.stored_tokens("c") == STATS.prompt_tokens
+    holdings.begin(TurnKey("c", 7, 2), look_up=True)
+    assert holdings.stored_tokens("c") is None
     holdings.finish(TurnKey("c", 7, 2), LATER, (b"u" * 16,), completed=True)
-    assert holdings.turn1_tokens("c") == LATER.prompt_tokens
+    assert holdings.stored_tokens("c") == LATER.prompt_tokens
     holdings.begin(TurnKey("c", 7, 3))
-    assert holdings.turn1_tokens("c") == LATER.prompt_tokens
+    assert holdings.stored_tokens("c") == LATER.prompt_tokens
+
+
+def test_a_turn_that_was_parked_has_left_more_in_lmcache() -> None:
+    holdings = after_one_turn()
+    holdings.begin(TurnKey("c", 7, 2))
+    holdings.finish(TurnKey("c", 7, 2), LATER, (b"u" * 16,), completed=True, parked=True)
+    assert holdings.stored_tokens("c") == LATER.prompt_tokens

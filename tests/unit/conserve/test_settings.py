@@ -214,6 +214,8 @@ def test_a_bad_value_is_refused_by_its_fields_name(arguments: dict[str, Any], fi
         ({"placement": "per_turn", "pausing": True}, "pausing: only placement conversation"),
         ({"pausing": False, "pausing_mark": 0.9}, "pausing_mark: nothing is paused here"),
         ({"placement": "collocated", "pausing_mark": 0.9}, "pausing_mark: nothing is paused here"),
+        ({"pausing": False, "parking": True}, "parking: nothing is paused here"),
+        ({"placement": "per_turn", "parking": True}, "parking: nothing is paused here"),
     ],
 )
 def test_settings_that_another_placement_would_ignore_are_refused(
@@ -227,8 +229,16 @@ def test_a_placement_brings_its_policy_and_its_engines() -> None:
     assert load({"min_remote_prefill_tokens": 9}).policy() == ConversationPlacement(9)
     pausing = load({"pausing_mark": "0.9", "queue_timeout_s": 20}).pausing_policy()
     assert pausing is not None
-    assert (pausing.mark, pausing.patience_s) == (0.9, 10)
+    assert (pausing.mark, pausing.patience_s) == (0.9, 50 / 3)
     assert load({"pausing": "off"}).pausing_policy() is None
+
+
+def test_turns_park_where_conversations_are_paused() -> None:
+    assert load({}).parks
+    assert not load({"parking": False}).parks
+    assert not load({"pausing": False}).parks
+    assert not load({"pausing": False, "parking": False}).parks
+    assert not load({"placement": "collocated"}).parks
     collocated = load({"placement": "collocated", "decoders": 3})
     assert collocated.policy() == CollocatedPlacement()
     assert collocated.prefiller_replicas == 0

@@ -24,6 +24,6 @@ def test_an_engine_that_says_nothing_is_not_taken_for_one_that_found_nothing() -
 def test_a_request_asks_for_it_and_says_what_lmcache_may_hold() -> None:
     assert wire.transfer_params(900) == {
         "cached_token_stats": True,
-        "conserve.turn1_tokens": 900,
+        "conserve.stored_tokens": 900,
     }
     assert wire.transfer_params() == {"cached_token_stats": True}

@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from conserve.holdings import Holdings
 from conserve.settings import Settings
-from conserve.wire import BEAT_S, Role
+from conserve.wire import BEAT_S, PARK, Role
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.messages import EngineInfo, Prefilled
 from deployments.router.endpoint import TurnEndpoint
@@ -37,6 +37,8 @@ _OUTPUT_TOKEN_S = 0.1
 # An answer comes in about so many parts.
 _PARTS = 4
 _MOST_TOKENS = 4000
+_HOST_TOKENS = 3000
+_PARKED = 20  # Prompts; it is not always right what the table thinks of them.
 
 
 def tokens_of(messages: list[dict[str, Any]]) -> list[int]:
@@ -139,6 +141,8 @@ class Cluster:
     failures: list[str] = field(default_factory=list)
     # What the dead wait for: a task that nothing refers to would be collected, with a complaint.
     unheard: list["asyncio.Future[Any]"] = field(default_factory=list)
+    # The prompts that are in host memory, for all of them.
+    parked: list[list[int]] = field(default_factory=list)
 
 
 class Caller(TableClient):
@@ -216,7 +220,7 @@ class Engine(Process):
     async def _register(self) -> None:
         info = EngineInfo(
             self.name, self.role, f"http://{self.name}", 1, self.capacity_tokens, _MOST_TOKENS,
-            self.holdings.all(),
+            self.holdings.all(), host_tokens=_HOST_TOKENS if self.cluster.settings.parks else 0,
         )  # fmt: skip
         for conversation_id, incarnation in await self._table.call("register", info):
             self.holdings.drop(conversation_id, incarnation)
@@ -318,8 +322,19 @@ class Engine(Process):
         await asyncio.sleep(len(ids) * _PROMPT_TOKEN_S)
         answer = answer_to(ids, wanted)
         # It forgets nothing as long as it lives.
-        cached = max((_common(ids, known) for known in self._known), default=0)
+        own = _most_common(ids, self._known)
+        cached = max(own, _most_common(ids, self.cluster.parked))
         self._known.append([*ids, *answer])
+        found = {
+            "cached_token_stats": {
+                "num_vllm_cached_tokens": own,
+                "num_lmcache_extra_cached_tokens": cached - own,
+            }
+        }
+        params = (sampling_params.extra_args or {}).get("kv_transfer_params") or {}
+        if params.get(PARK):
+            self.cluster.parked.append(ids)
+            del self.cluster.parked[:-_PARKED]
         delta = sampling_params.output_kind == RequestOutputKind.DELTA
         size = max(1, wanted // _PARTS)
         for start in range(0, wanted, size):
@@ -333,8 +348,13 @@ class Engine(Process):
                 reason = "length" if finished else None
                 choice = CompletionOutput(0, text_of(shown), shown, None, None, reason)
                 yield RequestOutput(
-                    request_id, None, ids, None, [choice], finished, num_cached_tokens=cached
-                )
+                    request_id, None, ids, None, [choice], finished, num_cached_tokens=cached,
+                    kv_transfer_params=found,
+                )  # fmt: skip
+
+
+def _most_common(ids: list[int], others: list[list[int]]) -> int:
+    return max((_common(ids, other) for other in others), default=0)
 
 
 def _common(one: list[int], other: list[int]) -> int:

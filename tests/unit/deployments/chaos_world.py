@@ -51,6 +51,7 @@ class World:
     Attributes:
         retries: how often turns were sent again, by cause.
         killed: how many died, by what they were.
+        restores: how many came back from a pause, by where from, since the table's last death.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -64,11 +65,13 @@ class World:
             "continue_streams": draw.random() < 0.7,
             "pausing": draw.random() < 0.5,
         }
+        chosen["parking"] = chosen["pausing"] and draw.random() < 0.7
         settings = Settings(**chosen)
         self.cluster = Cluster(settings, TableProcess(settings=settings))
         self.router: Router | None = None
         self.retries: Counter[str] = Counter()
         self.killed: Counter[str] = Counter()
+        self.restores: Counter[str] = Counter()
         self.turns = 0
         self._made = 0
         self._began_s = asyncio.get_running_loop().time()
@@ -251,6 +254,8 @@ class World:
         """Nothing is under way; table and holdings agree, and a new table agrees with the old."""
         assert self.cluster.failures == []
         before = self._require_agreement()
+        memory = self.cluster.table.service._table.memory
+        self.restores.update({} if memory is None else memory.restores)
         # The rest is idle for as long as it may be meanwhile.
         young = {
             one.id
@@ -275,7 +280,7 @@ class World:
         assert self.cluster.failures == []
         for decoder in self.engines("decoder"):
             assert decoder.holdings.all() == []
-            assert decoder.holdings._turn1_tokens == {}
+            assert decoder.holdings._stored_tokens == {}
 
     def _require_agreement(self) -> dict[str, tuple[str | None, int]]:
         """What is bound where and holds what, once table and decoders agree about it."""

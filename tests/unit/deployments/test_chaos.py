@@ -35,6 +35,7 @@ def errors() -> Iterator[Errors]:
 def test_every_conversation_ends_and_all_accounts_agree(errors: Errors, pace: float) -> None:
     retries: Counter[str] = Counter()
     killed: Counter[str] = Counter()
+    restores: Counter[str] = Counter()
     turns = 0
     for seed in range(SEEDS):
         plan = Plan(seed, 5, 40.0, 8.0, VICTIMS, pace, SIZE)
@@ -44,6 +45,7 @@ def test_every_conversation_ends_and_all_accounts_agree(errors: Errors, pace: fl
             world = await play(plan)
             retries.update(world.retries)
             killed.update(world.killed)
+            restores.update(world.restores)
             turns += world.turns
 
         try:
@@ -56,3 +58,4 @@ def test_every_conversation_ends_and_all_accounts_agree(errors: Errors, pace: fl
     assert set(killed) == {*VICTIMS, "silence"}
     causes = {"cut", "router gone", "no router", "cancel", "reconnect", "vanish", "503 unavailable"}
     assert causes < set(retries)
+    assert restores["reloaded"], restores

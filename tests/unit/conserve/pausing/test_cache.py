@@ -53,3 +53,13 @@ def test_it_keeps_the_newest_that_fit_and_the_beginning_of_one_more(
     assert [*left(cache)] == order[::-1]
     assert order == list(newest)[: len(order)]
     assert all(cache.left_tokens(name) == newest[name] for name in order[:-1])
+
+
+def test_with_less_room_less_stays() -> None:
+    cache = EngineCache(1000)
+    for name in "abc":
+        cache.use(name, 300)
+    cache.resize(500)
+    assert (left(cache), cache.tokens) == ({"b": 200, "c": 300}, 500)
+    cache.resize(0)
+    assert (left(cache), cache.tokens) == ({}, 0)

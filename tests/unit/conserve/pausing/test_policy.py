@@ -60,3 +60,33 @@ def test_only_what_is_above_the_mark_is_too_much() -> None:
     assert Pausing(0.9).excess_tokens(950, 1000) == 50
     assert Pausing(0.9).excess_tokens(900, 1000) == 0
     assert Pausing().excess_tokens(999, 1000) == 0
+
+
+def test_who_is_parked_costs_a_reload_and_may_go() -> None:
+    policy = Pausing()
+    half = Idle("half", 8000, 8000, 8000, 1.0, parked_tokens=4000)
+    less = Idle("less", 8000, 8000, 8000, 1.0, parked_tokens=3999)
+    whole = Idle("whole", 8000, 8000, 8000, 1.0, parked_tokens=8000)
+    nothing = idle("nothing", 8000)
+    assert [policy.may_go(one) for one in (whole, half, less, nothing)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert policy.may_go(idle("away", 8000, 900.0))
+    assert order(policy, nothing, half, whole) == ["whole", "half", "nothing"]
+    # Who has lost half of itself pays for what it has yet, and host memory has that.
+    assert policy.price(whole) == 2 * policy.price(
+        Idle("lost half", 8000, 8000, 4000, 1.0, parked_tokens=8000)
+    )
+
+
+def test_turns_park_where_a_decoder_fills_up() -> None:
+    assert [Pausing().parks(held, 1000) for held in (0, 499, 500, 1200)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert Pausing(park_mark=0.0).parks(0, 1000)

@@ -1,6 +1,7 @@
 """An engine's replica: what it says when it does not start."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -55,3 +56,35 @@ def test_an_engine_holds_what_vllm_has_counted(
 
     cache = SimpleNamespace(num_gpu_blocks=blocks, block_size=128, kv_cache_size_tokens=counted)
     assert capacity_tokens(cache) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "kept_as", "expected"),
+    [
+        ({}, 1, "auto", 36 * 2 * 8 * 128 * 2),
+        ({}, 1, "fp8", 36 * 2 * 8 * 128),
+        ({}, 16, "auto", 36 * 2 * 16 * 128 * 2),
+        ({"use_mla": True, "kv_heads": 1, "head_size": 576}, 1, "auto", 36 * 576 * 2),
+    ],
+)
+def test_what_a_token_takes_in_host_memory(
+    model: dict[str, Any], parallel: int, kept_as: str, expected: int
+) -> None:
+    """The first is Qwen3-8B, of which 147,456 bytes are published."""
+    import torch
+
+    from deployments.engine.engine import kv_token_bytes
+
+    its = {"use_mla": False, "kv_heads": 8, "head_size": 128} | model
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            use_mla=its["use_mla"],
+            dtype=torch.bfloat16,
+            get_total_num_kv_heads=lambda: its["kv_heads"],
+            get_head_size=lambda: its["head_size"],
+            get_total_num_hidden_layers=lambda: 36,
+        ),
+        cache_config=SimpleNamespace(cache_dtype=kept_as),
+        parallel_config=SimpleNamespace(tensor_parallel_size=parallel),
+    )
+    assert kv_token_bytes(config) == expected

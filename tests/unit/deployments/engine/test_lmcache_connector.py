@@ -96,6 +96,7 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_and_not_loaded(
     connector = object.__new__(ResilientMPConnector)
     connector.request_trackers = {}
     connector.lazy_offload = False
+    connector._can_store = False
     # There is no adapter: nobody can be asked.
     request = Request("r", [1, 2, 3], SamplingParams(max_tokens=1, prompt_logprobs=0), None)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -168,3 +169,88 @@ def test_a_prompt_of_embeddings_is_neither_loaded_nor_stored(embeddings: bool) -
     tracker.increase_num_scheduled_tokens(256)
     stored = LMCacheMPRequestMetadata.GetStoreMetadata(tracker, 128, [128])
     assert (stored is None) is embeddings
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "asks", "stores"),
+    [
+        ("kv_producer", wire.transfer_params(), True, True),
+        ("kv_both", wire.transfer_params(256), False, False),
+        ("kv_both", wire.transfer_params(256, park=True), True, True),
+        ("kv_both", wire.transfer_params(512), True, False),
+        ("kv_both", wire.transfer_params(), True, False),
+        ("kv_consumer", wire.transfer_params(256), False, False),
+        ("kv_consumer", wire.transfer_params(512), True, False),
+    ],
+)
+def test_a_decoder_stores_what_it_is_told_to_and_asks_for_what_it_has_not(
+    role: str, params: dict[str, object], asks: bool, stores: bool
+) -> None:
+    """A prompt of three chunks, of which it has two; LMCache has none."""
+    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestMetadata
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    from deployments.engine.lmcache_connector import ResilientMPConnector
+
+    asked: list[str] = []
+
+    class Adapter:
+        lmcache_tokens_per_chunk = 128
+
+        def maybe_submit_lookup_request(self, request_id: str, **what: object) -> None:
+            asked.append(request_id)
+
+        def check_lookup_result(self, request_id: str) -> int:
+            return 0
+
+        def cleanup_lookup_result(self, request_id: str) -> None:
+            pass
+
+        def end_session(self, request_id: str) -> None:
+            pass
+
+    connector = object.__new__(ResilientMPConnector)
+    connector.request_trackers = {}
+    connector.lazy_offload = False
+    connector.scheduler_adapter = Adapter()
+    connector._can_store = role != "kv_consumer"
+    connector._parks = role == "kv_both"
+    connector._reserve_last_token_for_lookup = True
+    connector._hit_alignment_tokens = 128
+    connector._connector_stats = type("Stats", (), {"record_lookup": lambda self, took_s: None})()
+    parameters = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    request = Request("r", [1] * 390, parameters, None)
+    assert connector.get_num_new_matched_tokens(request, 256) == (0, False)
+    assert asked == ["r"] * asks
+    tracker = connector.request_trackers["r"]
+    tracker.append_block_ids(([1, 2, 3, 4],))
+    tracker.increase_num_scheduled_tokens(134)
+    stored = LMCacheMPRequestMetadata.GetStoreMetadata(tracker, 128, [128])
+    # All of its whole chunks, those too that it had before.
+    assert (None if stored is None else (stored.op.start, stored.op.end)) == (
+        (0, 384) if stores else None
+    )
+    if role == "kv_consumer":
+        return
+    # A decoder's blocks are free at once: its stores were waited for.
+    request.status = RequestStatus.FINISHED_STOPPED
+    assert connector.request_finished(request, [])[0] is (role == "kv_producer")
+
+
+@pytest.mark.parametrize("parks", [True, False])
+def test_nobody_waits_for_a_decoders_stores_twice(parks: bool) -> None:
+    from deployments.engine.lmcache_connector import ResilientMPConnector
+
+    class Adapter:
+        finished_stores = {"earlier"}  # noqa: RUF012
+
+        def get_finished(self, ids: set[str]) -> tuple[set[str], set[str]]:
+            return ids, {"loaded"}
+
+    connector = object.__new__(ResilientMPConnector)
+    connector.worker_adapter = Adapter()
+    connector.lazy_offload = False
+    connector._can_store, connector._parks = True, parks
+    assert connector.get_finished({"a", "b"}) == (set() if parks else {"a", "b"}, {"loaded"})
+    assert connector.worker_adapter.finished_stores == (set() if parks else {"earlier"})

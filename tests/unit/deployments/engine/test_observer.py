@@ -1,6 +1,7 @@
 """What a decoder makes of outputs that are none, however its stream began."""
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ class Decoder:
         self.table = Table()
         self.told_cached: list[int | None] = []
         self.told_created: list[int | None] = []
+        self.transfer_params: list[dict[str, Any]] = []
         self._cached = cached
         self._reason = reason
         self._tokens = tokens
@@ -56,6 +58,7 @@ class Decoder:
     async def _generate(
         self, prompt: dict[str, Any], params: Any, request_id: str
     ) -> AsyncIterator[RequestOutput]:
+        self.transfer_params.append((params.extra_args or {}).get("kv_transfer_params", {}))
         for number in range(self._tokens + 1):
             reason = self._reason if number == self._tokens else None
             ids = [] if reason else [40 + number]
@@ -78,7 +81,7 @@ class Decoder:
         prompt = {"type": "token", "prompt_token_ids": PROMPT}
         events = []
         try:
-            async for output in self.client.generate(prompt, self._params, "r"):
+            async for output in self.client.generate(prompt, copy.copy(self._params), "r"):
                 # What routers and connectors tell each other is not for clients.
                 assert output.kv_transfer_params is None
                 self.told_cached.append(output.num_cached_tokens)
@@ -110,7 +113,7 @@ class Decoder:
         asyncio.run(self.observer(scope, receive, send))  # type: ignore[arg-type]
         return messages[0]["status"], b"".join(one["body"] for one in messages[1:])
 
-    def turn(self, sent: bytes = b"", prefill_cached: int | None = None) -> bytes:
+    def turn(self, sent: bytes = b"", prefill_cached: int | None = None, **more: str) -> bytes:
         names = {
             wire.CONVERSATION_HEADER: "c",
             wire.INCARNATION_HEADER: "1",
@@ -121,7 +124,7 @@ class Decoder:
             names[wire.SENT_HEADER] = str(len(sent))
         if prefill_cached is not None:
             names[wire.PREFILL_CACHED_HEADER] = str(prefill_cached)
-        return self.ask("/v1/completions", sent, **names)[1]
+        return self.ask("/v1/completions", sent, **names, **more)[1]
 
 
 SENT = wire.note([Emitted([41])])
@@ -150,6 +153,21 @@ def test_one_that_comes_to_its_end_is_complete(sent: bytes) -> None:
     emitted = wire.read_notes(b"".join(notes))
     assert [one.finish_reason for one in emitted][-1] == "length"
     assert [id_ for one in emitted for id_ in one.token_ids] == [*([41] if sent else []), 40, 41]
+
+
+def test_an_engine_is_told_what_lmcache_may_have_and_is_to_have() -> None:
+    decoder = Decoder("length")
+    for headers, stored, parks in [
+        ((wire.LOOK_UP_HEADER,), None, False),
+        ((), len(PROMPT), False),
+        ((wire.PARK_HEADER,), len(PROMPT), True),
+        ((), len(PROMPT), False),
+        ((wire.LOOK_UP_HEADER, wire.PARK_HEADER), None, True),
+    ]:
+        decoder.turn(**dict.fromkeys(headers, "1"))
+        params = decoder.transfer_params[-1]
+        assert params.get(wire.STORED_TOKENS) == stored
+        assert params.get(wire.PARK, False) == parks
 
 
 @pytest.mark.parametrize(

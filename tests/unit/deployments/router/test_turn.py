@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,26 @@ def test_engines_that_were_gone_before_are_not_held_against_the_prompt() -> None
     status, headers, body = ask(table, engines)
     assert (status, body["error"]["code"]) == (503, "engine_lost")
     assert b"x-should-retry" not in headers
+
+
+@pytest.mark.parametrize(
+    ("later", "prefillers", "look_up"), [(False, 0, True), (True, 0, False), (True, 1, True)]
+)
+@pytest.mark.parametrize("parks", [False, True])
+def test_decoders_are_told_what_lmcache_is_to_be_asked_and_given(
+    later: bool, prefillers: int, look_up: bool, parks: bool
+) -> None:
+    """Whoever had the history before knows what LMCache has, but for a new prefill."""
+
+    class Telling(Table):
+        async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+            plan = await super().call(method, *arguments, **options)
+            return replace(plan, later=later, parks=parks) if method == "place" else plan
+
+    engines = Engines(die=set())
+    assert ask(Telling(prefillers=prefillers), engines)[0] == 200
+    sent, _ = engines.got[-1]
+    assert (wire.LOOK_UP_HEADER in sent, wire.PARK_HEADER in sent) == (look_up, parks)
 
 
 def test_engines_get_the_tenants_salt_and_nothing_of_its_key(tmp_path: Path) -> None:

@@ -476,3 +476,55 @@ def test_a_completion_under_a_chats_id_is_a_history_of_its_own(bound: bool) -> N
         assert again.turn.conversation_id == beside
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "host_tokens", "parks"),
+    [
+        ({}, 0, False),
+        ({}, 5000, True),
+        # There prefillers read what decoders have computed.
+        ({"placement": "per_turn"}, 0, True),
+    ],
+)
+def test_a_turn_is_told_to_park_where_there_is_host_memory(
+    settings: dict[str, object], host_tokens: int, parks: bool
+) -> None:
+    async def scenario() -> None:
+        service = TableService(Settings(**settings))  # type: ignore[arg-type]
+        for role in ("prefiller", "decoder"):
+            await service.register(dataclasses.replace(engine(role), host_tokens=host_tokens))
+        assert isinstance(await service.begin("r", "c", []), Unplaced)
+        plan = await service.place("r", "c", TOKENS)
+        assert isinstance(plan, TurnPlan)
+        assert plan.parks == parks
+        # What a prefiller has computed is there, whether the decoder parks or not.
+        await service.prefilled(plan, Prefilled(TOKENS, 0))
+        shown = (await service.metrics()).decode()
+        if host_tokens:
+            assert f"conserve_parked_tokens {TOKENS:.1f}" in shown
+        else:
+            assert f"conserve_parked_tokens {TOKENS:.1f}" not in shown
+
+    asyncio.run(scenario())
+
+
+def test_engines_of_one_node_share_its_host_memory() -> None:
+    async def scenario() -> None:
+        service = TableService(Settings())
+        memory = service._table.memory
+        assert memory is not None
+        for number, (node, tokens) in enumerate([("a", 500), ("a", 500), ("b", 300)]):
+            info = EngineInfo(
+                f"decoder#{number}", "decoder", f"http://{node}:{8000 + number}", 1, 1000, 900,
+                host_tokens=tokens,
+            )  # fmt: skip
+            await service.register(info)
+        for name in ("x", "y"):
+            memory.parked(Conversation(name, 1, 0.0, 0.0), 600)
+        assert memory.parked_tokens == 800
+        # A node is lost, with all that was there.
+        await service.engine_lost("decoder#2", "as it happens")
+        assert memory.parked_tokens == 500
+
+    asyncio.run(scenario())
