@@ -22,6 +22,7 @@ from conserve.admission import Admission, Admitted, QueueFull, Ticket
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.pausing import Pausing
+from conserve.pausing.host import HostMemory
 from conserve.placement import PolicyName, make_policy
 
 History = Literal["kept", "moved", "recomputed"]
@@ -54,6 +55,7 @@ class System:
         handoff_chunk_tokens: length of a chunk; only whole chunks are handed off.
         max_sequences, block_tokens: each engine's, as in `SimulatedEngine`.
         pausing: whether idle conversations give up their room, as in `Settings`.
+        host_tokens: room for KV in host memory; 0: none is kept there, but while it is handed off.
     """
 
     name: str
@@ -72,13 +74,14 @@ class System:
     queue_limit: int = 1024
     queue_timeout_s: float = 60.0
     pausing: bool = False
+    host_tokens: int = 0
 
 
 class _Open:
     """A conversation under way."""
 
     __slots__ = (
-        "decoder", "found_tokens", "key", "records", "request", "script", "sent_s",
+        "decoder", "found_tokens", "key", "parks", "records", "request", "script", "sent_s",
     )  # fmt: skip
 
     def __init__(self, script: Script, request: TurnRequest) -> None:
@@ -91,6 +94,8 @@ class _Open:
         self.key = TurnKey(script.conversation, 0, 0)
         # Tokens of the turn's prompt that were found in any cache.
         self.found_tokens = 0
+        # Whether the turn under way leaves its KV in host memory.
+        self.parks = False
 
 
 class Cluster:
@@ -122,8 +127,13 @@ class Cluster:
         )
         pausing = Pausing() if system.pausing else None
         self.table = ConversationTable(policy, _NEVER_S, pausing=pausing)
+        self._host = HostMemory(system.host_tokens)
+        # Until when KV comes from host memory to a decoder: one history after the other.
+        self._loads_until_s: dict[str, float] = {}
+        if self.table.memory is not None:
+            self.table.memory.set_host_tokens(system.host_tokens)
         self._admission = Admission(self.table, system.queue_limit, system.queue_timeout_s)
-        self._in_line: dict[str, _Open] = {}
+        self._in_line: dict[str, tuple[_Open, Ticket]] = {}
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._number = count()
         self.ended_s = 0.0
@@ -261,7 +271,7 @@ class Cluster:
         one.key = conversation.newest_turn
         prefiller_id = self.table.prefill_later_turn(conversation)
         if prefiller_id is None:
-            self._submit(self._work(one), one.decoder, now_s, self.system.direct_s)
+            self._submit_to_decoder(one, now_s)
             return
         self._later_prefills += 1
         self._prefill_later(one, self.prefillers[prefiller_id], now_s)
@@ -276,8 +286,8 @@ class Cluster:
             self._refuse(one, now_s, f"429: {full}")
             return
         if isinstance(answer, Ticket):
-            self._in_line[conversation] = one
-            self._later(answer.deadline_s, self._give_up, one)
+            self._in_line[conversation] = one, answer
+            self._later(answer.deadline_s, self._give_up, answer)
         else:
             self._start(one, answer, now_s)
 
@@ -289,7 +299,7 @@ class Cluster:
         one.key = admitted.turn
         one.decoder = self.decoders[placement.decoder_id]
         if placement.prefiller_id is None:
-            self._submit(self._work(one), one.decoder, now_s, self.system.direct_s)
+            self._submit_to_decoder(one, now_s)
         else:
             self._cold_prefill_tokens += admitted.turn1_tokens
             prefiller = self.prefillers[placement.prefiller_id]
@@ -301,19 +311,21 @@ class Cluster:
     def _admit(self, now_s: float) -> None:
         """Place those in line who fit now that somebody has left."""
         for admitted in self._admission.admit(now_s):
-            self._start(self._in_line.pop(admitted.conversation.id), admitted, now_s)
+            one, _ = self._in_line.pop(admitted.conversation.id)
+            self._start(one, admitted, now_s)
 
-    def _give_up(self, now_s: float, one: _Open) -> None:
-        if one.decoder is None and self._in_line.pop(one.script.conversation, None) is not None:
-            ticket = self._admission.leave(one.script.conversation)
-            assert ticket is not None
-            timeout_s = self.system.queue_timeout_s
-            self._refuse(
-                one,
-                now_s,
-                f"429: no decoder had room for {ticket.tokens} tokens in {timeout_s:g} s",
-            )
-            self._admit(now_s)
+    def _give_up(self, now_s: float, ticket: Ticket) -> None:
+        one, waits_with = self._in_line.get(ticket.key, (None, None))
+        # It may have gone, and be back: a conversation that is paused waits more than once.
+        if one is None or waits_with is not ticket:
+            return
+        del self._in_line[ticket.key]
+        self._admission.leave(ticket.key)
+        timeout_s = self.system.queue_timeout_s
+        self._refuse(
+            one, now_s, f"429: no decoder had room for {ticket.tokens} tokens in {timeout_s:g} s"
+        )
+        self._admit(now_s)
 
     # --- Prefills and handoffs ----------------------------------------------------------------
 
@@ -326,6 +338,35 @@ class Cluster:
             self._reusable(one),
             turn=one,
         )
+
+    def _submit_to_decoder(self, one: _Open, now_s: float) -> None:
+        """Have a decoder answer a turn; what it has dropped it takes from host memory."""
+        decoder = one.decoder
+        assert decoder is not None
+        work = self._work(one)
+        after_s = self.system.direct_s
+        there = min(self._host.left_tokens(work.conversation), work.reusable_tokens)
+        here = min(decoder.holds(work.conversation), work.reusable_tokens)
+        missing = self._whole_chunks(there) - here
+        if missing >= self.system.handoff_chunk_tokens:
+            work.loaded_tokens = self._whole_chunks(there)
+            self._loaded_tokens += missing
+            begins_s = max(now_s, self._loads_until_s.get(decoder.id, now_s))
+            ends_s = begins_s + decoder.costs.handoff(missing)
+            self._loads_until_s[decoder.id] = ends_s
+            after_s += ends_s - now_s
+        one.parks = self._parks(one)
+        self._submit(work, decoder, now_s, after_s)
+
+    def _parks(self, one: _Open) -> bool:
+        """Whether a turn that goes to its decoder now leaves its KV in host memory."""
+        conversation = self.table.get(one.script.conversation)
+        assert conversation is not None
+        return self.table.park(conversation)
+
+    def _keep_in_host(self, conversation_id: str, tokens: int, now_s: float) -> None:
+        if self.system.host_tokens:
+            self._host.use(conversation_id, self._whole_chunks(tokens), now_s)
 
     def _reusable(self, one: _Open) -> int:
         """Tokens that the prompt shares with the one before; all of that one, where not said."""
@@ -355,10 +396,12 @@ class Cluster:
         one = work.turn
         assert isinstance(one, _Open)
         assert one.decoder is not None
-        self.table.prefilled(one.key)
+        self.table.prefilled(one.key, work.prompt_tokens)
         one.found_tokens = work.cached_tokens
         to_decode = self._work(one)
         to_decode.loaded_tokens = self._whole_chunks(work.prompt_tokens)
+        self._keep_in_host(work.conversation, work.prompt_tokens, now_s)
+        one.parks = self._parks(one)
         here = min(one.decoder.holds(work.conversation), to_decode.reusable_tokens)
         moved = max(0, to_decode.loaded_tokens - here)
         if moved:
@@ -410,6 +453,8 @@ class Cluster:
             (),
             now_s,
         )
+        if one.parks:
+            self._keep_in_host(id, work.prompt_tokens, now_s)
         if self.table.memory is not None:
             decoders = self.table.decoders
             self.table.memory.relieve(decoders[decoder.id], decoders.values(), now_s)

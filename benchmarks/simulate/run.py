@@ -17,9 +17,10 @@ from benchmarks.simulate.costs import Costs
 from benchmarks.workloads import Workload
 from conserve.placement import PolicyName
 
-Name = Literal["conserve", "pausing", "collocated", "full_disaggregation", "per_turn"]
+Name = Literal["conserve", "pausing", "parking", "collocated", "full_disaggregation", "per_turn"]
 """A system's name: ``conserve`` is the paper's, ``pausing`` the same with idle conversations giving
-up their room, and the others are called as in `benchmarks.peers`."""
+up their room, ``parking`` with host memory for them, and the others are called as in
+`benchmarks.peers`."""
 
 # More conversations are quick, but they tell no more.
 UNLOADED = 100
@@ -59,7 +60,7 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
     """
     if name not in get_args(Name):
         raise SimulationError(f"the system is {name!r}; choose one of {', '.join(get_args(Name))}")
-    of_ours = name in ("conserve", "pausing")
+    of_ours = name in ("conserve", "pausing", "parking")
     placement: PolicyName = "conversation" if of_ours else name  # type: ignore[assignment]
     if name == "collocated":
         prefillers: tuple[Costs, ...] = ()
@@ -72,8 +73,14 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
         prefillers = engines.prefillers * (Costs.of(profile, "prefiller", engines.prefiller_cap_w),)
         decoders = engines.decoders * (Costs.of(profile, "decoder", engines.decoder_cap_w),)
     overhead = profile.overhead
-    options = {"direct_s": overhead.direct_s, "handed_off_s": overhead.handed_off_s} | options
-    return System(name, placement, prefillers, decoders, pausing=name == "pausing", **options)
+    defaults: dict[str, Any] = {
+        "direct_s": overhead.direct_s,
+        "handed_off_s": overhead.handed_off_s,
+        "pausing": name in ("pausing", "parking"),
+    }
+    if name == "parking":
+        defaults["host_tokens"] = 2 * sum(one.capacity_tokens for one in decoders)
+    return System(name, placement, prefillers, decoders, **defaults | options)
 
 
 def serve(

@@ -56,8 +56,9 @@ def simulate(
         list[str] | None,
         typer.Option(
             help="conserve (the default: the paper's), pausing (the same with idle conversations "
-            "giving up their room), collocated, full_disaggregation or per_turn; may be given "
-            "several times, the first is the baseline."
+            "giving up their room), parking (with host memory for them, too), collocated, "
+            "full_disaggregation or per_turn; may be given several times, the first is the "
+            "baseline."
         ),
     ] = None,
     prefillers: Annotated[
@@ -73,6 +74,13 @@ def simulate(
     wrong_decision_rate: Annotated[
         float, typer.Option(help="Share of later turns that per_turn sends to a prefiller.")
     ] = 0.1,
+    host_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of KV that parking's host memory has room for (default: twice what all "
+            "decoders hold)."
+        ),
+    ] = None,
     workload: KnownWorkload = "synthetic",
     data: RecordedData = None,
     preset: Preset = None,
@@ -117,6 +125,10 @@ def simulate(
     """Simulate one system, or several side by side."""
     if not 0 <= wrong_decision_rate <= 1:
         _refuse(f"--wrong-decision-rate is {wrong_decision_rate:g}; give a share, from 0 to 1")
+    if host_tokens is not None and host_tokens < 1:
+        _refuse(f"--host-tokens is {host_tokens}; give a number from 1")
+    if host_tokens is not None and "parking" not in (system or ()):
+        _refuse("--host-tokens is parking's; give --system parking, too")
     if not slo_multiple > 0:
         _refuse(f"--slo-multiple is {slo_multiple:g}; give a number above 0")
     if min(block_tokens, handoff_chunk_tokens) < 1:
@@ -159,6 +171,11 @@ def simulate(
                         "block_tokens": block_tokens,
                         "handoff_chunk_tokens": handoff_chunk_tokens,
                         "wrong_decision_rate": wrong_decision_rate if name == "per_turn" else 0.0,
+                        **(
+                            {"host_tokens": host_tokens}
+                            if name == "parking" and host_tokens
+                            else {}
+                        ),
                     }
                     for name in names
                 },

@@ -500,3 +500,47 @@ def test_who_is_away_gives_up_room_where_idle_conversations_are_paused(
     paused = 0 if cluster.table.memory is None else cluster.table.memory.pauses["room"]
     assert (paused > 0) == pausing
     assert all(one.held_tokens == 0 for one in cluster.table.decoders.values())
+
+
+def test_who_waits_a_second_time_has_all_of_its_time_again() -> None:
+    """After a minute its first wait would have been too long, and its second has just begun."""
+    system = _system(decoders=(replace(COSTS, capacity_tokens=20_000),), pausing=True)
+    records: list[TurnRecord] = []
+    cluster = Cluster(system, records.extend)
+    one = _Scripted([(12_000, 0, 10, 0.0), (12_100, 12_010, 10, 5.0)], "waits twice")
+
+    def pause(now_s: float, what: object) -> None:
+        history = cluster.table.get(one.conversation)
+        assert history is not None
+        assert cluster.table.memory is not None
+        cluster.table.memory.pause(history, "room")
+
+    cluster._later(53.0, pause, None)
+    # Each runs for about as long as anybody waits.
+    first, second = (_Scripted([(10_000, 0, 5500, 0.0)], name) for name in ("first", "second"))
+    cluster.run([(0.0, first), (1.0, one), (53.5, second)])
+    waits = [record for record in records if record.conversation == one.conversation]
+    assert [record.outcome for record in waits] == ["completed"] * 2
+    assert waits[0].ended_s < 53.0 < 61.0 < waits[1].ended_s
+
+
+@pytest.mark.parametrize(("host_tokens", "failed"), [(0, ["b"]), (1_000_000, [])])
+def test_what_is_parked_makes_room_and_comes_back_without_a_prefill(
+    host_tokens: int, failed: list[str]
+) -> None:
+    """Two of 200,000 tokens take turns on a decoder that has room for one."""
+    scripts = [
+        (start_s, _Scripted([(200_000, 0, 10, 0.0), (200_100, 200_010, 10, 60.0)], name))
+        for start_s, name in ((0.0, "a"), (15.0, "b"))
+    ]
+    system = _system(decoders=(COSTS,), pausing=True, host_tokens=host_tokens)
+    cluster, records = _run(system, scripts)
+    assert [one.conversation for one in records if one.outcome == "failed"] == failed
+    assert cluster.table.memory is not None
+    assert cluster.table.memory.restores == ({"reloaded": 2} if host_tokens else {})
+    # Each is prefilled once; to come from host memory takes no longer than a handoff.
+    assert cluster.figures(1.0).cold_prefill_tokens == 200_000 * (2 - len(failed))
+    for one in records:
+        if one.turn > 1:
+            assert one.first_token_s is not None
+            assert one.first_token_s - one.sent_s < COSTS.handoff(200_000) + 0.2
