@@ -37,7 +37,7 @@ _OUTPUT_TOKEN_S = 0.1
 # An answer comes in about so many parts.
 _PARTS = 4
 _MOST_TOKENS = 4000
-_HOST_TOKENS = 3000
+_HOST_TOKENS = 30_000
 _PARKED = 20  # Prompts; it is not always right what the table thinks of them.
 
 

@@ -524,6 +524,15 @@ def test_who_waits_a_second_time_has_all_of_its_time_again() -> None:
     assert waits[0].ended_s < 53.0 < 61.0 < waits[1].ended_s
 
 
+def test_parkings_host_memory_holds_twice_what_decoders_do_if_nothing_else_is_said() -> None:
+    profile, counts = load_profile("a40-qwen3-0.6b"), EngineCounts(1, 3)
+    parking = make_system("parking", profile, counts)
+    assert parking.pausing
+    assert parking.host_tokens == 6 * parking.decoders[0].capacity_tokens
+    assert make_system("parking", profile, counts, host_tokens=7).host_tokens == 7
+    assert make_system("pausing", profile, counts).host_tokens == 0
+
+
 @pytest.mark.parametrize(("host_tokens", "failed"), [(0, ["b"]), (1_000_000, [])])
 def test_what_is_parked_makes_room_and_comes_back_without_a_prefill(
     host_tokens: int, failed: list[str]

@@ -48,6 +48,8 @@ def _simulate(*arguments: str) -> tuple[int, str]:
         (("--prefillers", "0"), "conserve needs at least one prefiller"),
         (("--decoder-cap", "250"), "has no cap of 250 W"),
         (("--wrong-decision-rate", "2"), "--wrong-decision-rate is 2"),
+        (("--system", "parking", "--host-tokens", "0"), "--host-tokens is 0"),
+        (("--system", "pausing", "--host-tokens", "9"), "--host-tokens is parking's"),
         (("--max-context-tokens", "100"), "fits into 100 tokens"),
         (("--reproduce", "other"), "conserve"),
         (("--slo-multiple", "0"), "--slo-multiple is 0"),
