@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from conserve import identity
 from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.events import EventLog
 from conserve.hints import Hints
 from conserve.histories.groups import Groups
 from conserve.histories.kinship import Kinship, Opening
@@ -55,6 +56,7 @@ class ConversationTable:
             must start above it.
         pausing: decides which idle histories give up their room; None: none do, as in the ConServe
             paper.
+        events: is told what becomes of those.
 
     Attributes:
         memory: who is paused; None without pausing.
@@ -68,6 +70,7 @@ class ConversationTable:
         turn_timeout_s: float = 0.0,
         first_id: int = 1,
         pausing: Pausing | None = None,
+        events: EventLog | None = None,
     ) -> None:
         self._policy = policy
         self._first_id = self._next_id = first_id
@@ -89,7 +92,7 @@ class ConversationTable:
         self.memory: Memory | None = None
         if pausing is not None:
             get = self._conversations.get
-            self.memory = Memory(pausing, self.decoders, get, self._unbind)
+            self.memory = Memory(pausing, self.decoders, get, self._unbind, events)
 
     def __len__(self) -> int:
         return len(self._conversations)

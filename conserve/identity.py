@@ -288,6 +288,12 @@ def is_further(history_id: str) -> bool:
     return _FURTHER in history_id
 
 
+def number_of(history_id: str) -> int | None:
+    """What tells a history from the one that bears its conversation's id; None: it is that one."""
+    _, further, number = history_id.rpartition(_FURTHER)
+    return int(number) if further else None
+
+
 def conversation_of(history_id: str) -> str:
     """The id, as it is kept, of the conversation that a history belongs to."""
     # Asked several times a turn, and most have no tab in them.

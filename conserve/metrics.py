@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from conserve.admission.waiting import WaitingLine
 from conserve.conversations import ConversationTable
+from conserve.events import KINDS, EventLog
 from conserve.pausing.memory import PAUSE_REASONS, RESTORES, Memory
 
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -226,6 +227,24 @@ class _LiveState(Collector):
             "Conversations that wait for a decoder with room.",
             value=len(self._line),
         )
+
+
+class EventCounts(Collector):
+    """How many events there were of each kind."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        counted = CounterMetricFamily(
+            "conserve_events", "What `GET /v1/events` has told, by kind.", labels=["kind"]
+        )
+        for kind in KINDS:
+            counted.add_metric([kind], self._events.counts[kind])
+        yield counted
 
 
 def _of_memory(memory: Memory) -> Iterator[Metric]:

@@ -1,5 +1,6 @@
 """What routers, engines, nodes' actors and the conversation table tell each other."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -85,6 +86,21 @@ class TurnTenant:
 
     name: str
     limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class EventPage:
+    """What has happened after a number.
+
+    Attributes:
+        newest: the number of the newest event, whether it was asked for or not.
+        missed: how many there were that are not kept any more.
+        events: each one's number, kind and JSON.
+    """
+
+    newest: int
+    missed: int
+    events: Sequence[tuple[int, str, bytes]]
 
 
 @dataclass(frozen=True, slots=True)

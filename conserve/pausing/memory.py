@@ -5,8 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from typing import Any
 
 from conserve.conversation import Conversation, TurnStats
+from conserve.events import EventLog, Kind
 from conserve.histories.sharing import Going, held_alone
 from conserve.pausing.cache import EngineCache
 from conserve.pausing.host import HostMemory
@@ -50,6 +52,7 @@ class Memory:
         decoders: the table's, by id.
         get: the live history of an id.
         unbind: has a history count nowhere.
+        events: is told who is parked, paused and back.
 
     Attributes:
         pauses: how many, by reason.
@@ -65,11 +68,13 @@ class Memory:
         decoders: Mapping[str, Decoder],
         get: Callable[[str], Conversation | None],
         unbind: Callable[[Conversation], None],
+        events: EventLog | None = None,
     ) -> None:
         self._policy = policy
         self._decoders = decoders
         self._get = get
         self._unbind = unbind
+        self._events = events
         self._caches: dict[str, EngineCache] = {}
         # What is parked, and which turns are to leave theirs: none without host memory.
         self._host: HostMemory | None = None
@@ -167,6 +172,7 @@ class Memory:
         if parking:
             # What is put out is left there with the next turn's prompt.
             self.parked(history, stats.prompt_tokens)
+            self._tell("park", history, tokens=stats.prompt_tokens)
 
     def parked(self, history: Conversation, tokens: int) -> None:
         """Host memory has so much of a history now, from its beginning on."""
@@ -191,17 +197,20 @@ class Memory:
         """
         was_on, _ = self._paused_on.pop(history.id, (None, 0))
         if was_on is None:
+            self._tell("restore", history, where="decoder_lost")
             return True
         # Should this turn come to nothing, the decoder has its record of it yet.
         self._left.setdefault(history.id, set()).add(was_on)
         moved = was_on != history.decoder_id
         if not kept:
-            self.restores["moved" if moved else "again"] += 1
+            where = "moved" if moved else "again"
         else:
             cache = self._caches.get(was_on)
             here = 0 if moved or cache is None else cache.left_tokens(history.id)
             there = 0 if self._host is None else self._host.left_tokens(history.id)
-            self.restores["reloaded" if 2 * here < there else "kept"] += 1
+            where = "reloaded" if 2 * here < there else "kept"
+        self.restores[where] += 1
+        self._tell("restore", history, where=where, was_on=was_on)
         return moved
 
     def expired(self, idle_s: float) -> None:
@@ -348,11 +357,17 @@ class Memory:
         shared_tokens = 0 if history.base is None else history.base.tokens
         self._paused_on[history.id] = (history.decoder_id, shared_tokens)
         self._emptied.get(history.decoder_id, {}).pop(history.id, None)
+        freed_tokens = held_alone(history)
         self.pauses[reason] += 1
-        self.paused_tokens += held_alone(history)
+        self.paused_tokens += freed_tokens
+        self._tell("pause", history, reason=reason, freed_tokens=freed_tokens)
         self._unbind(history)
 
     # --- inside ------------------------------------------------------------------------------
+
+    def _tell(self, kind: Kind, history: Conversation, **details: Any) -> None:
+        if self._events is not None:
+            self._events.add(kind, history.id, decoder=history.decoder_id, **details)
 
     def _may_leave(self, decoder: Decoder, others: Iterable[Decoder]) -> Callable[[Idle], bool]:
         """Says, one after the other, who may go, or finds a place at another decoder."""

@@ -14,7 +14,7 @@ from conserve.tenants import Caller, KeyFileError, KeyRing, keyfile
 # Whoever balances load over routers has no key, and learns nothing from it.
 _OPEN = ("/health",)
 # They tell of all tenants, and of the machine.
-_OPERATORS = ("/metrics", "/v1/engines")
+_OPERATORS = ("/metrics", "/v1/engines", "/v1/events")
 _CALLER = "conserve.caller"
 
 

@@ -19,6 +19,7 @@ from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
 from deployments.router.access import Access, caller_of
 from deployments.router.endpoint import TurnEndpoint
+from deployments.router.events import Events
 from deployments.router.guard import Guard
 from deployments.router.openapi import Description
 from deployments.router.responses import TABLE_RESTARTING, error_response
@@ -66,6 +67,7 @@ class FrontDoor:
                 Route("/v1/conversations/{id:path}", self._conversation, methods=get),
                 Route("/v1/conversations/{id:path}", self._release, methods=delete),
                 Route("/v1/engines", self._engines, methods=get),
+                Route("/v1/events", Events(table).serve, methods=get),
                 Route("/programs/release", self._release_program, methods=post),
                 Route("/health", self._health, methods=get),
                 Route("/metrics", self._metrics, methods=get),

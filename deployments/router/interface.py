@@ -6,6 +6,8 @@ A new path of `frontdoor` gets its entry here.
 from typing import Any
 
 from conserve import apis, budget, hints, identity
+from conserve.events import KINDS
+from deployments.router import events
 
 Json = dict[str, Any]
 
@@ -194,6 +196,30 @@ PARAMETERS: Json = {
         "in": "query",
         "schema": {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 1000},
     },
+    "after": {
+        "name": "after",
+        "in": "query",
+        "description": "The number of the last event that is known; else only new ones are told.",
+        "schema": {**_COUNT, "maximum": 10**events.MOST_DIGITS - 1},
+    },
+    "kind": {
+        "name": "kind",
+        "in": "query",
+        "description": "Events of these kinds alone.",
+        "schema": {"type": "array", "items": {"type": "string", "enum": list(KINDS)}},
+    },
+    "of": {
+        "name": "conversation",
+        "in": "query",
+        "description": "Events of this conversation alone.",
+        "schema": _TEXT,
+    },
+    "tenant": {
+        "name": "tenant",
+        "in": "query",
+        "description": "Events of this tenant's conversations alone.",
+        "schema": _TEXT,
+    },
 }
 
 
@@ -320,7 +346,9 @@ SCHEMAS: Json = {
         decoder_cached_tokens=_COUNT,
         lmcache_tokens=_COUNT,
     ),
+    "Event": _object(kind={"type": "string", "enum": list(KINDS)}, at=_SECONDS),
     "Conversation": _object(
+        {"events": {"type": "array", "items": _schema("Event")}},
         id=_TEXT,
         object={"const": "conversation"},
         phase={"type": "string", "enum": ["reasoning", "acting", "paused"]},
@@ -457,6 +485,16 @@ _HEALTH["responses"]["503"] = _answer(
 _METRICS = _read("getMetrics", "Prometheus metrics", _TEXT)
 _METRICS["responses"]["200"]["content"] = {"text/plain": {"schema": _TEXT}}
 
+_EVENTS = _read(
+    "listenToEvents",
+    "What happens from now on, or has happened since; it has no end",
+    _TEXT,
+    "400",
+    "429",
+    parameters=_parameters("after", "kind", "of", "tenant"),
+)
+_EVENTS["responses"]["200"]["content"] = {"text/event-stream": {"schema": _TEXT}}
+
 PATHS: Json = {
     "/v1/chat/completions": _turn(
         "createChatCompletion", "A turn of a conversation", "ChatCompletion"
@@ -534,6 +572,7 @@ PATHS: Json = {
         ),
     },
     "/v1/engines": {"get": _read("listEngines", "Prefillers and decoders", _schema("Engines"))},
+    "/v1/events": {"get": _EVENTS},
     "/programs/release": {"post": _RELEASE},
     "/health": {"get": _HEALTH},
     "/metrics": {"get": _METRICS},

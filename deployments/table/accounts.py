@@ -1,4 +1,4 @@
-"""What `/metrics`, the autoscaler and the account of energy are told of each event."""
+"""What `/metrics`, listeners, the autoscaler and the account of energy are told of each event."""
 
 import time
 
@@ -7,7 +7,8 @@ from conserve.admission import Admitted, WaitingLine
 from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
-from conserve.metrics import Metrics, ReplicaCounts
+from conserve.events import EventLog
+from conserve.metrics import EventCounts, Metrics, ReplicaCounts
 from conserve.tenants.limits import Over
 from conserve.tenants.metrics import TenantMetrics
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
@@ -29,12 +30,16 @@ class Accounts:
         line: WaitingLine,
         registry: Registry,
         autoscaler: Autoscaler,
+        events: EventLog,
     ) -> None:
         self._table = table
+        self._line = line
+        self._events = events
         self._registry = registry
         self._autoscaler = autoscaler
         self._energy = EnergyBook()
         self.metrics = Metrics(table, line, self._replica_counts)
+        self.metrics.add(EventCounts(events))
         self.metrics.add(EnergyMetrics(self._energy))
         self._tenants = TenantMetrics(table.usage)
         self.metrics.add(self._tenants)
@@ -45,14 +50,40 @@ class Accounts:
         """A conversation goes to a decoder."""
         if not admitted.newly_bound:
             return
+        placement = admitted.placement
+        self._events.add(
+            "place", admitted.conversation.id, decoder=placement.decoder_id,
+            prefiller=placement.prefiller_id, tokens=admitted.turn1_tokens,
+            new=not admitted.known, moved=admitted.moved or None,
+        )  # fmt: skip
         self.metrics.moves.inc(admitted.moved)
         if not admitted.known:
             self._autoscaler.conversation_bound(time.monotonic())
-        if admitted.placement.prefiller_id is not None:
+        if placement.prefiller_id is not None:
             self._autoscaler.prompt_sent(admitted.turn1_tokens, time.monotonic())
+
+    def waits(self, history_id: str, tokens: int) -> None:
+        """A history has the last place in the line: behind others, or for want of room."""
+        decoders = self._table.accepting_decoders
+        missing = min(
+            (one.held_tokens + tokens - one.capacity_tokens for one in decoders), default=0
+        )
+        self._events.add(
+            "wait", history_id, tokens=tokens, ahead=len(self._line) - 1,
+            missing_tokens=max(0, missing), decoders=len(decoders),
+        )  # fmt: skip
+
+    def turned_away(self, history_id: str, code: str) -> None:
+        """A history got no place in the line, or waited there for too long."""
+        self._events.add("refuse", history_id, code=code)
+        self.metrics.refusals.labels(code).inc()
 
     def turn_begins(self, plan: TurnPlan) -> None:
         """A turn runs: on its prefiller first, if it has one."""
+        self._events.add(
+            "start", plan.turn.conversation_id, turn=plan.turn.turn_id, decoder=plan.decoder_id,
+            prefiller=plan.prefiller_id, later=plan.later or None,
+        )  # fmt: skip
         self._energy.run(plan.turn, plan.prefiller_id or plan.decoder_id, time.monotonic())
 
     def turn_ends(self, turn: TurnKey) -> None:
@@ -67,6 +98,12 @@ class Accounts:
         """
         if goes_on:
             self._energy.run(plan.turn, plan.decoder_id, time.monotonic())
+        self._events.add(
+            "prefilled", plan.turn.conversation_id, turn=plan.turn.turn_id,
+            prefiller=plan.prefiller_id, failed=done is None or None,
+            tokens=None if done is None else done.prompt_tokens,
+            loaded_tokens=None if done is None else done.lmcache_tokens,
+        )  # fmt: skip
         if done is None:
             self.metrics.cold_prefill_failures.inc()
             return
@@ -79,14 +116,28 @@ class Accounts:
             self.metrics.cold_prefills.inc()
             self.metrics.cold_prefill_tokens.inc(done.prompt_tokens)
 
-    def advanced(self, stats: TurnStats, decoder_id: str) -> None:
+    def advanced(self, turn: TurnKey, stats: TurnStats, decoder_id: str) -> None:
         """A decoder has completed a turn."""
+        self._events.add(
+            "end", turn.conversation_id, turn=turn.turn_id, decoder=decoder_id,
+            prompt_tokens=stats.prompt_tokens, cached_tokens=stats.decoder_cached_tokens,
+            loaded_tokens=stats.lmcache_tokens, output_tokens=stats.output_tokens,
+        )  # fmt: skip
         found = stats.decoder_cached_tokens + stats.lmcache_tokens
         self._energy.computed(decoder_id, stats.prompt_tokens - found + stats.output_tokens)
         self.metrics.prompt_tokens.inc(stats.prompt_tokens)
         self.metrics.cached_tokens.inc(stats.decoder_cached_tokens)
         self.metrics.output_tokens.inc(stats.output_tokens)
         self.handed_off(stats)
+
+    def cut(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
+        """A turn did not complete; without ``stats``, nothing was done for it."""
+        self._events.add(
+            "cut", turn.conversation_id, turn=turn.turn_id, decoder=decoder_id,
+            output_tokens=None if stats is None else stats.output_tokens,
+        )  # fmt: skip
+        if stats is not None:
+            self.handed_off(stats)
 
     def handed_off(self, stats: TurnStats) -> None:
         """A decoder has taken from LMCache what its stats say, if anything."""
@@ -97,6 +148,12 @@ class Accounts:
     def observed(self, timing: TurnTiming) -> None:
         """A router saw a turn end."""
         metrics = self.metrics
+        if timing.turn is not None:
+            self._events.add(
+                "answered", timing.turn.conversation_id, turn=timing.turn.turn_id,
+                outcome=timing.outcome, latency_s=round(timing.latency_s, 4),
+                ttft_s=None if timing.ttft_s is None else round(timing.ttft_s, 4),
+            )  # fmt: skip
         metrics.turns.labels(timing.outcome).inc()
         metrics.continued.inc(timing.continued)
         if timing.tenant is not None:
@@ -118,6 +175,7 @@ class Accounts:
 
     def ended(self, conversation: Conversation, reason: str) -> None:
         """A conversation has ended."""
+        self._events.add("ended", conversation.id, reason=reason)
         self.metrics.ended.labels(reason).inc()
         last = conversation.last_turn
         if last is not None:
@@ -133,8 +191,20 @@ class Accounts:
         for (conversation_id, incarnation), joules in taken.items():
             self._table.used_energy(conversation_id, incarnation, joules)
 
-    def engine_gone(self, engine: EngineInfo, *, lost: bool) -> None:
-        """An engine is lost, or has left."""
+    def engine_ready(self, engine: EngineInfo) -> None:
+        """An engine serves from now on."""
+        self._events.add(
+            "engine_ready", engine=engine.id, role=engine.role,
+            capacity_tokens=engine.capacity_tokens,
+        )  # fmt: skip
+
+    def engine_gone(self, engine: EngineInfo, unbound: int, why: str | None = None) -> None:
+        """An engine has left, or, for a reason, is lost; so many histories are bound no more."""
+        lost = why is not None
+        self._events.add(
+            "engine_lost" if lost else "engine_left", engine=engine.id, role=engine.role, why=why,
+            unbound=unbound,
+        )  # fmt: skip
         self._energy.remove_engine(engine.id)
         if lost:
             self.metrics.engines_lost.labels(engine.role).inc()

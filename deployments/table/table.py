@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections.abc import Collection
 from typing import Any
 
 import ray
@@ -24,6 +25,7 @@ from conserve.admission import Admission, Admitted, QueueFull
 from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.events import EventLog
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.recognition import Chain, Digest
@@ -32,6 +34,7 @@ from conserve.tenants.limits import Over
 from conserve.wire import BEAT_S, SILENCE_S
 from deployments.messages import (
     EngineInfo,
+    EventPage,
     Heard,
     Prefilled,
     Refusal,
@@ -46,7 +49,14 @@ from deployments.table.gate import TenantGate
 from deployments.table.listing import list_recent
 from deployments.table.pending import PendingTurn
 from deployments.table.registry import Registry
-from deployments.table.views import conversation_view, engine_view
+from deployments.table.views import (
+    SHOWN_EVENTS,
+    conversation_view,
+    engine_view,
+    event_json,
+    of_conversation,
+    of_tenant,
+)
 from hetero.energy import EngineEnergy
 
 logger = logging.getLogger("conserve.table")
@@ -55,6 +65,8 @@ logger = logging.getLogger("conserve.table")
 PLACING_S = 30.0
 # How long a new table waits for engines to report before it takes bindings for unknown.
 RECOVERY_S = 8.0
+# Listeners are told so often of what has happened.
+_EVENTS_EVERY_S = 0.2
 # Without a beat from any engine or router for so long, the application is gone.
 ABANDONED_S = 120.0
 
@@ -67,12 +79,15 @@ class TableService:
         # The clock is above whatever a predecessor handed out, of which nothing is kept.
         first_id = time.time_ns() // 1_000_000
         self._claims = itertools.count(first_id)
+        # Theirs is finer: there may be several in a millisecond.
+        self._events = EventLog(unix_s, time.time_ns() // 1000)
         self._table = ConversationTable(
             settings.policy(),
             settings.idle_timeout_s,
             settings.turn_timeout_s,
             first_id,
             settings.pausing_policy(),
+            self._events,
         )
         self._admission = Admission(self._table, settings.queue_limit, settings.queue_timeout_s)
         self._gate = TenantGate(self._table, self._admission.line)
@@ -80,7 +95,7 @@ class TableService:
         self._started_s = time.monotonic()
         self._registry = Registry(self._table, self._started_s)
         self._accounts = Accounts(
-            self._table, self._admission.line, self._registry, self._autoscaler
+            self._table, self._admission.line, self._registry, self._autoscaler, self._events
         )
         # What a router that dies leaves behind: turns under way, and those not bound yet, by the
         # conversation.
@@ -101,6 +116,7 @@ class TableService:
         if engine.wanted_replicas is not None and now_s - self._started_s <= SILENCE_S:
             # A predecessor has wanted so many engines, and they are there.
             self._autoscaler.adopt(engine.role, engine.wanted_replicas, now_s)
+        self._accounts.engine_ready(engine)
         logger.info("%s %s is ready at %s", engine.role, engine.id, engine.url)
         if self._complete():
             self._recovered.set()
@@ -126,8 +142,8 @@ class TableService:
         engine = self._registry.engines.get(engine_id)
         if engine is None:
             return
-        self._accounts.engine_gone(engine, lost=True)
         unbound = self._registry.remove(engine)
+        self._accounts.engine_gone(engine, len(unbound), why)
         logger.warning(
             "%s %s is lost (%s); %d conversations will be prefilled again on their next turn",
             engine.role, engine_id, why, len(unbound),
@@ -171,8 +187,8 @@ class TableService:
         """Remove an engine that was leaving, and ends now."""
         engine = self._registry.engines.get(engine_id)
         if engine is not None:
-            self._accounts.engine_gone(engine, lost=False)
             unbound = self._registry.remove(engine)
+            self._accounts.engine_gone(engine, len(unbound))
             logger.info(
                 "%s %s has left, with %d conversations", engine.role, engine_id, len(unbound)
             )
@@ -305,10 +321,10 @@ class TableService:
                 admitted = await self._admitted(pending, turn1_tokens, opening)
                 conversation = self._table.get(conversation_id)
         except QueueFull as full:
-            self._accounts.metrics.refusals.labels("queue_full").inc()
+            self._accounts.turned_away(conversation_id, "queue_full")
             return refusals.queue_full(full)
         except TimeoutError:
-            self._accounts.metrics.refusals.labels("timeout").inc()
+            self._accounts.turned_away(conversation_id, "timeout")
             retry_after_s = self._admission.line.retry_after_s(unix_s())
             return refusals.timed_out(turn1_tokens, self._settings.queue_timeout_s, retry_after_s)
         finally:
@@ -354,7 +370,7 @@ class TableService:
             # A new table: the decoder will register, with this turn among its holdings.
             return True
         if self._table.advance(turn, decoder_id, stats, tails, unix_s()):
-            self._accounts.advanced(stats, decoder_id)
+            self._accounts.advanced(turn, stats, decoder_id)
         still_has = self._table.holds(turn, decoder_id)
         self._relieve(decoder_id)
         self._admit()
@@ -363,8 +379,7 @@ class TableService:
     async def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
         """End a turn that did not complete."""
         self._turn_ends(turn)
-        if stats is not None:
-            self._accounts.handed_off(stats)
+        self._accounts.cut(turn, decoder_id, stats)
         ended = self._table.abandon(turn, decoder_id, stats, unix_s())
         if ended is not None:
             self._has_ended(ended, "first_turn_failed")
@@ -409,7 +424,43 @@ class TableService:
         """One conversation, for `GET /v1/conversations/{id}`; the id is scoped to its tenant."""
         await self._not_ready()
         found = self._table.histories(conversation_id)
-        return conversation_view(found, unix_s()) if found else None
+        if not found:
+            return None
+        newest = self._events.newest_of(of_conversation(conversation_id), SHOWN_EVENTS)
+        return conversation_view(found, unix_s(), newest)
+
+    async def events(
+        self,
+        after: int | None,
+        kinds: Collection[str] = (),
+        tenant: str | None = None,
+        conversation_id: str | None = None,
+        patience_s: float = 0.0,
+    ) -> EventPage:
+        """What has happened, for `GET /v1/events`; waits until there is something to tell.
+
+        Args:
+            after: the number of the last one that was told; None: of the newest there is.
+            kinds: of these alone; none: of all.
+            tenant: of this one's conversations alone; None: of all, and of engines.
+            conversation_id: of this one alone, scoped to its tenant.
+            patience_s: how long to wait.
+        """
+        mine = None
+        if conversation_id is not None:
+            mine = of_conversation(conversation_id)
+        elif tenant is not None:
+            mine = of_tenant(tenant)
+        after = self._events.newest if after is None else min(after, self._events.newest)
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            missed = self._events.missed(after)
+            found = self._events.after(after, kinds, mine)
+            if found or missed or time.monotonic() >= deadline_s:
+                told = [(one.number, one.kind, event_json(one)) for one in found]
+                return EventPage(self._events.newest, missed, told)
+            after = self._events.newest
+            await asyncio.sleep(_EVENTS_EVERY_S)
 
     async def conversations(self, limit: int, tenant: str | None = None) -> bytes:
         """The most recently used conversations, for `GET /v1/conversations`, as JSON.
@@ -520,6 +571,7 @@ class TableService:
         if isinstance(answer, Admitted):
             self._accounts.bound(answer)
             return answer
+        self._accounts.waits(pending.conversation_id, turn1_tokens)
         granted: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
         pending.granted = granted
         try:

@@ -39,6 +39,7 @@ async def test_no_request_takes_anything_down(
     seed = request.config.getoption("--fuzz-seed")
     logger.info("%d cases, --fuzz-seed %d", count, seed)
     document = (await client.get(application + "/openapi.json")).json()
+    del document["paths"]["/v1/events"]  # It has no end.
     before = {engine["id"]: engine["pid"] for engine in engines()}
     lost = metric("conserve_engines_lost_total")
 

@@ -411,6 +411,41 @@ async def test_metrics_tell_what_happened(
         assert capacity == engine["capacity_tokens"]
 
 
+async def test_events_tell_what_happens_as_it_does(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    url = f"{application}/v1/events?conversation=listened-to"
+    async with client.stream("GET", url, timeout=60) as listening:
+        assert listening.status_code == 200
+        lines = listening.aiter_lines()
+        # From the first words on it is told what happens.
+        assert await anext(lines) == ": events"
+        await asyncio.sleep(1)
+        agent = Agent(client, "listened-to")
+        await agent.say(prose(rng, 300), tokens=4, stream=True)
+        await agent.say("go on", tokens=4)
+        assert (await client.delete(f"{application}/v1/conversations/listened-to")).is_success
+        kind = ""
+        async for line in lines:
+            if line.startswith("event: "):
+                kind = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                told.append((kind, json.loads(line.removeprefix("data: "))))
+                if kind == "ended":
+                    break
+    assert [one for one, _ in told if one != "answered"] == [
+        "place", "start", "prefilled", "end", "start", "end", "ended",
+    ]  # fmt: skip
+    assert [one["kind"] for _, one in told] == [one for one, _ in told]
+    assert {one["conversation"] for _, one in told} == {"listened-to"}
+    numbers = [one["number"] for _, one in told]
+    assert numbers == sorted(set(numbers))
+    first, later = (one for kind, one in told if kind == "end")
+    assert first["loaded_tokens"] == agent.stats[0]["lmcache_tokens"] > 0
+    assert later["cached_tokens"] == agent.stats[1]["decoder_cached_tokens"] > 0
+
+
 async def test_a_salt_that_lmcache_does_not_take_ends_no_engine(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:

@@ -147,6 +147,11 @@ async def test_who_is_parked_makes_room_at_once_and_comes_back_without_a_prefill
         again = await agent.say("go on", tokens=24)
         # All whole chunks of what was parked.
         assert agent.stats[2]["lmcache_tokens"] == agent.stats[1]["prompt_tokens"] // 128 * 128
+        events = (await shown(client, application, str(agent.id)))["events"]
+        assert isinstance(events, list)
+        happened = [one for one in events if one["kind"] in ("park", "pause", "restore")]
+        assert [one["kind"] for one in happened][:3] == ["park", "pause", "restore"]
+        assert happened[2]["where"] == "reloaded"
         agent.messages.pop()
         await answered_alike(client, agent, again)
         prefills += 1  # Of that one.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.events import EventLog
 from conserve.histories.kinship import Opening
 from conserve.histories.sharing import Going, Prefix
 from conserve.pausing import Idle, Memory, Pausing
@@ -625,3 +626,26 @@ def test_what_is_not_found_there_is_looked_for_no_more() -> None:
         assert table.advance(turn.key, turn.decoder_id, seen, (b"a" * 16,), NOW_S)
         assert memory_of(table).parked_tokens == parked
         memory_of(table).pause(the(table, "a"), "room")
+
+
+def test_it_tells_who_is_parked_paused_and_back() -> None:
+    events = EventLog(lambda: NOW_S)
+    table = ConversationTable(ConversationPlacement(), 1e9, 0.0, 1, Pausing(), events)
+    table.add_prefiller("p1")
+    for name in ("d1", "d2"):
+        table.add_decoder(name, 1000)
+    memory_of(table).set_host_tokens(5000)
+    assert parking(table, "a", 600)
+    memory_of(table).pause(the(table, "a"), "room")
+    for turn in (1, 2):
+        assert table.bind("a", 650, NOW_S) is not None
+        assert Turn.last(table, "a").advance(table, 650, (b"a" * 16,))
+        if turn == 1:
+            table.remove_decoder("d1")
+    told = [(one.kind, one.details) for one in events.after(0)]
+    assert told == [
+        ("park", {"decoder": "d1", "tokens": 590}),
+        ("pause", {"decoder": "d1", "reason": "room", "freed_tokens": 600}),
+        ("restore", {"decoder": "d1", "where": "kept", "was_on": "d1"}),
+        ("restore", {"decoder": "d2", "where": "decoder_lost"}),
+    ]

@@ -1,0 +1,115 @@
+"""What happens at the boundaries of turns and engines, the newest of it, in order."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from itertools import islice
+from typing import Any, Literal, NamedTuple, get_args
+
+Kind = Literal[
+    "wait",
+    "refuse",
+    "place",
+    "start",
+    "prefilled",
+    "end",
+    "cut",
+    "answered",
+    "park",
+    "pause",
+    "restore",
+    "ended",
+    "engine_ready",
+    "engine_lost",
+    "engine_left",
+]
+"""Of a turn: ``wait`` (for room), ``refuse``, ``place`` (its history, on a decoder), ``start``,
+``prefilled`` (remotely), ``end`` or ``cut`` (on its decoder), ``answered`` (as its router saw it).
+Of a history: ``park``, ``pause``, ``restore``, ``ended``. And of engines."""
+
+KINDS: tuple[str, ...] = get_args(Kind)
+MOST_EVENTS = 4096
+
+
+class Event(NamedTuple):
+    """One event.
+
+    Attributes:
+        number: one more than that of the event before.
+        at_s: Unix time.
+        history_id: of which history, as it is kept; empty: of an engine.
+        details: what else there is to say of it, as JSON.
+    """
+
+    number: int
+    at_s: float
+    kind: Kind
+    history_id: str
+    details: dict[str, Any]
+
+
+class EventLog:
+    """The newest events, for whoever asks for those after the last one seen; all are counted.
+
+    Args:
+        clock: Unix time.
+        first: the first event's number. A log that succeeds another must start above it.
+        most: so many are kept.
+
+    Attributes:
+        counts: how many there were, by kind, kept or not.
+
+    Example:
+        >>> log = EventLog(lambda: 5.0, most=2)
+        >>> for tokens in (100, 200, 300):
+        ...     log.add("pause", "c", tokens=tokens)
+        >>> log.missed(after=0), [one.details["tokens"] for one in log.after(0)]
+        (1, [200, 300])
+        >>> [one.number for one in log.after(2)], log.counts["pause"]
+        ([3], 3)
+    """
+
+    def __init__(self, clock: Callable[[], float], first: int = 1, most: int = MOST_EVENTS) -> None:
+        self._clock = clock
+        self.first = self._next = first
+        self._kept: deque[Event] = deque(maxlen=most)
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def newest(self) -> int:
+        """The number of the last event; of the one before the first, while there is none."""
+        return self._next - 1
+
+    def add(self, kind: Kind, history_id: str = "", **details: Any) -> None:
+        """Something has happened. What is None is left out of the details."""
+        said = {name: value for name, value in details.items() if value is not None}
+        self._kept.append(Event(self._next, self._clock(), kind, history_id, said))
+        self._next += 1
+        self.counts[kind] += 1
+
+    def missed(self, after: int) -> int:
+        """How many of those after a number are not kept any more, as far as this log goes."""
+        kept_from = self._kept[0].number if self._kept else self._next
+        return max(0, kept_from - 1 - max(after, self.first - 1))
+
+    def after(
+        self, number: int, kinds: Collection[str] = (), mine: Callable[[str], bool] | None = None
+    ) -> list[Event]:
+        """The kept ones after a number, the oldest first.
+
+        Args:
+            kinds: of these alone; none: of all.
+            mine: whether a history's are wanted, by its id; None: all are.
+        """
+        # From the newest back: whoever listens has seen all but a few.
+        new: list[Event] = []
+        for one in reversed(self._kept):
+            if one.number <= number:
+                break
+            if (not kinds or one.kind in kinds) and (mine is None or mine(one.history_id)):
+                new.append(one)
+        return new[::-1]
+
+    def newest_of(self, mine: Callable[[str], bool], most: int) -> list[Event]:
+        """The newest of the histories that are wanted, the oldest of them first."""
+        wanted = (one for one in reversed(self._kept) if mine(one.history_id))
+        return list(islice(wanted, most))[::-1]

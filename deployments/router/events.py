@@ -1,0 +1,94 @@
+"""``GET /v1/events``: what happens at the boundaries of turns, as server-sent events."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from conserve import identity
+from conserve.errors import ApiError
+from conserve.events import KINDS
+from deployments.table.table_client import TableClient, TableUnavailable
+
+# Whoever listens holds a connection, and is looked for several times a second.
+_LISTENERS = 64
+# After so long without an event a comment says that all is well.
+_QUIET_S = 10.0
+_BROWSERS_HEADER = "last-event-id"
+MOST_DIGITS = 18
+
+
+class Events:
+    """Tells listeners what has happened, from when they come or from where they were.
+
+    An event's ``id`` is its number, its ``event`` the kind, and its ``data`` is JSON. What is not
+    kept any more, for who asks too late, is counted by a ``missed`` event. A stream has no end.
+    """
+
+    def __init__(self, table: TableClient) -> None:
+        self._table = table
+        self._listeners = 0
+
+    async def serve(self, request: Request) -> Response:
+        """Answer a listener.
+
+        Raises:
+            ApiError: it asks for what is not there, or there are too many.
+        """
+        after, kinds = _after(request), _kinds(request)
+        tenant, own_id = (request.query_params.get(name) for name in ("tenant", "conversation"))
+        conversation_id = None if own_id is None else identity.scoped(tenant, own_id)
+        if self._listeners >= _LISTENERS:
+            raise ApiError(
+                429, f"{_LISTENERS} listen already; try again later", "too_many_listeners",
+                retry_after_s=30,
+            )  # fmt: skip
+        told = self._told(after, kinds, tenant, conversation_id)
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return StreamingResponse(told, media_type="text/event-stream", headers=headers)
+
+    async def _told(self, after: int | None, *of: Any) -> AsyncIterator[bytes]:
+        self._listeners += 1
+        try:
+            # Headers are sent with the first words.
+            yield b": events\n\n"
+            while True:
+                # At first, where the log is now.
+                patience_s = 0.0 if after is None else _QUIET_S
+                try:
+                    page = await self._table.call(
+                        "events", after, *of, patience_s, patience_s=0.0, answer_s=2 * _QUIET_S
+                    )
+                except TableUnavailable:
+                    yield b": the conversation table is being restarted\n\n"
+                    await asyncio.sleep(1)
+                    continue
+                if page.missed:
+                    yield b'event: missed\ndata: {"events":%d}\n\n' % page.missed
+                for number, kind, data in page.events:
+                    yield b"id: %d\nevent: %b\ndata: %b\n\n" % (number, kind.encode(), data)
+                if after is not None and not page.events:
+                    yield b": nothing new\n\n"
+                after = page.newest
+        finally:
+            self._listeners -= 1
+
+
+def _after(request: Request) -> int | None:
+    """After which number to begin; None: with what happens from now on."""
+    text = request.headers.get(_BROWSERS_HEADER) or request.query_params.get("after")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
+        raise ApiError(400, "after must be the number of an event", param="after")
+    return int(text)
+
+
+def _kinds(request: Request) -> tuple[str, ...]:
+    kinds = tuple(request.query_params.getlist("kind"))
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ApiError(400, f"kind {kind[:40]!r}: there are {', '.join(KINDS)}", param="kind")
+    return kinds
