@@ -25,8 +25,8 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-keys bench-tenants bench-unkind bench-table bench-energy \
-	bench-sm-slots bench-simulator test-autoscaler test-cancelling test-chaos test-clients \
+	bench-overhead bench-keys bench-overcommit bench-tenants bench-unkind bench-table \
+	bench-energy bench-sm-slots bench-simulator test-autoscaler test-cancelling test-chaos test-clients \
 	test-compatibility test-fuzz test-long test-peers test-vision test-cluster clean
 .DELETE_ON_ERROR:
 
@@ -102,6 +102,9 @@ bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 
 bench-keys: $(INSTALLED) ## Measure what keys cost a warm turn: two routers before the same engines
 	@$(BIN)/python -m benchmarks.experiments.keys $(ARGS)
+
+bench-overcommit: $(INSTALLED) ## Have agents work whose histories are four times what engines hold
+	@$(BIN)/python -m benchmarks.experiments.overcommit $(ARGS)
 
 bench-tenants: $(INSTALLED) ## Measure whether a tenant can tell from time what another has sent
 	@$(BIN)/python -m benchmarks.experiments.tenants $(ARGS)
