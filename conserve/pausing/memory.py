@@ -219,6 +219,8 @@ class Memory:
 
     def ended(self, history: Conversation) -> None:
         """A history has ended: decoders that it was on before may forget it."""
+        # Of these turns no end is told any more.
+        self._parking.difference_update(history.running)
         left = self._left.pop(history.id, set())
         was_on, _ = self._paused_on.pop(history.id, (None, 0))
         if was_on is not None:

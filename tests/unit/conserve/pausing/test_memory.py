@@ -608,6 +608,12 @@ def test_nothing_is_parked_without_host_memory_or_by_a_turn_that_came_to_nothing
     assert memory_of(table).parked_tokens == 850
     memory_of(table).set_host_tokens(0)
     assert memory_of(table).parked_tokens == 0
+    # And of one that ends with a turn under way, nothing is remembered.
+    memory_of(table).set_host_tokens(5000)
+    start(table, "a", 850, NOW_S)
+    assert table.park(the(table, "a"))
+    table.release("a")
+    assert memory_of(table)._parking == set()
     without = a_table()
     start(without, "a", 900)
     assert not without.park(the(without, "a"))
