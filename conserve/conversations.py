@@ -218,6 +218,8 @@ class ConversationTable:
                 conversation.decoder_id = None
                 if conversation.running:
                     conversation.finished = max(conversation.finished, *conversation.running)
+                    if self.memory is not None:
+                        self.memory.turns_lost(conversation.running)
                     conversation.running = ()
                     self.reasoning -= 1
                     # It may have been spared for its turn.

@@ -351,6 +351,7 @@ class Cluster:
         if missing >= self.system.handoff_chunk_tokens:
             work.loaded_tokens = self._whole_chunks(there)
             self._loaded_tokens += missing
+            self._host.use(work.conversation, 0, now_s)
             begins_s = max(now_s, self._loads_until_s.get(decoder.id, now_s))
             ends_s = begins_s + decoder.costs.handoff(missing)
             self._loads_until_s[decoder.id] = ends_s

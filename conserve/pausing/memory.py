@@ -163,21 +163,29 @@ class Memory:
         """
         parking = turn_id in self._parking
         self._parking.discard(turn_id)
-        if stats is None or self._host is None:
+        # One that was cut before it put anything out may not have been computed, nor looked up.
+        if stats is None or not stats.output_tokens or self._host is None:
             return
         found = stats.decoder_cached_tokens + stats.lmcache_tokens
-        if 2 * found < min(stats.prompt_tokens, self._host.left_tokens(history.id)):
+        if 2 * found < min(stats.prompt_tokens, self._host.left_tokens(_key(history))):
             # It was neither in the engine nor there: its server may have been started anew.
-            self._host.drop(history.id)
+            self._host.drop(_key(history))
+        elif stats.lmcache_tokens and _key(history) in self._host:
+            self.parked(history, 0)
         if parking:
             # What is put out is left there with the next turn's prompt.
             self.parked(history, stats.prompt_tokens)
             self._tell("park", history, tokens=stats.prompt_tokens)
 
     def parked(self, history: Conversation, tokens: int) -> None:
-        """Host memory has so much of a history now, from its beginning on."""
+        """Host memory has so much of a history now, from its beginning on, or more."""
         if self._host is not None:
-            self._host.use(history.id, tokens, history.last_used_s)
+            shared_tokens = 0 if history.base is None else history.base.tokens
+            self._host.use(_key(history), tokens, history.last_used_s, shared_tokens)
+
+    def turns_lost(self, turn_ids: Iterable[int]) -> None:
+        """Of these turns no end will be told."""
+        self._parking.difference_update(turn_ids)
 
     def lost(self, histories: Iterable[Conversation]) -> None:
         """An engine was seen to have nothing of these any more."""
@@ -196,19 +204,22 @@ class Memory:
             Whether it has moved: it comes to another decoder.
         """
         was_on, _ = self._paused_on.pop(history.id, (None, 0))
+        there = 0 if self._host is None else self._host.left_tokens(_key(history))
         if was_on is None:
-            self._tell("restore", history, where="decoder_lost")
+            # Its decoder was lost, or has left.
+            self._tell("restore", history, where="reloaded" if kept and there else "unbound")
             return True
         # Should this turn come to nothing, the decoder has its record of it yet.
         self._left.setdefault(history.id, set()).add(was_on)
         moved = was_on != history.decoder_id
-        if not kept:
-            where = "moved" if moved else "again"
+        cache = self._caches.get(was_on)
+        here = 0 if moved or cache is None else cache.left_tokens(history.id)
+        if kept and 2 * here < there:
+            where = "reloaded"
+        elif moved:
+            where = "moved"
         else:
-            cache = self._caches.get(was_on)
-            here = 0 if moved or cache is None else cache.left_tokens(history.id)
-            there = 0 if self._host is None else self._host.left_tokens(history.id)
-            where = "reloaded" if 2 * here < there else "kept"
+            where = "kept" if kept else "again"
         self.restores[where] += 1
         self._tell("restore", history, where=where, was_on=was_on)
         return moved
@@ -219,8 +230,7 @@ class Memory:
 
     def ended(self, history: Conversation) -> None:
         """A history has ended: decoders that it was on before may forget it."""
-        # Of these turns no end is told any more.
-        self._parking.difference_update(history.running)
+        self.turns_lost(history.running)
         left = self._left.pop(history.id, set())
         was_on, _ = self._paused_on.pop(history.id, (None, 0))
         if was_on is not None:
@@ -268,8 +278,9 @@ class Memory:
 
     def found(self, history_id: str, shared: Shared) -> Shared:
         """Where a history that is bound nowhere may still be, beside what it shares with others."""
-        if self._host is not None and history_id in self._host:
-            shared = replace(shared, parked_tokens=self._host.left_tokens(history_id))
+        history = self._get(history_id)
+        if self._host is not None and history is not None and _key(history) in self._host:
+            shared = replace(shared, parked_tokens=self._host.left_tokens(_key(history)))
         was_on, shared_tokens = self._paused_on.get(history_id, ("", 0))
         cache = self._caches.get(was_on)
         if cache is None or history_id not in cache:
@@ -492,7 +503,11 @@ class Memory:
 
     def _parked(self, history: Conversation) -> int:
         """How much of it host memory has, and will have for a while."""
-        if self._host is None or history.id not in self._host:
+        if self._host is None or not self._host.keeps(_key(history), self._policy.kept_s):
             return 0
-        kept_s = history.last_used_s - self._host.oldest_s
-        return self._host.left_tokens(history.id) if kept_s >= self._policy.kept_s else 0
+        return self._host.left_tokens(_key(history))
+
+
+def _key(history: Conversation) -> str:
+    """Tells a history's KV from that of an earlier one of its id, which may be there yet."""
+    return f"{history.incarnation} {history.id}"

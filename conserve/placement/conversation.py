@@ -66,7 +66,7 @@ class ConversationPlacement:
             decoder = self._near(turn1_tokens, decoders, shared, shared.left_on, cold_tokens)
             if decoder is not None:
                 return Placement(decoder.id, None)
-        if shared.parked_tokens >= (1 - self.most_cold_share) * turn1_tokens:
+        if self._comes_from_host(turn1_tokens, shared):
             decoder = emptiest_decoder(turn1_tokens, decoders, shared)
             return None if decoder is None else Placement(decoder.id, None)
         if shared.tokens:
@@ -81,6 +81,12 @@ class ConversationPlacement:
             return None
         remote = turn1_tokens >= self.min_remote_prefill_tokens
         return Placement(decoder.id, shortest_queue(prefillers) if remote else None)
+
+    def _comes_from_host(self, turn1_tokens: int, shared: Shared) -> bool:
+        """Whether host memory has most of a prompt, and more than a decoder that it could join."""
+        if shared.parked_tokens <= shared.tokens.get(shared.warm_on or "", 0):
+            return False
+        return shared.parked_tokens >= (1 - self.most_cold_share) * turn1_tokens
 
     def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
         return None

@@ -314,9 +314,13 @@ def kv_token_bytes(vllm_config: Any) -> float:
 
     model, kept_as = vllm_config.model_config, vllm_config.cache_config.cache_dtype
     dtype = model.dtype if kept_as == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kept_as]
-    # With more workers than heads of KV, several have the same.
-    heads = max(model.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size)
-    values = (1 if model.use_mla else 2) * heads * model.get_head_size()
+    if model.use_mla:
+        # One latent vector for all heads, which one of the workers stores.
+        values = model.get_head_size()
+    else:
+        # With more workers than heads of KV, several have the same.
+        workers = vllm_config.parallel_config.tensor_parallel_size
+        values = 2 * max(model.get_total_num_kv_heads(), workers) * model.get_head_size()
     return float(model.get_total_num_hidden_layers() * values * dtype.itemsize)
 
 

@@ -42,6 +42,7 @@ _ALWAYS = (
     "register_kv_cache_engine_driven_context",
 )
 _STORE_TIMEOUT_S = 30.0
+_LOOKS_EVERY_S = 0.5
 
 
 class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache ships no types.
@@ -55,6 +56,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         _wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
         super().__init__(vllm_config, *args, **kwargs)
         self._parks = vllm_config.kv_transfer_config.kv_role == "kv_both"
+        # Stores that are not waited for any more.
+        self._not_stored: set[MessagingFuture[Any]] = set()
         if hasattr(self, "scheduler_adapter"):
             adapter = self.scheduler_adapter
             for url, client in adapter.req_clients.items():
@@ -158,10 +161,23 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             return
         try:
             super().wait_for_save()
-            for future in list(self.worker_adapter.store_futures.values()):
-                future.wait(_STORE_TIMEOUT_S)
+            stores = list(self.worker_adapter.store_futures.values())
+            self._not_stored.intersection_update(stores)
+            for future in stores:
+                if future not in self._not_stored:
+                    self._wait_for_store(future)
         except Exception:
             logger.exception("KV was not stored; it will be computed again where it is needed")
+
+    def _wait_for_store(self, future: "MessagingFuture[Any]") -> None:
+        """Return when it is stored, or will not be: the server is lost, or does not answer."""
+        deadline_s = time.monotonic() + _STORE_TIMEOUT_S
+        while not future.wait(_LOOKS_EVERY_S):
+            if not self.worker_adapter.is_healthy or time.monotonic() >= deadline_s:
+                # Every step would wait for it again.
+                self._not_stored.add(future)
+                logger.warning("KV was perhaps not stored: there is no answer from LMCache")
+                return
 
 
 def _wait_for_server(host: str | None, port: int, timeout_s: float = START_TIMEOUT_S) -> None:

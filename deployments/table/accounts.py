@@ -136,8 +136,6 @@ class Accounts:
             "cut", turn.conversation_id, turn=turn.turn_id, decoder=decoder_id,
             output_tokens=None if stats is None else stats.output_tokens,
         )  # fmt: skip
-        if stats is not None:
-            self.handed_off(stats)
 
     def handed_off(self, stats: TurnStats) -> None:
         """A decoder has taken from LMCache what its stats say, if anything."""

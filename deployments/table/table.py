@@ -378,8 +378,12 @@ class TableService:
 
     async def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
         """End a turn that did not complete."""
+        if turn in self._routers_of:
+            # Decoder and router may both tell of it.
+            self._accounts.cut(turn, decoder_id, stats)
         self._turn_ends(turn)
-        self._accounts.cut(turn, decoder_id, stats)
+        if stats is not None:
+            self._accounts.handed_off(stats)
         ended = self._table.abandon(turn, decoder_id, stats, unix_s())
         if ended is not None:
             self._has_ended(ended, "first_turn_failed")

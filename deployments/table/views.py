@@ -17,6 +17,8 @@ from deployments.messages import EngineInfo
 # Of a conversation's, so many are shown: a name that many share may have thousands.
 SHOWN_HISTORIES = 64
 SHOWN_EVENTS = 32
+# Details that are counted over all tenants, or say how full decoders are.
+_OF_OTHERS = ("history", "turn", "ahead", "missing_tokens", "decoders")
 
 
 def conversation_view(
@@ -53,7 +55,7 @@ def conversation_view(
         "energy_estimate_j": round(energy_j, 3) if energy_j else None,
         "histories": [_history_view(one, now_s) for one in _recent(histories)],
         "histories_total": len(histories),
-        **({} if events is None else {"events": [_event_view(one) for one in events]}),
+        **({} if events is None else {"events": [_own_event_view(one) for one in events]}),
     }
 
 
@@ -106,6 +108,12 @@ def event_json(event: Event) -> bytes:
         shown["conversation"] = identity.own_id(event.history_id)
         shown |= {} if tenant is None else {"tenant": tenant}
     return msgspec.json.encode(shown | _event_view(event))
+
+
+def _own_event_view(event: Event) -> dict[str, Any]:
+    """One of a conversation's events, for its client: without what tells of others."""
+    shown = _event_view(event)
+    return {name: value for name, value in shown.items() if name not in _OF_OTHERS}
 
 
 def _event_view(event: Event) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from conserve.placement import (
     Placement,
     PlacementPolicy,
     Prefiller,
+    Shared,
     collocated,
     conversation,
     full_disaggregation,
@@ -44,6 +45,25 @@ def test_equal_occupancy_goes_to_fewer_conversations() -> None:
 
 def test_full_ties_go_to_the_first() -> None:
     assert choose(10, Decoder("b", 100, 50, 2), Decoder("a", 100, 50, 2)) == "b"
+
+
+@pytest.mark.parametrize(
+    ("warm_tokens", "parked_tokens", "expected"),
+    [
+        (0, 500, Placement("empty", None)),
+        (700, 500, Placement("warm", None)),
+        (700, 900, Placement("empty", None)),
+        # Most of it is nowhere.
+        (0, 400, Placement("empty", "p")),
+    ],
+)
+def test_what_is_in_host_memory_is_taken_where_no_decoder_has_more(
+    warm_tokens: int, parked_tokens: int, expected: Placement
+) -> None:
+    decoders = [Decoder("warm", 2000, 800, 1), Decoder("empty", 2000)]
+    held = {"warm": warm_tokens} if warm_tokens else {}
+    shared = Shared(held, "warm" if warm_tokens else None, parked_tokens=parked_tokens)
+    assert ConversationPlacement().place(1000, decoders, [Prefiller("p")], shared) == expected
 
 
 def test_without_room_nothing_is_decided() -> None:

@@ -1,7 +1,6 @@
 """For how long host memory keeps what it gets."""
 
 import random
-from math import inf
 
 from conserve.pausing.host import HostMemory
 
@@ -10,17 +9,23 @@ def test_the_oldest_says_for_how_long_it_keeps_anything() -> None:
     host = HostMemory(1000)
     host.use("a", 500, 1.0)
     host.use("b", 390, 2.0)
-    assert host.oldest_s == -inf  # There is room.
-    host.use("c", 300, 3.0)
-    assert (host.left_tokens("a"), host.tokens, host.oldest_s) == (310, 1000, 1.0)
-    host.use("a", 200, 4.0)
+    assert host.keeps("a", 1e9)  # There is room.
+    host.use("c", 300, 30.0)
+    assert (host.left_tokens("a"), host.tokens) == (310, 1000)
+    assert [host.keeps(name, 25.0) for name in ("a", "b", "c", "d")] == [False, False, True, False]
+    host.use("a", 200, 40.0)
     # It has not become shorter by a shorter prompt, and it is not the oldest any more.
-    assert (host.left_tokens("a"), host.oldest_s) == (310, 2.0)
+    assert (host.left_tokens("a"), host.keeps("a", 38.0), host.keeps("a", 39.0)) == (
+        310,
+        True,
+        False,
+    )
     host.drop("b")
     host.drop("b")
-    assert (host.tokens, host.oldest_s) == (610, -inf)
+    assert (host.tokens, host.keeps("c", 1e9)) == (610, True)
     host.resize(400)
-    assert (host.left_tokens("c"), host.left_tokens("a"), host.oldest_s) == (90, 310, 3.0)
+    assert (host.left_tokens("c"), host.left_tokens("a")) == (90, 310)
+    assert (host.keeps("c", 1.0), host.keeps("a", 10.0)) == (False, True)
 
 
 def test_of_what_is_longer_than_the_memory_its_beginning_stays() -> None:
@@ -28,7 +33,22 @@ def test_of_what_is_longer_than_the_memory_its_beginning_stays() -> None:
     host.use("a", 50, 1.0)
     host.use("long", 250, 2.0)
     assert "a" not in host
-    assert (host.left_tokens("long"), host.tokens, host.oldest_s) == (100, 100, 2.0)
+    assert (host.left_tokens("long"), host.tokens) == (100, 100)
+
+
+def test_what_several_begin_with_is_there_once() -> None:
+    """It is counted with the first; who shares it later counts what is its own."""
+    host = HostMemory(1000)
+    host.use("first", 300, 1.0)
+    host.use("second", 280, 2.0, shared_tokens=250)
+    assert (host.left_tokens("first"), host.left_tokens("second"), host.tokens) == (300, 280, 330)
+    # What it shares may become more, or less.
+    host.use("second", 400, 3.0, shared_tokens=300)
+    assert (host.left_tokens("second"), host.tokens) == (400, 400)
+    host.use("second", 0, 4.0)
+    assert (host.left_tokens("second"), host.tokens) == (400, 700)
+    host.use("second", 100, 5.0, shared_tokens=500)
+    assert (host.left_tokens("second"), host.tokens) == (400, 300)
 
 
 def test_it_remembers_when_of_nothing_that_is_gone() -> None:
@@ -42,5 +62,5 @@ def test_it_remembers_when_of_nothing_that_is_gone() -> None:
         else:
             host.use(name, draw.randrange(1, 200), float(now))
         there = {f"h{number}" for number in range(60) if f"h{number}" in host}
-        assert set(host._used_s) == there
+        assert set(host._uses) == there
         assert sum(map(host.left_tokens, there)) == host.tokens

@@ -653,5 +653,68 @@ def test_it_tells_who_is_parked_paused_and_back() -> None:
         ("park", {"decoder": "d1", "tokens": 590}),
         ("pause", {"decoder": "d1", "reason": "room", "freed_tokens": 600}),
         ("restore", {"decoder": "d1", "where": "kept", "was_on": "d1"}),
-        ("restore", {"decoder": "d2", "where": "decoder_lost"}),
+        # There was nothing of it in the engine, so nothing is taken to be in host memory either.
+        ("restore", {"decoder": "d2", "where": "unbound"}),
     ]
+
+
+def test_what_an_ended_history_has_left_is_not_that_of_the_next_one_of_its_id() -> None:
+    table = a_parking_table(host_tokens=5000)
+    assert parking(table, "main", 900)
+    table.release("main")
+    assert not parking(table, "main", 400)
+    assert memory_of(table).parked_tokens == 890
+    table.remove_decoder("d1")
+    table.add_decoder("d2", 1000)
+    placement = table.bind("main", 420, NOW_S)
+    assert placement is not None
+    assert placement.prefiller_id == "p1"
+
+
+@pytest.mark.parametrize("parks", [False, True])
+def test_a_turn_that_was_cut_before_its_first_token_says_nothing_of_host_memory(
+    parks: bool,
+) -> None:
+    table = a_parking_table()
+    assert parking(table, "a", 600)
+    turn = start(table, "a", 900, NOW_S)
+    if parks:
+        assert table.park(the(table, "a"))
+    turn.abandon(table, TurnStats(900, 0, 0, 0))
+    assert memory_of(table).parked_tokens == 590
+
+
+def test_it_counts_since_when_a_copy_lies_there_not_since_when_its_history_was_used() -> None:
+    table = a_parking_table(host_tokens=1000)
+    assert parking(table, "a", 600, NOW_S - 100)
+    # It goes on, on its decoder alone; meanwhile others have come.
+    turn = start(table, "a", 650, NOW_S)
+    assert table.advance(turn.key, turn.decoder_id, TurnStats(640, 10, 600, 0), (), NOW_S)
+    memory_of(table).parked(Conversation("other", 99, NOW_S, NOW_S), 400)
+    assert table.bind("new", 700, NOW_S + 1) is None
+    # A turn that takes it from there has it stay.
+    turn = start(table, "a", 660, NOW_S)
+    assert table.advance(turn.key, turn.decoder_id, TurnStats(650, 10, 0, 590), (), NOW_S + 70)
+    assert table.bind("new", 700, NOW_S + 71) is not None
+    assert paused(table) == {"a"}
+
+
+def test_who_moved_and_is_computed_there_was_not_kept() -> None:
+    """There is no prefiller that could."""
+    table = ConversationTable(ConversationPlacement(), 1e9, 0.0, 1, Pausing())
+    for name in ("d1", "d2"):
+        table.add_decoder(name, 1000)
+    idle(table, "a", 600, NOW_S)
+    memory_of(table).pause(the(table, "a"), "room")
+    start(table, "b", 900, NOW_S)
+    assert table.bind("a", 650, NOW_S) is not None
+    assert the(table, "a").decoder_id == "d2"
+    assert memory_of(table).restores == {"moved": 1}
+
+
+def test_a_lost_decoder_takes_along_which_of_its_turns_were_to_park() -> None:
+    table = a_parking_table()
+    start(table, "a", 800)
+    assert table.park(the(table, "a"))
+    table.remove_decoder("d1")
+    assert memory_of(table)._parking == set()

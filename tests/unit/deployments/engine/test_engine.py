@@ -64,7 +64,9 @@ def test_an_engine_holds_what_vllm_has_counted(
         ({}, 1, "auto", 36 * 2 * 8 * 128 * 2),
         ({}, 1, "fp8", 36 * 2 * 8 * 128),
         ({}, 16, "auto", 36 * 2 * 16 * 128 * 2),
-        ({"use_mla": True, "kv_heads": 1, "head_size": 576}, 1, "auto", 36 * 576 * 2),
+        # vLLM gives all of DeepSeek's heads, which share one vector; so do workers.
+        ({"use_mla": True, "kv_heads": 128, "head_size": 576}, 1, "auto", 36 * 576 * 2),
+        ({"use_mla": True, "kv_heads": 128, "head_size": 576}, 8, "auto", 36 * 576 * 2),
     ],
 )
 def test_what_a_token_takes_in_host_memory(

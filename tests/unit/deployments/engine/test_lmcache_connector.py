@@ -34,6 +34,7 @@ def test_a_broken_forward_pass_stores_nothing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(LMCacheMPConnector, "wait_for_save", lambda self: stores.append(self))
     connector = object.__new__(ResilientMPConnector)
     connector.worker_adapter = type("Adapter", (), {"store_futures": {}})()
+    connector._not_stored = set()
 
     def forward() -> None:
         try:
@@ -46,6 +47,54 @@ def test_a_broken_forward_pass_stores_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert stores == []
     connector.wait_for_save()
     assert stores == [connector]
+
+
+def test_a_store_is_waited_for_once_and_not_where_the_server_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step holds up all turns of its engine."""
+    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+    from lmcache.v1.multiprocess.futures import MessagingFuture
+
+    from deployments.engine import lmcache_connector
+    from deployments.engine.lmcache_connector import ResilientMPConnector
+
+    monkeypatch.setattr(LMCacheMPConnector, "wait_for_save", lambda self: None)
+    monkeypatch.setattr(lmcache_connector, "_LOOKS_EVERY_S", 0.01)
+    waits: list[str] = []
+
+    class Store(MessagingFuture):  # type: ignore[misc, type-arg]
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(self.name)
+            return bool(super().wait(timeout))
+
+    lost, answered, late = Store("lost"), Store("answered"), Store("late")
+    answered.set_result(True)
+    adapter = type("Adapter", (), {"is_healthy": False})()
+    adapter.store_futures = {"r1": lost, "r2": answered}
+    connector = object.__new__(ResilientMPConnector)
+    connector.worker_adapter = adapter
+    connector._not_stored = set()
+    connector.wait_for_save()
+    assert waits == ["lost", "answered"]
+    # The server is back: what it has not answered it will not.
+    adapter.is_healthy = True
+    adapter.store_futures = {"r1": lost, "r3": late}
+    threading.Timer(0.05, lambda: late.set_result(True)).start()
+    connector.wait_for_save()
+    assert set(waits[2:]) == {"late"}
+    # What hangs is given up after a while.
+    monkeypatch.setattr(lmcache_connector, "_STORE_TIMEOUT_S", 0.05)
+    adapter.store_futures = {"r1": Store("hangs")}
+    connector.wait_for_save()
+    waits.clear()
+    connector.wait_for_save()
+    assert waits == []
+    assert lost not in connector._not_stored
 
 
 @pytest.mark.parametrize("stores", [True, False])

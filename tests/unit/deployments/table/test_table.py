@@ -549,13 +549,16 @@ def test_what_happens_is_told_in_order() -> None:
         await service.observe(TurnTiming("completed", 1.5, 0.5, (), plan.turn, None))
         plan = await service.begin("r", "c", [])
         assert isinstance(plan, TurnPlan)
-        await service.abandon(plan.turn, "decoder#1", None)
+        # Its decoder and its router may both say so.
+        for _ in range(2):
+            await service.abandon(plan.turn, "decoder#1", None)
         await service.engine_lost("decoder#1", "as it happens")
 
         page = await service.events(began)
         told = [json.loads(data) for _, _, data in page.events]
         assert [one["number"] for one in told] == list(range(began + 1, page.newest + 1))
         assert [one["kind"] for one in told] == [kind for _, kind, _ in page.events]
+        assert len(told) == 10  # Two turns have begun.
         by_kind = {(one["kind"], one.get("conversation")): one for one in told}
         assert [*by_kind] == [
             ("wait", "c"), ("ended", "full"), ("place", "c"), ("start", "c"), ("prefilled", "c"),
@@ -613,8 +616,9 @@ def test_a_conversation_says_what_happened_to_it_and_nobody_elses() -> None:
         shown = await service.conversation("acme\tc")
         assert shown is not None
         assert [one["kind"] for one in shown["events"]] == ["place", "start"]
-        # From numbers it could be told how much others do.
-        assert not any("number" in one for one in shown["events"])
+        # From numbers it could be told how much others do, or how full decoders are.
+        numbered = {"number", "turn", "history", "ahead", "missing_tokens", "decoders"}
+        assert not any(numbered & set(one) for one in shown["events"])
         page = await service.events(0, (), "ops")
         told = [json.loads(data) for _, _, data in page.events]
         assert {(one["tenant"], one["conversation"]) for one in told} == {("ops", "c")}

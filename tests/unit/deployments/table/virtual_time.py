@@ -52,4 +52,12 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
         try:
             loop.run_until_complete(scenario)
         finally:
+            loop.run_until_complete(_cancel(asyncio.all_tasks(loop)))
             loop.close()
+
+
+async def _cancel(left: set["asyncio.Task[Any]"]) -> None:
+    """A task that is collected later would complain in another test."""
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
