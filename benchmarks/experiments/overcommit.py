@@ -255,7 +255,7 @@ def report(found: dict[str, list[Level]], room_tokens: int, shape: Shape, consol
         table.add_column(column, justify="right", no_wrap=True)
     for system, levels in found.items():
         for level in levels:
-            turns = sorted(level.latency_s) or [float("nan")]
+            turns = level.latency_s
             table.add_row(
                 system if level is levels[0] else "",
                 str(level.agents),
@@ -264,9 +264,9 @@ def report(found: dict[str, list[Level]], room_tokens: int, shape: Shape, consol
                 f"{level.tokens_per_s / levels[0].tokens_per_s:.2f}"
                 if levels[0].output_tokens
                 else "",
-                f"{level.found:.1%}",
-                f"{percentile(turns, 0.5):.2f} s",
-                f"{percentile(turns, 0.95):.2f} s",
+                f"{level.found:.1%}" if level.repeated_tokens else "",
+                f"{percentile(turns, 0.5):.2f} s" if turns else "",
+                f"{percentile(turns, 0.95):.2f} s" if turns else "",
                 str(sum(level.refused.values())),
             )
         table.add_section()
@@ -280,13 +280,16 @@ def draw(found: dict[str, list[Level]], path: Path) -> None:
     for (system, levels), marker in zip(found.items(), "osD^v", strict=False):
         agents = [level.agents for level in levels]
         throughput.plot(agents, [one.tokens_per_s for one in levels], marker=marker, label=system)
-        hits.plot(agents, [100 * one.found for one in levels], marker=marker)
+        # Of those who made no later turn there is nothing to say.
+        seen = [one for one in levels if one.repeated_tokens]
+        hits.plot([one.agents for one in seen], [100 * one.found for one in seen], marker=marker)
     throughput.set_ylabel("output tokens a second")
     hits.set_ylabel("found of what is repeated, %")
     hits.set_ylim(0, 102)
     throughput.set_ylim(bottom=0)
     for axes in (throughput, hits):
         axes.set_xlabel("agents at work")
+        axes.set_xticks(sorted({one.agents for levels in found.values() for one in levels}))
         axes.grid(alpha=0.3)
     figure.legend(loc="outside upper center", ncols=len(found), frameon=False)
     figure.savefig(path, dpi=130)
