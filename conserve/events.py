@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
+from conserve import identity
+
 Kind = Literal[
     "wait",
     "refuse",
@@ -71,7 +73,10 @@ class EventLog:
     def __init__(self, clock: Callable[[], float], first: int = 1, most: int = MOST_EVENTS) -> None:
         self._clock = clock
         self.first = self._next = first
-        self._kept: deque[Event] = deque(maxlen=most)
+        self._most = most
+        self._kept: deque[Event] = deque()
+        # The same, by conversation: each may be asked for at any rate.
+        self._of: dict[str, deque[Event]] = {}
         self.counts: Counter[str] = Counter()
 
     @property
@@ -82,9 +87,20 @@ class EventLog:
     def add(self, kind: Kind, history_id: str = "", **details: Any) -> None:
         """Something has happened. What is None is left out of the details."""
         said = {name: value for name, value in details.items() if value is not None}
-        self._kept.append(Event(self._next, self._clock(), kind, history_id, said))
+        event = Event(self._next, self._clock(), kind, history_id, said)
         self._next += 1
         self.counts[kind] += 1
+        self._kept.append(event)
+        self._of.setdefault(identity.conversation_of(history_id), deque()).append(event)
+        if len(self._kept) > self._most:
+            self._forget(self._kept.popleft())
+
+    def _forget(self, oldest: Event) -> None:
+        conversation_id = identity.conversation_of(oldest.history_id)
+        of_it = self._of[conversation_id]
+        of_it.popleft()
+        if not of_it:
+            del self._of[conversation_id]
 
     def missed(self, after: int) -> int:
         """How many of those after a number are not kept any more, as far as this log goes."""
@@ -109,7 +125,6 @@ class EventLog:
                 new.append(one)
         return new[::-1]
 
-    def newest_of(self, mine: Callable[[str], bool], most: int) -> list[Event]:
-        """The newest of the histories that are wanted, the oldest of them first."""
-        wanted = (one for one in reversed(self._kept) if mine(one.history_id))
-        return list(islice(wanted, most))[::-1]
+    def newest_of(self, conversation_id: str, most: int) -> list[Event]:
+        """The newest of a conversation, by its id as it is kept; the oldest of them first."""
+        return list(islice(reversed(self._of.get(conversation_id, ())), most))[::-1]

@@ -12,8 +12,8 @@ from conserve.errors import ApiError
 from conserve.events import KINDS
 from deployments.table.table_client import TableClient, TableUnavailable
 
-# Whoever listens holds a connection, and is looked for several times a second.
-_LISTENERS = 64
+# What has happened is put into words for each of them, by the table.
+_LISTENERS = 16
 # After so long without an event a comment says that all is well.
 _QUIET_S = 10.0
 _BROWSERS_HEADER = "last-event-id"

@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Collection
 from typing import Any
 
 import ray
@@ -46,17 +45,11 @@ from deployments.messages import (
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
 from deployments.table.gate import TenantGate
+from deployments.table.listening import SHOWN_EVENTS, listen
 from deployments.table.listing import list_recent
 from deployments.table.pending import PendingTurn
 from deployments.table.registry import Registry
-from deployments.table.views import (
-    SHOWN_EVENTS,
-    conversation_view,
-    engine_view,
-    event_json,
-    of_conversation,
-    of_tenant,
-)
+from deployments.table.views import conversation_view, engine_view
 from hetero.energy import EngineEnergy
 
 logger = logging.getLogger("conserve.table")
@@ -65,8 +58,6 @@ logger = logging.getLogger("conserve.table")
 PLACING_S = 30.0
 # How long a new table waits for engines to report before it takes bindings for unknown.
 RECOVERY_S = 8.0
-# Listeners are told so often of what has happened.
-_EVENTS_EVERY_S = 0.2
 # Without a beat from any engine or router for so long, the application is gone.
 ABANDONED_S = 120.0
 
@@ -430,41 +421,12 @@ class TableService:
         found = self._table.histories(conversation_id)
         if not found:
             return None
-        newest = self._events.newest_of(of_conversation(conversation_id), SHOWN_EVENTS)
+        newest = self._events.newest_of(conversation_id, SHOWN_EVENTS)
         return conversation_view(found, unix_s(), newest)
 
-    async def events(
-        self,
-        after: int | None,
-        kinds: Collection[str] = (),
-        tenant: str | None = None,
-        conversation_id: str | None = None,
-        patience_s: float = 0.0,
-    ) -> EventPage:
-        """What has happened, for `GET /v1/events`; waits until there is something to tell.
-
-        Args:
-            after: the number of the last one that was told; None: of the newest there is.
-            kinds: of these alone; none: of all.
-            tenant: of this one's conversations alone; None: of all, and of engines.
-            conversation_id: of this one alone, scoped to its tenant.
-            patience_s: how long to wait.
-        """
-        mine = None
-        if conversation_id is not None:
-            mine = of_conversation(conversation_id)
-        elif tenant is not None:
-            mine = of_tenant(tenant)
-        after = self._events.newest if after is None else min(after, self._events.newest)
-        deadline_s = time.monotonic() + patience_s
-        while True:
-            missed = self._events.missed(after)
-            found = self._events.after(after, kinds, mine)
-            if found or missed or time.monotonic() >= deadline_s:
-                told = [(one.number, one.kind, event_json(one)) for one in found]
-                return EventPage(self._events.newest, missed, told)
-            after = self._events.newest
-            await asyncio.sleep(_EVENTS_EVERY_S)
+    async def events(self, *of: Any) -> EventPage:
+        """What has happened, for `GET /v1/events`; see `listen`."""
+        return await listen(self._events, *of)
 
     async def conversations(self, limit: int, tenant: str | None = None) -> bytes:
         """The most recently used conversations, for `GET /v1/conversations`, as JSON.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,12 +13,10 @@ from conserve.conversations import ConversationTable
 from conserve.events import Event
 from conserve.histories.sharing import held_together
 from deployments.messages import EngineInfo
+from deployments.table.listening import own_view
 
 # Of a conversation's, so many are shown: a name that many share may have thousands.
 SHOWN_HISTORIES = 64
-SHOWN_EVENTS = 32
-# Details that are counted over all tenants, or say how full decoders are.
-_OF_OTHERS = ("history", "turn", "ahead", "missing_tokens", "decoders")
 
 
 def conversation_view(
@@ -55,7 +53,7 @@ def conversation_view(
         "energy_estimate_j": round(energy_j, 3) if energy_j else None,
         "histories": [_history_view(one, now_s) for one in _recent(histories)],
         "histories_total": len(histories),
-        **({} if events is None else {"events": [_own_event_view(one) for one in events]}),
+        **({} if events is None else {"events": [own_view(one) for one in events]}),
     }
 
 
@@ -98,42 +96,6 @@ def _hints_view(history: Conversation) -> dict[str, Any]:
 def _turn_view(history: Conversation) -> dict[str, int] | None:
     last = history.last_turn
     return None if last is None else msgspec.structs.asdict(last)
-
-
-def event_json(event: Event) -> bytes:
-    """What has happened, and to which conversation, or engine."""
-    shown: dict[str, Any] = {"number": event.number}
-    if event.history_id:
-        tenant = identity.tenant_of(event.history_id)
-        shown["conversation"] = identity.own_id(event.history_id)
-        shown |= {} if tenant is None else {"tenant": tenant}
-    return msgspec.json.encode(shown | _event_view(event))
-
-
-def _own_event_view(event: Event) -> dict[str, Any]:
-    """One of a conversation's events, for its client: without what tells of others."""
-    shown = _event_view(event)
-    return {name: value for name, value in shown.items() if name not in _OF_OTHERS}
-
-
-def _event_view(event: Event) -> dict[str, Any]:
-    number = identity.number_of(event.history_id)
-    return {
-        "kind": event.kind,
-        "at": round(event.at_s, 3),
-        **({} if number is None else {"history": number}),
-        **event.details,
-    }
-
-
-def of_conversation(conversation_id: str) -> Callable[[str], bool]:
-    """Says of a history whether it is of this conversation."""
-    return lambda history_id: identity.conversation_of(history_id) == conversation_id
-
-
-def of_tenant(tenant: str) -> Callable[[str], bool]:
-    """Says of a history whether it is of this tenant."""
-    return lambda history_id: identity.tenant_of(history_id) == tenant
 
 
 def engine_view(engine: EngineInfo, table: ConversationTable) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from conserve import identity
 from conserve.events import EventLog
 
 
@@ -50,8 +51,22 @@ def test_some_kinds_or_some_histories_alone_can_be_asked_for() -> None:
     assert [one.number for one in log.after(0, kinds=("pause",))] == [2, 4]
     assert [one.number for one in log.after(0, mine=lambda id_: id_ == "a")] == [1, 4]
     assert [one.number for one in log.after(0, ("pause",), lambda id_: id_ == "a")] == [4]
-    assert [one.number for one in log.newest_of(lambda id_: id_ != "b", 2)] == [3, 4]
-    assert log.newest_of(lambda _: True, 0) == []
+
+
+def test_a_conversations_own_are_those_of_all_of_its_histories() -> None:
+    log = a_log(most=4)
+    histories = ["c", identity.further("c", 7), "d", "", identity.scoped("acme", "c"), "c"]
+    for history in histories:
+        log.add("start", history)
+    # The first two are not kept any more.
+    assert [one.number for one in log.newest_of("c", 9)] == [6]
+    assert [one.number for one in log.newest_of("acme\tc", 9)] == [5]
+    log.add("end", identity.further("c", 8))
+    assert [one.number for one in log.newest_of("c", 9)] == [6, 7]
+    assert [one.number for one in log.newest_of("c", 1)] == [7]
+    assert log.newest_of("d", 9) == log.newest_of("nobody", 9) == []
+    # Nothing is remembered of who is not there.
+    assert set(log._of) == {"", "acme\tc", "c"}
 
 
 def test_what_is_none_is_left_out() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 import time
 
 import pytest
@@ -13,7 +12,6 @@ from conserve.recognition import Chain
 from conserve.settings import Settings
 from deployments.messages import (
     EngineInfo,
-    EventPage,
     Prefilled,
     Refusal,
     TurnPlan,
@@ -22,7 +20,6 @@ from deployments.messages import (
 )
 from deployments.table.table import TableService
 from hetero.energy import EngineEnergy, GpuReading
-from tests.unit.deployments.table.virtual_time import run
 
 TOKENS = 600
 
@@ -529,98 +526,5 @@ def test_engines_of_one_node_share_its_host_memory() -> None:
         # A node is lost, with all that was there.
         await service.engine_lost("decoder#2", "as it happens")
         assert memory.parked_tokens == 500
-
-    asyncio.run(scenario())
-
-
-def test_what_happens_is_told_in_order() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        began = (await service.events(None)).newest
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        waiting = asyncio.create_task(service.place("r", "c", TOKENS))
-        await asyncio.sleep(0)
-        await service.release("full")
-        plan = await waiting
-        assert isinstance(plan, TurnPlan)
-        await service.prefilled(plan, Prefilled(TOKENS, 100))
-        stats = TurnStats(TOKENS, 5, 0, 512)
-        await service.advance(plan.turn, "decoder#1", stats, (b"c" * 16,))
-        await service.observe(TurnTiming("completed", 1.5, 0.5, (), plan.turn, None))
-        plan = await service.begin("r", "c", [])
-        assert isinstance(plan, TurnPlan)
-        # Its decoder and its router may both say so.
-        for _ in range(2):
-            await service.abandon(plan.turn, "decoder#1", None)
-        await service.engine_lost("decoder#1", "as it happens")
-
-        page = await service.events(began)
-        told = [json.loads(data) for _, _, data in page.events]
-        assert [one["number"] for one in told] == list(range(began + 1, page.newest + 1))
-        assert [one["kind"] for one in told] == [kind for _, kind, _ in page.events]
-        assert len(told) == 10  # Two turns have begun.
-        by_kind = {(one["kind"], one.get("conversation")): one for one in told}
-        assert [*by_kind] == [
-            ("wait", "c"), ("ended", "full"), ("place", "c"), ("start", "c"), ("prefilled", "c"),
-            ("end", "c"), ("answered", "c"), ("cut", "c"), ("engine_lost", None),
-        ]  # fmt: skip
-        wait = by_kind["wait", "c"]
-        assert (wait["ahead"], wait["missing_tokens"]) == (0, 2 * TOKENS - 1000)
-        place = by_kind["place", "c"]
-        assert (place["decoder"], place["prefiller"]) == ("decoder#1", "prefiller#1")
-        assert by_kind["prefilled", "c"]["loaded_tokens"] == 100
-        assert by_kind["end", "c"]["loaded_tokens"] == 512
-        assert by_kind["answered", "c"]["ttft_s"] == 0.5
-        lost = by_kind["engine_lost", None]
-        assert (lost["engine"], lost["unbound"], lost["why"]) == ("decoder#1", 1, "as it happens")
-
-        metrics = (await service.metrics()).decode()
-        assert 'conserve_events_total{kind="start"} 3.0' in metrics
-        assert 'conserve_events_total{kind="pause"} 0.0' in metrics
-        # Some of it, and of some.
-        some = await service.events(began, ("place", "cut"), None, "c")
-        assert [kind for _, kind, _ in some.events] == ["place", "cut"]
-        assert some.newest == page.newest
-        assert (await service.events(began, (), None, "full")).events[0][1] == "ended"
-        assert (await service.events(began, (), "acme")).events == []
-        # A number that there is not yet is taken for the newest.
-        assert (await service.events(page.newest + 10**6)) == EventPage(page.newest, 0, [])
-        assert (await service.events(0)).events[0][1] == "engine_ready"
-
-    asyncio.run(scenario())
-
-
-def test_who_listens_hears_of_it_as_it_happens_or_after_a_while_that_nothing_did() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        newest = (await service.events(None)).newest
-        nothing = await service.events(newest, (), None, None, 10.0)
-        assert nothing == EventPage(newest, 0, [])
-        listening = asyncio.create_task(service.events(newest, ("ended",), None, None, 10.0))
-        await asyncio.sleep(5)
-        assert not listening.done()
-        await service.release("full")
-        assert [kind for _, kind, _ in (await listening).events] == ["ended"]
-
-    run(scenario())
-
-
-def test_a_conversation_says_what_happened_to_it_and_nobody_elses() -> None:
-    async def scenario() -> None:
-        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
-        for role in ("prefiller", "decoder"):
-            await service.register(engine(role))
-        for id_ in ("acme\tc", "ops\tc"):
-            assert isinstance(await service.begin("r", id_, []), Unplaced)
-            assert isinstance(await service.place("r", id_, 300), TurnPlan)
-        shown = await service.conversation("acme\tc")
-        assert shown is not None
-        assert [one["kind"] for one in shown["events"]] == ["place", "start"]
-        # From numbers it could be told how much others do, or how full decoders are.
-        numbered = {"number", "turn", "history", "ahead", "missing_tokens", "decoders"}
-        assert not any(numbered & set(one) for one in shown["events"])
-        page = await service.events(0, (), "ops")
-        told = [json.loads(data) for _, _, data in page.events]
-        assert {(one["tenant"], one["conversation"]) for one in told} == {("ops", "c")}
 
     asyncio.run(scenario())

@@ -1,0 +1,217 @@
+"""Who is in host memory, makes room by that, and comes back from there."""
+
+import pytest
+
+from conserve.conversation import Conversation, TurnStats
+from conserve.conversations import ConversationTable
+from conserve.events import EventLog
+from conserve.pausing import Pausing
+from conserve.placement import ConversationPlacement
+from tests.unit.conserve.conversations.scene import Turn, a_table, start, the
+from tests.unit.conserve.pausing.test_memory import NOW_S, idle, memory_of, paused
+
+
+def parking(table: ConversationTable, name: str, tokens: int, now_s: float = NOW_S) -> bool:
+    """A turn of a history on a decoder; whether it has left its prompt in host memory."""
+    turn = start(table, name, tokens, now_s)
+    parks = table.park(the(table, name))
+    found = the(table, name).held_tokens if the(table, name).turns else 0
+    seen = TurnStats(tokens - 10, 10, found, 0)
+    assert table.advance(turn.key, turn.decoder_id, seen, (name.encode().ljust(16, b"-"),), now_s)
+    return parks
+
+
+def a_parking_table(decoders: int = 1, host_tokens: int = 10_000) -> ConversationTable:
+    table = a_table(decoders=decoders, pausing=Pausing())
+    memory_of(table).set_host_tokens(host_tokens)
+    return table
+
+
+def test_who_is_parked_makes_room_at_once_and_comes_back_from_host_memory() -> None:
+    table = a_parking_table()
+    assert not parking(table, "early", 400)  # There was room for everybody.
+    assert parking(table, "late", 500)
+    assert memory_of(table).parked_tokens == 490
+    # Neither has been idle for long: the one that is parked goes, though it is the longer one.
+    assert table.bind("new", 300, NOW_S + 1) is not None
+    assert paused(table) == {"late"}
+    table.release("new")
+    assert table.bind("newer", 600, NOW_S + 1) is not None
+    Turn.last(table, "newer").advance(table, 600, (b"n" * 16,), NOW_S + 1)
+    table.release("newer")
+    placement = table.bind("late", 550, NOW_S + 2)
+    assert placement is not None
+    assert placement.prefiller_id is None
+    assert memory_of(table).restores == {"reloaded": 1}
+
+
+def test_who_would_not_be_found_there_for_long_keeps_its_room() -> None:
+    """Host memory that is full, and has nothing that is older than half a minute, soon loses it."""
+    for first_s, goes in ((NOW_S - 30, False), (NOW_S - 90, True)):
+        table = a_parking_table(host_tokens=1000)
+        assert parking(table, "early", 500, first_s)
+        table.release("early")
+        assert parking(table, "a", 600, NOW_S)
+        assert memory_of(table).parked_tokens == 1000
+        placement = table.bind("new", 700, NOW_S + 1)
+        assert (placement is not None) == goes
+        assert paused(table) == ({"a"} if goes else set())
+
+
+def test_host_memory_serves_any_decoder_and_who_has_lost_his() -> None:
+    table = a_parking_table(decoders=2)
+    start(table, "other", 100)
+    start(table, "another", 400)
+    home = Turn.last(table, "other").decoder_id
+    assert parking(table, "a", 550)
+    assert the(table, "a").decoder_id == home
+    table.remove_decoder(home)
+    placement = table.bind("a", 580, NOW_S)
+    assert placement is not None
+    assert (placement.decoder_id != home, placement.prefiller_id) == (True, None)
+    # Of a prompt that is mostly new a prefiller computes the rest, and it counts as one.
+    table.remove_decoder(placement.decoder_id)
+    table.add_decoder("d3", 5000)
+    placement = table.bind("a", 1200, NOW_S)
+    assert placement is not None
+    assert placement.prefiller_id == "p1"
+
+
+def test_what_a_prefiller_has_computed_is_in_host_memory() -> None:
+    table = a_parking_table()
+    turn = start(table, "a", 300)
+    table.prefilled(turn.key, 300)
+    seen = TurnStats(300, 10, 0, 256)
+    assert table.advance(turn.key, turn.decoder_id, seen, (b"a" * 16,), NOW_S)
+    assert memory_of(table).parked_tokens == 300
+    # A shorter prompt of it takes nothing away.
+    memory_of(table).parked(the(table, "a"), 100)
+    assert memory_of(table).parked_tokens == 300
+
+
+def test_nothing_is_parked_without_host_memory_or_by_a_turn_that_came_to_nothing() -> None:
+    table = a_parking_table(host_tokens=0)
+    assert not parking(table, "a", 800)
+    assert memory_of(table).parked_tokens == 0
+    memory_of(table).set_host_tokens(5000)
+    turn = start(table, "a", 850, NOW_S)
+    assert table.park(the(table, "a"))
+    turn.abandon(table)
+    assert memory_of(table).parked_tokens == 0
+    # One that was cut has left its prompt.
+    turn = start(table, "a", 850, NOW_S)
+    assert table.park(the(table, "a"))
+    turn.abandon(table, TurnStats(850, 3, 800, 0))
+    assert memory_of(table).parked_tokens == 850
+    memory_of(table).set_host_tokens(0)
+    assert memory_of(table).parked_tokens == 0
+    # And of one that ends with a turn under way, nothing is remembered.
+    memory_of(table).set_host_tokens(5000)
+    start(table, "a", 850, NOW_S)
+    assert table.park(the(table, "a"))
+    table.release("a")
+    assert memory_of(table)._parking == set()
+    without = a_table()
+    start(without, "a", 900)
+    assert not without.park(the(without, "a"))
+
+
+def test_what_is_not_found_there_is_looked_for_no_more() -> None:
+    """LMCache's server was started anew."""
+    table = a_parking_table()
+    assert parking(table, "a", 600)
+    memory_of(table).pause(the(table, "a"), "room")
+    for found, parked in ((300, 590), (290, 0)):
+        memory_of(table).parked(the(table, "a"), 590)
+        assert table.bind("a", 700, NOW_S) is not None
+        turn = Turn.last(table, "a")
+        seen = TurnStats(700, 10, 0, found)
+        assert table.advance(turn.key, turn.decoder_id, seen, (b"a" * 16,), NOW_S)
+        assert memory_of(table).parked_tokens == parked
+        memory_of(table).pause(the(table, "a"), "room")
+
+
+def test_it_tells_who_is_parked_paused_and_back() -> None:
+    events = EventLog(lambda: NOW_S)
+    table = ConversationTable(ConversationPlacement(), 1e9, 0.0, 1, Pausing(), events)
+    table.add_prefiller("p1")
+    for name in ("d1", "d2"):
+        table.add_decoder(name, 1000)
+    memory_of(table).set_host_tokens(5000)
+    assert parking(table, "a", 600)
+    memory_of(table).pause(the(table, "a"), "room")
+    for turn in (1, 2):
+        assert table.bind("a", 650, NOW_S) is not None
+        assert Turn.last(table, "a").advance(table, 650, (b"a" * 16,))
+        if turn == 1:
+            table.remove_decoder("d1")
+    told = [(one.kind, one.details) for one in events.after(0)]
+    assert told == [
+        ("park", {"decoder": "d1", "tokens": 590}),
+        ("pause", {"decoder": "d1", "reason": "room", "freed_tokens": 600}),
+        ("restore", {"decoder": "d1", "where": "kept", "was_on": "d1"}),
+        # There was nothing of it in the engine, so nothing is taken to be in host memory either.
+        ("restore", {"decoder": "d2", "where": "unbound"}),
+    ]
+
+
+def test_what_an_ended_history_has_left_is_not_that_of_the_next_one_of_its_id() -> None:
+    table = a_parking_table(host_tokens=5000)
+    assert parking(table, "main", 900)
+    table.release("main")
+    assert not parking(table, "main", 400)
+    assert memory_of(table).parked_tokens == 890
+    table.remove_decoder("d1")
+    table.add_decoder("d2", 1000)
+    placement = table.bind("main", 420, NOW_S)
+    assert placement is not None
+    assert placement.prefiller_id == "p1"
+
+
+@pytest.mark.parametrize("parks", [False, True])
+def test_a_turn_that_was_cut_before_its_first_token_says_nothing_of_host_memory(
+    parks: bool,
+) -> None:
+    table = a_parking_table()
+    assert parking(table, "a", 600)
+    turn = start(table, "a", 900, NOW_S)
+    if parks:
+        assert table.park(the(table, "a"))
+    turn.abandon(table, TurnStats(900, 0, 0, 0))
+    assert memory_of(table).parked_tokens == 590
+
+
+def test_it_counts_since_when_a_copy_lies_there_not_since_when_its_history_was_used() -> None:
+    table = a_parking_table(host_tokens=1000)
+    assert parking(table, "a", 600, NOW_S - 100)
+    # It goes on, on its decoder alone; meanwhile others have come.
+    turn = start(table, "a", 650, NOW_S)
+    assert table.advance(turn.key, turn.decoder_id, TurnStats(640, 10, 600, 0), (), NOW_S)
+    memory_of(table).parked(Conversation("other", 99, NOW_S, NOW_S), 400)
+    assert table.bind("new", 700, NOW_S + 1) is None
+    # A turn that takes it from there has it stay.
+    turn = start(table, "a", 660, NOW_S)
+    assert table.advance(turn.key, turn.decoder_id, TurnStats(650, 10, 0, 590), (), NOW_S + 70)
+    assert table.bind("new", 700, NOW_S + 71) is not None
+    assert paused(table) == {"a"}
+
+
+def test_who_moved_and_is_computed_there_was_not_kept() -> None:
+    """There is no prefiller that could."""
+    table = ConversationTable(ConversationPlacement(), 1e9, 0.0, 1, Pausing())
+    for name in ("d1", "d2"):
+        table.add_decoder(name, 1000)
+    idle(table, "a", 600, NOW_S)
+    memory_of(table).pause(the(table, "a"), "room")
+    start(table, "b", 900, NOW_S)
+    assert table.bind("a", 650, NOW_S) is not None
+    assert the(table, "a").decoder_id == "d2"
+    assert memory_of(table).restores == {"moved": 1}
+
+
+def test_a_lost_decoder_takes_along_which_of_its_turns_were_to_park() -> None:
+    table = a_parking_table()
+    start(table, "a", 800)
+    assert table.park(the(table, "a"))
+    table.remove_decoder("d1")
+    assert memory_of(table)._parking == set()
