@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoscale.capacity import fit
 from autoscale.capacity.fit import (
     DecodePoint,
     FitError,
@@ -203,6 +204,14 @@ def test_a_known_decode_plane_is_found_again_under_noise(
 
 
 def test_a_step_that_costs_nothing_when_empty_is_refused() -> None:
+    points = [DecodePoint(b, b * each, 1e-3 * b) for b in (1, 2, 4) for each in (100, 200, 300)]
+    with pytest.raises(FitError, match="an iteration of nothing"):
+        fit_decode(points)
+
+
+def test_what_rounding_leaves_of_nothing_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the fit of these points comes out on some processors."""
+    monkeypatch.setattr(fit, "_not_negative", lambda *_: (1e-19, 1e-3, 0.0))
     points = [DecodePoint(b, b * each, 1e-3 * b) for b in (1, 2, 4) for each in (100, 200, 300)]
     with pytest.raises(FitError, match="an iteration of nothing"):
         fit_decode(points)

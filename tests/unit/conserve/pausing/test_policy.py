@@ -76,6 +76,8 @@ def test_who_is_parked_costs_a_reload_and_may_go() -> None:
     ]
     assert policy.may_go(idle("away", 8000, 900.0))
     assert order(policy, nothing, half, whole) == ["whole", "half", "nothing"]
+    # A quarter of what the tokens take without attention to each other, whatever the length.
+    assert policy.price(whole) == policy.price(nothing) * 0.25 / (1 + 8000 / 32_768)
     # Who has lost half of itself pays for what it has yet, and host memory has that.
     assert policy.price(whole) == 2 * policy.price(
         Idle("lost half", 8000, 8000, 4000, 1.0, parked_tokens=8000)
