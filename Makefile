@@ -10,10 +10,11 @@ PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3)
 # What is given to the program behind a target: make test ARGS='-k recognition -x'
 ARGS ?=
 # Other people's clients, which tests drive, each in an environment of its own: those that
-# `make test` has, and those that bring gigabytes.
+# `make test` has, and those that bring gigabytes; and a peer of the benchmarks.
 CLIENTS := .clients
 CLIENT_VERSIONS := tests/engines/clients/requirements
 LIBRARIES := $(patsubst %,$(CLIENTS)/%/.installed,openai-agents langgraph)
+PEERS := $(CLIENTS)/vllm-router/.installed
 PROGRAMS := $(patsubst %,$(CLIENTS)/%/.installed,aider claude-code codex mini-swe-agent opencode)
 # Of `make test-fuzz`: how many requests, and which; every run prints both.
 CASES ?= 10000
@@ -64,7 +65,7 @@ test-autoscaler: $(INSTALLED) ## Have Ray's autoscaler start and end nodes for d
 test-cancelling: $(INSTALLED) ## Cancel up to 300 first turns at a time, at several moments (ten minutes)
 	@$(BIN)/python -m pytest tests/engines/cancelling $(ARGS)
 
-test-peers: $(INSTALLED) ## Start every peer of the benchmarks, and talk to it (minutes)
+test-peers: $(INSTALLED) $(PEERS) ## Start every peer of the benchmarks, and talk to it (minutes)
 	@$(BIN)/python -m pytest tests/engines/peers tests/engines/every_peer $(ARGS)
 
 test-vision: $(INSTALLED) ## Show images to a model of random weights, and see them handed off (minutes)
@@ -103,7 +104,7 @@ bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 bench-keys: $(INSTALLED) ## Measure what keys cost a warm turn: two routers before the same engines
 	@$(BIN)/python -m benchmarks.experiments.keys $(ARGS)
 
-bench-overcommit: $(INSTALLED) ## Have agents work whose histories are four times what engines hold
+bench-overcommit: $(INSTALLED) $(PEERS) ## Have agents work whose histories are four times what engines hold
 	@$(BIN)/python -m benchmarks.experiments.overcommit $(ARGS)
 
 bench-tenants: $(INSTALLED) ## Measure whether a tenant can tell from time what another has sent
@@ -169,12 +170,19 @@ $(INSTALLED): pyproject.toml $(REQUIREMENTS)
 
 # A client, at the versions that its file says.
 
-$(CLIENTS)/%/.installed: $(CLIENT_VERSIONS)/%.txt | $(BIN)/python
-	@echo "conserve: installing $* for tests"
+define install_python_client
+	@echo "conserve: installing $(notdir $(@D)) in an environment of its own"
 	@rm -rf $(@D)
 	@$(BIN)/python -m venv $(@D)
 	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $<
 	@touch $@
+endef
+
+$(CLIENTS)/%/.installed: $(CLIENT_VERSIONS)/%.txt | $(BIN)/python
+	$(install_python_client)
+
+$(CLIENTS)/%/.installed: benchmarks/peers/%.txt | $(BIN)/python
+	$(install_python_client)
 
 # What these would run after they are installed fetches or links what their packages hold already.
 $(CLIENTS)/%/.installed: $(CLIENT_VERSIONS)/%.json

@@ -35,13 +35,14 @@ from rich.table import Table
 
 from benchmarks.experiments.overhead import MODEL, percentile
 from benchmarks.peers import Options, PeerUnavailable, start
+from benchmarks.peers.plan import CONVERSATION_HEADER
 from conserve.launch import Launch
 
 PORT = 8000
 URL = f"http://127.0.0.1:{PORT}"
 CONSERVE, UNPARKED, PINNED = "conserve", "parking-off", "pausing-off"
-RAY, BARE = "ray_serve_llm", "vllm"
-SYSTEMS = (CONSERVE, UNPARKED, PINNED, RAY, BARE)
+RAY, ROUTER, BARE = "ray_serve_llm", "vllm_router", "vllm"
+SYSTEMS = (CONSERVE, UNPARKED, PINNED, RAY, ROUTER, BARE)
 _SETTINGS = {CONSERVE: (), UNPARKED: ("parking=off",), PINNED: ("pausing=off",)}
 _BLOCK_TOKENS = 128
 # vLLM refuses a longer one than its KV space can hold.
@@ -124,10 +125,17 @@ class Window:
 
 
 class Agent:
-    """One client: a conversation after another, until it is stopped."""
+    """One client: a conversation after another, until it is stopped.
 
-    def __init__(self, session: aiohttp.ClientSession, shape: Shape, seed: str) -> None:
+    Args:
+        header: by which the system tells conversations apart.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, shape: Shape, seed: str, header: str
+    ) -> None:
         self._session = session
+        self._header = header
         self._shape = shape
         self._rng = random.Random(seed)
         self._seed = seed
@@ -166,7 +174,7 @@ class Agent:
             "ignore_eos": True,
             "temperature": 0,
         }
-        headers = {"X-Conversation-Id": name}
+        headers = {self._header: name}
         began_s = time.perf_counter()
         while True:
             async with self._session.post(
@@ -190,6 +198,7 @@ async def measure(
     settle_s: float,
     seconds: float,
     seed: int,
+    header: str,
     advance: Callable[[], None],
 ) -> list[Level]:
     """One number of agents after the other; the first ``settle_s`` of each are not counted."""
@@ -199,7 +208,8 @@ async def measure(
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         for count in counts:
             window = Window()
-            agents = [Agent(session, shape, f"{seed}-{count}-{n}") for n in range(count)]
+            names = (f"{seed}-{count}-{n}" for n in range(count))
+            agents = [Agent(session, shape, name, header) for name in names]
             tasks = [asyncio.ensure_future(agent.work(window)) for agent in agents]
             _, working = await asyncio.wait(tasks, timeout=settle_s)
             window.level = Level(count, seconds)
@@ -218,11 +228,14 @@ async def measure(
 
 
 @contextlib.contextmanager
-def serving(system: str, blocks: int, logs: Path, report: Callable[[str], None]) -> Iterator[None]:
+def serving(system: str, blocks: int, logs: Path, report: Callable[[str], None]) -> Iterator[str]:
     """Have a system up for the time of a ``with`` block.
 
     Args:
         blocks: of KV, of each engine; a bare engine has those of two.
+
+    Yields:
+        The header by which it tells conversations apart.
 
     Raises:
         PeerUnavailable: it cannot run here.
@@ -234,13 +247,13 @@ def serving(system: str, blocks: int, logs: Path, report: Callable[[str], None])
         with Launch(arguments, logs / f"{system}.log") as launch:
             report(f"starting {system}")
             launch.wait_until_serving(URL, 1, 1)
-            yield
+            yield CONVERSATION_HEADER
         return
     if system == BARE:
         engine["num_gpu_blocks_override"] *= 2
     options = Options(engines=2, engine=engine, port=PORT, logs=logs)
-    with start(system, options, report):
-        yield
+    with start(system, options, report) as peer:
+        yield peer.session_header or CONVERSATION_HEADER
 
 
 def report(found: dict[str, list[Level]], room_tokens: int, shape: Shape, console: Console) -> None:
@@ -277,7 +290,7 @@ def draw(found: dict[str, list[Level]], path: Path) -> None:
     """Draw throughput, and what is found, against the number of agents."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     throughput, hits = figure.subplots(1, 2)
-    for (system, levels), marker in zip(found.items(), "osD^v", strict=False):
+    for (system, levels), marker in zip(found.items(), "osD^Pv", strict=False):
         agents = [level.agents for level in levels]
         throughput.plot(agents, [one.tokens_per_s for one in levels], marker=marker, label=system)
         # Of those who made no later turn there is nothing to say.
@@ -325,11 +338,11 @@ def main() -> None:
             task = progress.add_task(name, total=len(counts))
             say = partial(_say, progress, task)
             try:
-                with serving(name, options.blocks, logs, say):
+                with serving(name, options.blocks, logs, say) as header:
                     say(name)
                     found[name] = asyncio.run(
                         measure(
-                            counts, shape, options.settle, options.seconds, options.seed,
+                            counts, shape, options.settle, options.seconds, options.seed, header,
                             partial(progress.advance, task),
                         )
                     )  # fmt: skip

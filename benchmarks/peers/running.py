@@ -22,6 +22,7 @@ from benchmarks.peers import (
     ray_pd,
     ray_serve_llm,
     vllm,
+    vllm_router,
 )
 from benchmarks.peers.options import Options
 from benchmarks.peers.pinning import engine_processes, pin
@@ -36,6 +37,7 @@ PEERS = {
         ray_serve_llm,
         ray_pd,
         vllm,
+        vllm_router,
         collocated,
         per_turn,
         full_disaggregation,

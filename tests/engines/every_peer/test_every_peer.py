@@ -20,6 +20,14 @@ def test_ray_serve_llm_keeps_a_conversation_on_its_replica(tmp_path: Path) -> No
             assert third >= 384
 
 
+def test_vllms_router_keeps_a_program_on_its_server(tmp_path: Path) -> None:
+    with started("vllm_router", tmp_path) as peer:
+        for number in range(4):
+            _, second, third = converse(peer, f"conversation-{number}")
+            assert second >= 384
+            assert third >= 384
+
+
 def test_vllm_with_the_cores_of_all(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     with started("vllm", tmp_path, engines=len(cores), cores=tuple(cores)) as peer:

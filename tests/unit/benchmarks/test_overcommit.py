@@ -70,7 +70,7 @@ async def run(server: Server, monkeypatch: pytest.MonkeyPatch, counts: list[int]
     assert runner.addresses
     monkeypatch.setattr(overcommit, "URL", f"http://127.0.0.1:{runner.addresses[0][1]}")
     try:
-        return await measure(counts, SHAPE, 0.05, 0.5, 1, lambda: None)
+        return await measure(counts, SHAPE, 0.05, 0.5, 1, "X-Conversation-Id", lambda: None)
     finally:
         await runner.cleanup()
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.peers import PEERS, Options, PeerUnavailable, start
+from benchmarks.peers import PEERS, Options, PeerUnavailable, start, vllm_router
 from benchmarks.peers.chunks import iterations
 from benchmarks.peers.collocated import largest_chunk
 from benchmarks.peers.command import peers
@@ -30,6 +30,12 @@ from benchmarks.peers.plan import Part, PeerPlan, free_port
 from benchmarks.peers.waiting import answers, last_words, serves, until_ready, warm_up
 from conserve.launch import Launch
 from conserve.settings import load
+
+
+@pytest.fixture(autouse=True)
+def router_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made of a plan here is looked at, and not started."""
+    monkeypatch.setattr(vllm_router, "_INSTALLED", Path(sys.executable))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +74,8 @@ def test_all_engines_of_all_peers_have_the_same_arguments() -> None:
 def test_a_peer_has_as_many_engines_as_asked_for(name: str) -> None:
     plan = PEERS[name].plan(Options(engines=4, device="cpu"))
     assert plan.engines == (1 if name == "vllm" else 4)
-    assert plan.prefillers == (0 if name in ("vllm", "ray_serve_llm", "collocated") else 1)
+    collocated = ("vllm", "vllm_router", "ray_serve_llm", "collocated")
+    assert plan.prefillers == (0 if name in collocated else 1)
 
 
 @pytest.mark.parametrize("name", ["conserve", "ray_pd", "per_turn", "full_disaggregation"])
@@ -109,6 +116,26 @@ def test_bare_vllm_has_the_threads_and_the_memory_of_all_engines() -> None:
     assert part.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
     other = engine_environment(Options(engines=3, device="cpu"))
     assert other["OMP_NUM_THREADS"] == other["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+def test_vllms_router_schedules_programs_over_all_servers() -> None:
+    options = Options(engines=3, device="cpu", engine={"num_gpu_blocks_override": 96})
+    plan = PEERS["vllm_router"].plan(options)
+    *servers, router = plan.parts
+    urls = [f"http://127.0.0.1:{one.command[one.command.index('--port') + 1]}" for one in servers]
+    assert [one.ready_url for one in servers] == [url + "/health" for url in urls]
+    given = router.command
+    assert list(given[given.index("--worker-urls") + 1 :][:3]) == urls
+    told = json.loads(given[given.index("--program-scheduling-config-json") + 1])
+    assert told["token_capacity_per_target"] == 96 * 128
+    assert plan.session_header == "x-session-id"
+
+
+def test_vllms_router_says_how_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_router, "_INSTALLED", Path("/nowhere"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(PeerUnavailable, match=r"make \.clients/vllm-router/\.installed"):
+        PEERS["vllm_router"].plan(Options())
 
 
 def test_ray_serve_llm_chooses_replicas_by_the_header_that_bench_sends() -> None:
