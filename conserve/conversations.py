@@ -88,6 +88,9 @@ class ConversationTable:
         # Of prompts, what the account had of their beginnings, and what of it no engine had.
         self.expected_cached_tokens = 0
         self.missing_cached_tokens = 0
+        # Of prompts of paused histories, what had been computed before, and a prefiller computes
+        # again.
+        self.recomputed_tokens = 0
         self.usage = UsageBook()
         self.memory: Memory | None = None
         if pausing is not None:
@@ -325,6 +328,9 @@ class ConversationTable:
         known.decoder_id = placement.decoder_id
         if was_known:
             kept = placement.prefiller_id is None
+            last = known.last_turn
+            if last is not None and not kept:
+                self.recomputed_tokens += min(turn1_tokens, last.prompt_tokens + last.output_tokens)
             known.moves += self.memory is None or self.memory.bound(known, kept)
         self.decoders[placement.decoder_id].conversations += 1
         self._hold(known, turn1_tokens)

@@ -18,7 +18,7 @@ from benchmarks.counters import ServerFigures
 from benchmarks.records import Answer, Script, TurnRecord, TurnRequest
 from benchmarks.simulate.costs import Costs
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
-from conserve.admission import Admission, Admitted, QueueFull, Ticket
+from conserve.admission import Admission, Admitted, FirstCome, Levels, QueueFull, Ticket
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.pausing import Pausing
@@ -132,7 +132,9 @@ class Cluster:
         self._loads_until_s: dict[str, float] = {}
         if self.table.memory is not None:
             self.table.memory.set_host_tokens(system.host_tokens)
-        self._admission = Admission(self.table, system.queue_limit, system.queue_timeout_s)
+        timeout_s = system.queue_timeout_s
+        order = Levels(rise_s=timeout_s / 6) if system.pausing else FirstCome()
+        self._admission = Admission(self.table, system.queue_limit, timeout_s, order)
         self._in_line: dict[str, tuple[_Open, Ticket]] = {}
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._number = count()

@@ -1,12 +1,26 @@
 """Binding conversations to decoders as they come, or when there is room for them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from conserve.admission.waiting import Ticket, WaitingLine
+from conserve import identity
+from conserve.admission.service import attained_service
+from conserve.admission.ticket import LineOrder, Ticket
+from conserve.admission.waiting import WaitingLine
 from conserve.conversation import Conversation, TurnKey
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.placement import Placement
+
+# To see whether room can be made for a prompt may take a look at all idle histories: so many are
+# tried in vain at a time, from the first on.
+_TRIED = 8
+
+Why = Literal["room", "order"]
+"""Why somebody waits: it was tried, and there is no ``room``; or it is behind others, by the
+``order``."""
+WHYS: tuple[Why, ...] = get_args(Why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +48,15 @@ class Admitted:
 class Admission:
     """Binds conversations to decoders; those for which there is no room wait in line.
 
-    Nobody overtakes: while there is a line, whoever comes takes its last place, and the head goes
-    first, however small the others are. Nothing here waits: the caller asks `admit` again whenever
-    room may have come free, and calls `leave` when somebody has waited for too long.
+    The line's order says who goes first, and whether those behind who fit may overtake meanwhile;
+    by default nobody may. Nothing here waits: the caller asks `admit` again whenever room may have
+    come free, and calls `leave` when somebody has waited for too long.
 
     Args:
         table: where conversations are bound, by its placement policy.
         limit: places in the line; 0 means that nobody may wait.
         timeout_s: the longest wait, for `Ticket.deadline_s`; whoever drives this keeps it.
+        order: of the line; by default `FirstCome`.
 
     Attributes:
         line: those who wait.
@@ -61,9 +76,15 @@ class Admission:
         ['b']
     """
 
-    def __init__(self, table: ConversationTable, limit: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        table: ConversationTable,
+        limit: int,
+        timeout_s: float,
+        order: LineOrder | None = None,
+    ) -> None:
         self._table = table
-        self.line = WaitingLine(limit, timeout_s)
+        self.line = WaitingLine(limit, timeout_s, order)
 
     def enter(
         self,
@@ -81,7 +102,7 @@ class Admission:
             opening: what else is known of its prompt.
 
         Returns:
-            Where it goes, or the last place in the line.
+            Where it goes, or its place in the line.
 
         Raises:
             QueueFull: there is neither room at a decoder nor a place in the line.
@@ -92,22 +113,76 @@ class Admission:
             admitted = self._bind(conversation_id, turn1_tokens, now_s, arrived_s, opening)
             if admitted is not None:
                 return admitted
-        return self.line.join(conversation_id, turn1_tokens, now_s, arrived_s, opening)
+        histories = self._table.histories(identity.conversation_of(conversation_id))
+        served_tokens = attained_service(histories)
+        others_wait = bool(self.line)
+        ticket = self.line.join(
+            conversation_id, turn1_tokens, now_s, arrived_s, opening, served_tokens
+        )
+        # Those before it were tried when somebody went, and did not fit.
+        if others_wait and any(one is ticket for one in self._candidates(now_s)):
+            return self._let_go(ticket, now_s) or ticket
+        return ticket
 
     def admit(self, now_s: float) -> list[Admitted]:
         """Bind those for whom there is room by now, in their order; they have left the line."""
-        admitted = []
-        while (head := self.line.head()) is not None:
-            one = self._bind(head.key, head.tokens, now_s, head.arrived_s, head.opening)
-            if one is None:
-                break
-            self.line.leave(head.key)
+        admitted: list[Admitted] = []
+        tried: set[str] = set()
+        while (one := self._next(now_s, tried)) is not None:
             admitted.append(one)
         return admitted
 
     def leave(self, conversation_id: str) -> Ticket | None:
         """Give a conversation's place up; None if it has none. The next may fit: see `admit`."""
         return self.line.leave(conversation_id)
+
+    def waiting(self, now_s: float) -> Iterator[tuple[Ticket, Why]]:
+        """Those who wait, who goes first first, and why each does."""
+        tried = len(self._candidates(now_s))
+        for ahead, ticket in enumerate(self.line.tickets(now_s)):
+            yield ticket, "room" if ahead < tried else "order"
+
+    def ahead(self, conversation_id: str, now_s: float) -> tuple[int, Why]:
+        """How many go before one that waits, as things are, and why it does wait.
+
+        Raises:
+            KeyError: it does not wait.
+        """
+        for ahead, (ticket, why) in enumerate(self.waiting(now_s)):
+            if ticket.key == conversation_id:
+                return ahead, why
+        raise KeyError(conversation_id)
+
+    def _candidates(self, now_s: float) -> list[Ticket]:
+        """Those who may go if they fit, who goes first first."""
+        candidates: list[Ticket] = []
+        for ticket in self.line.tickets(now_s):
+            candidates.append(ticket)
+            if len(candidates) == _TRIED or self.line.holds_up(ticket, now_s):
+                break
+        return candidates
+
+    def _next(self, now_s: float, tried: set[str]) -> Admitted | None:
+        """The first who fits.
+
+        Args:
+            tried: did not fit before, and are not looked at; those that do not are added.
+        """
+        for ticket in self._candidates(now_s):
+            if ticket.key in tried:
+                continue
+            admitted = self._let_go(ticket, now_s)
+            if admitted is not None:
+                return admitted
+            tried.add(ticket.key)
+        return None
+
+    def _let_go(self, ticket: Ticket, now_s: float) -> Admitted | None:
+        """Bind one of the line, if there is room for it; it has left the line then."""
+        admitted = self._bind(ticket.key, ticket.tokens, now_s, ticket.arrived_s, ticket.opening)
+        if admitted is not None:
+            self.line.leave(ticket.key, went=True)
+        return admitted
 
     def _bind(
         self,

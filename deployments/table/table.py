@@ -80,13 +80,15 @@ class TableService:
             settings.pausing_policy(),
             self._events,
         )
-        self._admission = Admission(self._table, settings.queue_limit, settings.queue_timeout_s)
+        self._admission = Admission(
+            self._table, settings.queue_limit, settings.queue_timeout_s, settings.line_order()
+        )
         self._gate = TenantGate(self._table, self._admission.line)
         self._autoscaler = make_autoscaler(settings)
         self._started_s = time.monotonic()
         self._registry = Registry(self._table, self._started_s)
         self._accounts = Accounts(
-            self._table, self._admission.line, self._registry, self._autoscaler, self._events
+            self._table, self._admission, self._registry, self._autoscaler, self._events
         )
         # What a router that dies leaves behind: turns under way, and those not bound yet, by the
         # conversation.

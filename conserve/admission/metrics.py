@@ -1,0 +1,35 @@
+"""What `/metrics` says of those who wait."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from conserve.admission.admission import WHYS, Admission
+
+
+class LineMetrics(Collector):
+    """The line, by why each waits.
+
+    Args:
+        clock: whose readings the line was told.
+    """
+
+    def __init__(self, admission: Admission, clock: Callable[[], float]) -> None:
+        self._admission = admission
+        self._clock = clock
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        waiting = GaugeMetricFamily(
+            "conserve_waiting",
+            "Conversations in line, by why: no decoder has room for them, or others go before.",
+            labels=["why"],
+        )
+        counts = Counter(why for _, why in self._admission.waiting(self._clock()))
+        for why in WHYS:
+            waiting.add_metric([why], counts[why])
+        yield waiting
