@@ -9,6 +9,7 @@ from conserve.admission.first_come import FirstCome
 from conserve.admission.levels import Levels
 from conserve.admission.ticket import LineOrder, Ticket
 from conserve.admission.waiting import QueueFull, WaitingLine
+from conserve.admission.window import Pressure, Window
 
 __all__ = [
     "Admission",
@@ -16,7 +17,9 @@ __all__ = [
     "FirstCome",
     "Levels",
     "LineOrder",
+    "Pressure",
     "QueueFull",
     "Ticket",
     "WaitingLine",
+    "Window",
 ]

@@ -8,6 +8,7 @@ from conserve import identity
 from conserve.admission.service import attained_service
 from conserve.admission.ticket import LineOrder, Ticket
 from conserve.admission.waiting import WaitingLine
+from conserve.admission.window import Pressure, Window
 from conserve.conversation import Conversation, TurnKey
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
@@ -17,9 +18,9 @@ from conserve.placement import Placement
 # tried in vain at a time, from the first on.
 _TRIED = 8
 
-Why = Literal["room", "order"]
-"""Why somebody waits: it was tried, and there is no ``room``; or it is behind others, by the
-``order``."""
+Why = Literal["room", "window", "order"]
+"""Why somebody waits: no decoder has ``room`` for it; as many are at work as the ``window`` lets;
+others go before, by the ``order``."""
 WHYS: tuple[Why, ...] = get_args(Why)
 
 
@@ -57,9 +58,12 @@ class Admission:
         limit: places in the line; 0 means that nobody may wait.
         timeout_s: the longest wait, for `Ticket.deadline_s`; whoever drives this keeps it.
         order: of the line; by default `FirstCome`.
+        window: how many histories may be at work; None: as many as there is room for. Who has
+            waited for five sixths of the time passes it: it makes wait, and turns nobody away.
 
     Attributes:
         line: those who wait.
+        window: as given.
 
     Example:
         >>> from conserve.placement import ConversationPlacement
@@ -82,9 +86,34 @@ class Admission:
         limit: int,
         timeout_s: float,
         order: LineOrder | None = None,
+        window: Window | None = None,
     ) -> None:
         self._table = table
         self.line = WaitingLine(limit, timeout_s, order)
+        self.window = window
+        self._patience_s = timeout_s * 5 / 6
+        self._counted = (0, 0)
+
+    def observe(self, now_s: float, cpu_pressure: float = 0.0) -> bool:
+        """Look at what presses, as often as the window wants to.
+
+        Args:
+            cpu_pressure: of the machine that tools run on, from 0 to 1; 0 where none do.
+
+        Returns:
+            Whether the window has changed. If so, ask `admit`.
+        """
+        window = self.window
+        if window is None or not window.is_due(now_s):
+            return False
+        table = self._table
+        expected = table.expected_cached_tokens + table.recomputed_tokens
+        again = table.missing_cached_tokens + table.recomputed_tokens
+        before, self._counted = self._counted, (expected, again)
+        kv = (again - before[1]) / max(1, expected - before[0])
+        was = window.limit
+        window.observe(now_s, table.active(now_s), Pressure(kv, cpu_pressure))
+        return window.limit != was
 
     def enter(
         self,
@@ -109,7 +138,7 @@ class Admission:
             ValueError: the conversation waits already.
         """
         arrived_s = now_s if arrived_s is None else arrived_s
-        if not self.line:
+        if not self.line and self._has_slot(now_s, now_s):
             admitted = self._bind(conversation_id, turn1_tokens, now_s, arrived_s, opening)
             if admitted is not None:
                 return admitted
@@ -140,7 +169,10 @@ class Admission:
         """Those who wait, who goes first first, and why each does."""
         tried = len(self._candidates(now_s))
         for ahead, ticket in enumerate(self.line.tickets(now_s)):
-            yield ticket, "room" if ahead < tried else "order"
+            if ahead >= tried:
+                yield ticket, "order"
+            else:
+                yield ticket, "room" if self._has_slot(now_s, ticket.joined_s) else "window"
 
     def ahead(self, conversation_id: str, now_s: float) -> tuple[int, Why]:
         """How many go before one that waits, as things are, and why it does wait.
@@ -152,6 +184,10 @@ class Admission:
             if ticket.key == conversation_id:
                 return ahead, why
         raise KeyError(conversation_id)
+
+    def active(self, now_s: float) -> int:
+        """How many histories are at work, as the window counts them."""
+        return self._table.active(now_s)
 
     def _candidates(self, now_s: float) -> list[Ticket]:
         """Those who may go if they fit, who goes first first."""
@@ -179,10 +215,18 @@ class Admission:
 
     def _let_go(self, ticket: Ticket, now_s: float) -> Admitted | None:
         """Bind one of the line, if there is room for it; it has left the line then."""
+        if not self._has_slot(now_s, ticket.joined_s):
+            return None
         admitted = self._bind(ticket.key, ticket.tokens, now_s, ticket.arrived_s, ticket.opening)
         if admitted is not None:
             self.line.leave(ticket.key, went=True)
         return admitted
+
+    def _has_slot(self, now_s: float, joined_s: float) -> bool:
+        """Whether the window lets one more go, who has waited since then."""
+        if self.window is None or now_s - joined_s >= self._patience_s:
+            return True
+        return self._table.active(now_s) < self.window.limit
 
     def _bind(
         self,

@@ -1,5 +1,6 @@
 """What `/metrics`, listeners, the autoscaler and the account of energy are told of each event."""
 
+import math
 import time
 
 from autoscale.autoscaler import Autoscaler
@@ -74,6 +75,16 @@ class Accounts:
         self._events.add(
             "wait", history_id, why=why, tokens=tokens, ahead=ahead,
             missing_tokens=max(0, missing), decoders=len(decoders),
+        )  # fmt: skip
+
+    def window_moved(self) -> None:
+        """Another number of histories may be at work from now on."""
+        window = self._admission.window
+        assert window is not None
+        self._events.add(
+            "window", limit=None if window.limit == math.inf else window.limit,
+            active=self._admission.active(unix_s()), kv_pressure=round(window.pressure.kv, 3),
+            cpu_pressure=round(window.pressure.cpu, 3),
         )  # fmt: skip
 
     def turned_away(self, history_id: str, code: str) -> None:

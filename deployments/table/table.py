@@ -81,7 +81,11 @@ class TableService:
             self._events,
         )
         self._admission = Admission(
-            self._table, settings.queue_limit, settings.queue_timeout_s, settings.line_order()
+            self._table,
+            settings.queue_limit,
+            settings.queue_timeout_s,
+            settings.line_order(),
+            settings.admission_window(),
         )
         self._gate = TenantGate(self._table, self._admission.line)
         self._autoscaler = make_autoscaler(settings)
@@ -610,6 +614,8 @@ class TableService:
             await self._router_lost(router_id)
         for decoder_id in list(self._table.decoders):
             self._relieve(decoder_id)
+        if self._admission.observe(unix_s()):
+            self._accounts.window_moved()
         self._admit()
         self._scale(now_s)
         if now_s - self._registry.last_beat_s > ABANDONED_S:
