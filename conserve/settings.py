@@ -502,7 +502,7 @@ class Settings(_Strict):
 
     def admission_window(self) -> Window | None:
         """How many may be at work at a time; None: as many as there is room for."""
-        return None if self.pausing_policy() is None else Window()
+        return None if self.pausing_policy() is None else Window(follows_kv=self.parks)
 
     @property
     def parks(self) -> bool:

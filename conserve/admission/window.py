@@ -60,7 +60,9 @@ class Window:
 
     Settings:
         least: it is never less than this.
-        grow, shrink, interval_s: see above.
+        grow, shrink, interval_s, persists_s, forget_s: see above.
+        follows_kv: whether ``Pressure.kv`` counts. Simulated, it should where histories are parked;
+            without host memory those who are kept waiting are computed again all the same.
 
     Attributes:
         limit: the window; infinite where there is no bound.
@@ -86,12 +88,14 @@ class Window:
         interval_s: float = 10.0,
         persists_s: float = 10.0,
         forget_s: float = 60.0,
+        follows_kv: bool = True,
     ) -> None:
         self.interval_s = interval_s
         self._least = least
         self._grow = grow
         self._shrink = shrink
         self._forget_s = forget_s
+        self._follows_kv = follows_kv
         self._kv = _Overload(_KV_HIGH, _KV_LOW, persists_s)
         self._cpu = _Overload(_CPU_HIGH, _CPU_LOW, persists_s)
         self._observed_s = -math.inf
@@ -110,7 +114,7 @@ class Window:
             return
         self._observed_s = now_s
         self.pressure = pressure
-        self._kv.observe(now_s, pressure.kv)
+        self._kv.observe(now_s, pressure.kv if self._follows_kv else 0.0)
         self._cpu.observe(now_s, pressure.cpu)
         if self._kv.on or self._cpu.on:
             self._admitted = max(self._least, self._shrink * min(self._admitted, active))

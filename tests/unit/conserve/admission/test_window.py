@@ -44,6 +44,12 @@ def test_either_pressure_is_enough(high: Pressure) -> None:
     assert after(a_window(), *[(high, 40)] * 3)[-1] == 20
 
 
+def test_without_host_memory_kv_does_not_count() -> None:
+    window = Window(2, 1.0, 0.5, INTERVAL_S, PERSISTS_S, follows_kv=False)
+    assert after(window, *[(Pressure(kv=1.0), 40)] * 9)[-1] == math.inf
+    assert after(window, *[(Pressure(cpu=0.95), 40)] * 3, from_s=90.0)[-1] == 20
+
+
 def test_between_the_bounds_it_stays_as_it_is() -> None:
     window = a_window()
     after(window, *[(HIGH, 40)] * 3)
