@@ -10,6 +10,7 @@ the same place.
 from collections.abc import Iterable
 
 from conserve import identity
+from conserve.activity import Activity
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.events import EventLog
 from conserve.hints import Hints
@@ -85,9 +86,13 @@ class ConversationTable:
         self._evicting: set[str] = set()
         self._displaced: list[Conversation] = []
         self.reasoning = 0
+        self._activity = Activity()
         # Of prompts, what the account had of their beginnings, and what of it no engine had.
         self.expected_cached_tokens = 0
         self.missing_cached_tokens = 0
+        # Of prompts of paused histories, what had been computed before, and a prefiller computes
+        # again.
+        self.recomputed_tokens = 0
         self.usage = UsageBook()
         self.memory: Memory | None = None
         if pausing is not None:
@@ -216,6 +221,7 @@ class ConversationTable:
                 self._kinship.sharing.hold(conversation, 0)
                 self.usage.of(conversation.id).turns -= len(conversation.running)
                 conversation.decoder_id = None
+                self._activity.not_idle(conversation.id)
                 if conversation.running:
                     conversation.finished = max(conversation.finished, *conversation.running)
                     if self.memory is not None:
@@ -325,6 +331,9 @@ class ConversationTable:
         known.decoder_id = placement.decoder_id
         if was_known:
             kept = placement.prefiller_id is None
+            last = known.last_turn
+            if last is not None and not kept:
+                self.recomputed_tokens += min(turn1_tokens, last.prompt_tokens + last.output_tokens)
             known.moves += self.memory is None or self.memory.bound(known, kept)
         self.decoders[placement.decoder_id].conversations += 1
         self._hold(known, turn1_tokens)
@@ -338,6 +347,10 @@ class ConversationTable:
     def held(self, opening: Opening) -> int:
         """The most of a prompt that any decoder holds already, in tokens."""
         return self._kinship.held(opening, self.accepting_decoders)
+
+    def active(self, now_s: float) -> int:
+        """How many histories are at work: a turn runs, or did within `RECENT_S`."""
+        return self.reasoning + self._activity.acting(now_s)
 
     def take_displaced(self) -> list[Conversation]:
         """The histories that `bind` has ended since, to make room for others of theirs."""
@@ -550,6 +563,7 @@ class ConversationTable:
         usage.turns -= len(conversation.running)
         if conversation.running:
             self.reasoning -= 1
+        self._activity.not_idle(conversation.id)
         self._families.leave(conversation)
         return conversation
 
@@ -686,6 +700,7 @@ class ConversationTable:
             self.memory.turn_begins(conversation, idle_s)
         if not conversation.running:
             self.reasoning += 1
+            self._activity.not_idle(conversation.id)
         conversation.running += (self._next_id,)
         self._next_id += 1
         conversation.last_used_s = now_s
@@ -703,6 +718,7 @@ class ConversationTable:
             conversation.running = running[:at] + running[at + 1 :]
             if not conversation.running:
                 self.reasoning -= 1
+                self._activity.idle(conversation.id, now_s)
         conversation.finished = max(conversation.finished, turn_id)
         if stats is not None:
             conversation.promised = False
@@ -718,6 +734,7 @@ class ConversationTable:
             self.decoders[conversation.decoder_id].conversations -= 1
         conversation.decoder_id = None
         conversation.promised = False
+        self._activity.not_idle(conversation.id)
 
     def _hold(self, conversation: Conversation, tokens: int) -> None:
         if conversation.decoder_id is not None:

@@ -23,10 +23,12 @@ Kind = Literal[
     "engine_ready",
     "engine_lost",
     "engine_left",
+    "window",
 ]
 """Of a turn: ``wait`` (for room), ``refuse``, ``place`` (its history, on a decoder), ``start``,
 ``prefilled`` (remotely), ``end`` or ``cut`` (on its decoder), ``answered`` (as its router saw it).
-Of a history: ``park``, ``pause``, ``restore``, ``ended``. And of engines."""
+Of a history: ``park``, ``pause``, ``restore``, ``ended``. And of engines, and of the admission
+``window``."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 MOST_EVENTS = 4096

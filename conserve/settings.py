@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from conserve.admission import FirstCome, Levels, LineOrder, Window
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing
 from conserve.placement import PlacementPolicy, PolicyName, make_policy
@@ -492,6 +493,16 @@ class Settings(_Strict):
             return None
         # Late: simulated, whoever takes room from those who work is soon asked for it back.
         return Pausing(self.pausing_mark, patience_s=self.queue_timeout_s * 5 / 6)
+
+    def line_order(self) -> LineOrder:
+        """In which order conversations that wait for room go."""
+        if self.pausing_policy() is None:
+            return FirstCome()
+        return Levels(rise_s=self.queue_timeout_s / 6)
+
+    def admission_window(self) -> Window | None:
+        """How many may be at work at a time; None: as many as there is room for."""
+        return None if self.pausing_policy() is None else Window(follows_kv=self.parks)
 
     @property
     def parks(self) -> bool:

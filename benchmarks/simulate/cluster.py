@@ -18,7 +18,7 @@ from benchmarks.counters import ServerFigures
 from benchmarks.records import Answer, Script, TurnRecord, TurnRequest
 from benchmarks.simulate.costs import Costs
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
-from conserve.admission import Admission, Admitted, QueueFull, Ticket
+from conserve.admission import Admission, Admitted, FirstCome, Levels, QueueFull, Ticket, Window
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.pausing import Pausing
@@ -29,6 +29,8 @@ History = Literal["kept", "moved", "recomputed"]
 
 # None of the clients is idle for longer than its gaps, and no turn is lost.
 _NEVER_S = 1e12
+# As often as the live table looks after its line, whatever happens.
+_LOOK_S = 1.0
 _NOTHING_SAID = Answer("")
 
 
@@ -132,7 +134,11 @@ class Cluster:
         self._loads_until_s: dict[str, float] = {}
         if self.table.memory is not None:
             self.table.memory.set_host_tokens(system.host_tokens)
-        self._admission = Admission(self.table, system.queue_limit, system.queue_timeout_s)
+        timeout_s = system.queue_timeout_s
+        order = Levels(rise_s=timeout_s / 6) if system.pausing else FirstCome()
+        window = Window(follows_kv=system.host_tokens > 0) if system.pausing else None
+        self._admission = Admission(self.table, system.queue_limit, timeout_s, order, window)
+        self._looks = False
         self._in_line: dict[str, tuple[_Open, Ticket]] = {}
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._number = count()
@@ -288,6 +294,7 @@ class Cluster:
         if isinstance(answer, Ticket):
             self._in_line[conversation] = one, answer
             self._later(answer.deadline_s, self._give_up, answer)
+            self._look_again(now_s)
         else:
             self._start(one, answer, now_s)
 
@@ -313,6 +320,20 @@ class Cluster:
         for admitted in self._admission.admit(now_s):
             one, _ = self._in_line.pop(admitted.conversation.id)
             self._start(one, admitted, now_s)
+
+    def _look_again(self, now_s: float) -> None:
+        """Look at the line every second while there is one: the window opens by itself."""
+        window = self._admission.window
+        if window is not None and not self._looks:
+            self._looks = True
+            self._later(now_s + _LOOK_S, self._look, None)
+
+    def _look(self, now_s: float, _: None) -> None:
+        self._looks = False
+        self._admission.observe(now_s)
+        self._admit(now_s)
+        if self._admission.line:
+            self._look_again(now_s)
 
     def _give_up(self, now_s: float, ticket: Ticket) -> None:
         one, waits_with = self._in_line.get(ticket.key, (None, None))
@@ -487,6 +508,7 @@ class Cluster:
             one.request = following
             one.found_tokens = 0
             self._later(now_s + self._gap_s(following), self._send, one)
+        self._admission.observe(now_s)
         if self._admission.line:
             self._admit(now_s)
 

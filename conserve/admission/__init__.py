@@ -5,6 +5,21 @@ same `Admission`.
 """
 
 from conserve.admission.admission import Admission, Admitted
-from conserve.admission.waiting import QueueFull, Ticket, WaitingLine
+from conserve.admission.first_come import FirstCome
+from conserve.admission.levels import Levels
+from conserve.admission.ticket import LineOrder, Ticket
+from conserve.admission.waiting import QueueFull, WaitingLine
+from conserve.admission.window import Pressure, Window
 
-__all__ = ["Admission", "Admitted", "QueueFull", "Ticket", "WaitingLine"]
+__all__ = [
+    "Admission",
+    "Admitted",
+    "FirstCome",
+    "Levels",
+    "LineOrder",
+    "Pressure",
+    "QueueFull",
+    "Ticket",
+    "WaitingLine",
+    "Window",
+]

@@ -1,12 +1,27 @@
 """Binding conversations to decoders as they come, or when there is room for them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from conserve.admission.waiting import Ticket, WaitingLine
+from conserve import identity
+from conserve.admission.service import attained_service
+from conserve.admission.ticket import LineOrder, Ticket
+from conserve.admission.waiting import WaitingLine
+from conserve.admission.window import Pressure, Window
 from conserve.conversation import Conversation, TurnKey
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.placement import Placement
+
+# To see whether room can be made for a prompt may take a look at all idle histories: so many are
+# tried in vain at a time, from the first on.
+_TRIED = 8
+
+Why = Literal["room", "window", "order"]
+"""Why somebody waits: no decoder has ``room`` for it; as many are at work as the ``window`` lets;
+others go before, by the ``order``."""
+WHYS: tuple[Why, ...] = get_args(Why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +49,21 @@ class Admitted:
 class Admission:
     """Binds conversations to decoders; those for which there is no room wait in line.
 
-    Nobody overtakes: while there is a line, whoever comes takes its last place, and the head goes
-    first, however small the others are. Nothing here waits: the caller asks `admit` again whenever
-    room may have come free, and calls `leave` when somebody has waited for too long.
+    The line's order says who goes first, and whether those behind who fit may overtake meanwhile;
+    by default nobody may. Nothing here waits: the caller asks `admit` again whenever room may have
+    come free, and calls `leave` when somebody has waited for too long.
 
     Args:
         table: where conversations are bound, by its placement policy.
         limit: places in the line; 0 means that nobody may wait.
         timeout_s: the longest wait, for `Ticket.deadline_s`; whoever drives this keeps it.
+        order: of the line; by default `FirstCome`.
+        window: how many histories may be at work; None: as many as there is room for. Who has
+            waited for five sixths of the time passes it: it makes wait, and turns nobody away.
 
     Attributes:
         line: those who wait.
+        window: as given.
 
     Example:
         >>> from conserve.placement import ConversationPlacement
@@ -61,9 +80,40 @@ class Admission:
         ['b']
     """
 
-    def __init__(self, table: ConversationTable, limit: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        table: ConversationTable,
+        limit: int,
+        timeout_s: float,
+        order: LineOrder | None = None,
+        window: Window | None = None,
+    ) -> None:
         self._table = table
-        self.line = WaitingLine(limit, timeout_s)
+        self.line = WaitingLine(limit, timeout_s, order)
+        self.window = window
+        self._patience_s = timeout_s * 5 / 6
+        self._counted = (0, 0)
+
+    def observe(self, now_s: float, cpu_pressure: float = 0.0) -> bool:
+        """Look at what presses, as often as the window wants to.
+
+        Args:
+            cpu_pressure: of the machine that tools run on, from 0 to 1; 0 where none do.
+
+        Returns:
+            Whether the window has changed. If so, ask `admit`.
+        """
+        window = self.window
+        if window is None or not window.is_due(now_s):
+            return False
+        table = self._table
+        expected = table.expected_cached_tokens + table.recomputed_tokens
+        again = table.missing_cached_tokens + table.recomputed_tokens
+        before, self._counted = self._counted, (expected, again)
+        kv = (again - before[1]) / max(1, expected - before[0])
+        was = window.limit
+        window.observe(now_s, table.active(now_s), Pressure(kv, cpu_pressure))
+        return window.limit != was
 
     def enter(
         self,
@@ -81,33 +131,102 @@ class Admission:
             opening: what else is known of its prompt.
 
         Returns:
-            Where it goes, or the last place in the line.
+            Where it goes, or its place in the line.
 
         Raises:
             QueueFull: there is neither room at a decoder nor a place in the line.
             ValueError: the conversation waits already.
         """
         arrived_s = now_s if arrived_s is None else arrived_s
-        if not self.line:
+        if not self.line and self._has_slot(now_s, now_s):
             admitted = self._bind(conversation_id, turn1_tokens, now_s, arrived_s, opening)
             if admitted is not None:
                 return admitted
-        return self.line.join(conversation_id, turn1_tokens, now_s, arrived_s, opening)
+        histories = self._table.histories(identity.conversation_of(conversation_id))
+        served_tokens = attained_service(histories)
+        others_wait = bool(self.line)
+        ticket = self.line.join(
+            conversation_id, turn1_tokens, now_s, arrived_s, opening, served_tokens
+        )
+        # Those before it were tried when somebody went, and did not fit.
+        if others_wait and any(one is ticket for one in self._candidates(now_s)):
+            return self._let_go(ticket, now_s) or ticket
+        return ticket
 
     def admit(self, now_s: float) -> list[Admitted]:
         """Bind those for whom there is room by now, in their order; they have left the line."""
-        admitted = []
-        while (head := self.line.head()) is not None:
-            one = self._bind(head.key, head.tokens, now_s, head.arrived_s, head.opening)
-            if one is None:
-                break
-            self.line.leave(head.key)
+        admitted: list[Admitted] = []
+        tried: set[str] = set()
+        while (one := self._next(now_s, tried)) is not None:
             admitted.append(one)
         return admitted
 
     def leave(self, conversation_id: str) -> Ticket | None:
         """Give a conversation's place up; None if it has none. The next may fit: see `admit`."""
         return self.line.leave(conversation_id)
+
+    def waiting(self, now_s: float) -> Iterator[tuple[Ticket, Why]]:
+        """Those who wait, who goes first first, and why each does."""
+        tried = len(self._candidates(now_s))
+        for ahead, ticket in enumerate(self.line.tickets(now_s)):
+            if ahead >= tried:
+                yield ticket, "order"
+            else:
+                yield ticket, "room" if self._has_slot(now_s, ticket.joined_s) else "window"
+
+    def ahead(self, conversation_id: str, now_s: float) -> tuple[int, Why]:
+        """How many go before one that waits, as things are, and why it does wait.
+
+        Raises:
+            KeyError: it does not wait.
+        """
+        for ahead, (ticket, why) in enumerate(self.waiting(now_s)):
+            if ticket.key == conversation_id:
+                return ahead, why
+        raise KeyError(conversation_id)
+
+    def active(self, now_s: float) -> int:
+        """How many histories are at work, as the window counts them."""
+        return self._table.active(now_s)
+
+    def _candidates(self, now_s: float) -> list[Ticket]:
+        """Those who may go if they fit, who goes first first."""
+        candidates: list[Ticket] = []
+        for ticket in self.line.tickets(now_s):
+            candidates.append(ticket)
+            if len(candidates) == _TRIED or self.line.holds_up(ticket, now_s):
+                break
+        return candidates
+
+    def _next(self, now_s: float, tried: set[str]) -> Admitted | None:
+        """The first who fits.
+
+        Args:
+            tried: did not fit before, and are not looked at; those that do not are added.
+        """
+        for ticket in self._candidates(now_s):
+            if ticket.key in tried:
+                continue
+            admitted = self._let_go(ticket, now_s)
+            if admitted is not None:
+                return admitted
+            tried.add(ticket.key)
+        return None
+
+    def _let_go(self, ticket: Ticket, now_s: float) -> Admitted | None:
+        """Bind one of the line, if there is room for it; it has left the line then."""
+        if not self._has_slot(now_s, ticket.joined_s):
+            return None
+        admitted = self._bind(ticket.key, ticket.tokens, now_s, ticket.arrived_s, ticket.opening)
+        if admitted is not None:
+            self.line.leave(ticket.key, went=True)
+        return admitted
+
+    def _has_slot(self, now_s: float, joined_s: float) -> bool:
+        """Whether the window lets one more go, who has waited since then."""
+        if self.window is None or now_s - joined_s >= self._patience_s:
+            return True
+        return self._table.active(now_s) < self.window.limit
 
     def _bind(
         self,

@@ -1,8 +1,9 @@
-"""The line of conversations that wait for a decoder with room: first in, first out, bounded."""
+"""The line of conversations that wait for a decoder with room: bounded, in some order."""
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
 
+from conserve.admission.first_come import FirstCome
+from conserve.admission.ticket import LineOrder, Ticket
 from conserve.histories.kinship import Opening
 
 
@@ -21,41 +22,21 @@ class QueueFull(Exception):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A place in the line.
-
-    Attributes:
-        key: the id of the conversation that has it.
-        tokens: its prompt's length.
-        arrived_s: when its first request came; counting the prompt took the time since.
-        deadline_s: when it has waited for as long as anybody may.
-        opening: what else is known of its prompt.
-    """
-
-    key: str
-    tokens: int
-    joined_s: float
-    arrived_s: float
-    deadline_s: float
-    opening: Opening | None = None
-
-
 class WaitingLine:
     """A bounded line with a longest wait.
-
-    The head waits until it can go; nobody overtakes it, however small, so that a long first
-    turn is never starved by short ones.
 
     Args:
         limit: places in the line; 0 means that nobody may wait.
         timeout_s: the longest wait.
+        order: who goes first; by default whoever came first.
     """
 
-    def __init__(self, limit: int, timeout_s: float) -> None:
+    def __init__(self, limit: int, timeout_s: float, order: LineOrder | None = None) -> None:
         self._limit = limit
         self._timeout_s = timeout_s
-        self._line: OrderedDict[str, Ticket] = OrderedDict()
+        self._order = FirstCome() if order is None else order
+        # The oldest first.
+        self._line: dict[str, Ticket] = {}
 
     def __len__(self) -> int:
         return len(self._line)
@@ -77,11 +58,13 @@ class WaitingLine:
         now_s: float,
         arrived_s: float | None = None,
         opening: Opening | None = None,
+        served_tokens: int = 0,
     ) -> Ticket:
-        """Take the last place.
+        """Take a place.
 
         Args:
             arrived_s: when its first request came, if that was before now.
+            opening, served_tokens: as in `Ticket`.
 
         Raises:
             QueueFull: no place is free.
@@ -92,20 +75,33 @@ class WaitingLine:
         if len(self._line) >= self._limit:
             raise QueueFull(self._limit, self.retry_after_s(now_s))
         arrived_s = now_s if arrived_s is None else arrived_s
-        ticket = Ticket(key, tokens, now_s, arrived_s, now_s + self._timeout_s, opening)
+        deadline_s = now_s + self._timeout_s
+        ticket = Ticket(key, tokens, now_s, arrived_s, deadline_s, opening, served_tokens)
         self._line[key] = ticket
+        self._order.join(ticket)
         return ticket
 
-    def leave(self, key: str) -> Ticket | None:
-        """Give the place up; None if the key has none."""
-        return self._line.pop(key, None)
+    def leave(self, key: str, *, went: bool = False) -> Ticket | None:
+        """Give the place up; None if the key has none.
 
-    def head(self) -> Ticket | None:
-        """The place that is next; None if the line is empty."""
-        return next(iter(self._line.values()), None)
+        Args:
+            went: it does not wait any longer because there is room for it.
+        """
+        ticket = self._line.pop(key, None)
+        if ticket is not None:
+            self._order.leave(ticket, went=went)
+        return ticket
+
+    def tickets(self, now_s: float) -> Iterator[Ticket]:
+        """Everybody, who goes first first. Nobody may join or leave meanwhile."""
+        return self._order.tickets(now_s)
+
+    def holds_up(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether those behind it have to wait until it fits."""
+        return self._order.holds_up(ticket, now_s)
 
     def retry_after_s(self, now_s: float) -> int:
         """When a place is free at the latest, in whole seconds, at least 1."""
-        head = self.head()
-        wait_s = head.deadline_s - now_s if head is not None else self._timeout_s
+        oldest = next(iter(self._line.values()), None)
+        wait_s = oldest.deadline_s - now_s if oldest is not None else self._timeout_s
         return max(1, min(int(wait_s) + 1, 60))

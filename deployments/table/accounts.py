@@ -1,9 +1,11 @@
 """What `/metrics`, listeners, the autoscaler and the account of energy are told of each event."""
 
+import math
 import time
 
 from autoscale.autoscaler import Autoscaler
-from conserve.admission import Admitted, WaitingLine
+from conserve.admission import Admission, Admitted
+from conserve.admission.metrics import LineMetrics
 from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
@@ -27,18 +29,19 @@ class Accounts:
     def __init__(
         self,
         table: ConversationTable,
-        line: WaitingLine,
+        admission: Admission,
         registry: Registry,
         autoscaler: Autoscaler,
         events: EventLog,
     ) -> None:
         self._table = table
-        self._line = line
+        self._admission = admission
         self._events = events
         self._registry = registry
         self._autoscaler = autoscaler
         self._energy = EnergyBook()
-        self.metrics = Metrics(table, line, self._replica_counts)
+        self.metrics = Metrics(table, admission.line, self._replica_counts)
+        self.metrics.add(LineMetrics(admission, unix_s))
         self.metrics.add(EventCounts(events))
         self.metrics.add(EnergyMetrics(self._energy))
         self._tenants = TenantMetrics(table.usage)
@@ -63,14 +66,25 @@ class Accounts:
             self._autoscaler.prompt_sent(admitted.turn1_tokens, time.monotonic())
 
     def waits(self, history_id: str, tokens: int) -> None:
-        """A history has the last place in the line: behind others, or for want of room."""
+        """A history has a place in the line: behind others, or for want of room."""
         decoders = self._table.accepting_decoders
         missing = min(
             (one.held_tokens + tokens - one.capacity_tokens for one in decoders), default=0
         )
+        ahead, why = self._admission.ahead(history_id, unix_s())
         self._events.add(
-            "wait", history_id, tokens=tokens, ahead=len(self._line) - 1,
+            "wait", history_id, why=why, tokens=tokens, ahead=ahead,
             missing_tokens=max(0, missing), decoders=len(decoders),
+        )  # fmt: skip
+
+    def window_moved(self) -> None:
+        """Another number of histories may be at work from now on."""
+        window = self._admission.window
+        assert window is not None
+        self._events.add(
+            "window", limit=None if window.limit == math.inf else window.limit,
+            active=self._admission.active(unix_s()), kv_pressure=round(window.pressure.kv, 3),
+            cpu_pressure=round(window.pressure.cpu, 3),
         )  # fmt: skip
 
     def turned_away(self, history_id: str, code: str) -> None:

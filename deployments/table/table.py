@@ -80,13 +80,19 @@ class TableService:
             settings.pausing_policy(),
             self._events,
         )
-        self._admission = Admission(self._table, settings.queue_limit, settings.queue_timeout_s)
+        self._admission = Admission(
+            self._table,
+            settings.queue_limit,
+            settings.queue_timeout_s,
+            settings.line_order(),
+            settings.admission_window(),
+        )
         self._gate = TenantGate(self._table, self._admission.line)
         self._autoscaler = make_autoscaler(settings)
         self._started_s = time.monotonic()
         self._registry = Registry(self._table, self._started_s)
         self._accounts = Accounts(
-            self._table, self._admission.line, self._registry, self._autoscaler, self._events
+            self._table, self._admission, self._registry, self._autoscaler, self._events
         )
         # What a router that dies leaves behind: turns under way, and those not bound yet, by the
         # conversation.
@@ -608,6 +614,8 @@ class TableService:
             await self._router_lost(router_id)
         for decoder_id in list(self._table.decoders):
             self._relieve(decoder_id)
+        if self._admission.observe(unix_s()):
+            self._accounts.window_moved()
         self._admit()
         self._scale(now_s)
         if now_s - self._registry.last_beat_s > ABANDONED_S:

@@ -7,11 +7,7 @@ from conserve.admission.waiting import QueueFull, WaitingLine
 
 def waiting(line: WaitingLine) -> list[str]:
     """Who is served, in order."""
-    served = []
-    while (head := line.head()) is not None:
-        served.append(head.key)
-        line.leave(head.key)
-    return served
+    return [ticket.key for ticket in line.tickets(0.0)]
 
 
 def test_first_in_first_out_whatever_the_length() -> None:
@@ -26,14 +22,14 @@ def test_a_ticket_says_what_is_waited_for_and_how_long() -> None:
     ticket = line.join("c", 12, now_s=100)
     assert (ticket.key, ticket.tokens) == ("c", 12)
     assert (ticket.joined_s, ticket.deadline_s) == (100, 160)
-    assert line.head() is ticket
+    assert list(line.tickets(100)) == [ticket]
     assert len(line) == 1
 
 
 def test_an_empty_line() -> None:
     line = WaitingLine(limit=3, timeout_s=60)
     assert len(line) == 0
-    assert line.head() is None
+    assert waiting(line) == []
     assert line.leave("nobody") is None
 
 
@@ -93,7 +89,7 @@ def test_nobody_has_two_places(limit: int) -> None:
     ticket = line.join("a", 1, now_s=0)
     with pytest.raises(ValueError, match="'a' waits already"):
         line.join("a", 2, now_s=1)
-    assert line.head() is ticket
+    assert list(line.tickets(1)) == [ticket]
     assert len(line) == 1
     line.leave("a")
     line.join("a", 2, now_s=2)

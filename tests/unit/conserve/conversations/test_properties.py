@@ -377,7 +377,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         for conversation_id in list(self.known):
             self.table.release(conversation_id)
-        assert len(self.table) == self.table.reasoning == 0
+        assert len(self.table) == self.table.reasoning == self.table.active(self.now_s) == 0
         assert set(held(self.table).values()) <= {(0, 0)}
         assert not any(p.queued_tokens for p in self.table.prefillers.values())
         for id in ("a", "one\ta", *UNNAMED):

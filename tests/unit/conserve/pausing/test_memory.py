@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from conserve.activity import RECENT_S
 from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
@@ -313,10 +314,17 @@ def test_the_account_is_right_whoever_is_paused(seed: int) -> None:
             assert decoder.held_tokens == sum(one.held_tokens for one in held)
             assert decoder.conversations == len(held)
         assert memory_of(table).paused <= len(paused(table))
+        at_work = [
+            one
+            for one in table.live()
+            if one.running or (one.decoder_id and now_s - one.last_used_s < RECENT_S)
+        ]
+        assert table.active(now_s) == len(at_work)
     assert memory_of(table).pauses["room"] > 5
     assert memory_of(table).pauses["mark"] > 5
     for one in table.live():
         table.release(one.id)
+    assert table.active(now_s) == 0
     assert all(one.held_tokens == 0 for one in table.decoders.values())
     assert memory_of(table).paused == 0
 

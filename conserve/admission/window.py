@@ -1,0 +1,135 @@
+"""How many histories may be at work at a time, by what presses on engines and on tools' machine."""
+
+import math
+from dataclasses import dataclass
+
+# Of the tokens that prompts should have found, the share that was computed again: above the first
+# engines work for what they have dropped, below the second they do not.
+_KV_HIGH, _KV_LOW = 0.2, 0.1
+# The same for the CPUs on which tools run.
+_CPU_HIGH, _CPU_LOW = 0.9, 0.7
+
+
+class _Overload:
+    """A signal with hysteresis: on above one bound for long enough, off below another."""
+
+    def __init__(self, high: float, low: float, persists_s: float) -> None:
+        self._high = high
+        self._low = low
+        self._persists_s = persists_s
+        self._high_since_s: float | None = None
+        self.on = False
+        self.slack = True
+
+    def observe(self, now_s: float, value: float) -> None:
+        self.slack = value < self._low
+        if value < self._high:
+            self._high_since_s = None
+            self.on = self.on and not self.slack
+            return
+        if self._high_since_s is None:
+            self._high_since_s = now_s
+        self.on = self.on or now_s - self._high_since_s >= self._persists_s
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """What presses, from 0 to 1.
+
+    Attributes:
+        kv: of the tokens that prompts had before and should have found, the share that was not
+            there and is computed again.
+        cpu: of the machine that tools run on; 0 where none do.
+    """
+
+    kv: float = 0.0
+    cpu: float = 0.0
+
+
+class Window:
+    """The most histories that may be at work, W = min(W_adm, W_cpu, W_kv), or no bound at all.
+
+    W_adm follows additive increase and multiplicative decrease (MARS, algorithm 1): while either
+    pressure is an overload, each ``interval_s`` it becomes ``shrink`` times what it was, or what is
+    at work, if that is less; while neither is, it grows by ``grow``. There is none before the first
+    overload, and none any more once it has been twice what is at work for ``forget_s``. While a
+    pressure is an overload, W_cpu and W_kv are what would bring it to its bound if it were
+    proportional to what is at work.
+
+    A pressure is an overload from when it has been high for ``persists_s`` until it is low.
+
+    Settings:
+        least: it is never less than this.
+        grow, shrink, interval_s, persists_s, forget_s: see above.
+        follows_kv: whether ``Pressure.kv`` counts. Simulated, it should where histories are parked;
+            without host memory those who are kept waiting are computed again all the same.
+
+    Attributes:
+        limit: the window; infinite where there is no bound.
+        pressure: what was observed last.
+
+    Example:
+        >>> window = Window(interval_s=10, persists_s=10)
+        >>> for now_s in (0, 10, 20):
+        ...     window.observe(now_s, 40, Pressure(kv=0.25))
+        >>> window.limit
+        19
+        >>> for now_s in (30, 40):
+        ...     window.observe(now_s, 18, Pressure(kv=0.05))
+        >>> window.limit
+        21
+    """
+
+    def __init__(
+        self,
+        least: int = 2,
+        grow: float = 1.0,
+        shrink: float = 0.7,
+        interval_s: float = 10.0,
+        persists_s: float = 30.0,
+        forget_s: float = 60.0,
+        follows_kv: bool = True,
+    ) -> None:
+        self.interval_s = interval_s
+        self._least = least
+        self._grow = grow
+        self._shrink = shrink
+        self._forget_s = forget_s
+        self._follows_kv = follows_kv
+        self._kv = _Overload(_KV_HIGH, _KV_LOW, persists_s)
+        self._cpu = _Overload(_CPU_HIGH, _CPU_LOW, persists_s)
+        self._observed_s = -math.inf
+        self._admitted = math.inf
+        self._wide_since_s: float | None = None
+        self.limit: float = math.inf
+        self.pressure = Pressure()
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether it is time to observe."""
+        return now_s - self._observed_s >= self.interval_s
+
+    def observe(self, now_s: float, active: int, pressure: Pressure) -> None:
+        """Set the window anew; sooner than `is_due`, nothing changes."""
+        if not self.is_due(now_s):
+            return
+        self._observed_s = now_s
+        self.pressure = pressure
+        self._kv.observe(now_s, pressure.kv if self._follows_kv else 0.0)
+        self._cpu.observe(now_s, pressure.cpu)
+        if self._kv.on or self._cpu.on:
+            self._admitted = max(self._least, self._shrink * min(self._admitted, active))
+        elif self._kv.slack and self._cpu.slack:
+            self._admitted += self._grow
+        self._forget(now_s, active)
+        kv = active * (1 - pressure.kv) / (1 - _KV_HIGH) if self._kv.on else math.inf
+        cpu = active * _CPU_HIGH / pressure.cpu if self._cpu.on else math.inf
+        limit = min(self._admitted, cpu, kv)
+        self.limit = limit if limit == math.inf else max(self._least, math.floor(limit))
+
+    def _forget(self, now_s: float, active: int) -> None:
+        if self._admitted < 2 * active or self._kv.on or self._cpu.on:
+            self._wide_since_s = None
+        elif self._wide_since_s is None:
+            self._wide_since_s = now_s
+        elif now_s - self._wide_since_s >= self._forget_s:
+            self._admitted = math.inf

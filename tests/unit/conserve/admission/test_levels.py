@@ -1,0 +1,196 @@
+"""Who goes first by attained service, and after which time nobody overtakes any more."""
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conserve import identity
+from conserve.admission import Levels, Ticket, WaitingLine
+
+FIRST_TOKENS, GROWTH, LEVELS, RISE_S = 100, 4, 3, 10.0
+# Of the three levels' conversations, one each.
+SERVED = (0, 100, 400)
+
+
+def a_line(limit: int = 1024) -> WaitingLine:
+    return WaitingLine(limit, 1e9, Levels(FIRST_TOKENS, GROWTH, LEVELS, RISE_S))
+
+
+def keys(line: WaitingLine, now_s: float) -> list[str]:
+    return [ticket.key for ticket in line.tickets(now_s)]
+
+
+def by_the_rule(tickets: list[Ticket], now_s: float) -> list[str]:
+    """The order of one tenant's, each time from the beginning."""
+
+    def place(ticket: Ticket) -> tuple[int, float, float]:
+        level = sum(ticket.served_tokens >= limit for limit in (100, 400))
+        left = level - int((now_s - ticket.joined_s) // RISE_S)
+        aged_s = ticket.joined_s + (level + 1) * RISE_S
+        return (-1, aged_s, 0.0) if left < 0 else (left, ticket.joined_s, 0.0)
+
+    # Sorting is stable: who joined first is first.
+    return [one.key for one in sorted(tickets, key=place)]
+
+
+@pytest.mark.parametrize(
+    ("served", "level"), [(0, 0), (99, 0), (100, 1), (399, 1), (400, 2), (10**9, 2)]
+)
+def test_levels_grow_geometrically_and_the_last_has_no_end(served: int, level: int) -> None:
+    assert Levels(FIRST_TOKENS, GROWTH, LEVELS, RISE_S).level(served) == level
+
+
+def test_who_has_been_served_less_goes_first_and_of_a_level_who_came_first() -> None:
+    line = a_line()
+    line.join("much", 10, 0.0, served_tokens=5000)
+    line.join("new", 9000, 1.0)
+    line.join("some", 10, 2.0, served_tokens=250)
+    line.join("newer", 1, 3.0, served_tokens=99)
+    assert keys(line, 4.0) == ["new", "newer", "some", "much"]
+
+
+def test_waiting_lets_rise_and_in_the_end_nobody_overtakes() -> None:
+    line = a_line()
+    old = line.join("old", 10, 0.0, served_tokens=5000)
+    line.join("at ten", 10, 10.0, served_tokens=150)
+    assert keys(line, 10.0) == ["old", "at ten"]
+    young = line.join("at fifteen", 10, 15.0)
+    assert keys(line, 19.9) == ["at fifteen", "old", "at ten"]
+    # In a level who came first goes first, wherever it began.
+    assert keys(line, 20.0) == ["old", "at ten", "at fifteen"]
+    assert not line.holds_up(old, 29.9)
+    assert line.holds_up(old, 30.0)
+    # Both are aged, one of them since 25 s.
+    assert line.holds_up(young, 30.0)
+    assert keys(line, 30.0) == ["at fifteen", "old", "at ten"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["join", "leave"]),
+            st.floats(0, 12),
+            st.sampled_from(SERVED),
+            st.integers(0, 30),
+        ),
+        max_size=40,
+    )
+)
+def test_the_order_is_the_rule_s_at_any_time(steps: list[tuple[str, float, int, int]]) -> None:
+    line, waiting, now_s = a_line(), list[Ticket](), 0.0
+    for number, (what, after_s, served, pick) in enumerate(steps):
+        now_s += after_s
+        if what == "join":
+            waiting.append(line.join(f"c{number}", 1, now_s, served_tokens=served))
+        elif waiting:
+            line.leave(waiting.pop(pick % len(waiting)).key, went=bool(pick % 2))
+        assert keys(line, now_s) == by_the_rule(waiting, now_s)
+        for ticket in waiting:
+            level = SERVED.index(ticket.served_tokens)
+            held_up = line.holds_up(ticket, now_s)
+            assert held_up == (now_s - ticket.joined_s >= (level + 1) * RISE_S)
+
+
+@dataclass
+class _Run:
+    """A line before one decoder whose room comes and goes; what happened in it."""
+
+    line: WaitingLine = field(default_factory=a_line)
+    joined: dict[str, Ticket] = field(default_factory=dict)
+    # Who went before whom, while both waited.
+    passed: dict[str, list[Ticket]] = field(default_factory=lambda: defaultdict(list))
+
+    def join(self, key: str, tokens: int, served: int, now_s: float) -> None:
+        self.joined[key] = self.line.join(key, tokens, now_s, served_tokens=served)
+
+    def look(self, room: int, now_s: float) -> None:
+        """As `Admission` does."""
+        for ticket in list(self.line.tickets(now_s)):
+            if ticket.tokens <= room:
+                room -= ticket.tokens
+                self.line.leave(ticket.key, went=True)
+                for other in self.line.tickets(now_s):
+                    self.passed[other.key].append(ticket)
+            elif self.line.holds_up(ticket, now_s):
+                break
+
+
+def aged_s(ticket: Ticket) -> float:
+    return ticket.joined_s + (SERVED.index(ticket.served_tokens) + 1) * RISE_S
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9), st.integers(1, 4))
+def test_nobody_is_overtaken_for_longer_than_its_levels_last(seed: int, tenants: int) -> None:
+    """The bounds that `Levels` states, whatever comes and whatever room there is."""
+    rng = random.Random(seed)
+    run, now_s = _Run(), 0.0
+    for number in range(60):
+        now_s += rng.expovariate(1.0)
+        tenant = f"t{rng.randrange(tenants)}" if tenants > 1 else None
+        tokens, served = rng.choice([1, 3, 10]), rng.choice(SERVED)
+        run.join(identity.scoped(tenant, f"c{number}"), tokens, served, now_s)
+        run.look(rng.choice([0, 0, 1, 2, 5, 10]), now_s)
+    for key, ticket in run.joined.items():
+        own = identity.tenant_of(key)
+        passed = [one for one in run.passed[key] if identity.tenant_of(one.key) == own]
+        assert all(one.joined_s < aged_s(ticket) for one in passed)
+    while len(run.line):
+        # By now all are aged: somebody goes whenever there is room for the largest.
+        now_s += LEVELS * RISE_S
+        waited = len(run.line)
+        run.look(10, now_s)
+        assert len(run.line) < waited
+
+
+def test_tenants_take_turns() -> None:
+    line = a_line()
+    for number in range(100):
+        line.join(identity.scoped("crowd", f"c{number}"), 1, 0.0)
+    line.join(identity.scoped("one", "c"), 1, 5.0, served_tokens=5000)
+    first_two = [identity.tenant_of(key) for key in keys(line, 5.0)[:2]]
+    assert first_two == ["crowd", "one"]
+    line.leave(identity.scoped("crowd", "c0"), went=True)
+    assert identity.tenant_of(keys(line, 5.0)[0]) == "one"
+
+
+def test_who_gives_up_does_not_cost_its_tenant_a_turn() -> None:
+    line = a_line()
+    for tenant, own in (("a", "1"), ("a", "2"), ("b", "1")):
+        line.join(identity.scoped(tenant, own), 1, 0.0)
+    line.leave(identity.scoped("a", "1"))
+    assert keys(line, 0.0)[0] == identity.scoped("a", "2")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9))
+def test_of_other_tenants_no_more_go_before_an_aged_one_than_have_a_turn(seed: int) -> None:
+    rng = random.Random(seed)
+    run, now_s = _Run(), 0.0
+    tenants = 4
+    went_since: dict[str, list[int]] = {}
+    for number in range(60):
+        now_s += rng.expovariate(1.0)
+        key = identity.scoped(f"t{rng.randrange(tenants)}", f"c{number}")
+        run.join(key, rng.choice([1, 3, 10]), rng.choice(SERVED), now_s)
+        for other in list(run.line.tickets(now_s)):
+            if run.line.holds_up(other, now_s) and other.key not in went_since:
+                mine = identity.tenant_of(other.key)
+                ahead = [
+                    one
+                    for one in run.line.tickets(now_s)
+                    if identity.tenant_of(one.key) == mine and aged_s(one) <= aged_s(other)
+                ]
+                went_since[other.key] = [len(ahead) - 1, len(run.passed[other.key])]
+        run.look(rng.choice([0, 0, 1, 2, 5, 10]), now_s)
+    for key, (ahead_of_it, passed_before) in went_since.items():
+        mine = identity.tenant_of(key)
+        passed = run.passed[key][passed_before:]
+        others = [one for one in passed if identity.tenant_of(one.key) != mine]
+        own = [one for one in passed if identity.tenant_of(one.key) == mine]
+        assert len(own) <= ahead_of_it
+        assert len(others) <= (ahead_of_it + 1) * (tenants - 1)
