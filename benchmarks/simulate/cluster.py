@@ -194,6 +194,7 @@ class Cluster(Clients[_Open]):
         missing = self._whole_chunks(there) - here
         if missing >= self.system.handoff_chunk_tokens:
             work.loaded_tokens = self._whole_chunks(there)
+            one.found_tokens = work.loaded_tokens
             self._loaded_tokens += missing
             self._host.use(work.conversation, 0, now_s)
             begins_s = max(now_s, self._loads_until_s.get(decoder.id, now_s))
