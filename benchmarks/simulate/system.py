@@ -39,6 +39,7 @@ class System:
         rival: another system's rules, by which its decoders are used instead (`placement` and what
             belongs to it are of no effect); None: ConServe's, as above.
         ttl_s: for how long ``ttl`` keeps idle KV.
+        discounts: whether ``thunderagent`` counts acting programs' tokens 2^-t when it resumes.
     """
 
     name: str
@@ -61,3 +62,4 @@ class System:
     keeps_ended: bool = False
     rival: RivalName | None = None
     ttl_s: float = 2.0
+    discounts: bool = True

@@ -17,11 +17,13 @@ from benchmarks.simulate.rivals.ttl import Ttl
 __all__ = ["Engine", "Program", "Rival", "RivalName", "make_rival"]
 
 
-def make_rival(name: RivalName, engines: Mapping[str, Engine], ttl_s: float) -> Rival:
+def make_rival(
+    name: RivalName, engines: Mapping[str, Engine], *, ttl_s: float = 2.0, discounts: bool = True
+) -> Rival:
     """A system's rules, for these engines.
 
     Args:
-        ttl_s: for how long ``ttl`` keeps idle KV.
+        ttl_s, discounts: `Ttl`'s and `ThunderAgent`'s.
     """
     match name:
         case "vllm":
@@ -33,4 +35,4 @@ def make_rival(name: RivalName, engines: Mapping[str, Engine], ttl_s: float) -> 
         case "attained":
             return Attained(engines)
         case "thunderagent":
-            return ThunderAgent(engines)
+            return ThunderAgent(engines, discounts)

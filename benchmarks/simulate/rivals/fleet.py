@@ -37,7 +37,9 @@ class Fleet(Clients[_Open]):
             (name := f"engine-{i}"): self._engine(name, costs, self._answered)
             for i, costs in enumerate(system.decoders)
         }
-        self._rival = make_rival(system.rival, self.decoders, system.ttl_s)
+        self._rival = make_rival(
+            system.rival, self.decoders, ttl_s=system.ttl_s, discounts=system.discounts
+        )
         self._checking = False
 
     def figures(self, kv_bytes_per_token: float) -> ServerFigures:

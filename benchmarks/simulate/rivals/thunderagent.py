@@ -19,8 +19,7 @@ class ThunderAgent(Rival):
     - *Resume* (equations 4 and 10): programs in the global queue whose turn waits go first, then
       new ones, then those whose tools run, in each group the shortest first, as many as fit all
       engines' room together; of these the longest is placed first, where most room is. For this
-      alone acting programs' tokens count 2^-t, t seconds after their turn's end (equation 7; in
-      the code an option, in the paper's experiments always).
+      alone acting programs' tokens count 2^-t, t seconds after their turn's end (equation 7).
     - *Pause* (equations 5 and 11): while an engine's programs, undiscounted, are more than it
       holds, its acting programs leave it, the shortest first; and if that is not enough, *all* of
       its reasoning ones are marked, to leave at their turn's end, since what is marked is not
@@ -34,12 +33,17 @@ class ThunderAgent(Rival):
     turn has put out counts from its end, as with requests that are not streamed. Tool environments
     are not simulated. (Shared prefixes are deducted in the paper; in this version of the code
     nothing updates what is deducted.)
+
+    Args:
+        discounts: whether acting programs' tokens are discounted as said, as in the paper's
+            experiments; the code has it as an option that is off by default.
     """
 
     interval_s = 5.0
 
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, engines: Mapping[str, Engine], discounts: bool = True) -> None:
         super().__init__(engines)
+        self._discounts = discounts
         self._on: dict[str, dict[Program, None]] = {id: {} for id in engines}
         # Who is paused, or new and waits, and since when its turn waits, if one does.
         self._queue: dict[Program, float | None] = {}
@@ -124,7 +128,7 @@ class ThunderAgent(Rival):
         return len(self._on[engine_id])
 
     def _resume(self, now_s: float) -> list[tuple[Program, str]]:
-        rooms = {id: self.room(id, now_s) for id in self._on}
+        rooms = {id: self.room(id, now_s if self._discounts else None) for id in self._on}
         rooms = {id: room for id, room in rooms.items() if room > _BUFFER_TOKENS}
         total = sum(rooms.values())
         chosen: list[Program] = []
