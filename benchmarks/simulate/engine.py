@@ -169,7 +169,8 @@ class SimulatedEngine:
     @property
     def turns(self) -> int:
         """How many turns wait or run here."""
-        return len(self._waiting) + len(self._prefilling) + len(self._decoding)
+        running = len(self._prefilling) + len(self._completing) + len(self._decoding)
+        return len(self._waiting) + running
 
     def pin(self, conversation: str, until_s: float) -> None:
         """Keep a conversation's idle KV until then, unless turns that run need its room."""
