@@ -385,7 +385,8 @@ class SimulatedEngine:
     def _make_room(self, tokens: int) -> bool:
         """Drop idle KV, the longest unused first, until so many tokens fit."""
         room = self.costs.capacity_tokens - self.active_tokens
-        if room - self._pinned_tokens() < tokens:
+        pinned_tokens = self._pinned_tokens() if self._pins else 0
+        if room - pinned_tokens < tokens:
             return False
         excess = tokens - room + self.idle_tokens
         while excess > 0:

@@ -14,7 +14,7 @@ from benchmarks.report import Report
 from benchmarks.selection import Selection
 from benchmarks.simulate.clients import Clients
 from benchmarks.simulate.cluster import Cluster
-from benchmarks.simulate.costs import Costs
+from benchmarks.simulate.costs import Costs, Role
 from benchmarks.simulate.rivals.fleet import Fleet
 from benchmarks.simulate.rivals.names import RivalName
 from benchmarks.simulate.system import SimulationError, System
@@ -73,13 +73,16 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
     of_ours = name in ("conserve", "pausing", "parking")
     rival: RivalName | None = name if name in _RIVALS else None
     placement: PolicyName = "conversation" if of_ours else name  # type: ignore[assignment]
+    role: Role = "collocated"
     if rival is not None:
-        placement = "collocated"
+        # Their engines have vLLM's own budget for a step, as decoders have; that of the paper's
+        # collocated engines is smaller, for the sake of TBT.
+        placement, role = "collocated", "decoder"
     if placement == "collocated":
         prefillers: tuple[Costs, ...] = ()
         decoders = engines.prefillers * (
-            Costs.of(profile, "collocated", engines.prefiller_cap_w),
-        ) + engines.decoders * (Costs.of(profile, "collocated", engines.decoder_cap_w),)
+            Costs.of(profile, role, engines.prefiller_cap_w),
+        ) + engines.decoders * (Costs.of(profile, role, engines.decoder_cap_w),)
     elif engines.prefillers < 1:
         raise SimulationError(
             f"{name} needs at least one prefiller; only systems of collocated engines have none"

@@ -2,22 +2,22 @@
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
-from autoscale.capacity.profile import load_profile
 from benchmarks.experiments import scale
 from benchmarks.experiments.scale.claims import claims
-from benchmarks.experiments.scale.measure import Figures, closed, opened
-from benchmarks.experiments.scale.scenes import CLOSED, CONTENDERS, REGIMES, arriving
+from benchmarks.experiments.scale.measure import Figures, Run, measure
+from benchmarks.experiments.scale.scenes import CLOSED, CONTENDERS, REGIMES
 from benchmarks.experiments.scale.show import draw, show, show_claims, show_latencies
 from benchmarks.simulate.run import EngineCounts
 
-_PROFILE = "h100-qwen3-8b"
 # As in ConServe's paper; the others have four collocated engines.
 _CLOSED_ENGINES = EngineCounts(prefillers=1, decoders=3)
 # The smallest that ConServe can do with; MARS's evaluation has one.
@@ -43,9 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--rates", type=_numbers, default=(0.2, 0.33, 0.5, 1.0), metavar="RATE,...",
         help="of MARS's regimes, programs a second; none with 0 (default: 0.2,0.33,0.5,1)",
     )  # fmt: skip
-    parser.add_argument(
-        "--arriving", type=int, default=300, metavar="N", help="programs a rate (%(default)s)"
-    )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="figures and the picture go there"
@@ -54,35 +51,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=118)
-    profile = load_profile(_PROFILE)
     scenes = [one for one in CLOSED if one.shape is not None or options.data is not None]
-    counts, rates = map(int, filter(None, options.programs)), list(filter(None, options.rates))
-    loops = [(scene, count) for count in counts for scene in scenes]
-    arrivals = [(regime, rate) for regime in REGIMES for rate in rates]
-    found: list[Figures] = []
-    late: list[Figures] = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(CONTENDERS) * (len(loops) + len(arrivals)))
-        for scene, count in loops:
-            workload = scene.workload(options.data, options.seed)
-            for one in CONTENDERS:
-                progress.update(task, description=f"{scene.name}, {count}: {one.label}")
-                found.append(closed(scene, one, count, profile, _CLOSED_ENGINES, workload))
-                progress.advance(task)
-        for regime, rate in arrivals:
-            workload = arriving(REGIMES[regime], rate, options.arriving, options.seed)
-            for one in CONTENDERS:
-                progress.update(task, description=f"{regime}, {rate:g}/s: {one.label}")
-                late.append(opened(regime, one, rate, profile, _OPEN_ENGINES, workload))
-                progress.advance(task)
-    show(found, console, "")
-    show_latencies(late, console)
-    show_claims(claims(found + late), console)
+    cases = [
+        (scene, load, _CLOSED_ENGINES) for scene in scenes for load in options.programs if load
+    ] + [(regime, rate, _OPEN_ENGINES) for regime in REGIMES for rate in options.rates if rate]
+    runs = [
+        Run(scene, one, load, engines, options.data, options.seed)
+        for scene, load, engines in cases
+        for one in CONTENDERS
+    ]
+    found = _measure_all(runs, console)
+    closed = [one for one in found if not one.scene.startswith("ILR")]
+    show(closed, console)
+    show_latencies([one for one in found if one.scene.startswith("ILR")], console)
+    show_claims(claims(found), console)
     if options.out is not None:
-        rows = [asdict(one) for one in found + late]
+        rows = [asdict(one) for one in found]
         (options.out / "scale.json").write_text(json.dumps(rows, indent=2) + "\n")
-        if found:
-            draw(found, options.out / "scale.png")
+        if closed:
+            draw(closed, options.out / "scale.png")
+
+
+def _measure_all(runs: Sequence[Run], console: Console) -> list[Figures]:
+    """As many at a time as there are cores; their figures, in the order of the runs."""
+    with (
+        ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        Progress(console=console, transient=True) as progress,
+    ):
+        task = progress.add_task("", total=len(runs))
+        found = []
+        for run, figures in zip(runs, pool.map(measure, runs), strict=True):
+            found.append(figures)
+            progress.update(task, advance=1, description=run.about)
+        return found
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from autoscale.capacity.profile import Profile
-from benchmarks.experiments.scale.scenes import ClosedLoop, Contender
+from autoscale.capacity.profile import Profile, load_profile
+from benchmarks.experiments.scale.scenes import PROFILE, Arriving, ClosedLoop, Contender
 from benchmarks.records import TurnRecord
 from benchmarks.simulate.clients import Clients
 from benchmarks.simulate.run import EngineCounts, make_cluster, make_system
@@ -43,38 +45,42 @@ class Figures:
     busy: tuple[float, ...]
 
 
-def closed(
-    scene: ClosedLoop,
-    contender: Contender,
-    programs: int,
-    profile: Profile,
-    engines: EngineCounts,
-    workload: Workload,
-) -> Figures:
-    """So many programs at a time."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation: of a closed loop with so many programs, or of arrivals at such a rate."""
+
+    scene: ClosedLoop | Arriving
+    contender: Contender
+    load: float
+    engines: EngineCounts
+    data: Path | None
+    seed: int
+
+    @property
+    def about(self) -> str:
+        """What it is, in a few words."""
+        return f"{self.scene.name}, {self.load:g}: {self.contender.label}"
+
+
+def measure(run: Run) -> Figures:
+    """Simulate."""
     records: list[TurnRecord] = []
-    system = _system(contender, profile, engines)
-    cluster = make_cluster(system, records.extend)
+    scene, profile = run.scene, load_profile(PROFILE)
+    cluster = make_cluster(_system(run.contender, profile, run.engines), records.extend)
+    if isinstance(scene, Arriving):
+        cluster.run(scene.workload(run.load, run.seed))
+        return _figures(run, records, cluster.ended_s, cluster.ended_s, cluster)
     until_s = scene.seconds
-    cluster.run_programs(workload, programs, until_s, ramp_s=until_s / 10)
+    workload = _workload(scene, run.data, run.seed)
+    cluster.run_programs(workload, int(run.load), until_s, ramp_s=until_s / 10)
     counted = [one for one in records if one.ended_s > until_s / 3]
-    return _figures(scene.name, contender, programs, counted, 2 / 3 * until_s, until_s, cluster)
+    return _figures(run, counted, 2 / 3 * until_s, until_s, cluster)
 
 
-def opened(
-    regime: str,
-    contender: Contender,
-    rate_per_s: float,
-    profile: Profile,
-    engines: EngineCounts,
-    workload: Workload,
-) -> Figures:
-    """Programs that arrive whether others have ended or not, all of them to their ends."""
-    records: list[TurnRecord] = []
-    cluster = make_cluster(_system(contender, profile, engines), records.extend)
-    cluster.run(workload)
-    whole_s = cluster.ended_s
-    return _figures(regime, contender, rate_per_s, records, whole_s, whole_s, cluster)
+# Making one reads all recordings.
+@lru_cache(maxsize=1)
+def _workload(scene: ClosedLoop, data: Path | None, seed: int) -> Workload:
+    return scene.workload(data, seed)
 
 
 def _system(contender: Contender, profile: Profile, engines: EngineCounts) -> System:
@@ -86,9 +92,7 @@ def _system(contender: Contender, profile: Profile, engines: EngineCounts) -> Sy
 
 
 def _figures(
-    scene: str,
-    contender: Contender,
-    load: float,
+    run: Run,
     records: Sequence[TurnRecord],
     counted_s: float,
     whole_s: float,
@@ -108,9 +112,9 @@ def _figures(
             program_s.append(one.ended_s - began_s[one.conversation])
     engines = (*cluster.prefillers.values(), *cluster.decoders.values())
     return Figures(
-        scene=scene,
-        system=contender.label,
-        load=load,
+        scene=run.scene.name,
+        system=run.contender.label,
+        load=run.load,
         tokens_per_s=sum(one.output_tokens for one in ended) / counted_s,
         steps_per_min=60 * len(ended) / counted_s,
         found=found / repeated if repeated else 0.0,

@@ -30,20 +30,20 @@ _COLOURS = {
 }
 
 
-def show(found: Sequence[Figures], console: Console, unit: str) -> None:
+def show(found: Sequence[Figures], console: Console) -> None:
     """Print a table for each scene: a row for each system, a column for each load."""
     for scene in dict.fromkeys(one.scene for one in found):
         of_it = [one for one in found if one.scene == scene]
         _print(
-            scene, of_it, console, unit, "output tokens/s, and of what is repeated, what was found",
+            scene, of_it, console, "", "output tokens/s, and of what is repeated, what was found",
             lambda one: f"{one.tokens_per_s:,.0f} {one.found:4.0%}",
         )  # fmt: skip
         _print(
-            scene, of_it, console, unit, "steps/min, and a turn's mean latency",
+            scene, of_it, console, "", "steps/min, and a turn's mean latency",
             lambda one: f"{one.steps_per_min:,.0f} {one.latency_s:5.1f} s",
         )  # fmt: skip
         if any(one.failed for one in of_it):
-            _print(scene, of_it, console, unit, "turns refused", lambda one: f"{one.failed:,}")
+            _print(scene, of_it, console, "", "turns refused", lambda one: f"{one.failed:,}")
 
 
 def show_latencies(found: Sequence[Figures], console: Console) -> None:
@@ -64,6 +64,8 @@ def show_claims(claims: Sequence[Claim], console: Console) -> None:
     for heading in ("source", "what", "published", "simulated", "comes out"):
         table.add_column(heading)
     for one in claims:
+        if not one.simulated:
+            continue
         published = f"{one.low:.2f} to {one.high:.2f}" if one.low != one.high else f"> {one.low:g}"
         values = sorted(one.simulated.values())
         if len(values) > 3:
