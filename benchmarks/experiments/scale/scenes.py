@@ -18,7 +18,7 @@ from benchmarks.workloads import (
 PROFILE = "h100-qwen3-8b"
 _VOCABULARY = range(1_000, 4_000)
 # More than begin in any run of a closed loop.
-_PROGRAMS, _SESSIONS = 4_000, 1_500
+_PROGRAMS, _SESSIONS = 1_000, 1_000
 
 
 @dataclass(frozen=True, slots=True)
