@@ -8,89 +8,33 @@ simulated is the rest: engines (`benchmarks.simulate.engine`), handoffs and clie
 Not simulated: prefixes that different conversations share, and engines that fail.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import count
-from typing import Any, Literal
+from collections.abc import Callable
 
 from benchmarks.counters import ServerFigures
-from benchmarks.records import Answer, Script, TurnRecord, TurnRequest
-from benchmarks.simulate.costs import Costs
+from benchmarks.records import Script, TurnRecord, TurnRequest
+from benchmarks.simulate.clients import Clients, Open
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
+from benchmarks.simulate.system import System
 from conserve.admission import Admission, Admitted, FirstCome, Levels, QueueFull, Ticket, Window
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.pausing import Pausing
 from conserve.pausing.host import HostMemory
-from conserve.placement import PolicyName, make_policy
-
-History = Literal["kept", "moved", "recomputed"]
+from conserve.placement import make_policy
 
 # None of the clients is idle for longer than its gaps, and no turn is lost.
 _NEVER_S = 1e12
 # As often as the live table looks after its line, whatever happens.
 _LOOK_S = 1.0
-_NOTHING_SAID = Answer("")
 
 
-class SimulationError(ValueError):
-    """This cannot be simulated; the message says why, in one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """What is simulated.
-
-    Attributes:
-        prefillers, decoders: the costs of each.
-        placement, wrong_decision_rate, min_remote_prefill_tokens, queue_limit, queue_timeout_s: as
-            in `conserve.settings.Settings`.
-        history: how a prefiller that prefills a later turn gets the turn's history. ``kept``: it
-            finds it in its own cache, and the rest is brought from the decoder, as in the live
-            system; ``moved``: it is brought from the decoder each time; ``recomputed``: it is
-            computed again with the whole prompt.
-        transfers_block: whether the engine that takes KV over waits for it within a step, as with a
-            connector that loads synchronously; else its other turns go on meanwhile.
-        direct_s, handed_off_s: what a turn takes beside its engines, as in
-            `autoscale.capacity.profile.Overhead`; it passes before the turn gets to the first.
-        handoff_chunk_tokens: length of a chunk; only whole chunks are handed off.
-        max_sequences, block_tokens: each engine's, as in `SimulatedEngine`.
-        pausing: whether idle conversations give up their room, as in `Settings`.
-        host_tokens: room for KV in host memory; 0: none is kept there, but while it is handed off.
-    """
-
-    name: str
-    placement: PolicyName
-    prefillers: tuple[Costs, ...]
-    decoders: tuple[Costs, ...]
-    wrong_decision_rate: float = 0.0
-    min_remote_prefill_tokens: int = 0
-    history: History = "kept"
-    transfers_block: bool = False
-    direct_s: float = 0.0
-    handed_off_s: float = 0.0
-    handoff_chunk_tokens: int = 256
-    max_sequences: int = 256
-    block_tokens: int = 16
-    queue_limit: int = 1024
-    queue_timeout_s: float = 60.0
-    pausing: bool = False
-    host_tokens: int = 0
-
-
-class _Open:
+class _Open(Open):
     """A conversation under way."""
 
-    __slots__ = (
-        "decoder", "found_tokens", "key", "parks", "records", "request", "script", "sent_s",
-    )  # fmt: skip
+    __slots__ = ("decoder", "found_tokens", "key", "parks")
 
     def __init__(self, script: Script, request: TurnRequest) -> None:
-        self.script = script
-        self.request = request
-        self.records: list[TurnRecord] = []
-        self.sent_s = 0.0
+        super().__init__(script, request)
         self.decoder: SimulatedEngine | None = None
         # The table's key for the turn under way.
         self.key = TurnKey(script.conversation, 0, 0)
@@ -100,17 +44,8 @@ class _Open:
         self.parks = False
 
 
-class Cluster:
-    """One run of one system.
-
-    Args:
-        on_conversation: called with the turns of each conversation, when it ends.
-        gaps: whether gaps between turns are kept; False: turns follow each other at once.
-
-    Attributes:
-        ended_s: when the last conversation ended.
-        arrived, turns: number of conversations that came, and of turns that are over.
-    """
+class Cluster(Clients[_Open]):
+    """One run of one system that is built as ConServe is: see `Clients`."""
 
     def __init__(
         self,
@@ -119,9 +54,7 @@ class Cluster:
         *,
         gaps: bool = True,
     ) -> None:
-        self.system = system
-        self._on_conversation = on_conversation
-        self._gaps = gaps
+        super().__init__(system, on_conversation, gaps=gaps)
         policy = make_policy(
             system.placement,
             min_remote_prefill_tokens=system.min_remote_prefill_tokens,
@@ -140,11 +73,6 @@ class Cluster:
         self._admission = Admission(self.table, system.queue_limit, timeout_s, order, window)
         self._looks = False
         self._in_line: dict[str, tuple[_Open, Ticket]] = {}
-        self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
-        self._number = count()
-        self.ended_s = 0.0
-        self.arrived = 0
-        self.turns = 0
         self.decoders = {
             (name := f"decoder-{i}"): self._engine(name, costs, self._answered)
             for i, costs in enumerate(system.decoders)
@@ -159,41 +87,8 @@ class Cluster:
             self.table.add_decoder(name, engine.costs.capacity_tokens)
         for name in self.prefillers:
             self.table.add_prefiller(name)
-        self._longest_tokens = min(
-            costs.capacity_tokens for costs in (*system.prefillers, *system.decoders)
-        )
         self._handoffs = self._handoff_tokens = self._loaded_tokens = 0
         self._later_prefills = self._cold_prefill_tokens = 0
-
-    def run(self, plan: Iterable[tuple[float, Script]]) -> None:
-        """Serve all conversations to their ends.
-
-        Args:
-            plan: arrivals in seconds, ascending, and what arrives.
-
-        Raises:
-            SimulationError: a turn of it does not say how long it is.
-        """
-        self._next_arrival(iter(plan))
-        events = self._events
-        while events:
-            now_s, _, act, what = heappop(events)
-            act(now_s, what)
-
-    def energy_j(self) -> float | None:
-        """Energy used up to the last conversation's end; None if the profile has no power."""
-        total_j = 0.0
-        for engine in (*self.prefillers.values(), *self.decoders.values()):
-            costs = engine.costs
-            if costs.idle_w is None or costs.prefill_w is None or costs.decode_w is None:
-                return None
-            idle_s = self.ended_s - engine.busy_prefill_s - engine.busy_decode_s
-            total_j += (
-                costs.idle_w * idle_s
-                + costs.prefill_w * engine.busy_prefill_s
-                + costs.decode_w * engine.busy_decode_s
-            )
-        return total_j
 
     def figures(self, kv_bytes_per_token: float) -> ServerFigures:
         """What a live system would have counted."""
@@ -208,63 +103,12 @@ class Cluster:
             cold_prefill_tokens=self._cold_prefill_tokens,
         )
 
-    def _engine(
-        self,
-        name: str,
-        costs: Costs,
-        finished: Callable[[EngineTurn, SimulatedEngine, float], None],
-        keeps: bool = True,
-    ) -> SimulatedEngine:
-        return SimulatedEngine(
-            name,
-            costs,
-            self._schedule,
-            finished,
-            keeps=keeps,
-            max_sequences=self.system.max_sequences,
-            block_tokens=self.system.block_tokens,
-        )
+    def _open(self, script: Script, request: TurnRequest) -> _Open:
+        return _Open(script, request)
 
-    def _schedule(self, at_s: float, engine: SimulatedEngine, version: int) -> None:
-        heappush(self._events, (at_s, next(self._number), engine.wake, version))
-
-    def _later(self, at_s: float, act: Callable[[float, Any], None], what: object) -> None:
-        heappush(self._events, (at_s, next(self._number), act, what))
-
-    # --- Clients ------------------------------------------------------------------------------
-
-    def _next_arrival(self, plan: Iterator[tuple[float, Script]]) -> None:
-        arriving = next(plan, None)
-        if arriving is not None:
-            at_s, script = arriving
-            self._later(at_s, self._arrive, (script, plan))
-
-    def _arrive(self, now_s: float, what: tuple[Script, Iterator[tuple[float, Script]]]) -> None:
-        script, plan = what
-        self._next_arrival(plan)
-        request = script.next(None)
-        if request is not None:
-            self.arrived += 1
-            self._later(now_s + self._gap_s(request), self._send, _Open(script, request))
-
-    def _gap_s(self, request: TurnRequest) -> float:
-        return request.gap_s if self._gaps else 0.0
-
-    def _send(self, now_s: float, one: _Open) -> None:
-        """Send a conversation's next turn."""
-        one.sent_s = now_s
-        request = one.request
-        prompt_tokens, output_tokens = request.prompt_tokens, request.output_tokens
-        if prompt_tokens is None or output_tokens is None:
-            raise SimulationError(
-                "the workload does not say how long its prompts and outputs are; "
-                "simulate recorded or synthetic conversations"
-            )
-        if prompt_tokens + output_tokens > self._longest_tokens:
-            self._refuse(
-                one, now_s, f"400: engines hold no more than {self._longest_tokens} tokens"
-            )
-            return
+    def _serve(self, one: _Open, prompt_tokens: int, now_s: float) -> None:
+        """Have a turn answered: where its conversation is bound, or is bound now."""
+        one.found_tokens = 0
         if one.decoder is None:
             self._place(one, prompt_tokens, now_s)
             return
@@ -371,6 +215,7 @@ class Cluster:
         missing = self._whole_chunks(there) - here
         if missing >= self.system.handoff_chunk_tokens:
             work.loaded_tokens = self._whole_chunks(there)
+            one.found_tokens = work.loaded_tokens
             self._loaded_tokens += missing
             self._host.use(work.conversation, 0, now_s)
             begins_s = max(now_s, self._loads_until_s.get(decoder.id, now_s))
@@ -389,12 +234,6 @@ class Cluster:
     def _keep_in_host(self, conversation_id: str, tokens: int, now_s: float) -> None:
         if self.system.host_tokens:
             self._host.use(conversation_id, self._whole_chunks(tokens), now_s)
-
-    def _reusable(self, one: _Open) -> int:
-        """Tokens that the prompt shares with the one before; all of that one, where not said."""
-        if one.request.reused_tokens is not None:
-            return one.request.reused_tokens
-        return one.records[-1].prompt_tokens if one.records else 0
 
     def _whole_chunks(self, tokens: int) -> int:
         chunk = self.system.handoff_chunk_tokens
@@ -446,26 +285,13 @@ class Cluster:
             takes_s = 0.0
         self._submit(work, engine, now_s, after_s + takes_s)
 
-    def _submit(
-        self, work: EngineTurn, engine: SimulatedEngine, now_s: float, after_s: float
-    ) -> None:
-        """Give a turn to an engine after so many seconds."""
-        if after_s:
-            self._later(now_s + after_s, self._come, (work, engine))
-        else:
-            engine.submit(work, now_s)
-
-    def _come(self, now_s: float, what: tuple[EngineTurn, SimulatedEngine]) -> None:
-        work, engine = what
-        engine.submit(work, now_s)
-
     # --- Ends ---------------------------------------------------------------------------------
 
     def _answered(self, work: EngineTurn, decoder: SimulatedEngine, now_s: float) -> None:
         """A decoder is done with a turn."""
         one = work.turn
         assert isinstance(one, _Open)
-        id, request = work.conversation, one.request
+        id = work.conversation
         self.table.advance(
             one.key,
             decoder.id,
@@ -480,63 +306,18 @@ class Cluster:
         if self.table.memory is not None:
             decoders = self.table.decoders
             self.table.memory.relieve(decoders[decoder.id], decoders.values(), now_s)
-        following = one.script.next(_NOTHING_SAID)
-        one.records.append(
-            TurnRecord(
-                system=self.system.name,
-                conversation=id,
-                turn=len(one.records) + 1,
-                planned_s=one.sent_s,
-                sent_s=one.sent_s,
-                ended_s=now_s,
-                outcome="completed",
-                first_token_s=work.first_token_s,
-                last_token_s=now_s,
-                effective=bool(request.effective),
-                last=following is None,
-                prompt_tokens=work.prompt_tokens,
-                output_tokens=work.output_tokens,
-                cached_tokens=max(work.cached_tokens, one.found_tokens),
-                server=decoder.id,
-                reused_tokens=request.reused_tokens,
-            )
-        )
-        self.turns += 1
-        if following is None:
-            self._close(one, now_s)
-        else:
-            one.request = following
-            one.found_tokens = 0
-            self._later(now_s + self._gap_s(following), self._send, one)
+        self._completed(one, work, decoder.id, now_s, one.found_tokens)
         self._admission.observe(now_s)
         if self._admission.line:
             self._admit(now_s)
 
     def _refuse(self, one: _Open, now_s: float, error: str) -> None:
-        """Have a turn fail, and its conversation with it."""
-        one.records.append(
-            TurnRecord(
-                system=self.system.name,
-                conversation=one.script.conversation,
-                turn=len(one.records) + 1,
-                planned_s=one.sent_s,
-                sent_s=one.sent_s,
-                ended_s=now_s,
-                outcome="failed",
-                error=error,
-                prompt_tokens=one.request.prompt_tokens or 0,
-                reused_tokens=one.request.reused_tokens,
-            )
-        )
-        self.turns += 1
-        self._close(one, now_s)
+        super()._refuse(one, now_s, error)
         if self._admission.line:
             self._admit(now_s)
 
-    def _close(self, one: _Open, now_s: float) -> None:
+    def _closed(self, one: _Open, now_s: float) -> None:
         id = one.script.conversation
-        self.ended_s = now_s
         self.table.release(id)
-        if one.decoder is not None:
+        if one.decoder is not None and not self.system.keeps_ended:
             one.decoder.forget(id)
-        self._on_conversation(one.records)

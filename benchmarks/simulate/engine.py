@@ -1,9 +1,11 @@
 """One simulated engine: continuous batching with chunked prefill, whose state changes by event.
 
-What is modelled is vLLM's scheduler (first come, first served; decodes before prefills; prefills in
-chunks; preemption of the latest when KV runs out) on an engine whose step takes what a profile
-says. Steps without a prefill are taken together up to the next one at which anything changes: with
-``b`` decodes the KV that is read grows by ``b`` tokens a step, so ``m`` steps take
+What is modelled is vLLM's scheduler (first come, first served, or by priority where turns have one;
+decodes before prefills; prefills in chunks; preemption of the last in that order when KV runs out,
+which leaves what was computed of it in the prefix cache until its room is needed) on an engine
+whose step takes what a profile says. Steps without a prefill are taken together up to the next one
+at which anything changes: with ``b`` decodes the KV that is read grows by ``b`` tokens a step, so
+``m`` steps take
 
     m (step_s + per_sequence_s b + per_kv_token_s k) + per_kv_token_s b m (m - 1) / 2
 
@@ -12,6 +14,7 @@ a few events, however many tokens it has.
 """
 
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -32,14 +35,17 @@ class EngineTurn:
         loaded_tokens: prompt tokens whose KV a handoff brought here.
         load_s: how long loading that KV keeps the engine busy; 0 where it goes on meanwhile.
         turn: whatever the caller wants to find the turn by.
+        priority: the lowest goes first, and of equal ones who came first (vLLM's
+            ``--scheduling-policy priority``).
         cached_tokens: prompt tokens whose KV was here already, a handoff not counted.
+        admitted_s: when the engine took it from its line for the first time; negative before.
         first_token_s: when its first token came; negative before.
     """
 
     __slots__ = (
-        "begun", "cached_tokens", "conversation", "finish_step", "first_token_s", "left_tokens",
-        "load_s", "loaded_tokens", "made_tokens", "number", "output_tokens", "past_tokens",
-        "prompt_tokens", "reusable_tokens", "turn",
+        "admitted_s", "begun", "cached_tokens", "came", "conversation", "finish_step",
+        "first_token_s", "left_tokens", "load_s", "loaded_tokens", "made_tokens", "number",
+        "output_tokens", "past_tokens", "priority", "prompt_tokens", "reusable_tokens", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +57,7 @@ class EngineTurn:
         loaded_tokens: int = 0,
         load_s: float = 0.0,
         turn: object = None,
+        priority: float = 0.0,
     ) -> None:
         self.conversation = conversation
         self.prompt_tokens = prompt_tokens
@@ -59,7 +66,11 @@ class EngineTurn:
         self.loaded_tokens = loaded_tokens
         self.load_s = load_s
         self.turn = turn
+        self.priority = priority
+        # How many came before it, to this engine.
+        self.came = -1
         self.cached_tokens = 0
+        self.admitted_s = -1.0
         self.first_token_s = -1.0
         self.made_tokens = 0
         # How many of the tokens to prefill (the prompt; after a preemption what was put out, too)
@@ -109,12 +120,16 @@ class SimulatedEngine:
         self._keeps = keeps
         self._max_sequences = max_sequences
         self._block_tokens = block_tokens
+        self._came = 0
         self._waiting: deque[EngineTurn] = deque()
         self._prefilling: deque[EngineTurn] = deque()
         self._decoding: dict[EngineTurn, None] = {}
         # (finish_step, number, turn); one whose turn has another number by now was preempted.
         self._finishes: list[tuple[int, int, EngineTurn]] = []
         self._idle: dict[str, int] = {}
+        # Until when idle KV is not to be dropped, the earliest pinned first.
+        self._pins: dict[str, float] = {}
+        self._now_s = 0.0
         self._kv_tokens = 0  # What the next step's decodes read.
         self._step = 0
         self._admitted = 0
@@ -136,7 +151,9 @@ class SimulatedEngine:
 
     def submit(self, work: EngineTurn, now_s: float) -> None:
         """Take a turn in; it waits for the step under way to end."""
-        self._waiting.append(work)
+        work.came = self._came
+        self._came += 1
+        self._wait(work)
         if self._changing:
             return
         if not self._under_way:
@@ -144,12 +161,32 @@ class SimulatedEngine:
         elif not self._has_prefill:
             self._cut(now_s)
 
+    @property
+    def capacity_tokens(self) -> int:
+        """The size of its KV space."""
+        return self.costs.capacity_tokens
+
+    @property
+    def turns(self) -> int:
+        """How many turns wait or run here."""
+        running = len(self._prefilling) + len(self._completing) + len(self._decoding)
+        return len(self._waiting) + running
+
+    def pin(self, conversation: str, until_s: float) -> None:
+        """Keep a conversation's idle KV until then, unless turns that run need its room."""
+        self._pins[conversation] = until_s
+
+    def unpin(self, conversation: str) -> None:
+        """Its idle KV may be dropped from now on."""
+        self._pins.pop(conversation, None)
+
     def holds(self, conversation: str) -> int:
         """Tokens of KV kept for a conversation between its turns."""
         return self._idle.get(conversation, 0)
 
     def forget(self, conversation: str) -> None:
         """Drop the KV of a conversation that has ended."""
+        self.unpin(conversation)
         self.idle_tokens -= self._idle.pop(conversation, 0)
 
     def wake(self, now_s: float, version: int) -> None:
@@ -189,10 +226,14 @@ class SimulatedEngine:
         """Begin the next step, or the next steps, if there is anything to do."""
         decoding = self._decoding
         preempted = False
+        self._now_s = now_s
         while decoding and not (
             # If idle KV is dropped anyway, room is made for a block each; else for a token.
             self._make_room(len(decoding) * self._block_tokens) or self._make_room(len(decoding))
         ):
+            if self._pins:
+                self._pins.popitem()
+                continue
             self._preempt()
             preempted = True
         if self._waiting and not preempted:
@@ -313,18 +354,26 @@ class SimulatedEngine:
         while waiting and room > 0:
             work = waiting[0]
             tokens = work.prompt_tokens + work.made_tokens
+            pinned_until_s = self._pins.pop(work.conversation, None)
             kept = self._idle.pop(work.conversation, 0)
             self.idle_tokens -= kept
             # Room is needed for the token that comes of it, and for those that decodes add.
-            if not self._make_room(tokens + 1 + len(self._decoding)):
+            while not self._make_room(tokens + 1 + len(self._decoding)):
+                if self._pins and not self._decoding and not self._prefilling:
+                    # Nothing else would ever end, and make room.
+                    self._pins.popitem()
+                    continue
                 if kept:
                     self._idle[work.conversation] = kept
                     self.idle_tokens += kept
+                if pinned_until_s is not None:
+                    self._pins[work.conversation] = pinned_until_s
                 return
             waiting.popleft()
             self.active_tokens += tokens + 1
             found = min(kept, work.reusable_tokens) // block * block
-            if work.made_tokens == 0:
+            if work.admitted_s < 0:
+                work.admitted_s = self._now_s
                 work.cached_tokens = found
             # The last token is computed in any case: the first token of output comes of it.
             work.past_tokens = min(max(found, work.loaded_tokens), tokens - 1)
@@ -336,11 +385,12 @@ class SimulatedEngine:
     def _make_room(self, tokens: int) -> bool:
         """Drop idle KV, the longest unused first, until so many tokens fit."""
         room = self.costs.capacity_tokens - self.active_tokens
-        if room < tokens:
+        pinned_tokens = self._pinned_tokens() if self._pins else 0
+        if room - pinned_tokens < tokens:
             return False
         excess = tokens - room + self.idle_tokens
         while excess > 0:
-            conversation = next(iter(self._idle))
+            conversation = next(one for one in self._idle if one not in self._pins)
             held = self._idle[conversation]
             # The ends of histories go first, as vLLM frees blocks.
             dropped = min(held, excess)
@@ -353,19 +403,49 @@ class SimulatedEngine:
             excess -= dropped
         return True
 
+    def _pinned_tokens(self) -> int:
+        """Idle KV that is not to be dropped."""
+        for conversation in [one for one, until_s in self._pins.items() if until_s <= self._now_s]:
+            del self._pins[conversation]
+        return sum(self._idle.get(one, 0) for one in self._pins)
+
     def _preempt(self) -> None:
-        """Send the turn that was admitted last back to the line; it is computed again."""
+        """Send the turn that goes last back to the line.
+
+        What was computed of it is found again when it comes back, as far as its room was not
+        needed: as the blocks of any other turn, those of a preempted one stay cached.
+        """
         self.preemptions += 1
-        if self._prefilling:
-            work = self._prefilling.pop()
+        work = max((*self._prefilling, *self._decoding), key=_rank)
+        if work.number < 0:
+            self._prefilling.remove(work)
             tokens = work.prompt_tokens + work.made_tokens + 1
+            computed = work.past_tokens
         else:
-            work, _ = self._decoding.popitem()
+            del self._decoding[work]
             work.made_tokens = work.output_tokens - (work.finish_step - self._step)
             work.number = -1
             tokens = work.prompt_tokens + work.made_tokens
+            # Of the newest token there is no KV yet.
+            computed = tokens - 1
             self._kv_tokens -= tokens
         self.active_tokens -= tokens
         work.loaded_tokens = 0
         work.load_s = 0.0
-        self._waiting.appendleft(work)
+        if self._keeps and computed:
+            work.reusable_tokens = computed
+            self._idle[work.conversation] = computed
+            self.idle_tokens += computed
+        self._wait(work)
+
+    def _wait(self, work: EngineTurn) -> None:
+        """Put a turn into the line."""
+        if not self._waiting or _rank(self._waiting[-1]) < _rank(work):
+            self._waiting.append(work)
+        else:
+            insort(self._waiting, work, key=_rank)
+
+
+def _rank(work: EngineTurn) -> tuple[float, int]:
+    """Whose is lowest goes first; the last is preempted first."""
+    return work.priority, work.came

@@ -12,15 +12,25 @@ from benchmarks.objectives import Objectives, Reference, reference
 from benchmarks.records import Script, TurnRecord
 from benchmarks.report import Report
 from benchmarks.selection import Selection
-from benchmarks.simulate.cluster import Cluster, SimulationError, System
-from benchmarks.simulate.costs import Costs
+from benchmarks.simulate.clients import Clients
+from benchmarks.simulate.cluster import Cluster
+from benchmarks.simulate.costs import Costs, Role
+from benchmarks.simulate.rivals.fleet import Fleet
+from benchmarks.simulate.rivals.names import RivalName
+from benchmarks.simulate.system import SimulationError, System
 from benchmarks.workloads import Workload
 from conserve.placement import PolicyName
 
-Name = Literal["conserve", "pausing", "parking", "collocated", "full_disaggregation", "per_turn"]
+Name = (
+    Literal["conserve", "pausing", "parking", "collocated", "full_disaggregation", "per_turn"]
+    | RivalName
+)
 """A system's name: ``conserve`` is the paper's, ``pausing`` the same with idle conversations giving
-up their room, ``parking`` with host memory for them, and the others are called as in
-`benchmarks.peers`."""
+up their room, ``parking`` with host memory for them, and ``collocated`` and the next two are called
+as in `benchmarks.peers`. The others are other systems: see `benchmarks.simulate.rivals`."""
+
+_RIVALS: tuple[RivalName, ...] = get_args(RivalName)
+NAMES: tuple[str, ...] = (*get_args(get_args(Name)[0]), *_RIVALS)
 
 # More conversations are quick, but they tell no more.
 UNLOADED = 100
@@ -58,17 +68,25 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
         SimulationError: there is no such system.
         ProfileError: the profile has no such power cap.
     """
-    if name not in get_args(Name):
-        raise SimulationError(f"the system is {name!r}; choose one of {', '.join(get_args(Name))}")
+    if name not in NAMES:
+        raise SimulationError(f"the system is {name!r}; choose one of {', '.join(NAMES)}")
     of_ours = name in ("conserve", "pausing", "parking")
+    rival: RivalName | None = name if name in _RIVALS else None
     placement: PolicyName = "conversation" if of_ours else name  # type: ignore[assignment]
-    if name == "collocated":
+    role: Role = "collocated"
+    if rival is not None:
+        # Their engines have vLLM's own budget for a step, as decoders have; that of the paper's
+        # collocated engines is smaller, for the sake of TBT.
+        placement, role = "collocated", "decoder"
+    if placement == "collocated":
         prefillers: tuple[Costs, ...] = ()
         decoders = engines.prefillers * (
-            Costs.of(profile, "collocated", engines.prefiller_cap_w),
-        ) + engines.decoders * (Costs.of(profile, "collocated", engines.decoder_cap_w),)
+            Costs.of(profile, role, engines.prefiller_cap_w),
+        ) + engines.decoders * (Costs.of(profile, role, engines.decoder_cap_w),)
     elif engines.prefillers < 1:
-        raise SimulationError(f"{name} needs at least one prefiller; only collocated has none")
+        raise SimulationError(
+            f"{name} needs at least one prefiller; only systems of collocated engines have none"
+        )
     else:
         prefillers = engines.prefillers * (Costs.of(profile, "prefiller", engines.prefiller_cap_w),)
         decoders = engines.decoders * (Costs.of(profile, "decoder", engines.decoder_cap_w),)
@@ -77,6 +95,8 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
         "direct_s": overhead.direct_s,
         "handed_off_s": overhead.handed_off_s,
         "pausing": name in ("pausing", "parking"),
+        "rival": rival,
+        "keeps_ended": rival is not None,
     }
     if name == "parking":
         defaults["host_tokens"] = 2 * sum(one.capacity_tokens for one in decoders)
@@ -89,11 +109,19 @@ def serve(
     on_conversation: OnConversation,
     *,
     gaps: bool = True,
-) -> Cluster:
+) -> Clients[Any]:
     """Run all conversations of a plan to their ends; returns the cluster as it is then."""
-    cluster = Cluster(system, on_conversation, gaps=gaps)
+    cluster = make_cluster(system, on_conversation, gaps=gaps)
     cluster.run(plan)
     return cluster
+
+
+def make_cluster(
+    system: System, on_conversation: OnConversation, *, gaps: bool = True
+) -> Clients[Any]:
+    """A cluster of this system, on which nothing has run yet."""
+    kind = Cluster if system.rival is None else Fleet
+    return kind(system, on_conversation, gaps=gaps)
 
 
 def unloaded_records(system: System, workload: Workload, conversations: int) -> list[TurnRecord]:
@@ -194,7 +222,7 @@ def simulate(
     )
 
 
-def _warnings(failed: int, cluster: Cluster) -> Iterable[str]:
+def _warnings(failed: int, cluster: Clients[Any]) -> Iterable[str]:
     if failed:
         yield (
             f"{failed} of {cluster.turns} turns failed. Latencies are of those that completed; "

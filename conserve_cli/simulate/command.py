@@ -15,8 +15,8 @@ from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.compare import compare, labels, show_comparisons, write_comparisons
 from benchmarks.report import Report, show_run, show_side_by_side, write_report
 from benchmarks.selection import Selection
-from benchmarks.simulate.cluster import SimulationError
 from benchmarks.simulate.run import EngineCounts, simulate_selection
+from benchmarks.simulate.system import SimulationError
 from benchmarks.workloads import WorkloadError
 from conserve_cli.workload_options import (
     ArrivalPattern,
@@ -57,8 +57,9 @@ def simulate(
         typer.Option(
             help="conserve (the default: the paper's), pausing (the same with idle conversations "
             "giving up their room), parking (with host memory for them, too), collocated, "
-            "full_disaggregation or per_turn; may be given several times, the first is the "
-            "baseline."
+            "full_disaggregation or per_turn; or another system's rules on collocated engines: "
+            "vllm (least loaded), affinity, ttl (Continuum), attained (Autellix) or thunderagent; "
+            "may be given several times, the first is the baseline."
         ),
     ] = None,
     prefillers: Annotated[

@@ -39,6 +39,20 @@ def test_the_papers_profile_gives_the_figures_that_the_paper_states(a40: Profile
     assert [power.cap_w for power in a40.power] == [300, 200]
 
 
+def test_the_h100s_numbers_follow_from_those_that_its_sources_name() -> None:
+    profile = load_profile("h100-qwen3-8b")
+    assert profile.origin == "published"
+    # 36 layers of 8 KV heads of 128, keys and values, 16 bits each.
+    kv_bytes = 36 * 2 * 8 * 128 * 2
+    assert profile.handoff.bytes_per_token == kv_bytes
+    assert profile.kv_capacity_tokens == pytest.approx((72e9 - 16.4e9 - 4e9) / kv_bytes, rel=1e-3)
+    bandwidth = 0.75 * 3.35e12
+    assert profile.decode.constant_s == pytest.approx(16.4e9 / bandwidth, rel=0.01)
+    assert profile.decode.per_kv_token_s == pytest.approx(kv_bytes / bandwidth, rel=0.01)
+    assert profile.prefill.per_token_s == pytest.approx(2 * 6.95e9 / (0.45 * 989e12), rel=0.01)
+    assert profile.handoff.per_token_s == pytest.approx(2 * kv_bytes / 25e9, rel=0.01)
+
+
 def test_the_measured_profiles_curves_are_those_of_its_points() -> None:
     profile = load_profile("cpu-embedded")
     assert profile.origin == "measured"

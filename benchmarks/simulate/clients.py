@@ -1,0 +1,303 @@
+"""Clients and time of a simulation: which conversations are under way, and what becomes of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from heapq import heappop, heappush
+from itertools import count, islice
+from math import inf
+from typing import Any, Generic, TypeVar
+
+from benchmarks.counters import ServerFigures
+from benchmarks.records import Answer, Script, TurnRecord, TurnRequest
+from benchmarks.simulate.costs import Costs
+from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
+from benchmarks.simulate.system import SimulationError, System
+
+_NOTHING_SAID = Answer("")
+
+
+class Open:
+    """A conversation under way.
+
+    Attributes:
+        request: its turn under way, or the next one.
+        records: its turns that are over.
+        sent_s: when its last turn was sent.
+    """
+
+    __slots__ = ("records", "request", "script", "sent_s")
+
+    def __init__(self, script: Script, request: TurnRequest) -> None:
+        self.script = script
+        self.request = request
+        self.records: list[TurnRecord] = []
+        self.sent_s = 0.0
+
+
+OpenT = TypeVar("OpenT", bound=Open)
+
+
+class Clients(ABC, Generic[OpenT]):
+    """One run of one system: its clients, and the events of all that it comprises.
+
+    A subclass serves turns (`_serve`), and tells when they are over (`_completed`, `_refuse`).
+
+    Args:
+        on_conversation: called with the turns of each conversation, when it ends.
+        gaps: whether gaps between turns are kept; False: turns follow each other at once.
+
+    Attributes:
+        decoders, prefillers: its engines, by name.
+        ended_s: when the last conversation ended.
+        arrived, turns: number of conversations that came, and of turns that are over.
+    """
+
+    decoders: Mapping[str, SimulatedEngine]
+    prefillers: Mapping[str, SimulatedEngine]
+
+    def __init__(
+        self,
+        system: System,
+        on_conversation: Callable[[list[TurnRecord]], None],
+        *,
+        gaps: bool = True,
+    ) -> None:
+        self.system = system
+        self._on_conversation = on_conversation
+        self._gaps = gaps
+        self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
+        self._number = count()
+        self._under_way: dict[str, OpenT] = {}
+        # Of a closed loop: who begins when somebody ends.
+        self._next_programs: Iterator[tuple[float, Script]] = iter(())
+        self._longest_tokens = min(
+            costs.capacity_tokens for costs in (*system.prefillers, *system.decoders)
+        )
+        self.ended_s = 0.0
+        self.arrived = 0
+        self.turns = 0
+
+    def run(self, plan: Iterable[tuple[float, Script]]) -> None:
+        """Serve all conversations to their ends.
+
+        Args:
+            plan: arrivals in seconds, ascending, and what arrives.
+
+        Raises:
+            SimulationError: a turn of it does not say how long it is.
+        """
+        self._next_arrival(iter(plan))
+        self._run_until(inf)
+
+    def run_programs(
+        self,
+        plan: Iterable[tuple[float, Script]],
+        programs: int,
+        until_s: float,
+        ramp_s: float = 0.0,
+    ) -> None:
+        """Have so many conversations under way at any time: where one ends, the next begins.
+
+        Args:
+            plan: what begins, in this order; when it would arrive does not count.
+            until_s: the time is up then. Conversations under way are told as far as they got.
+            ramp_s: the first ones begin evenly over so much time.
+
+        Raises:
+            SimulationError: a turn of it does not say how long it is.
+        """
+        self._next_programs = iter(plan)
+        for number, (_, script) in enumerate(islice(self._next_programs, programs)):
+            self._later(ramp_s * number / programs, self._begin, script)
+        self._run_until(until_s)
+        if self._events:
+            self.ended_s = until_s
+        for one in self._under_way.values():
+            if one.records:
+                self._on_conversation(one.records)
+
+    def energy_j(self) -> float | None:
+        """Energy used up to the last conversation's end; None if the profile has no power."""
+        total_j = 0.0
+        for engine in (*self.prefillers.values(), *self.decoders.values()):
+            costs = engine.costs
+            if costs.idle_w is None or costs.prefill_w is None or costs.decode_w is None:
+                return None
+            idle_s = self.ended_s - engine.busy_prefill_s - engine.busy_decode_s
+            total_j += (
+                costs.idle_w * idle_s
+                + costs.prefill_w * engine.busy_prefill_s
+                + costs.decode_w * engine.busy_decode_s
+            )
+        return total_j
+
+    @abstractmethod
+    def figures(self, kv_bytes_per_token: float) -> ServerFigures:
+        """What a live system would have counted."""
+
+    @abstractmethod
+    def _open(self, script: Script, request: TurnRequest) -> OpenT:
+        """A conversation that has arrived."""
+
+    @abstractmethod
+    def _serve(self, one: OpenT, prompt_tokens: int, now_s: float) -> None:
+        """Have the turn answered that a client sends now."""
+
+    @abstractmethod
+    def _closed(self, one: OpenT, now_s: float) -> None:
+        """A conversation has ended."""
+
+    # --- Time ---------------------------------------------------------------------------------
+
+    def _run_until(self, until_s: float) -> None:
+        events = self._events
+        while events and events[0][0] <= until_s:
+            now_s, _, act, what = heappop(events)
+            act(now_s, what)
+
+    def _later(self, at_s: float, act: Callable[[float, Any], None], what: object) -> None:
+        heappush(self._events, (at_s, next(self._number), act, what))
+
+    def _schedule(self, at_s: float, engine: SimulatedEngine, version: int) -> None:
+        heappush(self._events, (at_s, next(self._number), engine.wake, version))
+
+    def _engine(
+        self,
+        name: str,
+        costs: Costs,
+        finished: Callable[[EngineTurn, SimulatedEngine, float], None],
+        **more: Any,
+    ) -> SimulatedEngine:
+        return SimulatedEngine(
+            name,
+            costs,
+            self._schedule,
+            finished,
+            max_sequences=self.system.max_sequences,
+            block_tokens=self.system.block_tokens,
+            **more,
+        )
+
+    def _submit(
+        self, work: EngineTurn, engine: SimulatedEngine, now_s: float, after_s: float
+    ) -> None:
+        """Give a turn to an engine after so many seconds."""
+        if after_s:
+            self._later(now_s + after_s, self._come, (work, engine))
+        else:
+            engine.submit(work, now_s)
+
+    def _come(self, now_s: float, what: tuple[EngineTurn, SimulatedEngine]) -> None:
+        work, engine = what
+        engine.submit(work, now_s)
+
+    # --- Clients ------------------------------------------------------------------------------
+
+    def _next_arrival(self, plan: Iterator[tuple[float, Script]]) -> None:
+        arriving = next(plan, None)
+        if arriving is not None:
+            at_s, script = arriving
+            self._later(at_s, self._arrive, (script, plan))
+
+    def _arrive(self, now_s: float, what: tuple[Script, Iterator[tuple[float, Script]]]) -> None:
+        script, plan = what
+        self._next_arrival(plan)
+        self._begin(now_s, script)
+
+    def _begin(self, now_s: float, script: Script) -> None:
+        request = script.next(None)
+        if request is not None:
+            self.arrived += 1
+            one = self._under_way[script.conversation] = self._open(script, request)
+            self._later(now_s + self._gap_s(request), self._send, one)
+
+    def _gap_s(self, request: TurnRequest) -> float:
+        return request.gap_s if self._gaps else 0.0
+
+    def _send(self, now_s: float, one: OpenT) -> None:
+        """Send a conversation's next turn."""
+        one.sent_s = now_s
+        request = one.request
+        prompt_tokens, output_tokens = request.prompt_tokens, request.output_tokens
+        if prompt_tokens is None or output_tokens is None:
+            raise SimulationError(
+                "the workload does not say how long its prompts and outputs are; "
+                "simulate recorded or synthetic conversations"
+            )
+        if prompt_tokens + output_tokens > self._longest_tokens:
+            self._refuse(
+                one, now_s, f"400: engines hold no more than {self._longest_tokens} tokens"
+            )
+            return
+        self._serve(one, prompt_tokens, now_s)
+
+    def _reusable(self, one: OpenT) -> int:
+        """Tokens that the prompt shares with the one before; all of that one, where not said."""
+        if one.request.reused_tokens is not None:
+            return one.request.reused_tokens
+        return one.records[-1].prompt_tokens if one.records else 0
+
+    def _completed(
+        self, one: OpenT, work: EngineTurn, server: str, now_s: float, found_tokens: int = 0
+    ) -> None:
+        """A turn is over: record it, and have its client go on.
+
+        Args:
+            found_tokens: of its prompt, what was found in another engine's cache.
+        """
+        request = one.request
+        following = one.script.next(_NOTHING_SAID)
+        one.records.append(
+            TurnRecord(
+                system=self.system.name,
+                conversation=work.conversation,
+                turn=len(one.records) + 1,
+                planned_s=one.sent_s,
+                sent_s=one.sent_s,
+                ended_s=now_s,
+                outcome="completed",
+                first_token_s=work.first_token_s,
+                last_token_s=now_s,
+                effective=bool(request.effective),
+                last=following is None,
+                prompt_tokens=work.prompt_tokens,
+                output_tokens=work.output_tokens,
+                cached_tokens=max(work.cached_tokens, found_tokens),
+                server=server,
+                reused_tokens=request.reused_tokens,
+            )
+        )
+        self.turns += 1
+        if following is None:
+            self._close(one, now_s)
+        else:
+            one.request = following
+            self._later(now_s + self._gap_s(following), self._send, one)
+
+    def _refuse(self, one: OpenT, now_s: float, error: str) -> None:
+        """Have a turn fail, and its conversation with it."""
+        one.records.append(
+            TurnRecord(
+                system=self.system.name,
+                conversation=one.script.conversation,
+                turn=len(one.records) + 1,
+                planned_s=one.sent_s,
+                sent_s=one.sent_s,
+                ended_s=now_s,
+                outcome="failed",
+                error=error,
+                prompt_tokens=one.request.prompt_tokens or 0,
+                reused_tokens=one.request.reused_tokens,
+            )
+        )
+        self.turns += 1
+        self._close(one, now_s)
+
+    def _close(self, one: OpenT, now_s: float) -> None:
+        self.ended_s = now_s
+        del self._under_way[one.script.conversation]
+        self._closed(one, now_s)
+        self._on_conversation(one.records)
+        following = next(self._next_programs, None)
+        if following is not None:
+            self._later(now_s, self._begin, following[1])

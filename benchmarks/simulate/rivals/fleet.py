@@ -1,0 +1,111 @@
+"""A simulated cluster of engines that prefill and decode, used by another system's rules."""
+
+from collections.abc import Callable
+
+from benchmarks.counters import ServerFigures
+from benchmarks.records import Script, TurnRecord, TurnRequest
+from benchmarks.simulate.clients import Clients, Open
+from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
+from benchmarks.simulate.rivals import Program, make_rival
+from benchmarks.simulate.system import System
+
+
+class _Open(Open):
+    """A conversation under way, and what the rival sees of it."""
+
+    __slots__ = ("program",)
+
+    def __init__(self, script: Script, request: TurnRequest) -> None:
+        super().__init__(script, request)
+        self.program = Program(script.conversation)
+
+
+class Fleet(Clients[_Open]):
+    """One run of one rival: see `Clients`. No turn is refused but one that no engine holds."""
+
+    def __init__(
+        self,
+        system: System,
+        on_conversation: Callable[[list[TurnRecord]], None],
+        *,
+        gaps: bool = True,
+    ) -> None:
+        assert system.rival is not None
+        super().__init__(system, on_conversation, gaps=gaps)
+        self.prefillers = {}
+        self.decoders = {
+            (name := f"engine-{i}"): self._engine(name, costs, self._answered)
+            for i, costs in enumerate(system.decoders)
+        }
+        self._rival = make_rival(
+            system.rival, self.decoders, ttl_s=system.ttl_s, discounts=system.discounts
+        )
+        self._checking = False
+
+    def figures(self, kv_bytes_per_token: float) -> ServerFigures:
+        """Nothing is handed over."""
+        return ServerFigures()
+
+    def _open(self, script: Script, request: TurnRequest) -> _Open:
+        return _Open(script, request)
+
+    def _serve(self, one: _Open, prompt_tokens: int, now_s: float) -> None:
+        program = one.program
+        if not program.turns:
+            program.arrived_s = now_s
+        program.turns += 1
+        program.tokens = prompt_tokens
+        program.reasoning = True
+        self._check_later(now_s)
+        engine_id = self._rival.route(program, now_s)
+        if engine_id is not None:
+            self._go(one, engine_id, now_s)
+
+    def _check_later(self, now_s: float) -> None:
+        """See to it that the rival is asked at each of its intervals while anybody is there."""
+        if self._rival.interval_s is not None and not self._checking:
+            self._checking = True
+            self._later(now_s + self._rival.interval_s, self._check, None)
+
+    def _check(self, now_s: float, nothing: None) -> None:
+        self._checking = False
+        for program, engine_id in self._rival.check(now_s):
+            self._go(self._under_way[program.id], engine_id, now_s)
+        if self._under_way:
+            self._check_later(now_s)
+
+    def _go(self, one: _Open, engine_id: str, now_s: float) -> None:
+        """Give a turn to its engine."""
+        request, program = one.request, one.program
+        program.engine_id = engine_id
+        work = EngineTurn(
+            program.id,
+            request.prompt_tokens or 0,
+            request.output_tokens or 0,
+            self._reusable(one),
+            turn=one,
+            priority=self._rival.priority(program),
+        )
+        self._submit(work, self.decoders[engine_id], now_s, self.system.direct_s)
+
+    def _answered(self, work: EngineTurn, engine: SimulatedEngine, now_s: float) -> None:
+        one = work.turn
+        assert isinstance(one, _Open)
+        program = one.program
+        program.tokens = work.prompt_tokens + work.output_tokens
+        program.reasoning = False
+        program.acting_s = now_s
+        program.attained_s += now_s - work.admitted_s
+        self._rival.answered(program, now_s)
+        keep_s = self._rival.keep_s(program)
+        if keep_s:
+            engine.pin(program.id, now_s + keep_s)
+        self._completed(one, work, engine.id, now_s)
+
+    def _closed(self, one: _Open, now_s: float) -> None:
+        self._rival.ended(one.program)
+        # Its tools are over too.
+        for engine in self.decoders.values():
+            engine.unpin(one.program.id)
+            if not self.system.keeps_ended:
+                engine.forget(one.program.id)

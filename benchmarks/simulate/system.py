@@ -1,0 +1,65 @@
+"""What is simulated: a system's engines, and by which rules turns get to them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.simulate.costs import Costs
+from benchmarks.simulate.rivals.names import RivalName
+from conserve.placement import PolicyName
+
+History = Literal["kept", "moved", "recomputed"]
+
+
+class SimulationError(ValueError):
+    """This cannot be simulated; the message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What is simulated.
+
+    Attributes:
+        prefillers, decoders: the costs of each.
+        placement, wrong_decision_rate, min_remote_prefill_tokens, queue_limit, queue_timeout_s: as
+            in `conserve.settings.Settings`.
+        history: how a prefiller that prefills a later turn gets the turn's history. ``kept``: it
+            finds it in its own cache, and the rest is brought from the decoder, as in the live
+            system; ``moved``: it is brought from the decoder each time; ``recomputed``: it is
+            computed again with the whole prompt.
+        transfers_block: whether the engine that takes KV over waits for it within a step, as with a
+            connector that loads synchronously; else its other turns go on meanwhile.
+        direct_s, handed_off_s: what a turn takes beside its engines, as in
+            `autoscale.capacity.profile.Overhead`; it passes before the turn gets to the first.
+        handoff_chunk_tokens: length of a chunk; only whole chunks are handed off.
+        max_sequences, block_tokens: each engine's, as in `SimulatedEngine`.
+        pausing: whether idle conversations give up their room, as in `Settings`.
+        host_tokens: room for KV in host memory; 0: none is kept there, but while it is handed off.
+        keeps_ended: whether engines keep the KV of conversations that have ended until they need
+            its room, as vLLM does; else it is gone at once.
+        rival: another system's rules, by which its decoders are used instead (`placement` and what
+            belongs to it are of no effect); None: ConServe's, as above.
+        ttl_s: for how long ``ttl`` keeps idle KV.
+        discounts: whether ``thunderagent`` counts acting programs' tokens 2^-t when it resumes.
+    """
+
+    name: str
+    placement: PolicyName
+    prefillers: tuple[Costs, ...]
+    decoders: tuple[Costs, ...]
+    wrong_decision_rate: float = 0.0
+    min_remote_prefill_tokens: int = 0
+    history: History = "kept"
+    transfers_block: bool = False
+    direct_s: float = 0.0
+    handed_off_s: float = 0.0
+    handoff_chunk_tokens: int = 256
+    max_sequences: int = 256
+    block_tokens: int = 16
+    queue_limit: int = 1024
+    queue_timeout_s: float = 60.0
+    pausing: bool = False
+    host_tokens: int = 0
+    keeps_ended: bool = False
+    rival: RivalName | None = None
+    ttl_s: float = 2.0
+    discounts: bool = True
