@@ -72,6 +72,7 @@ class Holdings:
         if stats is not None:
             held.held_tokens = stats.prompt_tokens + stats.output_tokens
             held.last_turn = stats
+            held.tool = stats.tool
             if parked:
                 self._stored_tokens[turn.conversation_id] = stats.prompt_tokens
             self._stored_tokens.setdefault(turn.conversation_id, stats.prompt_tokens)

@@ -445,15 +445,14 @@ class Cluster:
         one = work.turn
         assert isinstance(one, _Open)
         id, request = work.conversation, one.request
-        self.table.advance(
-            one.key,
-            decoder.id,
-            TurnStats(
-                work.prompt_tokens, work.output_tokens, work.cached_tokens, work.loaded_tokens
-            ),
-            (),
-            now_s,
+        stats = TurnStats(
+            work.prompt_tokens,
+            work.output_tokens,
+            work.cached_tokens,
+            work.loaded_tokens,
+            request.tool,
         )
+        self.table.advance(one.key, decoder.id, stats, (), now_s)
         if one.parks:
             self._keep_in_host(id, work.prompt_tokens, now_s)
         if self.table.memory is not None:

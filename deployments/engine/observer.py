@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +24,7 @@ from conserve import identity, recognition, wire
 from conserve.apis import form_of
 from conserve.conversation import TurnKey, TurnStats
 from conserve.holdings import Holdings
+from conserve.pausing import tool_called
 from conserve.recognition import Digest
 from conserve.recognition.apis import answers_of, heard
 from conserve.wire import Emitted
@@ -312,7 +314,11 @@ class _Turn:
     async def report(self, completed: bool) -> None:
         self.reported = True
         stats = self.observation.stats()
-        tails = self._tails() if completed else ()
+        answers = self._answers() if completed else []
+        tails = self._tails(answers)
+        if stats is not None and answers:
+            # Of several choices its client goes on with one; the first is as likely as any.
+            stats = msgspec.structs.replace(stats, tool=tool_called(answers[0]))
         self.holdings.finish(self.key, stats, tails, completed, self.observation.parks)
         patience = {"patience_s": _REPORT_PATIENCE_S, "answer_s": _REPORT_PATIENCE_S}
         try:
@@ -332,10 +338,14 @@ class _Turn:
     def _name(self) -> str:
         return f"turn {self.key.turn_id} of {self.key.conversation_id}"
 
-    def _tails(self) -> tuple[Digest, ...]:
+    def _answers(self) -> list[dict[str, Any]]:
+        if self.beginning is None:
+            return []
+        return answers_of(self.path, self.parts, self.streamed)
+
+    def _tails(self, answers: list[dict[str, Any]]) -> tuple[Digest, ...]:
         if self.beginning is None:
             return ()
-        answers = answers_of(self.path, self.parts, self.streamed)
         return tuple(self.beginning.tail_digest(answer) for answer in answers)
 
 

@@ -9,6 +9,7 @@ from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.events import EventLog
 from conserve.metrics import EventCounts, Metrics, ReplicaCounts
+from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
 from conserve.tenants.metrics import TenantMetrics
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
@@ -166,6 +167,15 @@ class Accounts:
             ttfet_s = self._table.answered(timing.turn, unix_s() - timing.effective_ago_s)
             if ttfet_s is not None:
                 metrics.ttfet_s.observe(ttfet_s)
+
+    def tool_reported(
+        self, history: Conversation, report: ToolReport, wall_s: float | None
+    ) -> None:
+        """A client says that a tool begins or is done, after so long where that is known."""
+        self._events.add(
+            "tool_end" if report.ended else "tool_start", history.id, tool=report.tool,
+            call_id=report.call_id, wall_s=None if wall_s is None else round(wall_s, 3),
+        )  # fmt: skip
 
     def over_limit(self, tenant: str, over: Over) -> None:
         """A turn was refused because its tenant has as much as it may."""

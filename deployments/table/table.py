@@ -27,6 +27,7 @@ from conserve.conversations import ConversationTable
 from conserve.events import EventLog
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
+from conserve.pausing import ToolReport, TooManyTools
 from conserve.recognition import Chain, Digest
 from conserve.settings import Settings
 from conserve.tenants.limits import Over
@@ -385,6 +386,24 @@ class TableService:
         """Note how a turn ended, as its router saw it."""
         self._accounts.observed(timing)
 
+    async def report_tool(self, conversation_id: str, report: ToolReport) -> int | Refusal | None:
+        """Note that a conversation's tool begins, or is done.
+
+        Returns:
+            How many of it run now; None if the conversation is unknown.
+        """
+        await self._not_ready()
+        found = self._table.histories(conversation_id)
+        if not found:
+            return None
+        try:
+            history = self._table.tools.meant(found, report)
+            wall_s = self._table.tools.report(history.id, report, unix_s())
+        except TooManyTools:
+            return refusals.TOO_MANY_TOOLS
+        self._accounts.tool_reported(history, report, wall_s)
+        return sum(len(self._table.tools.running(one.id)) for one in found)
+
     async def release(self, conversation_id: str, reason: str = "released") -> bool:
         """End a conversation's histories; False if it is unknown. Its id is as it is kept."""
         await self._not_ready()
@@ -422,7 +441,7 @@ class TableService:
         if not found:
             return None
         newest = self._events.newest_of(conversation_id, SHOWN_EVENTS)
-        return conversation_view(found, unix_s(), newest)
+        return conversation_view(found, unix_s(), self._table.tools, newest)
 
     async def events(self, *of: Any) -> EventPage:
         """What has happened, for `GET /v1/events`; see `listen`."""
