@@ -18,6 +18,7 @@ from benchmarks.counters import ServerFigures
 from benchmarks.records import Answer, Script, TurnRecord, TurnRequest
 from benchmarks.simulate.costs import Costs
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
+from benchmarks.simulate.kv_use import KvUse
 from conserve.admission import Admission, Admitted, QueueFull, Ticket
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
@@ -156,6 +157,8 @@ class Cluster:
         self._longest_tokens = min(
             costs.capacity_tokens for costs in (*system.prefillers, *system.decoders)
         )
+        capacity_tokens = {name: one.costs.capacity_tokens for name, one in self.decoders.items()}
+        self._kv_use = KvUse(self.table, capacity_tokens)
         self._handoffs = self._handoff_tokens = self._loaded_tokens = 0
         self._later_prefills = self._cold_prefill_tokens = 0
 
@@ -200,6 +203,7 @@ class Cluster:
             later_prefills=self._later_prefills,
             moves=0 if self.table.memory is None else self.table.memory.restores["moved"],
             cold_prefill_tokens=self._cold_prefill_tokens,
+            kv_shares=self._kv_use.shares(self.ended_s),
         )
 
     def _engine(
@@ -269,6 +273,7 @@ class Cluster:
             self._place(one, prompt_tokens, now_s)
             return
         one.key = conversation.newest_turn
+        self._kv_use.begin(one.key, now_s)
         prefiller_id = self.table.prefill_later_turn(conversation)
         if prefiller_id is None:
             self._submit_to_decoder(one, now_s)
@@ -298,6 +303,7 @@ class Cluster:
         assert admitted.newly_bound, admitted.conversation.id
         one.key = admitted.turn
         one.decoder = self.decoders[placement.decoder_id]
+        self._kv_use.begin(one.key, now_s)
         if placement.prefiller_id is None:
             self._submit_to_decoder(one, now_s)
         else:
@@ -398,6 +404,7 @@ class Cluster:
         assert isinstance(one, _Open)
         assert one.decoder is not None
         self.table.prefilled(one.key, work.prompt_tokens)
+        self._kv_use.prefilled(one.key, work.prompt_tokens - work.cached_tokens)
         one.found_tokens = work.cached_tokens
         to_decode = self._work(one)
         to_decode.loaded_tokens = self._whole_chunks(work.prompt_tokens)
@@ -451,13 +458,16 @@ class Cluster:
             work.cached_tokens,
             work.loaded_tokens,
             request.tool,
+            None if work.first_token_s is None else now_s - work.first_token_s,
         )
+        self._kv_use.end(one.key, stats, now_s)
         self.table.advance(one.key, decoder.id, stats, (), now_s)
         if one.parks:
             self._keep_in_host(id, work.prompt_tokens, now_s)
         if self.table.memory is not None:
             decoders = self.table.decoders
             self.table.memory.relieve(decoders[decoder.id], decoders.values(), now_s)
+        self._kv_use.look(now_s)
         following = one.script.next(_NOTHING_SAID)
         one.records.append(
             TurnRecord(
@@ -514,6 +524,7 @@ class Cluster:
         id = one.script.conversation
         self.ended_s = now_s
         self.table.release(id)
+        self._kv_use.look(now_s)
         if one.decoder is not None:
             one.decoder.forget(id)
         self._on_conversation(one.records)

@@ -51,6 +51,7 @@ class _Observation:
     cached_tokens: int = 0
     lmcache_tokens: int = 0
     output_tokens: dict[tuple[str, int], int] = field(default_factory=dict)
+    decode_s: float | None = None
     # For streams that may have to be continued: whether to note what is put out, what of it is
     # in no event yet, and what another engine had put out before.
     notes: bool = False
@@ -70,6 +71,9 @@ class _Observation:
             self.cached_tokens, self.lmcache_tokens = found.own_tokens, found.lmcache_tokens
         elif output.num_cached_tokens is not None and not self.lmcache_tokens:
             self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
+        times = output.metrics
+        if times is not None and 0 < times.first_token_ts <= times.last_token_ts:
+            self.decode_s = max(self.decode_s or 0.0, times.last_token_ts - times.first_token_ts)
         if output.finished:
             self.finished += 1
 
@@ -98,6 +102,7 @@ class _Observation:
             max(self.output_tokens.values(), default=0),
             self.cached_tokens,
             self.lmcache_tokens,
+            decode_s=self.decode_s,
         )
 
 

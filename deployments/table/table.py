@@ -357,7 +357,7 @@ class TableService:
         self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
     ) -> bool:
         """Note that a decoder completed a turn. Returns whether it still has the conversation."""
-        self._turn_ends(turn)
+        self._turn_ends(turn, stats)
         if decoder_id not in self._registry.engines:
             # A new table: the decoder will register, with this turn among its holdings.
             return True
@@ -373,7 +373,7 @@ class TableService:
         if turn in self._routers_of:
             # Decoder and router may both tell of it.
             self._accounts.cut(turn, decoder_id, stats)
-        self._turn_ends(turn)
+        self._turn_ends(turn, stats)
         if stats is not None:
             self._accounts.handed_off(stats)
         ended = self._table.abandon(turn, decoder_id, stats, unix_s())
@@ -513,9 +513,9 @@ class TableService:
         self._accounts.turn_begins(plan)
         return plan
 
-    def _turn_ends(self, turn: TurnKey) -> None:
+    def _turn_ends(self, turn: TurnKey, stats: TurnStats | None) -> None:
         self._routers_of.pop(turn, None)
-        self._accounts.turn_ends(turn)
+        self._accounts.turn_ends(turn, stats)
 
     def _pend(
         self, conversation_id: str, router_id: str, chat: bool, claim: int | None = None
@@ -588,7 +588,10 @@ class TableService:
 
     def _relieve(self, decoder_id: str | None) -> None:
         memory = self._table.memory
-        if memory is None or decoder_id not in self._table.decoders:
+        if decoder_id not in self._table.decoders:
+            return
+        self._accounts.look(decoder_id)
+        if memory is None:
             return
         decoders = self._table.accepting_decoders
         memory.relieve(self._table.decoders[decoder_id], decoders, unix_s())

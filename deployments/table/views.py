@@ -5,8 +5,6 @@ import heapq
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from conserve import identity
 from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
@@ -113,7 +111,12 @@ def _turn_view(history: Conversation) -> dict[str, int] | None:
     last = history.last_turn
     if last is None:
         return None
-    return {name: n for name, n in msgspec.structs.asdict(last).items() if name != "tool"}
+    return {
+        "prompt_tokens": last.prompt_tokens,
+        "output_tokens": last.output_tokens,
+        "decoder_cached_tokens": last.decoder_cached_tokens,
+        "lmcache_tokens": last.lmcache_tokens,
+    }
 
 
 def engine_view(engine: EngineInfo, table: ConversationTable) -> dict[str, Any]:

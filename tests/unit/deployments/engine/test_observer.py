@@ -285,7 +285,9 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
             return await super().call(method, *arguments, **options)
 
     async def generate(*_: Any) -> AsyncIterator[RequestOutput]:
-        yield RequestOutput("r", None, PROMPT, None, [], finished=reason == "stop")
+        times = SimpleNamespace(first_token_ts=12.0, last_token_ts=14.5)
+        finished = reason == "stop"
+        yield RequestOutput("r", None, PROMPT, None, [], finished=finished, metrics=times)  # type: ignore[arg-type]
 
     client = SimpleNamespace(generate=generate)
     observe_engine(client)
@@ -315,4 +317,6 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
     asyncio.run(observer(scope, receive, send))
     called = "bash" if reason == "stop" else None
     assert [stats.tool for stats in told] == [called]
+    # And for how long it was put out, streamed or not.
+    assert [stats.decode_s for stats in told] == [2.5]
     assert [one.tool for one in holdings.all()] == [called]

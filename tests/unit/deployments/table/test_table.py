@@ -578,3 +578,41 @@ def test_so_many_tools_of_a_history_are_noted() -> None:
         assert (refused.status, refused.code) == (400, "too_many_tools")
 
     asyncio.run(scenario())
+
+
+def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the table's clock: ten seconds of a first turn, ten idle, and ten of a second turn."""
+    now_s = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+
+    async def costs(service: TableService) -> dict[str, float]:
+        lines = (await service.metrics()).decode().splitlines()
+        found = [one for one in lines if one.startswith("conserve_cost_token_seconds_total{")]
+        return {one.split('term="')[1].split('"')[0]: float(one.split()[-1]) for one in found}
+
+    async def scenario() -> None:
+        service = await a_full_service()
+        (history,) = service._table.live()
+        first = TurnKey("full", history.incarnation, history.running[-1])
+        now_s[0] += 10
+        stats = TurnStats(TOKENS, 100, 0, 512, decode_s=6.0)
+        assert await service.advance(first, "decoder#1", stats, ())
+        now_s[0] += 10
+        plan = await service.begin("r", "full", [])
+        assert isinstance(plan, TurnPlan)
+        now_s[0] += 10
+        # Its engine had lost all but 200 of what it held, 700, and 50 tokens are new.
+        again = TurnStats(750, 100, 200, 0, decode_s=5.0)
+        assert await service.advance(plan.turn, "decoder#1", again, ())
+        assert await costs(service) == {
+            "decode": 3600 + 3500,
+            "prefill": pytest.approx(2400 + 3500 * 50 / 550),
+            "recompute": pytest.approx(3500 * 500 / 550),
+            "unused": 4000 + 3000 + 3000,
+            "caching": 7000,
+        }
+        assert b"conserve_recomputed_tokens_total 500.0" in await service.metrics()
+        await service.engine_lost("decoder#1", "as it happens")
+        assert await costs(service) == {}
+
+    asyncio.run(scenario())
