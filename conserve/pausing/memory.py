@@ -10,6 +10,7 @@ from typing import Any
 from conserve.conversation import Conversation, TurnStats
 from conserve.events import EventLog, Kind
 from conserve.histories.sharing import Going, held_alone
+from conserve.holdings import Parked
 from conserve.pausing.cache import EngineCache
 from conserve.pausing.host import HostMemory
 from conserve.pausing.policy import Idle, Pausing
@@ -189,6 +190,19 @@ class Memory:
         if self._host is not None:
             shared_tokens = 0 if history.base is None else history.base.tokens
             self._host.use(_key(history), tokens, history.last_used_s, shared_tokens)
+
+    def take_over(self, parked: Iterable[Parked]) -> None:
+        """A decoder tells a new table what host memory should have of histories on it."""
+        if self._host is None:
+            return
+        uses = []
+        for one in parked:
+            history = self._get(one.id)
+            if history is not None and history.incarnation == one.incarnation:
+                shared_tokens = 0 if history.base is None else history.base.tokens
+                uses.append((_key(history), one.tokens, one.at_s, shared_tokens))
+        if uses:
+            self._host.take_over(uses)
 
     def turns_lost(self, turn_ids: Iterable[int]) -> None:
         """Of these turns no end will be told."""
