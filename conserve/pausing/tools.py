@@ -119,8 +119,14 @@ class RunningTools:
         reported = self._reported.get(history_id)
         return () if reported is None else reported.running
 
-    def report(self, history_id: str, report: ToolReport, now_s: float) -> float | None:
+    def report(
+        self, history_id: str, report: ToolReport, now_s: float, in_turn: bool = False
+    ) -> float | None:
         """Note what a client says. A start that was told before, by its call's id, changes nothing.
+
+        Args:
+            in_turn: whether a turn of the history runs. Then an end without a start comes late: it
+                was that turn's, which has begun since, and changes nothing.
 
         Returns:
             How long a tool has run that is done now; None if its start was not told, or it begins.
@@ -128,8 +134,10 @@ class RunningTools:
         Raises:
             TooManyTools: `MOST_RUNNING` of them run.
         """
+        meant = _find(self.running(history_id), report)
+        if report.ended and meant is None and in_turn:
+            return None
         reported = self._reported.setdefault(history_id, _Reported())
-        meant = _find(reported.running, report)
         if not report.ended:
             if meant is None or report.call_id is None:
                 if len(reported.running) >= MOST_RUNNING:

@@ -398,7 +398,8 @@ class TableService:
             return None
         try:
             history = self._table.tools.meant(found, report)
-            wall_s = self._table.tools.report(history.id, report, unix_s())
+            in_turn = bool(history.running)
+            wall_s = self._table.tools.report(history.id, report, unix_s(), in_turn)
         except TooManyTools:
             return refusals.TOO_MANY_TOOLS
         self._accounts.tool_reported(history, report, wall_s)

@@ -80,6 +80,16 @@ def test_a_report_that_came_twice_counts_once() -> None:
     assert len(tools.running("c")) == 2
 
 
+def test_an_end_that_comes_after_the_next_turn_has_begun_says_nothing() -> None:
+    tools = RunningTools()
+    assert tools.report("c", ToolReport("bash", ended=True), 10.0, in_turn=True) is None
+    assert len(tools) == 0
+    # What an answer calls may begin while it is still put out.
+    tools.report("c", ToolReport("bash"), 11.0, in_turn=True)
+    assert tools.report("c", ToolReport("bash", ended=True), 12.0, in_turn=True) == 1.0
+    assert tools.wait("c", "bash", 13.0) == Wait("bash", 13.0, tool_ended=True)
+
+
 def test_so_many_run_at_a_time() -> None:
     tools = RunningTools()
     for _ in range(MOST_RUNNING):
