@@ -51,6 +51,8 @@ class ServerFigures:
         cold_prefill_tokens: tokens of first turns that were prefilled on a prefiller.
         prefix_cache_share: share of the prompt tokens that vLLM's engines looked up in their own
             prefix cache and found there.
+        kv_shares: what of decoders' KV space, over time, each of `conserve.costs.TERMS` took; empty
+            where that was not simulated.
         tier_energy_j: what the GPUs of each tier used, in joules; empty without GPUs.
         tier_tokens_per_j: tokens per joule that each tier's engines prefilled or decoded.
     """
@@ -63,6 +65,7 @@ class ServerFigures:
     moves: float | None = None
     cold_prefill_tokens: float | None = None
     prefix_cache_share: float | None = None
+    kv_shares: dict[str, float] = field(default_factory=dict)
     tier_energy_j: dict[str, float] = field(default_factory=dict)
     tier_tokens_per_j: dict[str, float] = field(default_factory=dict)
 

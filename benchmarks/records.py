@@ -28,6 +28,7 @@ class TurnRequest:
         output_tokens: forced output length, if any.
         effective: whether this turn's output is for the user rather than a tool call; None: to
             be told from the answer.
+        tool: what the answer calls, as simulated; see `conserve.conversation.TurnStats`.
     """
 
     gap_s: float
@@ -37,6 +38,7 @@ class TurnRequest:
     reused_tokens: int | None = None
     output_tokens: int | None = None
     effective: bool | None = None
+    tool: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

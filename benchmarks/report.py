@@ -291,6 +291,8 @@ def _server_facts(result: Result) -> dict[str, str]:
         facts["tokens prefilled on prefillers"] = f"{server.cold_prefill_tokens:,.0f}"
     if server.moves is not None:
         facts["conversations moved"] = f"{server.moves:,.0f}"
+    for term, share in server.kv_shares.items():
+        facts[f"KV space over time, {term}"] = _percent(share)
     for tier, joules in server.tier_energy_j.items():
         facts[f"energy of tier {tier}"] = f"{joules:,.0f} J"
     for tier, tokens_per_j in server.tier_tokens_per_j.items():

@@ -37,12 +37,16 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         output_tokens: tokens generated (by the longest choice, where there are several).
         decoder_cached_tokens: prompt tokens found in the decoder's own prefix cache.
         lmcache_tokens: prompt tokens taken from LMCache.
+        tool: what the answer calls (`conserve.pausing.tool_called`); None: it was not read.
+        decode_s: from the first token to the last, by the engine's clock; None: it does not say.
     """
 
     prompt_tokens: int
     output_tokens: int
     decoder_cached_tokens: int
     lmcache_tokens: int
+    tool: str | None = None
+    decode_s: float | None = None
 
     def pack(self) -> bytes:
         """The numbers in one small object, not five, for a table of a million conversations."""
@@ -79,6 +83,7 @@ class Conversation(msgspec.Struct, gc=False):
         root: the digest of its first prompt; None where that was no chat's.
         base: in a table, what it begins with as others on its decoder do.
         hints: the newest that its client gave; None without any.
+        tool: what its last answer called; see `TurnStats`.
     """
 
     id: str
@@ -103,6 +108,7 @@ class Conversation(msgspec.Struct, gc=False):
     root: Digest | None = None
     base: Prefix | None = None
     hints: Hints | None = None
+    tool: str | None = None
 
     @property
     def last_turn(self) -> TurnStats | None:
@@ -117,6 +123,12 @@ class Conversation(msgspec.Struct, gc=False):
     def has_last_turn(self) -> bool:
         """Whether a turn has left anything."""
         return not self.packed.startswith(_NO_TURN)
+
+    @property
+    def last_tokens(self) -> int:
+        """How long it was after its latest turn; 0 before one has left anything."""
+        last = self.last_turn
+        return 0 if last is None else last.prompt_tokens + last.output_tokens
 
     @property
     def has_points(self) -> bool:

@@ -8,6 +8,7 @@ the same place.
 """
 
 from collections.abc import Iterable
+from sys import intern
 
 from conserve import identity
 from conserve.activity import Activity
@@ -19,7 +20,7 @@ from conserve.histories.kinship import Kinship, Opening
 from conserve.histories.points import Points, mark
 from conserve.histories.sharing import held_alone
 from conserve.idleness import Idleness
-from conserve.pausing import Memory, Pausing
+from conserve.pausing import Memory, Pausing, RunningTools
 from conserve.placement import (
     NOTHING_SHARED,
     Decoder,
@@ -62,6 +63,7 @@ class ConversationTable:
     Attributes:
         memory: who is paused; None without pausing.
         usage: what each tenant has.
+        tools: which run, as clients report it.
     """
 
     def __init__(
@@ -94,10 +96,11 @@ class ConversationTable:
         # again.
         self.recomputed_tokens = 0
         self.usage = UsageBook()
+        self.tools = RunningTools()
         self.memory: Memory | None = None
         if pausing is not None:
             get = self._conversations.get
-            self.memory = Memory(pausing, self.decoders, get, self._unbind, events)
+            self.memory = Memory(pausing, self.decoders, get, self._unbind, events, self.tools)
 
     def __len__(self) -> int:
         return len(self._conversations)
@@ -527,7 +530,7 @@ class ConversationTable:
         ended = self._idleness.ended(now_s)
         for conversation in ended:
             if self.memory is not None and not conversation.running:
-                self.memory.expired(now_s - conversation.last_used_s)
+                self.memory.expired(conversation, now_s)
             self.release(conversation.id)
         ended.sort(key=lambda c: c.last_used_s)
         return ended
@@ -553,6 +556,7 @@ class ConversationTable:
         conversation = self._conversations.pop(conversation_id, None)
         if conversation is None:
             return None
+        self.tools.forget(conversation_id)
         self._leave_prefiller(conversation)
         self._hold(conversation, 0)
         if conversation.decoder_id is not None:
@@ -696,8 +700,8 @@ class ConversationTable:
         if self.memory is not None:
             idle = conversation.has_last_turn and not conversation.running
             came_s = now_s if arrived_s is None else arrived_s
-            idle_s = came_s - conversation.last_used_s if idle else None
-            self.memory.turn_begins(conversation, idle_s)
+            self.memory.turn_begins(conversation, came_s if idle else None)
+        self.tools.forget(conversation.id)
         if not conversation.running:
             self.reasoning += 1
             self._activity.not_idle(conversation.id)
@@ -722,6 +726,8 @@ class ConversationTable:
         conversation.finished = max(conversation.finished, turn_id)
         if stats is not None:
             conversation.promised = False
+            # One object for all histories that wait for the same.
+            conversation.tool = None if stats.tool is None else intern(stats.tool)
             self._hold(conversation, stats.prompt_tokens + stats.output_tokens)
         conversation.last_used_s = now_s
         if self.memory is not None:

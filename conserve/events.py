@@ -20,6 +20,8 @@ Kind = Literal[
     "pause",
     "restore",
     "ended",
+    "tool_start",
+    "tool_end",
     "engine_ready",
     "engine_lost",
     "engine_left",
@@ -27,8 +29,8 @@ Kind = Literal[
 ]
 """Of a turn: ``wait`` (for room), ``refuse``, ``place`` (its history, on a decoder), ``start``,
 ``prefilled`` (remotely), ``end`` or ``cut`` (on its decoder), ``answered`` (as its router saw it).
-Of a history: ``park``, ``pause``, ``restore``, ``ended``. And of engines, and of the admission
-``window``."""
+Of a history: ``park``, ``pause``, ``restore``, ``ended``, ``tool_start``, ``tool_end``. And of
+engines, and of the admission ``window``."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 MOST_EVENTS = 4096

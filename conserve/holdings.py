@@ -5,10 +5,25 @@ what is needed to go on: the id, the tokens, and the digests that recognise the 
 """
 
 import copy
+from typing import NamedTuple
 
 from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.recognition import Digest
+
+
+class Parked(NamedTuple):
+    """What host memory had of a history when a turn of it left or found it there.
+
+    Attributes:
+        tokens: from its beginning on.
+        at_s: Unix time.
+    """
+
+    id: str
+    incarnation: int
+    tokens: int
+    at_s: float
 
 
 class Holdings:
@@ -17,10 +32,15 @@ class Holdings:
     def __init__(self) -> None:
         self._held: dict[str, Conversation] = {}
         self._stored_tokens: dict[str, int] = {}
+        self._parked: dict[str, Parked] = {}
 
     def all(self) -> list[Conversation]:
         """A copy of every record."""
         return [copy.copy(conversation) for conversation in self._held.values()]
+
+    def parked(self) -> list[Parked]:
+        """What host memory should have of these histories."""
+        return list(self._parked.values())
 
     def begin(
         self,
@@ -45,6 +65,7 @@ class Holdings:
             held.root, held.points = root, points
             self._held[turn.conversation_id] = held
             self._stored_tokens.pop(turn.conversation_id, None)
+            self._parked.pop(turn.conversation_id, None)
         held.running += (turn.turn_id,)
         held.last_used_s = unix_s()
 
@@ -72,9 +93,13 @@ class Holdings:
         if stats is not None:
             held.held_tokens = stats.prompt_tokens + stats.output_tokens
             held.last_turn = stats
+            held.tool = stats.tool
             if parked:
                 self._stored_tokens[turn.conversation_id] = stats.prompt_tokens
             self._stored_tokens.setdefault(turn.conversation_id, stats.prompt_tokens)
+            # One that was cut before it put anything out may not have been computed, nor looked up.
+            if stats.output_tokens:
+                self._note_parked(held, stats, parked)
         if completed:
             held.turns += 1
             if tails and stats is not None:
@@ -88,6 +113,24 @@ class Holdings:
         if held is not None and held.incarnation == incarnation:
             del self._held[conversation_id]
             self._stored_tokens.pop(conversation_id, None)
+            self._parked.pop(conversation_id, None)
+
+    def _note_parked(self, held: Conversation, stats: TurnStats, parked: bool) -> None:
+        known = self._parked.get(held.id)
+        known_tokens = 0 if known is None else known.tokens
+        found = stats.decoder_cached_tokens + stats.lmcache_tokens
+        if known is not None and 2 * found < min(stats.prompt_tokens, known_tokens):
+            # It was neither in the engine nor there.
+            del self._parked[held.id]
+            known_tokens = 0
+        elif stats.lmcache_tokens:
+            # A prefiller has left it there, or another decoder.
+            known_tokens = max(known_tokens, found)
+        if parked:
+            known_tokens = max(known_tokens, stats.prompt_tokens)
+        if known_tokens and (parked or stats.lmcache_tokens):
+            used_s = held.last_used_s
+            self._parked[held.id] = Parked(held.id, held.incarnation, known_tokens, used_s)
 
     def stored_tokens(self, conversation_id: str) -> int | None:
         """How much of it LMCache may have, in tokens; None: that is not known.

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from conserve.admission.waiting import WaitingLine
 from conserve.conversations import ConversationTable
+from conserve.costs import SpaceTimeCosts
 from conserve.events import KINDS, EventLog
 from conserve.pausing.memory import PAUSE_REASONS, RESTORES, Memory
 
@@ -245,6 +246,39 @@ class EventCounts(Collector):
         for kind in KINDS:
             counted.add_metric([kind], self._events.counts[kind])
         yield counted
+
+
+class SpaceTimeMetrics(Collector):
+    """What decoders' KV space is used for.
+
+    Args:
+        look: called before they are read: notes what decoders hold now.
+    """
+
+    def __init__(self, costs: SpaceTimeCosts, look: Callable[[], None]) -> None:
+        self._costs = costs
+        self._look = look
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        self._look()
+        used = CounterMetricFamily(
+            "conserve_cost_token_seconds",
+            "KV space over time, in token-seconds, by what it is used for; turns that run are "
+            "counted as they end.",
+            labels=["decoder", "term"],
+        )
+        for decoder_id in self._costs.decoders:
+            for term, cost in self._costs.terms(decoder_id).items():
+                used.add_metric([decoder_id, term], cost)
+        yield used
+        yield CounterMetricFamily(
+            "conserve_recomputed_tokens",
+            "Tokens of prompts that were computed though their history had them before.",
+            value=self._costs.recomputed_tokens,
+        )
 
 
 def _of_memory(memory: Memory) -> Iterator[Metric]:

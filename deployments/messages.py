@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from conserve.conversation import Conversation, TurnKey
+from conserve.holdings import Parked
 from conserve.recognition import Digest
 from conserve.tenants.limits import Limits
 from conserve.wire import Role
@@ -31,6 +32,7 @@ class EngineInfo:
         host_tokens: how many tokens of KV its node's LMCache server has room for.
         wanted_replicas: how many of its role a table has wanted last, as it has heard; a new
             table goes on from there.
+        parked: what its turns have left of what it holds in host memory.
     """
 
     id: str
@@ -46,6 +48,7 @@ class EngineInfo:
     wanted_replicas: int | None = None
     max_batched_tokens: int = 0
     host_tokens: int = 0
+    parked: list[Parked] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

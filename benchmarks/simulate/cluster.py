@@ -14,6 +14,7 @@ from benchmarks.counters import ServerFigures
 from benchmarks.records import Script, TurnRecord, TurnRequest
 from benchmarks.simulate.clients import Clients, Open
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
+from benchmarks.simulate.kv_use import KvUse
 from benchmarks.simulate.system import System
 from conserve.admission import Admission, Admitted, FirstCome, Levels, QueueFull, Ticket, Window
 from conserve.conversation import TurnKey, TurnStats
@@ -87,6 +88,8 @@ class Cluster(Clients[_Open]):
             self.table.add_decoder(name, engine.costs.capacity_tokens)
         for name in self.prefillers:
             self.table.add_prefiller(name)
+        capacity_tokens = {name: one.costs.capacity_tokens for name, one in self.decoders.items()}
+        self._kv_use = KvUse(self.table, capacity_tokens)
         self._handoffs = self._handoff_tokens = self._loaded_tokens = 0
         self._later_prefills = self._cold_prefill_tokens = 0
 
@@ -101,6 +104,7 @@ class Cluster(Clients[_Open]):
             later_prefills=self._later_prefills,
             moves=0 if self.table.memory is None else self.table.memory.restores["moved"],
             cold_prefill_tokens=self._cold_prefill_tokens,
+            kv_shares=self._kv_use.shares(self.ended_s),
         )
 
     def _open(self, script: Script, request: TurnRequest) -> _Open:
@@ -119,6 +123,7 @@ class Cluster(Clients[_Open]):
             self._place(one, prompt_tokens, now_s)
             return
         one.key = conversation.newest_turn
+        self._kv_use.begin(one.key, now_s)
         prefiller_id = self.table.prefill_later_turn(conversation)
         if prefiller_id is None:
             self._submit_to_decoder(one, now_s)
@@ -149,6 +154,7 @@ class Cluster(Clients[_Open]):
         assert admitted.newly_bound, admitted.conversation.id
         one.key = admitted.turn
         one.decoder = self.decoders[placement.decoder_id]
+        self._kv_use.begin(one.key, now_s)
         if placement.prefiller_id is None:
             self._submit_to_decoder(one, now_s)
         else:
@@ -258,6 +264,7 @@ class Cluster(Clients[_Open]):
         assert isinstance(one, _Open)
         assert one.decoder is not None
         self.table.prefilled(one.key, work.prompt_tokens)
+        self._kv_use.prefilled(one.key, work.prompt_tokens - work.cached_tokens)
         one.found_tokens = work.cached_tokens
         to_decode = self._work(one)
         to_decode.loaded_tokens = self._whole_chunks(work.prompt_tokens)
@@ -292,20 +299,22 @@ class Cluster(Clients[_Open]):
         one = work.turn
         assert isinstance(one, _Open)
         id = work.conversation
-        self.table.advance(
-            one.key,
-            decoder.id,
-            TurnStats(
-                work.prompt_tokens, work.output_tokens, work.cached_tokens, work.loaded_tokens
-            ),
-            (),
-            now_s,
+        stats = TurnStats(
+            work.prompt_tokens,
+            work.output_tokens,
+            work.cached_tokens,
+            work.loaded_tokens,
+            one.request.tool,
+            None if work.first_token_s is None else now_s - work.first_token_s,
         )
+        self._kv_use.end(one.key, stats, now_s)
+        self.table.advance(one.key, decoder.id, stats, (), now_s)
         if one.parks:
             self._keep_in_host(id, work.prompt_tokens, now_s)
         if self.table.memory is not None:
             decoders = self.table.decoders
             self.table.memory.relieve(decoders[decoder.id], decoders.values(), now_s)
+        self._kv_use.look(now_s)
         self._completed(one, work, decoder.id, now_s, one.found_tokens)
         self._admission.observe(now_s)
         if self._admission.line:
@@ -319,5 +328,6 @@ class Cluster(Clients[_Open]):
     def _closed(self, one: _Open, now_s: float) -> None:
         id = one.script.conversation
         self.table.release(id)
+        self._kv_use.look(now_s)
         if one.decoder is not None and not self.system.keeps_ended:
             one.decoder.forget(id)

@@ -145,6 +145,7 @@ class Replay:
             reused_tokens=int(self._changes.position(call.kept_blocks * self.session.block_tokens)),
             output_tokens=output_tokens,
             effective=call.effective,
+            tool=call.tool,
         )
 
     def _body(self, own: int, turn: int, blocks: Any) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class RecordedCall:
         new_blocks: ids of the others, an array.
         head_blocks: blocks at the prompt's start that are those of the session's head.
         effective: whether the call ended its turn with the user.
+        tool: what it asked for: ``?`` for tools, whose names are not recorded, empty for nothing;
+            None: that is not recorded.
     """
 
     started_s: float
@@ -53,6 +55,7 @@ class RecordedCall:
     new_blocks: Any
     head_blocks: int
     effective: bool
+    tool: str | None = None
 
     @property
     def ended_s(self) -> float:
@@ -260,6 +263,7 @@ def _calls(raw: list[_RawCall], blocks: list[Any], head: Any) -> tuple[RecordedC
                 new_blocks=ids[kept:].copy(),
                 head_blocks=_common(head, ids),
                 effective=call.stop == "end_turn",
+                tool={"tool_use": "?", "end_turn": ""}.get(call.stop),
             )
         )
         before = ids

@@ -8,5 +8,17 @@ from conserve.pausing.cache import EngineCache
 from conserve.pausing.gaps import Gaps
 from conserve.pausing.memory import Forgotten, Memory
 from conserve.pausing.policy import Idle, Pausing
+from conserve.pausing.tools import RunningTools, ToolReport, TooManyTools, tool_called
 
-__all__ = ["EngineCache", "Forgotten", "Gaps", "Idle", "Memory", "Pausing"]
+__all__ = [
+    "EngineCache",
+    "Forgotten",
+    "Gaps",
+    "Idle",
+    "Memory",
+    "Pausing",
+    "RunningTools",
+    "TooManyTools",
+    "ToolReport",
+    "tool_called",
+]

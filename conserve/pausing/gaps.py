@@ -8,46 +8,57 @@ from itertools import accumulate
 _BOUNDS_S = (0.0, *(0.1 * 1.25**i for i in range(60)))
 # Before any was seen: half of the gaps are longer than this, a third of those three times as long.
 _PRIOR_MEDIAN_S = 10.0
-# As many gaps that were seen count as much as that.
+# As many gaps that were seen count as much as that; of a tool, as much as those of all together.
 _PRIOR_WEIGHT = 8.0
 # After so many, those before count half: agents change.
 _MOST = 4096
+MOST_TOOLS = 64
 
 
 class Gaps:
-    """The idle times that were seen, in 122 numbers.
+    """The idle times that were seen, of all and by the tool that was called: 122 numbers each.
+
+    A shell is done in a second, a search in ten, and a user answers in minutes, if at all. Of a
+    tool that was seen seldom the gaps of all together say most (they count as much as eight of its
+    own), of one that was seen often its own. So many tools are told apart at most; then the one
+    that was seen least is forgotten, and starts again from what holds for all.
 
     Example:
         >>> gaps = Gaps()
         >>> for _ in range(100):
-        ...     gaps.returned(2.0)
-        >>> gaps.chance(1.0, within_s=30) > 0.95  # After a second: nearly all come back by 31 s.
-        True
-        >>> gaps.chance(60.0, within_s=30) < 0.5  # Who was away for a minute is another case.
+        ...     gaps.returned(2.0, "bash")
+        ...     gaps.ended(1800.0, "")  # An answer without a call: its user has read it, and left.
+        >>> [round(gaps.chance(1.0, within_s=30, tool=tool), 2) for tool in ("bash", "", None)]
+        [0.96, 0.04, 0.51]
+        >>> gaps.chance(60.0, within_s=30, tool="bash") < 0.2  # Longer than it ever took.
         True
     """
 
     def __init__(self) -> None:
-        self._returned = [0.0] * len(_BOUNDS_S)
-        self._ended = [0.0] * len(_BOUNDS_S)
-        self._seen = 0
-        # Of each, how many are in a bucket or a later one; None: to be counted.
-        self._longer: tuple[Sequence[float], Sequence[float]] | None = None
+        self._all = _Seen()
+        self._tools: dict[str, _Seen] = {}
 
-    def returned(self, idle_s: float) -> None:
-        """A turn came after so many seconds."""
-        self._add(self._returned, idle_s)
+    def returned(self, idle_s: float, tool: str | None = None) -> None:
+        """A turn came after so many seconds.
 
-    def ended(self, idle_s: float) -> None:
+        Args:
+            tool: what the answer before it called; empty: nothing. None: that is not known.
+        """
+        self._add(idle_s, tool, ended=False)
+
+    def ended(self, idle_s: float, tool: str | None = None) -> None:
         """A conversation ended when it had been idle for so long: no turn came until then."""
-        self._add(self._ended, idle_s)
+        self._add(idle_s, tool, ended=True)
 
-    def chance(self, idle_s: float, within_s: float, still_idle: int = 0) -> float:
+    def chance(
+        self, idle_s: float, within_s: float, still_idle: int = 0, tool: str | None = None
+    ) -> float:
         """The chance that the next turn comes within so many seconds, after so many without one.
 
         Args:
-            still_idle: how many others are idle for about as long now: they have not come back
-                either.
+            still_idle: how many others that wait for the same tool (for any, where that is not
+                known) are idle for about as long now: they have not come back either.
+            tool: see `returned`.
 
         Returns:
             Of those that were idle for as long, the share that came back within that time. It lies
@@ -55,22 +66,63 @@ class Gaps:
         """
         # Clocks differ between nodes.
         idle_s = max(0.0, idle_s)
+        prior, later_prior = _prior(idle_s), _prior(idle_s + within_s)
+        soon, idle = self._all.soon_of_idle(idle_s, within_s)
+        soon, idle = soon + prior - later_prior, idle + prior
+        if tool is not None:
+            # As many of all gaps as the prior weighs, spread as they are.
+            share = _PRIOR_WEIGHT / (_PRIOR_WEIGHT + self._all.number)
+            soon, idle = share * soon, share * idle
+            if (seen := self._tools.get(tool)) is not None:
+                own_soon, own_idle = seen.soon_of_idle(idle_s, within_s)
+                soon, idle = soon + own_soon, idle + own_idle
+        return soon / (idle + still_idle)
+
+    def _add(self, idle_s: float, tool: str | None, *, ended: bool) -> None:
+        self._all.add(idle_s, ended)
+        if tool is not None:
+            if tool not in self._tools and len(self._tools) >= MOST_TOOLS:
+                del self._tools[min(self._tools, key=lambda one: self._tools[one].number)]
+            self._tools.setdefault(tool, _Seen()).add(idle_s, ended)
+        if self._all.number > _MOST:
+            for seen in (self._all, *self._tools.values()):
+                seen.halve()
+
+
+class _Seen:
+    """Gaps that were seen, of some kind.
+
+    Attributes:
+        number: how many.
+    """
+
+    def __init__(self) -> None:
+        self._returned = [0.0] * len(_BOUNDS_S)
+        self._ended = [0.0] * len(_BOUNDS_S)
+        self.number = 0.0
+        # Of each, how many are in a bucket or a later one; None: to be counted.
+        self._longer: tuple[Sequence[float], Sequence[float]] | None = None
+
+    def add(self, idle_s: float, ended: bool) -> None:
+        counts = self._ended if ended else self._returned
+        counts[bisect_right(_BOUNDS_S, max(0.0, idle_s)) - 1] += 1.0
+        self.number += 1.0
+        self._longer = None
+
+    def halve(self) -> None:
+        self.number /= 2
+        self._returned = [count / 2 for count in self._returned]
+        self._ended = [count / 2 for count in self._ended]
+        self._longer = None
+
+    def soon_of_idle(self, idle_s: float, within_s: float) -> tuple[float, float]:
+        """How many came back within that time, of how many that were idle for longer."""
         if self._longer is None:
             self._longer = (_from_the_last(self._returned), _from_the_last(self._ended))
         returned, ended = self._longer
-        prior, later_prior = _prior(idle_s), _prior(idle_s + within_s)
-        soon = prior - later_prior + _beyond(returned, idle_s)
-        soon -= _beyond(returned, idle_s + within_s)
-        return soon / (prior + _beyond(returned, idle_s) + _beyond(ended, idle_s) + still_idle)
-
-    def _add(self, counts: list[float], idle_s: float) -> None:
-        counts[bisect_right(_BOUNDS_S, max(0.0, idle_s)) - 1] += 1.0
-        self._longer = None
-        self._seen += 1
-        if self._seen > _MOST:
-            self._seen //= 2
-            self._returned = [count / 2 for count in self._returned]
-            self._ended = [count / 2 for count in self._ended]
+        back = _beyond(returned, idle_s)
+        soon = back - _beyond(returned, idle_s + within_s)
+        return soon, back + _beyond(ended, idle_s)
 
 
 def _prior(than_s: float) -> float:

@@ -1,5 +1,6 @@
 """What host memory has of histories, and for how long it keeps it, as can be told from outside."""
 
+from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
@@ -83,6 +84,19 @@ class HostMemory:
         # Of one that is longer than the memory its beginning stays, at most.
         for gone in self._cache.use(key, min(tokens - shared_tokens, self._capacity_tokens)):
             del self._uses[gone]
+
+    def take_over(self, uses: Iterable[tuple[str, int, float, int]]) -> None:
+        """Note what was used under a table before this one, in whatever order it is told.
+
+        Args:
+            uses: arguments of `use`. What is known here of a later time stays as it is.
+        """
+        known = [(key, self.left_tokens(key), *self._uses[key]) for key in self._cache]
+        times_s = {key: used.now_s for key, used in self._uses.items()}
+        new = [use for use in uses if use[2] > times_s.get(use[0], -inf)]
+        self._cache, self._uses = EngineCache(self._capacity_tokens), {}
+        for key, tokens, now_s, shared_tokens in sorted(known + new, key=lambda use: use[2]):
+            self.use(key, tokens, now_s, shared_tokens)
 
     def drop(self, key: str) -> None:
         """It was not found there."""

@@ -10,9 +10,11 @@ from typing import Any
 from conserve.conversation import Conversation, TurnStats
 from conserve.events import EventLog, Kind
 from conserve.histories.sharing import Going, held_alone
+from conserve.holdings import Parked
 from conserve.pausing.cache import EngineCache
 from conserve.pausing.host import HostMemory
 from conserve.pausing.policy import Idle, Pausing
+from conserve.pausing.tools import RunningTools, Wait
 from conserve.placement import Decoder, Shared
 from conserve.recognition import Digest
 
@@ -53,6 +55,7 @@ class Memory:
         get: the live history of an id.
         unbind: has a history count nowhere.
         events: is told who is parked, paused and back.
+        tools: which run, as clients report it.
 
     Attributes:
         pauses: how many, by reason.
@@ -69,8 +72,10 @@ class Memory:
         get: Callable[[str], Conversation | None],
         unbind: Callable[[Conversation], None],
         events: EventLog | None = None,
+        tools: RunningTools | None = None,
     ) -> None:
         self._policy = policy
+        self._tools = RunningTools() if tools is None else tools
         self._decoders = decoders
         self._get = get
         self._unbind = unbind
@@ -115,14 +120,17 @@ class Memory:
 
     # --- what happens to histories -----------------------------------------------------------
 
-    def turn_begins(self, history: Conversation, idle_s: float | None) -> None:
+    def turn_begins(self, history: Conversation, came_s: float | None) -> None:
         """A turn of a bound history begins.
 
         Args:
-            idle_s: the time since its last one; None if it had none.
+            came_s: when it came; None if the history was not idle, or had none before.
         """
-        if idle_s is not None:
-            self._policy.gaps.returned(idle_s)
+        if came_s is not None:
+            wait = self._wait(history)
+            policy = self._policy
+            gaps = policy.resumes if wait.tool_ended else policy.gaps
+            gaps.returned(came_s - wait.since_s, wait.tool)
         self.used(history)
 
     def used(self, history: Conversation) -> None:
@@ -183,6 +191,19 @@ class Memory:
             shared_tokens = 0 if history.base is None else history.base.tokens
             self._host.use(_key(history), tokens, history.last_used_s, shared_tokens)
 
+    def take_over(self, parked: Iterable[Parked]) -> None:
+        """A decoder tells a new table what host memory should have of histories on it."""
+        if self._host is None:
+            return
+        uses = []
+        for one in parked:
+            history = self._get(one.id)
+            if history is not None and history.incarnation == one.incarnation:
+                shared_tokens = 0 if history.base is None else history.base.tokens
+                uses.append((_key(history), one.tokens, one.at_s, shared_tokens))
+        if uses:
+            self._host.take_over(uses)
+
     def turns_lost(self, turn_ids: Iterable[int]) -> None:
         """Of these turns no end will be told."""
         self._parking.difference_update(turn_ids)
@@ -224,9 +245,9 @@ class Memory:
         self._tell("restore", history, where=where, was_on=was_on)
         return moved
 
-    def expired(self, idle_s: float) -> None:
+    def expired(self, history: Conversation, now_s: float) -> None:
         """A history is about to end, since no turn came for so long."""
-        self._policy.gaps.ended(idle_s)
+        self._policy.gaps.ended(now_s - history.last_used_s, history.tool)
 
     def ended(self, history: Conversation) -> None:
         """A history has ended: decoders that it was on before may forget it."""
@@ -475,16 +496,28 @@ class Memory:
             found += islice(idle_here, most)
         # The longest idle first.
         found.sort(key=lambda one: one.last_used_s)
-        idle_for_s = [max(0.0, now_s - one.last_used_s) for one in reversed(found)]
-        for history in found:
+        waits = [self._wait(history) for history in found]
+        # Who waits for the same, by how long; and everybody, for those of whom that is not known.
+        alike: dict[tuple[str | None, bool], list[float]] = {}
+        for wait in waits:
+            idle_s = max(0.0, now_s - wait.since_s)
+            for what in {(wait.tool, wait.tool_ended), (None, False)}:
+                alike.setdefault(what, []).append(idle_s)
+        for idle_for_s in alike.values():
+            idle_for_s.sort()
+        for history, wait in zip(found, waits, strict=True):
             assert history.decoder_id is not None
-            idle_s = max(0.0, now_s - history.last_used_s)
+            idle_s = max(0.0, now_s - wait.since_s)
+            idle_for_s = alike[wait.tool, wait.tool_ended]
             # About as long, on the scale on which gaps differ.
-            still_idle = len(found) - bisect_left(idle_for_s, idle_s / 2) - 1
-            idle[history.decoder_id].append(self._look_at(history, idle_s, still_idle))
+            still_idle = len(idle_for_s) - bisect_left(idle_for_s, idle_s / 2) - 1
+            idle[history.decoder_id].append(self._look_at(history, wait, idle_s, still_idle))
         return idle
 
-    def _look_at(self, history: Conversation, idle_s: float, still_idle: int) -> Idle:
+    def _wait(self, history: Conversation) -> Wait:
+        return self._tools.wait(history.id, history.tool, history.last_used_s)
+
+    def _look_at(self, history: Conversation, wait: Wait, idle_s: float, still_idle: int) -> Idle:
         assert history.decoder_id is not None
         cache = self._caches[history.decoder_id]
         shared_tokens = 0 if history.base is None else history.base.tokens
@@ -499,6 +532,8 @@ class Memory:
             idle_s,
             still_idle,
             self._parked(history),
+            wait.tool,
+            wait.tool_ended,
         )
 
     def _parked(self, history: Conversation) -> int:

@@ -24,11 +24,14 @@ class Idle:
         freed_tokens: of these, what its decoder has free when it goes: nobody else begins with
             them.
         left_tokens: of these, what the engine should have yet; the rest is lost already.
-        idle_s: since its last turn ended.
-        still_idle: how many others are idle for at least half as long: where many are, they are not
-            likely to come back.
+        idle_s: since its last turn ended; or since its client has reported the start, or the end,
+            of a tool (`RunningTools`).
+        still_idle: how many others that wait for the same are idle for at least half as long: where
+            many are, they are not likely to come back.
         parked_tokens: so many are in host memory too, from its beginning on, and will be for
             `Pausing.kept_s`, as far as is known.
+        tool: which one it waits for; see `Gaps.returned`.
+        tool_ended: whether that was reported to be done.
     """
 
     id: str
@@ -38,6 +41,8 @@ class Idle:
     idle_s: float
     still_idle: int = 0
     parked_tokens: int = 0
+    tool: str | None = None
+    tool_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +51,10 @@ class Pausing:
 
     The cost of one is the time to compute what the engine has of it, or to take it from host memory
     where that has it too, times the chance that it comes back soon, for each token that it frees.
-    The chance is that of the gaps seen so far (`Gaps`), so it falls with the time that a history
-    has been idle, and with the number of those that have not come back either. Of histories that
+    The chance is that of the gaps seen so far (`Gaps`), by the tool that the history waits for, so
+    it falls with the time that a history has been idle, and with the number of those that have not
+    come back either. Where a client has reported that the tool is done, it is that of the times
+    between such reports and turns. Of histories that
     are equally likely to come back the short ones go first, as in ThunderAgent (equations 8 to 11),
     where that follows from recomputation that grows with the square of the length; here it grows
     with n + n^2 / 32768.
@@ -55,7 +62,9 @@ class Pausing:
     While turns run, only those go that are *away*, unlikely to be back soon or lost to their engine
     already, and those that are *parked*: host memory has most of them, so to be back costs a
     reload. To take the room of others moves work from one prompt to the next: simulated with
-    recorded agent sessions, more is computed again than is gained (docs/scheduling.md).
+    recorded agent sessions, more is computed again than is gained (docs/scheduling.md). For the
+    same reason nobody is away before both say so, the gaps of its tool and those of all: to know
+    the tool keeps some more on their decoders, and sends nobody away sooner.
 
     It departs from ThunderAgent in three ways. A pause costs nothing by itself: the engine keeps
     the KV until it needs the room, and who comes back before finds it (`EngineCache`). So nothing
@@ -73,6 +82,10 @@ class Pausing:
         patience_s: a history that was paused, and is back, waits no longer than this for others to
             be away.
 
+    Attributes:
+        gaps: between turns, by tool.
+        resumes: from the reported end of a tool to the next turn.
+
     Example:
         >>> policy = Pausing()
         >>> idle = [Idle("long", 8000, 8000, 8000, 5.0), Idle("short", 900, 900, 900, 5.0),
@@ -89,6 +102,7 @@ class Pausing:
     kept_s: float = 60.0
     patience_s: float = 50.0
     gaps: Gaps = field(default_factory=Gaps)
+    resumes: Gaps = field(default_factory=Gaps)
 
     def order(self, idle: Iterable[Idle]) -> list[Idle]:
         """The cheapest first."""
@@ -107,8 +121,10 @@ class Pausing:
 
     def is_away(self, one: Idle) -> bool:
         """Whether it is unlikely to be back soon, or would find less than half of itself."""
-        lost = 2 * one.left_tokens < one.held_tokens
-        return lost or self._chance(one) < self.away_chance
+        if 2 * one.left_tokens < one.held_tokens:
+            return True
+        of_all = self.gaps.chance(one.idle_s, _SOON_S, one.still_idle)
+        return max(of_all, self._chance(one)) < self.away_chance
 
     def may_go(self, one: Idle) -> bool:
         """Whether it gives up its room for a new prompt: it is away, or costs a reload at most."""
@@ -123,4 +139,6 @@ class Pausing:
         return max(0, held_tokens - int(self.mark * capacity_tokens))
 
     def _chance(self, one: Idle) -> float:
-        return self.gaps.chance(one.idle_s, _SOON_S, one.still_idle)
+        if one.tool_ended:
+            return self.resumes.chance(one.idle_s, _SOON_S, one.still_idle)
+        return self.gaps.chance(one.idle_s, _SOON_S, one.still_idle, one.tool)

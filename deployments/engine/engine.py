@@ -262,6 +262,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         info = dataclasses.replace(
             self._info,
             holds=self._holdings.all(),
+            parked=self._holdings.parked(),
             leaving=self._leaving,
             wanted_replicas=self._heard.wanted_replicas if self._heard else None,
         )

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +24,7 @@ from conserve import identity, recognition, wire
 from conserve.apis import form_of
 from conserve.conversation import TurnKey, TurnStats
 from conserve.holdings import Holdings
+from conserve.pausing import tool_called
 from conserve.recognition import Digest
 from conserve.recognition.apis import answers_of, heard
 from conserve.wire import Emitted
@@ -49,6 +51,7 @@ class _Observation:
     cached_tokens: int = 0
     lmcache_tokens: int = 0
     output_tokens: dict[tuple[str, int], int] = field(default_factory=dict)
+    decode_s: float | None = None
     # For streams that may have to be continued: whether to note what is put out, what of it is
     # in no event yet, and what another engine had put out before.
     notes: bool = False
@@ -68,6 +71,9 @@ class _Observation:
             self.cached_tokens, self.lmcache_tokens = found.own_tokens, found.lmcache_tokens
         elif output.num_cached_tokens is not None and not self.lmcache_tokens:
             self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
+        times = output.metrics
+        if times is not None and 0 < times.first_token_ts <= times.last_token_ts:
+            self.decode_s = max(self.decode_s or 0.0, times.last_token_ts - times.first_token_ts)
         if output.finished:
             self.finished += 1
 
@@ -96,6 +102,7 @@ class _Observation:
             max(self.output_tokens.values(), default=0),
             self.cached_tokens,
             self.lmcache_tokens,
+            decode_s=self.decode_s,
         )
 
 
@@ -312,7 +319,11 @@ class _Turn:
     async def report(self, completed: bool) -> None:
         self.reported = True
         stats = self.observation.stats()
-        tails = self._tails() if completed else ()
+        answers = self._answers() if completed else []
+        tails = self._tails(answers)
+        if stats is not None and answers:
+            # Of several choices its client goes on with one; the first is as likely as any.
+            stats = msgspec.structs.replace(stats, tool=tool_called(answers[0]))
         self.holdings.finish(self.key, stats, tails, completed, self.observation.parks)
         patience = {"patience_s": _REPORT_PATIENCE_S, "answer_s": _REPORT_PATIENCE_S}
         try:
@@ -332,10 +343,14 @@ class _Turn:
     def _name(self) -> str:
         return f"turn {self.key.turn_id} of {self.key.conversation_id}"
 
-    def _tails(self) -> tuple[Digest, ...]:
+    def _answers(self) -> list[dict[str, Any]]:
+        if self.beginning is None:
+            return []
+        return answers_of(self.path, self.parts, self.streamed)
+
+    def _tails(self, answers: list[dict[str, Any]]) -> tuple[Digest, ...]:
         if self.beginning is None:
             return ()
-        answers = answers_of(self.path, self.parts, self.streamed)
         return tuple(self.beginning.tail_digest(answer) for answer in answers)
 
 

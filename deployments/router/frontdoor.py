@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from conserve import apis, identity
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
+from deployments.messages import Refusal
 from deployments.router.access import Access, caller_of
 from deployments.router.endpoint import TurnEndpoint
 from deployments.router.events import Events
@@ -25,6 +26,7 @@ from deployments.router.openapi import Description
 from deployments.router.responses import TABLE_RESTARTING, error_response
 from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint
+from deployments.router.tool_reports import read_report
 from deployments.router.upstream import Upstream
 from deployments.table.table_client import TableClient, TableUnavailable
 
@@ -64,6 +66,7 @@ class FrontDoor:
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{model:path}", self._model, methods=get),
                 Route("/v1/conversations", self._conversations, methods=get),
+                Route("/v1/conversations/{id:path}/tools", self._report_tool, methods=post),
                 Route("/v1/conversations/{id:path}", self._conversation, methods=get),
                 Route("/v1/conversations/{id:path}", self._release, methods=delete),
                 Route("/v1/engines", self._engines, methods=get),
@@ -153,6 +156,16 @@ class FrontDoor:
         return JSONResponse(
             {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
         )
+
+    async def _report_tool(self, request: Request) -> Response:
+        id_ = identity.scoped(_tenant(request), request.path_params["id"])
+        report = read_report(await _small_json(request))
+        running = await self._table.call("report_tool", id_, report)
+        if isinstance(running, Refusal):
+            raise ApiError(running.status, running.message, running.code)
+        if running is None:
+            raise _unknown_conversation()
+        return JSONResponse({"running_tools": running})
 
     async def _release_program(self, request: Request) -> Response:
         body = await _small_json(request)

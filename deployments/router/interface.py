@@ -7,7 +7,8 @@ from typing import Any
 
 from conserve import apis, budget, hints, identity
 from conserve.events import KINDS
-from deployments.router import events
+from conserve.pausing.tools import MOST_NAME_CHARS
+from deployments.router import events, tool_reports
 
 Json = dict[str, Any]
 
@@ -36,6 +37,10 @@ def _object(optional: Json | None = None, /, **required: Json) -> Json:
 def _list_of(name: str, /, **more: Json) -> Json:
     items = {"type": "array", "items": _schema(name)}
     return _object(object={"const": "list"}, data=items, **more)
+
+
+def _printable(most: int) -> Json:
+    return {**_TEXT, "minLength": 1, "maxLength": most, "pattern": r"^[\x20-\x7e]+$"}
 
 
 def _schema(name: str) -> Json:
@@ -363,6 +368,7 @@ SCHEMAS: Json = {
         idle_s=_SECONDS,
         last_turn=_or_null(_schema("Turn")),
         energy_estimate_j=_or_null({"type": "number", "minimum": 0}),
+        running_tools=_COUNT,
         histories={"type": "array", "minItems": 1, "items": _schema("History")},
         histories_total=_COUNT,
     ),
@@ -377,7 +383,16 @@ SCHEMAS: Json = {
         idle_s=_SECONDS,
         last_turn=_or_null(_schema("Turn")),
         hints={"type": "object"},
+        called=_or_null(_TEXT),
+        running_tools={"type": "array", "items": _schema("RunningTool")},
     ),
+    "RunningTool": _object({"call_id": _TEXT}, tool=_TEXT, running_s=_SECONDS),
+    "ToolReport": _object(
+        {"call_id": _or_null(_printable(tool_reports.MOST_CALL_ID_CHARS))},
+        event={"type": "string", "enum": list(tool_reports.EVENTS)},
+        tool=_printable(MOST_NAME_CHARS),
+    ),
+    "ToolsRunning": _object(running_tools=_COUNT),
     "Conversations": _list_of("Conversation", total=_COUNT),
     "ConversationEnded": _object(
         id=_TEXT, object={"const": "conversation.deleted"}, deleted={"const": True}
@@ -466,6 +481,20 @@ _RELEASE = _operation(
 _RELEASE["requestBody"] = {
     "required": True,
     "content": {"application/json": {"schema": _schema("Program")}},
+}
+
+
+_REPORT_TOOL = _read(
+    "reportTool",
+    "Say that a tool begins or is done, so that the conversation's room is kept for it",
+    _schema("ToolsRunning"),
+    "404",
+    *_BODY,
+    parameters=_parameters("conversation"),
+)
+_REPORT_TOOL["requestBody"] = {
+    "required": True,
+    "content": {"application/json": {"schema": _schema("ToolReport")}},
 }
 
 
@@ -571,6 +600,7 @@ PATHS: Json = {
             parameters=_parameters("conversation"),
         ),
     },
+    "/v1/conversations/{id}/tools": {"post": _REPORT_TOOL},
     "/v1/engines": {"get": _read("listEngines", "Prefillers and decoders", _schema("Engines"))},
     "/v1/events": {"get": _EVENTS},
     "/programs/release": {"post": _RELEASE},

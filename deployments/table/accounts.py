@@ -9,8 +9,10 @@ from conserve.admission.metrics import LineMetrics
 from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.costs import SpaceTimeCosts
 from conserve.events import EventLog
-from conserve.metrics import EventCounts, Metrics, ReplicaCounts
+from conserve.metrics import EventCounts, Metrics, ReplicaCounts, SpaceTimeMetrics
+from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
 from conserve.tenants.metrics import TenantMetrics
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
@@ -44,6 +46,8 @@ class Accounts:
         self.metrics.add(LineMetrics(admission, unix_s))
         self.metrics.add(EventCounts(events))
         self.metrics.add(EnergyMetrics(self._energy))
+        self._costs = SpaceTimeCosts()
+        self.metrics.add(SpaceTimeMetrics(self._costs, self.look))
         self._tenants = TenantMetrics(table.usage)
         self.metrics.add(self._tenants)
 
@@ -98,11 +102,27 @@ class Accounts:
             "start", plan.turn.conversation_id, turn=plan.turn.turn_id, decoder=plan.decoder_id,
             prefiller=plan.prefiller_id, later=plan.later or None,
         )  # fmt: skip
-        self._energy.run(plan.turn, plan.prefiller_id or plan.decoder_id, time.monotonic())
+        now_s = time.monotonic()
+        self._energy.run(plan.turn, plan.prefiller_id or plan.decoder_id, now_s)
+        conversation = self._table.get(plan.turn.conversation_id)
+        if conversation is not None:
+            self.look(plan.decoder_id)
+            # Of several turns at once the first has what the history holds.
+            tokens = conversation.held_tokens if len(conversation.running) == 1 else 0
+            had_tokens = conversation.last_tokens
+            self._costs.begin(plan.turn, plan.decoder_id, tokens, had_tokens, now_s)
 
-    def turn_ends(self, turn: TurnKey) -> None:
+    def turn_ends(self, turn: TurnKey, stats: TurnStats | None = None) -> None:
         """A turn has ended, however it did."""
         self._energy.end(turn, time.monotonic())
+        self._costs.end(turn, stats, time.monotonic())
+
+    def look(self, decoder_id: str | None = None) -> None:
+        """Note how much a decoder holds from now on; None: all of them."""
+        ids = self._table.decoders if decoder_id is None else [decoder_id]
+        for one in ids:
+            if (decoder := self._table.decoders.get(one)) is not None:
+                self._costs.look(one, decoder.held_tokens, time.monotonic())
 
     def prefilled(self, plan: TurnPlan, done: Prefilled | None, *, goes_on: bool) -> None:
         """A remote prefill is over; ``done`` is None if it failed.
@@ -121,6 +141,8 @@ class Accounts:
         if done is None:
             self.metrics.cold_prefill_failures.inc()
             return
+        found = done.lmcache_tokens if done.cached_tokens is None else done.cached_tokens
+        self._costs.prefilled(plan.turn, max(0, done.prompt_tokens - found))
         self.metrics.prefiller_loaded_tokens.inc(done.lmcache_tokens)
         if plan.prefiller_id is not None:
             self._energy.computed(plan.prefiller_id, done.prompt_tokens - done.lmcache_tokens)
@@ -181,6 +203,15 @@ class Accounts:
             if ttfet_s is not None:
                 metrics.ttfet_s.observe(ttfet_s)
 
+    def tool_reported(
+        self, history: Conversation, report: ToolReport, wall_s: float | None
+    ) -> None:
+        """A client says that a tool begins or is done, after so long where that is known."""
+        self._events.add(
+            "tool_end" if report.ended else "tool_start", history.id, tool=report.tool,
+            call_id=report.call_id, wall_s=None if wall_s is None else round(wall_s, 3),
+        )  # fmt: skip
+
     def over_limit(self, tenant: str, over: Over) -> None:
         """A turn was refused because its tenant has as much as it may."""
         self._tenants.refused(tenant, over.limit)
@@ -205,6 +236,9 @@ class Accounts:
 
     def engine_ready(self, engine: EngineInfo) -> None:
         """An engine serves from now on."""
+        if engine.role == "decoder":
+            self._costs.add(engine.id, engine.capacity_tokens, time.monotonic())
+            self.look(engine.id)
         self._events.add(
             "engine_ready", engine=engine.id, role=engine.role,
             capacity_tokens=engine.capacity_tokens,
@@ -218,6 +252,7 @@ class Accounts:
             unbound=unbound,
         )  # fmt: skip
         self._energy.remove_engine(engine.id)
+        self._costs.remove(engine.id)
         if lost:
             self.metrics.engines_lost.labels(engine.role).inc()
 

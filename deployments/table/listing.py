@@ -74,7 +74,7 @@ async def list_recent(
         for name in shown:
             histories = table.histories(name)
             if histories:
-                parts.append(msgspec.json.encode(conversation_view(histories, now_s)))
+                parts.append(msgspec.json.encode(conversation_view(histories, now_s, table.tools)))
             if len(histories) > _SHOWN:
                 await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -1,11 +1,18 @@
 """What a turn is told that cannot be served, now or ever."""
 
 from conserve.admission import QueueFull
+from conserve.pausing.tools import MOST_RUNNING
 from conserve.tenants.limits import Over
 from deployments.messages import Refusal
 
 UNAVAILABLE = Refusal(
     503, "no engine is ready to serve; try again shortly", "unavailable", retry_after_s=5
+)
+
+TOO_MANY_TOOLS = Refusal(
+    400,
+    f"{MOST_RUNNING} tools of this history run by what was reported; report that they have ended",
+    "too_many_tools",
 )
 
 

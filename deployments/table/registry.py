@@ -46,6 +46,9 @@ class Registry:
         self.engines[engine.id] = engine
         self._engine_beats_s[engine.id] = now_s
         self._count_host_memory()
+        if self._table.memory is not None:
+            # Now that there is room for it.
+            self._table.memory.take_over(engine.parked)
         return forget
 
     def engine_beat(self, engine_id: str, now_s: float) -> EngineInfo | None:

@@ -27,6 +27,7 @@ from conserve.conversations import ConversationTable
 from conserve.events import EventLog
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
+from conserve.pausing import ToolReport, TooManyTools
 from conserve.recognition import Chain, Digest
 from conserve.settings import Settings
 from conserve.tenants.limits import Over
@@ -362,7 +363,7 @@ class TableService:
         self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
     ) -> bool:
         """Note that a decoder completed a turn. Returns whether it still has the conversation."""
-        self._turn_ends(turn)
+        self._turn_ends(turn, stats)
         if decoder_id not in self._registry.engines:
             # A new table: the decoder will register, with this turn among its holdings.
             return True
@@ -378,7 +379,7 @@ class TableService:
         if turn in self._routers_of:
             # Decoder and router may both tell of it.
             self._accounts.cut(turn, decoder_id, stats)
-        self._turn_ends(turn)
+        self._turn_ends(turn, stats)
         if stats is not None:
             self._accounts.handed_off(stats)
         ended = self._table.abandon(turn, decoder_id, stats, unix_s())
@@ -390,6 +391,25 @@ class TableService:
     async def observe(self, timing: TurnTiming) -> None:
         """Note how a turn ended, as its router saw it."""
         self._accounts.observed(timing)
+
+    async def report_tool(self, conversation_id: str, report: ToolReport) -> int | Refusal | None:
+        """Note that a conversation's tool begins, or is done.
+
+        Returns:
+            How many of it run now; None if the conversation is unknown.
+        """
+        await self._not_ready()
+        found = self._table.histories(conversation_id)
+        if not found:
+            return None
+        try:
+            history = self._table.tools.meant(found, report)
+            in_turn = bool(history.running)
+            wall_s = self._table.tools.report(history.id, report, unix_s(), in_turn)
+        except TooManyTools:
+            return refusals.TOO_MANY_TOOLS
+        self._accounts.tool_reported(history, report, wall_s)
+        return sum(len(self._table.tools.running(one.id)) for one in found)
 
     async def release(self, conversation_id: str, reason: str = "released") -> bool:
         """End a conversation's histories; False if it is unknown. Its id is as it is kept."""
@@ -428,7 +448,7 @@ class TableService:
         if not found:
             return None
         newest = self._events.newest_of(conversation_id, SHOWN_EVENTS)
-        return conversation_view(found, unix_s(), newest)
+        return conversation_view(found, unix_s(), self._table.tools, newest)
 
     async def events(self, *of: Any) -> EventPage:
         """What has happened, for `GET /v1/events`; see `listen`."""
@@ -500,9 +520,9 @@ class TableService:
         self._accounts.turn_begins(plan)
         return plan
 
-    def _turn_ends(self, turn: TurnKey) -> None:
+    def _turn_ends(self, turn: TurnKey, stats: TurnStats | None) -> None:
         self._routers_of.pop(turn, None)
-        self._accounts.turn_ends(turn)
+        self._accounts.turn_ends(turn, stats)
 
     def _pend(
         self, conversation_id: str, router_id: str, chat: bool, claim: int | None = None
@@ -575,7 +595,10 @@ class TableService:
 
     def _relieve(self, decoder_id: str | None) -> None:
         memory = self._table.memory
-        if memory is None or decoder_id not in self._table.decoders:
+        if decoder_id not in self._table.decoders:
+            return
+        self._accounts.look(decoder_id)
+        if memory is None:
             return
         decoders = self._table.accepting_decoders
         memory.relieve(self._table.decoders[decoder_id], decoders, unix_s())

@@ -5,13 +5,13 @@ import heapq
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from conserve import identity
 from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
 from conserve.events import Event
 from conserve.histories.sharing import held_together
+from conserve.pausing import RunningTools
+from conserve.pausing.tools import Running
 from deployments.messages import EngineInfo
 from deployments.table.listening import own_view
 
@@ -20,7 +20,10 @@ SHOWN_HISTORIES = 64
 
 
 def conversation_view(
-    histories: Sequence[Conversation], now_s: float, events: Sequence[Event] | None = None
+    histories: Sequence[Conversation],
+    now_s: float,
+    tools: RunningTools,
+    events: Sequence[Event] | None = None,
 ) -> dict[str, Any]:
     """One live conversation, as JSON, with its tenant where there are keys.
 
@@ -28,6 +31,7 @@ def conversation_view(
         histories: its histories, at least one. What is of one alone (the decoder, the last turn) is
             that of the most recently used.
         now_s: Unix time.
+        tools: which run, as clients report it.
         events: what has happened to it; None: that is not shown.
     """
     newest = max(histories, key=lambda one: one.last_used_s)
@@ -51,7 +55,8 @@ def conversation_view(
         "idle_s": round(max(0.0, now_s - newest.last_used_s), 3),
         "last_turn": _turn_view(newest),
         "energy_estimate_j": round(energy_j, 3) if energy_j else None,
-        "histories": [_history_view(one, now_s) for one in _recent(histories)],
+        "running_tools": sum(len(tools.running(one.id)) for one in histories),
+        "histories": [_history_view(one, now_s, tools) for one in _recent(histories)],
         "histories_total": len(histories),
         **({} if events is None else {"events": [own_view(one) for one in events]}),
     }
@@ -70,7 +75,7 @@ def _recent(histories: Sequence[Conversation]) -> Sequence[Conversation]:
     return heapq.nlargest(SHOWN_HISTORIES, histories, key=lambda one: one.last_used_s)
 
 
-def _history_view(history: Conversation, now_s: float) -> dict[str, Any]:
+def _history_view(history: Conversation, now_s: float, tools: RunningTools) -> dict[str, Any]:
     return {
         "phase": _phase([history]),
         "turns": history.turns,
@@ -83,7 +88,16 @@ def _history_view(history: Conversation, now_s: float) -> dict[str, Any]:
         "idle_s": round(max(0.0, now_s - history.last_used_s), 3),
         "last_turn": _turn_view(history),
         "hints": _hints_view(history),
+        # What its last answer called: empty for nothing, null where that is not known.
+        "called": history.tool,
+        "running_tools": [_tool_view(one, now_s) for one in tools.running(history.id)],
     }
+
+
+def _tool_view(one: Running, now_s: float) -> dict[str, Any]:
+    running_s = round(max(0.0, now_s - one.started_s), 3)
+    call_id = {} if one.call_id is None else {"call_id": one.call_id}
+    return {"tool": one.tool, **call_id, "running_s": running_s}
 
 
 def _hints_view(history: Conversation) -> dict[str, Any]:
@@ -95,7 +109,14 @@ def _hints_view(history: Conversation) -> dict[str, Any]:
 
 def _turn_view(history: Conversation) -> dict[str, int] | None:
     last = history.last_turn
-    return None if last is None else msgspec.structs.asdict(last)
+    if last is None:
+        return None
+    return {
+        "prompt_tokens": last.prompt_tokens,
+        "output_tokens": last.output_tokens,
+        "decoder_cached_tokens": last.decoder_cached_tokens,
+        "lmcache_tokens": last.lmcache_tokens,
+    }
 
 
 def engine_view(engine: EngineInfo, table: ConversationTable) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import pytest
 from tests.engines.applications import PAUSING, URL
 from tests.engines.client import Agent, Reply, chat, engines, prose
 from tests.engines.metrics import metric
+from tests.engines.processes import kill, processes
 from tests.engines.waiting import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.application(PAUSING)]
+pytestmark = [pytest.mark.anyio, pytest.mark.application(PAUSING, last=True)]
 
 
 def too_full() -> list[dict[str, object]]:
@@ -158,3 +159,74 @@ async def test_who_is_parked_makes_room_at_once_and_comes_back_without_a_prefill
         prefills += 1  # Of that one.
     assert metric("conserve_restores_total", where="reloaded") == reloaded + len(agents)
     assert metric("conserve_cold_prefills_total") == prefills
+
+
+async def test_clients_tools_are_noted_until_the_next_turn(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    agent = Agent(client, "with tools")
+    await agent.say(prose(rng, 40), tokens=8)
+    tools = f"{application}/v1/conversations/with%20tools/tools"
+    for event, running in (("start", 1), ("start", 1), ("end", 0), ("start", 1)):
+        report = {"event": event, "tool": "bash", "call_id": "call_1"}
+        told = await client.post(tools, json=report)
+        assert (told.status_code, told.json()) == (200, {"running_tools": running})
+    found = await shown(client, application, "with%20tools")
+    (history,) = found["histories"]  # type: ignore[misc]
+    assert history["called"] == ""
+    assert [one["tool"] for one in history["running_tools"]] == ["bash"]
+    await agent.say("go on", tokens=8)
+    found = await shown(client, application, "with%20tools")
+    assert found["running_tools"] == 0
+    kinds = [one["kind"] for one in found["events"]]  # type: ignore[union-attr, index]
+    assert [one for one in kinds if one.startswith("tool_")] == [
+        "tool_start", "tool_start", "tool_end", "tool_start",
+    ]  # fmt: skip
+    unknown = await client.post(f"{application}/v1/conversations/nobody/tools", json=report)
+    assert unknown.status_code == 404
+    used = {
+        term: metric("conserve_cost_token_seconds_total", term=term)
+        for term in ("decode", "prefill", "unused", "caching")
+    }
+    assert all(used.values()), used
+
+
+async def test_a_new_table_knows_what_is_parked(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Agents were parked, and paused for others, when the table's process was killed."""
+    agents = [Agent(client, f"stays-{n}") for n in range(4)]
+    for agent in agents:
+        await agent.say(prose(rng, 850), tokens=8)
+    for agent in agents:
+        await agent.say(prose(rng, 20), tokens=8)
+    others = [Agent(client, f"takes-{n}") for n in range(8)]
+    for agent in others:
+        await agent.say(prose(rng, 850), tokens=4)
+    phases = [(await shown(client, application, str(agent.id)))["phase"] for agent in agents]
+    assert "paused" in phases
+    parked = metric("conserve_parked_tokens")
+    (table,) = processes("ray::TableService")
+    kill(table.pid)
+
+    def knows() -> bool:
+        return metric("conserve_parked_tokens") > 0
+
+    await eventually("there is another table", knows, 30)
+    assert metric("conserve_parked_tokens") > 0.5 * parked
+    # By their decoders they are there; but there is no room for all, and these are lost to them.
+    await eventually("decoders are relieved", lambda: too_full() == [], 10)
+    for agent in others:
+        await client.delete(f"{application}/v1/conversations/{agent.id}")
+    paused = [
+        agent
+        for agent in agents
+        if (await shown(client, application, str(agent.id)))["phase"] == "paused"
+    ]
+    assert paused
+    for agent in paused:
+        again = await agent.say("go on", tokens=24)
+        assert agent.stats[2]["lmcache_tokens"] == agent.stats[1]["prompt_tokens"] // 128 * 128
+        agent.messages.pop()
+        await answered_alike(client, agent, again)
+    assert metric("conserve_restores_total", where="reloaded") == len(paused)

@@ -154,3 +154,45 @@ def test_a_turn_that_was_parked_has_left_more_in_lmcache() -> None:
     holdings.begin(TurnKey("c", 7, 2))
     holdings.finish(TurnKey("c", 7, 2), LATER, (b"u" * 16,), completed=True, parked=True)
     assert holdings.stored_tokens("c") == LATER.prompt_tokens
+
+
+# --- What is parked ------------------------------------------------------------------------------
+
+
+def parked_after(*turns: tuple[TurnStats | None, bool]) -> list[tuple[str, int, int]]:
+    """What is told of host memory after these turns, of which some were to leave their KV there."""
+    holdings = Holdings()
+    for turn_id, (stats, parks) in enumerate(turns, 1):
+        holdings.begin(TurnKey("c", 7, turn_id))
+        holdings.finish(TurnKey("c", 7, turn_id), stats, (), stats is not None, parks)
+    return [(one.id, one.incarnation, one.tokens) for one in holdings.parked()]
+
+
+def test_what_is_in_host_memory_is_told_by_turns_that_left_or_found_it_there() -> None:
+    warm = TurnStats(100, 20, 60, 0)
+    assert parked_after((warm, False)) == []
+    # A prefiller has left it there.
+    assert parked_after((STATS, False)) == [("c", 7, 96)]
+    assert parked_after((STATS, False), (LATER, False)) == [("c", 7, 96)]
+    assert parked_after((warm, False), (LATER, True)) == [("c", 7, 150)]
+    # Nothing is known to be there of a turn that was cut before its first token.
+    assert parked_after((TurnStats(100, 0, 0, 0), True)) == []
+    assert parked_after((warm, True), (None, True)) == [("c", 7, 100)]
+
+
+def test_what_a_turn_does_not_find_is_not_there_any_more() -> None:
+    lost = TurnStats(150, 30, 0, 0)
+    assert parked_after((STATS, True), (lost, False)) == []
+    assert parked_after((STATS, True), (lost, True)) == [("c", 7, 150)]
+
+
+def test_of_a_conversation_that_has_ended_nothing_is_parked() -> None:
+    holdings = after_one_turn()
+    assert len(holdings.parked()) == 1
+    holdings.begin(TurnKey("c", 8, 2))
+    assert holdings.parked() == []
+    holdings.finish(TurnKey("c", 8, 2), LATER, (), completed=True, parked=True)
+    holdings.drop("c", 7)
+    assert [one.incarnation for one in holdings.parked()] == [8]
+    holdings.drop("c", 8)
+    assert holdings.parked() == []

@@ -221,6 +221,7 @@ class Engine(Process):
         info = EngineInfo(
             self.name, self.role, f"http://{self.name}", 1, self.capacity_tokens, _MOST_TOKENS,
             self.holdings.all(), host_tokens=_HOST_TOKENS if self.cluster.settings.parks else 0,
+            parked=self.holdings.parked(),
         )  # fmt: skip
         for conversation_id, incarnation in await self._table.call("register", info):
             self.holdings.drop(conversation_id, incarnation)

@@ -123,6 +123,30 @@ def test_one_conversation_takes_what_the_formula_says() -> None:
     )  # fmt: skip
 
 
+def test_what_kv_space_is_used_for_is_what_the_formula_says() -> None:
+    """One conversation of two turns, on one of three decoders, until the second one ends."""
+    script = _Scripted([(15_000, 0, 200, 0.0), (15_500, 15_000, 50, 2.0)])
+    cluster, (first, second) = _run(_system(), [(1.0, script)])
+    shares = cluster.figures(1.0).kv_shares
+    whole = 3 * COSTS.capacity_tokens * second.ended_s
+    assert first.first_token_s is not None
+    assert second.first_token_s is not None
+    # As each turn began, its history held the prompt, and then that and its output.
+    decode = 15_000 * (first.ended_s - first.first_token_s)
+    decode += 15_200 * (second.ended_s - second.first_token_s)
+    assert shares["decode"] == pytest.approx(decode / whole)
+    # Of what the second turn computed 300 tokens are beyond 15,200. What was put out is not found
+    # again, as in a recording's replay: it counts as lost.
+    found = 15_000 // 16 * 16
+    computed = 15_500 - found
+    before = 15_200 * (second.first_token_s - second.sent_s)
+    assert shares["recompute"] == pytest.approx(before * (computed - 300) / computed / whole)
+    prefill = 15_000 * (first.first_token_s - first.sent_s) + before * 300 / computed
+    assert shares["prefill"] == pytest.approx(prefill / whole)
+    assert shares["caching"] == pytest.approx(15_200 * 2.0 / whole)
+    assert sum(shares.values()) == pytest.approx(1)
+
+
 @pytest.mark.parametrize("placement", ["conversation", "full_disaggregation", "collocated"])
 def test_what_a_turn_takes_beside_its_engines_delays_its_first_token(placement: str) -> None:
     def first_tokens(**overhead: float) -> list[float]:

@@ -116,6 +116,9 @@ def test_lengths_reuse_order_and_gaps_are_the_recorded_ones(path: Path) -> None:
         assert [turn.prompt_tokens for turn in made] == [call["in"] for call in calls]
         assert [turn.output_tokens for turn in made] == [max(1, call["out"]) for call in calls]
         assert [turn.effective for turn in made] == [call["stop"] == "end_turn" for call in calls]
+        assert [turn.tool for turn in made] == [
+            {"tool_use": "?", "end_turn": ""}.get(call["stop"]) for call in calls
+        ]
         assert [turn.reused_tokens for turn in made] == reused(calls)
         assert [turn.gap_s for turn in made] == pytest.approx(gaps(calls), abs=1e-6)
     assert workload.counts["turns"] == sum(map(len, expected.values()))

@@ -2,6 +2,9 @@
 
 import random
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from conserve.pausing.host import HostMemory
 
 
@@ -64,3 +67,33 @@ def test_it_remembers_when_of_nothing_that_is_gone() -> None:
         there = {f"h{number}" for number in range(60) if f"h{number}" in host}
         assert set(host._uses) == there
         assert sum(map(host.left_tokens, there)) == host.tokens
+
+
+USES = st.lists(
+    st.tuples(
+        st.sampled_from("abcdef"), st.integers(1, 400), st.integers(0, 50), st.integers(0, 100)
+    ),
+    max_size=20,
+    unique_by=lambda use: use[2],
+)
+
+
+@given(USES, st.randoms(use_true_random=False), st.sampled_from([300, 10_000]))
+def test_what_is_taken_over_is_as_if_it_had_been_seen(
+    uses: list[tuple[str, int, int, int]], draw: random.Random, capacity_tokens: int
+) -> None:
+    """In whatever order, and in whatever parts, it is told."""
+    seen, told = HostMemory(capacity_tokens), HostMemory(capacity_tokens)
+    for key, tokens, now_s, shared_tokens in sorted(uses, key=lambda use: use[2]):
+        seen.use(key, tokens, now_s, shared_tokens)
+    shuffled = draw.sample(uses, len(uses))
+    at = draw.randint(0, len(uses))
+    for part in (shuffled[:at], shuffled[at:]):
+        told.take_over(part)
+    assert told.tokens <= capacity_tokens
+    newest = {key: now_s for key, _, now_s, _ in sorted(uses, key=lambda use: use[2])}
+    order = [key for key in sorted(newest, key=lambda key: newest[key]) if key in told]
+    assert list(told._cache) == order
+    if capacity_tokens == 10_000 and len(newest) == len(uses):
+        assert [told.left_tokens(key) for key in order] == [seen.left_tokens(key) for key in order]
+        assert list(seen._cache) == order

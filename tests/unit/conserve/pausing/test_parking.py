@@ -1,10 +1,15 @@
 """Who is in host memory, makes room by that, and comes back from there."""
 
+from unittest.mock import patch
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.events import EventLog
+from conserve.holdings import Holdings
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
 from tests.unit.conserve.conversations.scene import Turn, a_table, start, the
@@ -215,3 +220,104 @@ def test_a_lost_decoder_takes_along_which_of_its_turns_were_to_park() -> None:
     assert table.park(the(table, "a"))
     table.remove_decoder("d1")
     assert memory_of(table)._parking == set()
+
+
+# --- After a table was lost ----------------------------------------------------------------------
+
+TURNS = st.lists(
+    st.tuples(
+        st.sampled_from("abcd"),
+        st.sampled_from(["kept", "reloaded", "lost"]),
+        st.integers(20, 300),
+        st.booleans(),
+        st.integers(0, 9),
+    ),
+    max_size=25,
+)
+
+
+def rebuilt(
+    table: ConversationTable, holdings: dict[str, Holdings], order: list[str]
+) -> ConversationTable:
+    """A new table, to which decoders tell in this order what they hold and have parked."""
+    new = ConversationTable(ConversationPlacement(), 100, 150, 10_000, pausing=Pausing())
+    new.add_prefiller("p1")
+    for decoder_id in order:
+        new.add_decoder(decoder_id, 5000, holdings[decoder_id].all())
+        memory_of(new).set_host_tokens(100_000)
+        memory_of(new).take_over(holdings[decoder_id].parked())
+    return new
+
+
+@given(TURNS, st.booleans())
+def test_a_table_made_anew_knows_what_is_parked(
+    turns: list[tuple[str, str, int, bool, int]], reverse: bool
+) -> None:
+    table = a_table(decoders=2, capacity_tokens=5000, pausing=Pausing())
+    memory_of(table).set_host_tokens(100_000)
+    holdings = {decoder_id: Holdings() for decoder_id in table.decoders}
+    now_s = 0.0
+    for name, how, more, parks, then in turns:
+        now_s += 1
+        known = table.get(name)
+        was = 0 if known is None else known.held_tokens or known.last_tokens
+        turn = start(table, name, was + more, now_s)
+        history = the(table, name)
+        own = holdings[turn.decoder_id]
+        if parks:
+            memory_of(table)._parking.add(turn.id)
+        found = 0 if how == "lost" else was
+        cached, loaded = (0, found) if how == "reloaded" else (found, 0)
+        stats = TurnStats(was + more, 10, cached, loaded)
+        if loaded:
+            table.prefilled(turn.key, loaded)
+        with patch("conserve.holdings.unix_s", lambda now_s=now_s: now_s):
+            own.begin(turn.key)
+            own.finish(turn.key, stats, (), completed=True, parked=parks)
+        assert table.advance(turn.key, turn.decoder_id, stats, (), now_s)
+        if then == 0:
+            table.release(name)
+            own.drop(name, history.incarnation)
+        elif then == 1:
+            memory_of(table).pause(history, "room")
+    # What has moved, its old decoder is told to forget.
+    for one in memory_of(table).take_forgotten():
+        holdings[one.decoder_id].drop(one.history_id, one.incarnation)
+    new = rebuilt(table, holdings, sorted(holdings, reverse=reverse))
+    for history in table.live():
+        here = memory_of(new)._host
+        before = memory_of(table)._host
+        assert here is not None
+        assert before is not None
+        key = f"{history.incarnation} {history.id}"
+        # What has moved since may be known by its newest decoder alone.
+        if not memory_of(table)._left.get(history.id):
+            assert here.left_tokens(key) == before.left_tokens(key)
+
+
+def test_who_was_parked_makes_room_at_once_under_a_new_table_too() -> None:
+    old = a_parking_table()
+    held = Holdings()
+    turn = start(old, "a", 600, NOW_S)
+    held.begin(turn.key)
+    stats = TurnStats(600, 10, 0, 0)
+    with patch("conserve.holdings.unix_s", lambda: NOW_S):
+        held.begin(turn.key)
+        held.finish(turn.key, stats, (), completed=True, parked=True)
+    for parked, goes in ((held.parked(), True), ([], False)):
+        new = ConversationTable(ConversationPlacement(), 100, 150, 10_000, pausing=Pausing())
+        new.add_decoder("d1", 1000, held.all())
+        memory_of(new).set_host_tokens(10_000)
+        memory_of(new).take_over(parked)
+        new.add_prefiller("p1")
+        assert (new.bind("new", 600, NOW_S + 1) is not None) == goes
+        assert paused(new) == ({"a"} if goes else set())
+        if goes:
+            new.release("new")
+            new.add_decoder("d2", 1000)
+            start(new, "other", 900, NOW_S + 1)
+            # And it is found there.
+            memory_of(new).lost([the(new, "a")])
+            placement = new.bind("a", 640, NOW_S + 2)
+            assert placement is not None
+            assert placement.prefiller_id is None

@@ -92,3 +92,22 @@ def test_turns_park_where_a_decoder_fills_up() -> None:
         True,
     ]
     assert Pausing(park_mark=0.0).parks(0, 1000)
+
+
+def test_to_know_the_tool_keeps_some_and_sends_nobody_away_sooner() -> None:
+    gaps = Gaps()
+    for _ in range(100):
+        gaps.returned(40.0, "")
+        gaps.returned(1.0, "bash")
+        gaps.returned(1.0)
+    by_tool = {tool: Idle("a", 500, 500, 500, 0.0, tool=tool) for tool in ("", "bash", None)}
+    policy = Pausing(gaps=gaps)
+    # The user will not be back within half a minute; but what if that was no question?
+    assert gaps.chance(0.0, 30, tool="") < policy.away_chance
+    assert not any(policy.is_away(one) for one in by_tool.values())
+    assert policy.cost(by_tool[""]) < policy.cost(by_tool[None]) < policy.cost(by_tool["bash"])
+    # Most that are idle are not expected, but who has called a shell is.
+    for _ in range(3000):
+        gaps.ended(1800.0, "")
+    assert [policy.is_away(one) for one in by_tool.values()] == [True, False, True]
+    assert not policy.is_away(Idle("a", 500, 500, 500, 0.0, tool="", tool_ended=True))

@@ -14,7 +14,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from conserve import wire
-from conserve.apis import CHAT, COMPLETIONS, TURN_PATHS, form_of
+from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TURN_PATHS, form_of
 from conserve.embedded import model_path
 from conserve.holdings import Holdings
 from conserve.wire import Emitted
@@ -240,3 +240,83 @@ def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> No
     assert table.told == ["advance"]
     # The start, two events, the last of them, and the end of the body.
     assert reported == [0, 0, 0, 1, 1]
+
+
+CALLED: dict[str, bytes] = {
+    CHAT: b'{"choices": [{"message": {"content": null, "tool_calls": [{"id": "1", "type": '
+    b'"function", "function": {"name": "bash", "arguments": "{}"}}]}}]}',
+    MESSAGES: b'{"type": "message", "content": [{"type": "tool_use", "id": "1", "name": "bash", '
+    b'"input": {}}]}',
+    RESPONSES: b'{"object": "response", "status": "completed", "output": [{"type": '
+    b'"function_call", "call_id": "1", "name": "bash", "arguments": "{}"}]}',
+}
+STREAMED: dict[str, list[bytes]] = {
+    CHAT: [
+        b'data: {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "id": "1", '
+        b'"function": {"name": "bash"}}]}}]}\n\n',
+        b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}\n\n',
+        b"data: [DONE]\n\n",
+    ],
+    MESSAGES: [
+        b'event: content_block_start\ndata: {"type": "content_block_start", "index": 0, '
+        b'"content_block": {"type": "tool_use", "id": "1", "name": "bash"}}\n\n',
+        b'event: message_stop\ndata: {"type": "message_stop"}\n\n',
+    ],
+    RESPONSES: [
+        b'event: response.completed\ndata: {"type": "response.completed", "response": %b}\n\n'
+        % CALLED[RESPONSES]
+    ],
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("reason", ["stop", "abort"])
+def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
+    path: str, streamed: bool, reason: str
+) -> None:
+    """By each API; and nothing of an answer that was cut."""
+    parts = STREAMED[path] if streamed else [CALLED[path]]
+    told: list[Any] = []
+
+    class Noting(Table):
+        async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+            told.append(arguments[2])
+            return await super().call(method, *arguments, **options)
+
+    async def generate(*_: Any) -> AsyncIterator[RequestOutput]:
+        times = SimpleNamespace(first_token_ts=12.0, last_token_ts=14.5)
+        finished = reason == "stop"
+        yield RequestOutput("r", None, PROMPT, None, [], finished=finished, metrics=times)  # type: ignore[arg-type]
+
+    client = SimpleNamespace(generate=generate)
+    observe_engine(client)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async for _ in client.generate({"prompt_token_ids": PROMPT}, SamplingParams(), "r"):
+            pass
+        kind = b"text/event-stream" if streamed else b"application/json"
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]}
+        )
+        for number, part in enumerate(parts, 1):
+            more = number < len(parts)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b'{"messages": [], "input": []}'}
+
+    names = (wire.CONVERSATION_HEADER, wire.INCARNATION_HEADER, wire.TURN_HEADER)
+    headers = [(name.encode(), b"1") for name in (*names, wire.RECOGNISE_HEADER)]
+    holdings = Holdings()
+    observer = TurnObserver(app, "d", holdings, Noting())  # type: ignore[arg-type]
+    scope = {"type": "http", "path": path, "headers": headers}
+    asyncio.run(observer(scope, receive, send))
+    called = "bash" if reason == "stop" else None
+    assert [stats.tool for stats in told] == [called]
+    # And for how long it was put out, streamed or not.
+    assert [stats.decode_s for stats in told] == [2.5]
+    assert [one.tool for one in holdings.all()] == [called]

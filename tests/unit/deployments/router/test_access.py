@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from conserve.pausing import ToolReport
 from conserve.settings import Settings, SettingsError, load
 from conserve.tenants import KeyFile, KeyFileError, keyfile
 from deployments.messages import TurnTenant
@@ -22,6 +23,7 @@ PATHS = [
     ("GET", "/v1/conversations"),
     ("GET", "/v1/conversations/x"),
     ("DELETE", "/v1/conversations/x"),
+    ("POST", "/v1/conversations/x/tools"),
     ("GET", "/v1/engines"),
     ("GET", "/metrics"),
     ("POST", "/programs/release"),
@@ -44,6 +46,7 @@ class Table:
             "conversations": b'{"object":"list","data":[],"total":0}',
             "conversation": {"id": "x"},
             "release": True,
+            "report_tool": 1,
             "engines": [],
             "metrics": b"",
             "health": {"prefillers": 1, "decoders": 1},
@@ -197,11 +200,14 @@ def test_conversations_are_asked_for_by_tenant(keys: Keys) -> None:
         assert ask(keys.settings, method, path, bearer(keys.acme), table=table)[0] == 200
     program = b'{"program_id": " p "}'
     ask(keys.settings, "POST", "/programs/release", bearer(keys.acme), body=program, table=table)
+    report, tools = b'{"event": "end", "tool": "bash"}', "/v1/conversations/x/tools"
+    ask(keys.settings, "POST", tools, bearer(keys.acme), body=report, table=table)
     assert table.asked == [
         ("conversations", 5, "acme"),
         ("conversation", "acme\tx"),
         ("release", "acme\tops/x"),
         ("release", "acme\tp"),
+        ("report_tool", "acme\tx", ToolReport("bash", ended=True)),
     ]
 
 

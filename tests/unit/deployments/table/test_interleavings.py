@@ -12,6 +12,7 @@ import pytest
 
 from conserve import identity
 from conserve.conversation import TurnKey, TurnStats
+from conserve.pausing import ToolReport
 from conserve.settings import Settings
 from conserve.tenants import Limits
 from conserve.wire import Role
@@ -98,6 +99,9 @@ class World:
         if draw.random() < 0.5:
             await asyncio.sleep(draw.choice([0, 1]))
             await self.service.release(conversation)
+        elif draw.random() < 0.5:
+            report = ToolReport("bash", draw.choice([None, "1"]), draw.random() < 0.3)
+            await self.service.report_tool(conversation, report)
 
     async def _placed(
         self, asked: Unplaced, router: str, tokens: int, draw: random.Random
@@ -210,6 +214,11 @@ async def _everything_at_once(seed: int, close: bool) -> None:
     assert not any(gate._pending.values())
     live = service._table.live()
     assert [one.id for one in live if one.running] == []
+    assert set(service._table.tools._reported) <= {one.id for one in live}
+    # Costs have an end of every turn, and of every decoder.
+    costs = service._accounts._costs
+    assert not costs._turns
+    assert set(costs.decoders) == set(service._table.decoders)
     for name, usage in service._table.usage.tenants().items():
         of_it = [one for one in live if identity.tenant_of(one.id) == name]
         assert (usage.turns, usage.conversations) == (0, len(of_it))

@@ -7,6 +7,7 @@ import random
 from conserve import identity
 from conserve.clock import unix_s
 from conserve.conversation import Conversation
+from conserve.pausing import RunningTools
 from conserve.settings import Settings
 from deployments.messages import EngineInfo, Unplaced
 from deployments.table.listing import list_recent
@@ -28,6 +29,7 @@ class Table:
     def __init__(self, found: list[Conversation]) -> None:
         self.found = {one.id: one for one in found}
         self.groups: dict[str, list[str]] = {}
+        self.tools = RunningTools()
         for one in found:
             self.groups.setdefault(identity.conversation_of(one.id), []).append(one.id)
 

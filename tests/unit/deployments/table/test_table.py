@@ -8,6 +8,8 @@ import pytest
 
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.histories.kinship import Opening
+from conserve.pausing import ToolReport
+from conserve.pausing.tools import MOST_RUNNING
 from conserve.recognition import Chain
 from conserve.settings import Settings
 from deployments.messages import (
@@ -526,5 +528,91 @@ def test_engines_of_one_node_share_its_host_memory() -> None:
         # A node is lost, with all that was there.
         await service.engine_lost("decoder#2", "as it happens")
         assert memory.parked_tokens == 500
+
+    asyncio.run(scenario())
+
+
+def test_a_clients_tools_are_noted_until_its_next_turn() -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        assert await service.report_tool("unknown", ToolReport("bash")) is None
+        plan = await service.begin("r", "full", [])
+        assert isinstance(plan, TurnPlan)
+        stats = TurnStats(TOKENS, 10, 0, 0, "bash")
+        assert await service.advance(plan.turn, "decoder#1", stats, ())
+        assert await service.report_tool("full", ToolReport("bash", "1")) == 1
+        assert await service.report_tool("full", ToolReport("bash", "2")) == 2
+        assert await service.report_tool("full", ToolReport("bash", "1", ended=True)) == 1
+        shown = await service.conversation("full")
+        assert shown is not None
+        assert shown["running_tools"] == 1
+        (history,) = shown["histories"]
+        assert history["called"] == "bash"
+        (running,) = history["running_tools"]
+        assert (running["tool"], running["call_id"]) == ("bash", "2")
+        assert running["running_s"] >= 0
+        told = [one for one in shown["events"] if one["kind"].startswith("tool_")]
+        assert [(one["kind"], one["call_id"]) for one in told] == [
+            ("tool_start", "1"), ("tool_start", "2"), ("tool_end", "1"),
+        ]  # fmt: skip
+        assert ["wall_s" in one for one in told] == [False, False, True]
+        # No start without an end outlives the next turn, or the conversation.
+        assert isinstance(await service.begin("r", "full", []), TurnPlan)
+        shown = await service.conversation("full")
+        assert shown is not None
+        assert shown["running_tools"] == 0
+        await service.report_tool("full", ToolReport("bash"))
+        await service.release("full")
+        assert len(service._table.tools) == 0
+
+    asyncio.run(scenario())
+
+
+def test_so_many_tools_of_a_history_are_noted() -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        for number in range(MOST_RUNNING):
+            assert await service.report_tool("full", ToolReport("bash")) == number + 1
+        refused = await service.report_tool("full", ToolReport("bash"))
+        assert isinstance(refused, Refusal)
+        assert (refused.status, refused.code) == (400, "too_many_tools")
+
+    asyncio.run(scenario())
+
+
+def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the table's clock: ten seconds of a first turn, ten idle, and ten of a second turn."""
+    now_s = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+
+    async def costs(service: TableService) -> dict[str, float]:
+        lines = (await service.metrics()).decode().splitlines()
+        found = [one for one in lines if one.startswith("conserve_cost_token_seconds_total{")]
+        return {one.split('term="')[1].split('"')[0]: float(one.split()[-1]) for one in found}
+
+    async def scenario() -> None:
+        service = await a_full_service()
+        (history,) = service._table.live()
+        first = TurnKey("full", history.incarnation, history.running[-1])
+        now_s[0] += 10
+        stats = TurnStats(TOKENS, 100, 0, 512, decode_s=6.0)
+        assert await service.advance(first, "decoder#1", stats, ())
+        now_s[0] += 10
+        plan = await service.begin("r", "full", [])
+        assert isinstance(plan, TurnPlan)
+        now_s[0] += 10
+        # Its engine had lost all but 200 of what it held, 700, and 50 tokens are new.
+        again = TurnStats(750, 100, 200, 0, decode_s=5.0)
+        assert await service.advance(plan.turn, "decoder#1", again, ())
+        assert await costs(service) == {
+            "decode": 3600 + 3500,
+            "prefill": pytest.approx(2400 + 3500 * 50 / 550),
+            "recompute": pytest.approx(3500 * 500 / 550),
+            "unused": 4000 + 3000 + 3000,
+            "caching": 7000,
+        }
+        assert b"conserve_recomputed_tokens_total 500.0" in await service.metrics()
+        await service.engine_lost("decoder#1", "as it happens")
+        assert await costs(service) == {}
 
     asyncio.run(scenario())

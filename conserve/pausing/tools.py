@@ -1,0 +1,198 @@
+"""What histories wait for between turns: the tools that answers call, and what clients report."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from conserve.conversation import Conversation
+
+MOST_NAME_CHARS = 64
+# Of one history at a time: more is a client that reports no ends.
+MOST_RUNNING = 64
+# What an answer calls besides is left out of its name: calls are known by those that come often.
+_MOST_NAMED = 3
+
+
+def tool_called(answer: Mapping[str, Any]) -> str:
+    """The name of what an answer calls: a tool's; those of several, sorted; empty: it calls none.
+
+    The next turn comes when the slowest of them is done, so several are a tool of their own.
+
+    Args:
+        answer: an assistant's message, as a chat has it.
+
+    Example:
+        >>> call = {"type": "function", "function": {"name": "read", "arguments": "{}"}}
+        >>> tool_called({"role": "assistant", "tool_calls": [call, call]})
+        'read'
+        >>> tool_called({"role": "assistant", "content": "Which file?"})
+        ''
+    """
+    calls = answer.get("tool_calls")
+    functions = [
+        call.get("function")
+        for call in (calls if isinstance(calls, list | tuple) else ())
+        if isinstance(call, Mapping)
+    ]
+    names = {str(one.get("name") or "") for one in functions if isinstance(one, Mapping)}
+    called = ",".join(sorted(names)[:_MOST_NAMED])[:MOST_NAME_CHARS]
+    return "".join(char if char.isprintable() else "?" for char in called) or "?" * bool(functions)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReport:
+    """What a client says of a tool that it runs.
+
+    Attributes:
+        tool: its name, of at most `MOST_NAME_CHARS`.
+        call_id: tells it from others of its name that run; None: any of them is meant.
+        ended: whether it is done; else it begins.
+    """
+
+    tool: str
+    call_id: str | None = None
+    ended: bool = False
+
+
+class Running(NamedTuple):
+    """A tool of which the start was reported, and no end yet."""
+
+    tool: str
+    call_id: str | None
+    started_s: float
+
+
+class Wait(NamedTuple):
+    """What an idle history waits for.
+
+    Attributes:
+        tool: see `conserve.pausing.Gaps.returned`.
+        since_s: since when.
+        tool_ended: whether its client has reported that it is done: the turn comes at once.
+    """
+
+    tool: str | None
+    since_s: float
+    tool_ended: bool = False
+
+
+class TooManyTools(Exception):
+    """So many of a history's tools run that no other is noted."""
+
+
+@dataclass(slots=True)
+class _Reported:
+    running: list[Running] = field(default_factory=list)
+    ended: Wait | None = None
+
+
+class RunningTools:
+    """Which tools run, of each history, as their clients report it.
+
+    A report sharpens what is observed, and nothing relies on it: what was reported of a history is
+    forgotten when its next turn begins, or it ends. While a tool runs, the history waits for that
+    one, from its start on, whatever its answer called; after the last one's end it waits for
+    nothing, and its turn should come at once.
+
+    Example:
+        >>> tools = RunningTools()
+        >>> tools.report("c", ToolReport("bash"), now_s=10.0)
+        >>> tools.wait("c", "bash,search", idle_since_s=5.0)
+        Wait(tool='bash', since_s=10.0, tool_ended=False)
+        >>> tools.report("c", ToolReport("bash", ended=True), now_s=12.5)
+        2.5
+        >>> tools.wait("c", "bash,search", idle_since_s=5.0)
+        Wait(tool='bash', since_s=12.5, tool_ended=True)
+        >>> tools.forget("c")
+        >>> tools.wait("c", "bash,search", idle_since_s=5.0)
+        Wait(tool='bash,search', since_s=5.0, tool_ended=False)
+    """
+
+    def __init__(self) -> None:
+        self._reported: dict[str, _Reported] = {}
+
+    def __len__(self) -> int:
+        return len(self._reported)
+
+    def running(self, history_id: str) -> Collection[Running]:
+        """Those of a history, the oldest first."""
+        reported = self._reported.get(history_id)
+        return () if reported is None else reported.running
+
+    def report(
+        self, history_id: str, report: ToolReport, now_s: float, in_turn: bool = False
+    ) -> float | None:
+        """Note what a client says. A start that was told before, by its call's id, changes nothing.
+
+        Args:
+            in_turn: whether a turn of the history runs. Then an end without a start comes late: it
+                was that turn's, which has begun since, and changes nothing.
+
+        Returns:
+            How long a tool has run that is done now; None if its start was not told, or it begins.
+
+        Raises:
+            TooManyTools: `MOST_RUNNING` of them run.
+        """
+        meant = _find(self.running(history_id), report)
+        if report.ended and meant is None and in_turn:
+            return None
+        reported = self._reported.setdefault(history_id, _Reported())
+        if not report.ended:
+            if meant is None or report.call_id is None:
+                if len(reported.running) >= MOST_RUNNING:
+                    raise TooManyTools
+                reported.running.append(Running(report.tool, report.call_id, now_s))
+                reported.ended = None
+            return None
+        if meant is not None:
+            reported.running.remove(meant)
+        reported.ended = Wait(report.tool, now_s, tool_ended=True)
+        return None if meant is None else max(0.0, now_s - meant.started_s)
+
+    def meant(self, histories: Iterable[Conversation], report: ToolReport) -> Conversation:
+        """The history that a client most likely speaks of, which names a conversation alone.
+
+        One of which the tool runs, if it is done; else one that is idle, and whose last answer
+        called it; of several the one that was used last.
+
+        Args:
+            histories: the conversation's, at least one.
+        """
+        return max(
+            histories,
+            key=lambda one: (
+                report.ended and _find(self.running(one.id), report) is not None,
+                not one.running and report.tool in (one.tool or "").split(","),
+                one.last_used_s,
+            ),
+        )
+
+    def wait(self, history_id: str, tool: str | None, idle_since_s: float) -> Wait:
+        """What an idle history waits for.
+
+        Args:
+            tool: what its last answer called.
+            idle_since_s: when its last turn ended.
+        """
+        reported = self._reported.get(history_id)
+        if reported is None:
+            return Wait(tool, idle_since_s)
+        if reported.running:
+            newest = reported.running[-1]
+            return Wait(newest.tool, max(idle_since_s, newest.started_s))
+        assert reported.ended is not None
+        ended = reported.ended
+        return ended._replace(since_s=max(idle_since_s, ended.since_s))
+
+    def forget(self, history_id: str) -> None:
+        """Its next turn begins, or it has ended."""
+        self._reported.pop(history_id, None)
+
+
+def _find(running: Iterable[Running], report: ToolReport) -> Running | None:
+    """The oldest that a report may mean."""
+    for one in running:
+        if one.tool == report.tool and report.call_id in (None, one.call_id):
+            return one
+    return None

@@ -1,0 +1,85 @@
+"""What clients report of their tools, and what is refused."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from conserve.pausing import ToolReport
+from conserve.settings import Settings
+from deployments.messages import Refusal
+from deployments.router.frontdoor import FrontDoor
+
+
+class Table:
+    """Knows conversation `a/b`, with a tool that runs, and `full`."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        self.asked.append((method, *arguments))
+        answers: dict[str, Any] = {"a/b": 1, "full": Refusal(400, "too many", "too_many_tools")}
+        return answers.get(arguments[0])
+
+
+def post(table: Table, body: Any, name: str = "a/b") -> tuple[int, Any]:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/v1/conversations/{name}/tools",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    door = FrontDoor(Settings(), table, "router")  # type: ignore[arg-type]
+    asyncio.run(door(scope, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+def test_a_report_gets_to_the_table() -> None:
+    table = Table()
+    assert post(table, {"event": "start", "tool": "bash"}) == (200, {"running_tools": 1})
+    assert post(table, {"event": "end", "tool": "b" * 64, "call_id": "call 1"})[0] == 200
+    assert table.asked == [
+        ("report_tool", "a/b", ToolReport("bash")),
+        ("report_tool", "a/b", ToolReport("b" * 64, "call 1", ended=True)),
+    ]
+
+
+def test_it_is_said_what_is_not_there_or_too_many() -> None:
+    report = {"event": "start", "tool": "bash"}
+    assert post(Table(), report, "unknown")[0] == 404
+    status, body = post(Table(), report, "full")
+    assert (status, body["error"]["code"]) == (400, "too_many_tools")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"event": "begin"}, "event"),
+        ({"event": None}, "event"),
+        ({"event": ["start"]}, "event"),
+        ({"tool": ""}, "tool"),
+        ({"tool": "b" * 65}, "tool"),
+        ({"tool": "a\tb"}, "tool"),
+        ({"tool": "ä"}, "tool"),
+        ({"tool": 7}, "tool"),
+        ({"call_id": ""}, "call_id"),
+        ({"call_id": "c" * 129}, "call_id"),
+        ({"call_id": 7}, "call_id"),
+    ],
+)
+def test_what_is_no_report_is_refused(change: dict[str, Any], param: str) -> None:
+    table = Table()
+    status, body = post(table, {"event": "start", "tool": "bash"} | change)
+    assert (status, body["error"]["param"]) == (400, param)
+    assert table.asked == []
