@@ -51,7 +51,7 @@ class World:
     Attributes:
         retries: how often turns were sent again, by cause.
         killed: how many died, by what they were.
-        restores: how many came back from a pause, by where from, since the table's last death.
+        restores: how many came back from a pause, by where from.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -122,6 +122,7 @@ class World:
         if kill.victim == "table":
             self.cluster.table.kill()
             await asyncio.sleep(_TABLE_S)
+            self._count_restores()
             self.cluster.table = TableProcess(settings=self.cluster.settings)
         elif kill.victim == "router" and self.router is not None:
             dead, self.router = self.router, None
@@ -250,12 +251,15 @@ class World:
 
     # --- what must hold ----------------------------------------------------------------------
 
+    def _count_restores(self) -> None:
+        memory = self.cluster.table.service._table.memory
+        self.restores.update({} if memory is None else memory.restores)
+
     async def check(self) -> None:
         """Nothing is under way; table and holdings agree, and a new table agrees with the old."""
         assert self.cluster.failures == []
         before = self._require_agreement()
-        memory = self.cluster.table.service._table.memory
-        self.restores.update({} if memory is None else memory.restores)
+        self._count_restores()
         # The rest is idle for as long as it may be meanwhile.
         young = {
             one.id
