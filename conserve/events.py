@@ -23,10 +23,14 @@ Kind = Literal[
     "engine_ready",
     "engine_lost",
     "engine_left",
+    "tool_start",
+    "tool_end",
+    "environment",
 ]
 """Of a turn: ``wait`` (for room), ``refuse``, ``place`` (its history, on a decoder), ``start``,
 ``prefilled`` (remotely), ``end`` or ``cut`` (on its decoder), ``answered`` (as its router saw it).
-Of a history: ``park``, ``pause``, ``restore``, ``ended``. And of engines."""
+Of a history: ``park``, ``pause``, ``restore``, ``ended``. Of engines. And of a conversation's tools:
+``tool_start``, ``tool_end``, and what becomes of an ``environment`` that they run in."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 MOST_EVENTS = 4096

@@ -1,6 +1,7 @@
 """The line of conversations that wait for a decoder with room: first in, first out, bounded."""
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from conserve.histories.kinship import Opening
@@ -64,6 +65,10 @@ class WaitingLine:
     def tokens(self) -> int:
         """What the prompts of everybody in the line add up to."""
         return sum(ticket.tokens for ticket in self._line.values())
+
+    def keys(self) -> Collection[str]:
+        """Who waits, in order."""
+        return self._line.keys()
 
     def tokens_of(self, beginning: str) -> int:
         """What the prompts of those whose keys begin so add up to."""

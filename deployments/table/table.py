@@ -24,7 +24,8 @@ from conserve.admission import Admission, Admitted, QueueFull
 from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
-from conserve.events import EventLog
+from conserve.environments.pressure import HostPressure
+from conserve.events import EventLog, Kind
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.recognition import Chain, Digest
@@ -35,6 +36,7 @@ from deployments.messages import (
     EngineInfo,
     EventPage,
     Heard,
+    Lifecycle,
     Prefilled,
     Refusal,
     TurnPlan,
@@ -45,6 +47,7 @@ from deployments.messages import (
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
 from deployments.table.gate import TenantGate
+from deployments.table.lifecycle import standings
 from deployments.table.listening import SHOWN_EVENTS, listen
 from deployments.table.listing import list_recent
 from deployments.table.pending import PendingTurn
@@ -96,6 +99,8 @@ class TableService:
         self._decided_s = 0.0
         self._recovered = asyncio.Event()
         self._housekeeping: asyncio.Task[None] | None = None
+        # Of the machine on which tools run, as it was told last.
+        self.host_pressure = HostPressure()
 
     # --- engines -----------------------------------------------------------------------------
 
@@ -446,6 +451,26 @@ class TableService:
     async def metrics(self) -> bytes:
         """The metrics, in Prometheus' text format."""
         return self._accounts.metrics.render()
+
+    # --- tools, for the manager of environments -----------------------------------------------
+
+    async def lifecycle(self, conversation_ids: list[str], pressure: HostPressure) -> Lifecycle:
+        """How conversations stand, of which somebody keeps something; see `Lifecycle`.
+
+        Args:
+            conversation_ids: scoped to their tenants.
+            pressure: of the machine on which their tools run.
+        """
+        self.host_pressure = pressure
+        if not self._recovered.is_set() and time.monotonic() - self._started_s < RECOVERY_S:
+            return Lifecycle(self._events.first, None)
+        line = self._admission.line
+        found = standings(conversation_ids, self._table, line, self._pending)
+        return Lifecycle(self._events.first, found)
+
+    async def note(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
+        """Something has happened to a conversation's tools."""
+        self._events.add(kind, conversation_id, **details)
 
     # --- inside ------------------------------------------------------------------------------
 

@@ -1,0 +1,38 @@
+"""How conversations stand, for whoever keeps something of theirs that goes when they end."""
+
+from collections.abc import Collection
+
+from conserve import identity
+from conserve.admission import WaitingLine
+from conserve.conversations import ConversationTable
+from conserve.environments import Standing
+
+
+def standings(
+    conversation_ids: Collection[str],
+    table: ConversationTable,
+    line: WaitingLine,
+    pending: Collection[str],
+) -> dict[str, Standing]:
+    """How these conversations stand; whoever is unknown is left out.
+
+    Args:
+        conversation_ids: as they are kept.
+        line: who waits for room, with the id of a history.
+        pending: histories that are being placed.
+    """
+    asked = set(conversation_ids)
+    found: dict[str, Standing] = {}
+    for place, history_id in enumerate(line.keys()):
+        conversation_id = identity.conversation_of(history_id)
+        if conversation_id in asked:
+            # Of several histories, the one that is served first.
+            found.setdefault(conversation_id, Standing("waiting", place))
+    placed = {identity.conversation_of(history_id) for history_id in pending}
+    for conversation_id in asked:
+        histories = table.histories(conversation_id)
+        if any(one.decoder_id is not None for one in histories):
+            found[conversation_id] = Standing("live")
+        elif histories or conversation_id in placed:
+            found.setdefault(conversation_id, Standing("live"))
+    return found
