@@ -29,7 +29,7 @@ Kind = Literal[
 ]
 """Of a turn: ``wait`` (for room), ``refuse``, ``place`` (its history, on a decoder), ``start``,
 ``prefilled`` (remotely), ``end`` or ``cut`` (on its decoder), ``answered`` (as its router saw it).
-Of a history: ``park``, ``pause``, ``restore``, ``ended``. Of engines. And of a conversation's tools:
+Of a history: ``park``, ``pause``, ``restore``, ``ended``. Of engines. And of an agent's tools:
 ``tool_start``, ``tool_end``, and what becomes of an ``environment`` that they run in."""
 
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -92,6 +92,7 @@ class Environment:
         ports: those that it has, once it is prepared.
         error: why it could not be prepared.
         wanted: whether somebody waits for it.
+        last_holder: the conversation that has let go of it last; empty if that is not known.
     """
 
     number: int
@@ -103,6 +104,7 @@ class Environment:
     ports: tuple[int, ...] = ()
     error: str | None = None
     wanted: bool = False
+    last_holder: str = ""
 
 
 class Ledger:
@@ -238,7 +240,13 @@ class Ledger:
 
     # --- what is seen of conversations ------------------------------------------------------
 
-    def observe(self, table: int, standings: Mapping[str, Standing], now_s: float) -> None:
+    def observe(
+        self,
+        table: int,
+        standings: Mapping[str, Standing],
+        now_s: float,
+        asked: Collection[str] | None = None,
+    ) -> None:
         """Take in how conversations stand; those that have ended hold nothing any more.
 
         One that this table has known, and knows no more, has ended. One that only a table before
@@ -247,9 +255,10 @@ class Ledger:
 
         Args:
             table: tells the table's lives apart.
-            standings: of all in `conversations`; who is not in it is unknown.
+            standings: who is not in it is unknown.
+            asked: of whom the table was asked; None: of all in `conversations`.
         """
-        for conversation_id in list(self._held):
+        for conversation_id in list(self._held if asked is None else asked):
             standing = standings.get(conversation_id, UNKNOWN)
             for one in self.of(conversation_id):
                 holder = one.holders[conversation_id]
@@ -386,6 +395,7 @@ class Ledger:
 
     def _forget_holder(self, one: Environment, conversation_id: str) -> None:
         del one.holders[conversation_id]
+        one.last_holder = conversation_id
         names = self._held[conversation_id]
         del names[one.spec.name]
         if not names:

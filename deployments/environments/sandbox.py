@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _FIRST_UID = 1_900_000_000
 # For a launcher to start, and to find and end whatever its command has started.
 _OVERHEAD_S = 30.0
+# For what is still in a pipe when its writers have gone.
+_LAST_WORDS_S = 2.0
 
 _WHY = {
     "timeout": "it took longer than it may",
@@ -211,7 +214,12 @@ class Command:
             SandboxError: it could not be begun, or its launcher was lost.
         """
         try:
-            stdout, stderr, said, dropped = self._read()
+            assert self._process.stdout is not None
+            assert self._process.stderr is not None
+            outputs = (self._process.stdout.fileno(), self._process.stderr.fileno())
+            stdout, stderr, said, dropped = read_outputs(
+                *outputs, self._result, self._output_bytes, self._deadline_s
+            )
         finally:
             self.cut()
             self._process.kill()
@@ -238,31 +246,44 @@ class Command:
             wall_s=told["wall_s"],
         )
 
-    def _read(self) -> tuple[bytes, bytes, bytes, bool]:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        parts = {self._process.stdout.fileno(): b"", self._process.stderr.fileno(): b""}
-        out, err = parts
-        parts[self._result] = b""
-        dropped = False
-        with selectors.DefaultSelector() as selector:
-            for file in parts:
+
+def read_outputs(
+    stdout: int, stderr: int, result: int | None, most_bytes: int, deadline_s: float
+) -> tuple[bytes, bytes, bytes, bool]:
+    """Read a process's two outputs until they end, and keep the beginning of each.
+
+    Args:
+        result: where a launcher says what became of it. Once that has ended, nobody of whom it
+            knows is left to write.
+        most_bytes: so much of each is kept.
+        deadline_s: by `time.monotonic`, when to give up.
+
+    Returns:
+        What is kept of each, what the launcher said, and whether more came.
+    """
+    parts = {stdout: b"", stderr: b""}
+    dropped = False
+    with selectors.DefaultSelector() as selector:
+        for file in (stdout, stderr, result):
+            if file is not None:
                 selector.register(file, selectors.EVENT_READ)
-            while selector.get_map():
-                ready = selector.select(max(0.0, self._deadline_s - time.monotonic()))
-                if not ready:
-                    logger.error("a command's launcher (pid %d) hangs", self._process.pid)
-                    break
-                for key, _ in ready:
-                    part = os.read(key.fd, 1 << 16)
-                    if not part:
-                        selector.unregister(key.fd)
-                    room = self._output_bytes - len(parts[key.fd])
-                    if key.fd == self._result:
-                        room = 1 << 16
-                    dropped |= len(part) > room
-                    parts[key.fd] += part[:room]
-        return parts[out], parts[err], parts[self._result], dropped
+        parts[-1 if result is None else result] = b""
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline_s - time.monotonic()))
+            for key, _ in ready:
+                part = os.read(key.fd, 1 << 16)
+                if not part:
+                    selector.unregister(key.fd)
+                    if key.fd == result:
+                        grace_s = _LAST_WORDS_S if parts[key.fd] else 0.0
+                        deadline_s = min(deadline_s, time.monotonic() + grace_s)
+                room = most_bytes - len(parts[key.fd]) if key.fd != result else 1 << 16
+                dropped |= len(part) > room
+                parts[key.fd] += part[:room]
+            if not ready and time.monotonic() >= deadline_s:
+                break
+    kept_out, kept_err, said = parts.values()
+    return kept_out, kept_err, said, dropped
 
 
 def namespaces_missing(root: Path) -> str | None:
@@ -289,7 +310,6 @@ def remove_tree(folder: Path) -> None:
     Raises:
         OSError: something cannot be removed.
     """
-    import shutil
 
     def open_up(function: Any, path: str, error: Any) -> None:
         if isinstance(error[1], FileNotFoundError):

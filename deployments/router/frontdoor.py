@@ -17,8 +17,10 @@ from starlette.types import Receive, Scope, Send
 from conserve import apis, identity
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
+from deployments.environments.client import EnvironmentClient
 from deployments.router.access import Access, caller_of
 from deployments.router.endpoint import TurnEndpoint
+from deployments.router.environments import Environments
 from deployments.router.events import Events
 from deployments.router.guard import Guard
 from deployments.router.openapi import Description
@@ -40,11 +42,20 @@ _SMALL_BODY_TIMEOUT_S = 30.0
 class FrontDoor:
     """The ASGI application of a router.
 
+    Args:
+        environments: the manager of tool environments; None: there are none.
+
     Raises:
         KeyFileError: the settings name a key file that is not usable.
     """
 
-    def __init__(self, settings: Settings, table: TableClient, router_id: str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        table: TableClient,
+        router_id: str,
+        environments: EnvironmentClient | None = None,
+    ) -> None:
         self._access = Access(settings)
         self._settings = settings
         self._table = table
@@ -64,6 +75,7 @@ class FrontDoor:
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{model:path}", self._model, methods=get),
                 Route("/v1/conversations", self._conversations, methods=get),
+                *Environments(environments, _tenant).routes(),
                 Route("/v1/conversations/{id:path}", self._conversation, methods=get),
                 Route("/v1/conversations/{id:path}", self._release, methods=delete),
                 Route("/v1/engines", self._engines, methods=get),

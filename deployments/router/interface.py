@@ -7,7 +7,7 @@ from typing import Any
 
 from conserve import apis, budget, hints, identity
 from conserve.events import KINDS
-from deployments.router import events
+from deployments.router import environment_interface, events
 
 Json = dict[str, Any]
 
@@ -51,6 +51,7 @@ _STATUSES = {
     "404": "There is no such thing: model, conversation, response or path.",
     "405": "The path does not have this method; `Allow` has those that it has.",
     "408": "The request was not whole in time.",
+    "409": "The name is another environment's, or the environment could not be prepared.",
     "413": "The body is too long.",
     "415": "The body is not `application/json`.",
     "421": "The `Host` is not one of this server's.",
@@ -185,6 +186,7 @@ PARAMETERS: Json = {
         "description": "Percent-encoded.",
         "schema": {"type": "string", "minLength": 1},
     },
+    "env": environment_interface.PARAMETER,
     "response": {
         "name": "id",
         "in": "path",
@@ -397,6 +399,7 @@ SCHEMAS: Json = {
         gpus={"type": "array", "items": _TEXT},
     ),
     "Engines": _list_of("Engine"),
+    **environment_interface.SCHEMAS,
     "Program": _object(program_id={**_ID, "minLength": 1, "pattern": r"^[\x21-\x7e]+$"}),
     "ProgramReleased": _object(program_id=_TEXT, released=_FLAG),
     "Health": _object(
@@ -571,6 +574,11 @@ PATHS: Json = {
             parameters=_parameters("conversation"),
         ),
     },
+    **environment_interface.paths(
+        *_parameters("conversation"),
+        _errors("404"),
+        _errors("404", "409", "429", "501", *_BODY),
+    ),
     "/v1/engines": {"get": _read("listEngines", "Prefillers and decoders", _schema("Engines"))},
     "/v1/events": {"get": _EVENTS},
     "/programs/release": {"post": _RELEASE},
