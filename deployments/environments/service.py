@@ -55,6 +55,7 @@ class EnvironmentService:
         self._manager: Manager | None = None
         self._ledger: Ledger | None = None
         self._journal: Journal | None = None
+        self._lock: int | None = None
         self._problem = "it is being started"
         self._ready = asyncio.Event()
         self._housekeeping: asyncio.Task[None] | None = None
@@ -149,7 +150,8 @@ class EnvironmentService:
         make_root(self._root)
         if self._journal is None:
             # Held until this process ends.
-            take_lock(self._root)
+            if self._lock is None:
+                self._lock = take_lock(self._root)
             self._journal = Journal(self._root / JOURNAL)
         settings = self._settings
         quotas = Quotas(
