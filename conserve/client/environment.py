@@ -11,8 +11,10 @@ import httpx
 # For an answer to come back once a command's time is up, and for it to wait for its turn before.
 _MARGIN_S = 120.0
 _LONGEST_S = 86_400.0
-_ATTEMPTS = 6
+# Together most of a minute: a server's part that was lost is there again by then.
+_ATTEMPTS = 10
 _FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 8.0
 
 
 class EnvironmentRefused(RuntimeError):
@@ -147,7 +149,7 @@ def asked(
             if not again or attempt == _ATTEMPTS:
                 raise EnvironmentRefused(answer.status_code, message, code)
         time.sleep(pause_s)
-        pause_s *= 2
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     raise AssertionError
 
 
