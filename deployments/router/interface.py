@@ -575,7 +575,7 @@ PATHS: Json = {
         ),
     },
     **environment_interface.paths(
-        *_parameters("conversation"),
+        _parameters("conversation")[0],
         _errors("404"),
         _errors("404", "409", "429", "501", *_BODY),
     ),

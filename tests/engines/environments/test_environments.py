@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from conserve.environments.journal import read
 from conserve.environments.settings import EnvironmentSettings
 from deployments.environments.sandbox import marked
+from tests.checkout import ROOT as CHECKOUT
 from tests.engines.applications import TOOLS
 from tests.engines.client import Agent
 from tests.engines.processes import kill, processes
@@ -172,3 +174,13 @@ def test_the_journal_says_that_nothing_is_left(application: str) -> None:
         elif entry["op"] == "removed":
             held.discard(entry["number"])
     assert held == set()
+
+
+def test_the_example_of_the_docs_works(
+    application: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (CHECKOUT / "docs" / "environments.md").read_text(), re.DOTALL
+    )
+    exec(example, {})
+    assert capsys.readouterr().out == "note.txt\nhello\n"
