@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 import openai
 
-from conserve.client.environment import Environment, asked
+from conserve.client.environment import Environment, EnvironmentRefused, asked
 from conserve.client.tools import Tool
 
 logger = logging.getLogger("conserve.client")
@@ -89,8 +89,10 @@ class Agent:
             for one in self._environments():
                 with contextlib.suppress(Exception):
                     asked(self._http, "DELETE", f"{self._path}/environments/{one}", None, _REPORT_S)
-            self._http.delete(self._path, timeout=_TIMEOUT_S)
-        except httpx.HTTPError as error:
+            asked(self._http, "DELETE", self._path)
+        except (httpx.HTTPError, EnvironmentRefused) as error:
+            if isinstance(error, EnvironmentRefused) and error.status == 404:
+                return  # It has ended, or has never begun.
             logger.warning("conversation %s could not be ended: %s", self.conversation, error)
         finally:
             self._http.close()

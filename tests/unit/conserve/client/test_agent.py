@@ -143,7 +143,18 @@ def abs_of(number: int) -> int:
     return abs(number)
 
 
-def test_a_server_that_is_gone() -> None:
+def test_an_end_that_is_cut_is_told_again(server: Server) -> None:
+    busy = {"error": {"message": "the table is being restarted", "code": "unavailable"}}
+    over = {"error": {"message": "no live conversation", "code": "conversation_not_found"}}
+    server.answers["DELETE", "named"] = [(503, busy), (0, None), (404, over)]
+    with Agent(server.url, "named"):
+        pass
+    assert server.paths("DELETE").count("/v1/conversations/named") == 3
+
+
+def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(environments, "_LONGEST_PAUSE_S", 0.001)
     with Agent("http://127.0.0.1:9") as agent:
         agent.tool(abs_of)
         assert agent.call("abs_of", '{"number": -3}') == "3"
