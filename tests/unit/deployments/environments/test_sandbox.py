@@ -27,7 +27,8 @@ from deployments.environments.sandbox import (
     namespaces_missing,
 )
 
-_MISSING = namespaces_missing(Path("/var/tmp/conserve-test-namespaces"))
+with tempfile.TemporaryDirectory(prefix="conserve-test-", dir="/var/tmp") as _folder:
+    _MISSING = namespaces_missing(Path(_folder))
 BOTH = [
     pytest.param(True, marks=pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))),
     False,
