@@ -27,7 +27,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
 	bench-overhead bench-keys bench-overcommit bench-tenants bench-unkind bench-table \
-	bench-energy bench-sm-slots bench-simulator bench-scale test-autoscaler test-cancelling test-chaos test-clients \
+	bench-energy bench-sm-slots bench-simulator bench-scale test-agents \
+	test-autoscaler test-cancelling test-chaos test-clients \
 	test-compatibility test-fuzz test-long test-peers test-vision test-cluster clean
 .DELETE_ON_ERROR:
 
@@ -58,6 +59,9 @@ test-engines: $(INSTALLED) $(LIBRARIES) ## Run only the tests on real engines: a
 test-fuzz: $(INSTALLED) ## Try 10,000 requests on real engines (CASES=..., SEED=...: which)
 	@$(BIN)/python -m pytest tests/engines/fuzz -o log_cli=true -o log_cli_level=INFO \
 		--fuzz-cases '$(CASES)' --fuzz-seed '$(SEED)' $(ARGS)
+
+test-agents: $(INSTALLED) ## Have 1,000 agents run tools while processes are killed beneath them (many minutes)
+	@$(BIN)/python -m pytest tests/engines/many_agents $(ARGS)
 
 test-autoscaler: $(INSTALLED) ## Have Ray's autoscaler start and end nodes for decoders (six minutes)
 	@$(BIN)/python -m pytest tests/engines/autoscaler $(ARGS)

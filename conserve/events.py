@@ -26,11 +26,13 @@ Kind = Literal[
     "engine_lost",
     "engine_left",
     "window",
+    "environment",
 ]
 """Of a turn: ``wait`` (for room), ``refuse``, ``place`` (its history, on a decoder), ``start``,
 ``prefilled`` (remotely), ``end`` or ``cut`` (on its decoder), ``answered`` (as its router saw it).
-Of a history: ``park``, ``pause``, ``restore``, ``ended``, ``tool_start``, ``tool_end``. And of
-engines, and of the admission ``window``."""
+Of a history: ``park``, ``pause``, ``restore``, ``ended``. Of an agent's tools, as its client says:
+``tool_start``, ``tool_end``; and of an ``environment`` that they run in. And of engines, and of the
+admission ``window``."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 MOST_EVENTS = 4096

@@ -355,14 +355,15 @@ def _checked(source: str, value: str) -> str:
     )
 
 
-def _is_id(value: str) -> bool:
+def is_id(value: str) -> bool:
+    """Whether a client can name a conversation so."""
     fits = 0 < len(value) <= MAX_ID_CHARS and value not in (".", "..")
     return fits and value.isascii() and value.isprintable()
 
 
 def _usable(value: str) -> str:
     """An id that stands for a text: itself where it is fit for one; empty for an empty one."""
-    return value if not value or _is_id(value) else _hashed(value)
+    return value if not value or is_id(value) else _hashed(value)
 
 
 def _hashed(value: str) -> str:

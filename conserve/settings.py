@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from conserve.admission import FirstCome, Levels, LineOrder, Window
+from conserve.environments.settings import EnvironmentSettings
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing
 from conserve.placement import PlacementPolicy, PolicyName, make_policy
@@ -380,6 +381,11 @@ class Settings(_Strict):
         "0: nothing.",
     )
 
+    environments: EnvironmentSettings = Field(
+        default_factory=EnvironmentSettings,
+        description="Where agents' tools run, if clients may run commands at all.",
+    )
+
     @field_validator("prefillers", "decoders", mode="before")
     @classmethod
     def _replicas_alone(cls, value: Any) -> Any:
@@ -417,6 +423,15 @@ class Settings(_Strict):
                 f"host: whoever reaches {self.host} could use everything, and end everybody's "
                 "conversations; make keys (`conserve keys add NAME`) and set keys_file, or set "
                 "unauthenticated=true where the network, or a gateway, keeps others out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _commands_are_for_somebody(self) -> Self:
+        if self.environments.enabled and self.unauthenticated and not is_loopback(self.host):
+            raise ValueError(
+                f"environments.enabled: whoever reaches {self.host} could run commands; make keys "
+                "(`conserve keys add NAME`) and set keys_file in the place of unauthenticated"
             )
         return self
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from conserve.conversation import Conversation, TurnKey
+from conserve.environments import Standing
 from conserve.holdings import Parked
 from conserve.recognition import Digest
 from conserve.tenants.limits import Limits
@@ -169,6 +170,20 @@ class Refusal:
     message: str
     code: str
     retry_after_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lifecycle:
+    """How conversations stand with the table.
+
+    Attributes:
+        table: tells the table's lives apart.
+        standings: of those that it knows, of those asked for; None: it is being restarted, and does
+            not know yet.
+    """
+
+    table: int
+    standings: dict[str, Standing] | None
 
 
 TurnOutcome = Literal["completed", "cancelled", "refused", "failed"]

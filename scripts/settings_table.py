@@ -11,6 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from conserve.environments.settings import EnvironmentSettings
+from conserve.environments.spec import Limits
 from conserve.settings import (
     AutoscalingSettings,
     LMCacheSettings,
@@ -29,13 +31,14 @@ def table() -> str:
     lines = ["| setting | default | what it does |", "| --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
         default = field.get_default(call_default_factory=True)
-        if isinstance(default, LMCacheSettings | AutoscalingSettings):
-            lines += _rows(type(default), f"{name}.")
+        if isinstance(default, LMCacheSettings | AutoscalingSettings | EnvironmentSettings):
+            lines += _rows(type(default), f"{name}.", skip={"limits"})
             continue
         shown = default.replicas if isinstance(default, RoleSettings) else default
         lines.append(f"| `{name}` | {_cell(shown)} | {field.description} |")
     lines += _rows(RoleSettings, "decoders.", skip={"replicas"})
     lines += _rows(TierSettings, "tiers.NAME.")
+    lines += _rows(Limits, "environments.limits.")
     return "\n".join(lines) + "\n"
 
 

@@ -79,6 +79,22 @@ class ListenerFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class EnvironmentFacts:
+    """A folder of tool environments.
+
+    Attributes:
+        managed: whether an application manages it now.
+        workspaces: how many environments have files there.
+        pids: processes that run in one although nobody manages it.
+    """
+
+    root: str
+    managed: bool
+    workspaces: int
+    pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GpuFacts:
     """What NVML says.
 
@@ -119,6 +135,7 @@ class NodeFacts:
     gpus: GpuFacts
     ports: tuple[PortFacts, ...] = ()
     listeners: tuple[ListenerFacts, ...] = ()
+    environments: tuple[EnvironmentFacts, ...] = ()
     name: str = ""
     resources: dict[str, float] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from conserve.settings import Settings
+from conserve_cli.doctor.environments import observe_environments
 from conserve_cli.doctor.facts import GpuFacts, MachineFacts, NodeFacts, PortFacts, SoftwareFacts
 from conserve_cli.doctor.listeners import observe_listeners
 from conserve_cli.doctor.software import ENGINES, PACKAGES
@@ -38,6 +39,7 @@ def observe_node(settings: Settings, router_here: bool = True) -> NodeFacts:
         gpus=observe_gpus(),
         ports=tuple(observe_ports(settings, router_here)),
         listeners=tuple(observe_listeners()),
+        environments=tuple(observe_environments(settings)),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from conserve.settings import Settings
 from conserve_cli.doctor.cluster import check_nodes
+from conserve_cli.doctor.environments import check_environments
 from conserve_cli.doctor.facts import NodeFacts
 from conserve_cli.doctor.findings import Finding
 from conserve_cli.doctor.gpus import check_gpus
@@ -37,6 +38,7 @@ def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
             *check_software(node.software, node.gpus, several, has_engines),
             *check_machine(node.machine, settings, cpu_engines, has_engines),
             *check_ports(node.ports),
+            *check_environments(node.environments),
             *([] if several else check_listeners(node.listeners, settings)),
         ]
         findings += [dataclasses.replace(finding, node=node.name) for finding in own]

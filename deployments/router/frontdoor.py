@@ -17,9 +17,11 @@ from starlette.types import Receive, Scope, Send
 from conserve import apis, identity
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
+from deployments.environments.client import EnvironmentClient
 from deployments.messages import Refusal
 from deployments.router.access import Access, caller_of
 from deployments.router.endpoint import TurnEndpoint
+from deployments.router.environments import Environments
 from deployments.router.events import Events
 from deployments.router.guard import Guard
 from deployments.router.openapi import Description
@@ -42,11 +44,20 @@ _SMALL_BODY_TIMEOUT_S = 30.0
 class FrontDoor:
     """The ASGI application of a router.
 
+    Args:
+        environments: the manager of tool environments; None: there are none.
+
     Raises:
         KeyFileError: the settings name a key file that is not usable.
     """
 
-    def __init__(self, settings: Settings, table: TableClient, router_id: str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        table: TableClient,
+        router_id: str,
+        environments: EnvironmentClient | None = None,
+    ) -> None:
         self._access = Access(settings)
         self._settings = settings
         self._table = table
@@ -67,6 +78,7 @@ class FrontDoor:
                 Route("/v1/models/{model:path}", self._model, methods=get),
                 Route("/v1/conversations", self._conversations, methods=get),
                 Route("/v1/conversations/{id:path}/tools", self._report_tool, methods=post),
+                *Environments(environments, _tenant).routes(),
                 Route("/v1/conversations/{id:path}", self._conversation, methods=get),
                 Route("/v1/conversations/{id:path}", self._release, methods=delete),
                 Route("/v1/engines", self._engines, methods=get),

@@ -8,7 +8,7 @@ from typing import Any
 from conserve import apis, budget, hints, identity
 from conserve.events import KINDS
 from conserve.pausing.tools import MOST_NAME_CHARS
-from deployments.router import events, tool_reports
+from deployments.router import environment_interface, events, tool_reports
 
 Json = dict[str, Any]
 
@@ -56,6 +56,7 @@ _STATUSES = {
     "404": "There is no such thing: model, conversation, response or path.",
     "405": "The path does not have this method; `Allow` has those that it has.",
     "408": "The request was not whole in time.",
+    "409": "The name is another environment's, or the environment could not be prepared.",
     "413": "The body is too long.",
     "415": "The body is not `application/json`.",
     "421": "The `Host` is not one of this server's.",
@@ -190,6 +191,7 @@ PARAMETERS: Json = {
         "description": "Percent-encoded.",
         "schema": {"type": "string", "minLength": 1},
     },
+    "env": environment_interface.PARAMETER,
     "response": {
         "name": "id",
         "in": "path",
@@ -412,6 +414,7 @@ SCHEMAS: Json = {
         gpus={"type": "array", "items": _TEXT},
     ),
     "Engines": _list_of("Engine"),
+    **environment_interface.SCHEMAS,
     "Program": _object(program_id={**_ID, "minLength": 1, "pattern": r"^[\x21-\x7e]+$"}),
     "ProgramReleased": _object(program_id=_TEXT, released=_FLAG),
     "Health": _object(
@@ -601,6 +604,11 @@ PATHS: Json = {
         ),
     },
     "/v1/conversations/{id}/tools": {"post": _REPORT_TOOL},
+    **environment_interface.paths(
+        _parameters("conversation")[0],
+        _errors("404"),
+        _errors("404", "409", "429", "501", *_BODY),
+    ),
     "/v1/engines": {"get": _read("listEngines", "Prefillers and decoders", _schema("Engines"))},
     "/v1/events": {"get": _EVENTS},
     "/programs/release": {"post": _RELEASE},

@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 from conserve.settings import Settings
 from conserve.wire import BEAT_S
+from deployments.environments.client import EnvironmentClient
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import HEAD_NODE
 from deployments.router.frontdoor import FrontDoor
@@ -49,7 +50,10 @@ class Router:
         self._handles = engines
         self._table = TableClient(context.app_name, settings)
         self._id = context.replica_id.unique_id
-        self._door = FrontDoor(settings, self._table, self._id)
+        self._environments = (
+            EnvironmentClient(context.app_name, settings) if settings.environments.enabled else None
+        )
+        self._door = FrontDoor(settings, self._table, self._id, self._environments)
         listener = _listen(settings)
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -84,6 +88,8 @@ class Router:
     async def _beat(self) -> None:
         while True:
             try:
+                if self._environments is not None:
+                    self._environments.beat()
                 await self._table.call("router_beat", self._id)
             except TableUnavailable as error:
                 logger.warning("router: %s", error)

@@ -24,7 +24,8 @@ from conserve.admission import Admission, Admitted, QueueFull
 from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
-from conserve.events import EventLog
+from conserve.environments.pressure import HostPressure
+from conserve.events import EventLog, Kind
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.pausing import ToolReport, TooManyTools
@@ -36,6 +37,7 @@ from deployments.messages import (
     EngineInfo,
     EventPage,
     Heard,
+    Lifecycle,
     Prefilled,
     Refusal,
     TurnPlan,
@@ -46,6 +48,7 @@ from deployments.messages import (
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
 from deployments.table.gate import TenantGate
+from deployments.table.lifecycle import standings
 from deployments.table.listening import SHOWN_EVENTS, listen
 from deployments.table.listing import list_recent
 from deployments.table.pending import PendingTurn
@@ -103,6 +106,9 @@ class TableService:
         self._decided_s = 0.0
         self._recovered = asyncio.Event()
         self._housekeeping: asyncio.Task[None] | None = None
+        # Of the machine on which tools run: what was told last, and when.
+        self._host = HostPressure()
+        self._host_told_s = self._started_s
 
     # --- engines -----------------------------------------------------------------------------
 
@@ -473,6 +479,26 @@ class TableService:
         """The metrics, in Prometheus' text format."""
         return self._accounts.metrics.render()
 
+    # --- tools, for the manager of environments -----------------------------------------------
+
+    async def lifecycle(self, conversation_ids: list[str], pressure: HostPressure) -> Lifecycle:
+        """How conversations stand, of which somebody keeps something; see `Lifecycle`.
+
+        Args:
+            conversation_ids: scoped to their tenants.
+            pressure: of the machine on which their tools run.
+        """
+        self._host, self._host_told_s = pressure, time.monotonic()
+        if not self._recovered.is_set() and time.monotonic() - self._started_s < RECOVERY_S:
+            return Lifecycle(self._events.first, None)
+        waiting = self._admission.line.tickets(unix_s())
+        found = standings(conversation_ids, self._table, waiting, self._pending)
+        return Lifecycle(self._events.first, found)
+
+    async def note(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
+        """Something has happened to a conversation's tools."""
+        self._events.add(kind, conversation_id, **details)
+
     # --- inside ------------------------------------------------------------------------------
 
     async def _not_ready(self) -> Refusal | None:
@@ -637,13 +663,18 @@ class TableService:
             await self._router_lost(router_id)
         for decoder_id in list(self._table.decoders):
             self._relieve(decoder_id)
-        if self._admission.observe(unix_s()):
+        if self._admission.observe(unix_s(), self._cpu_pressure(now_s)):
             self._accounts.window_moved()
         self._admit()
         self._scale(now_s)
         if now_s - self._registry.last_beat_s > ABANDONED_S:
             logger.info("no engine or router for %g s: ending", ABANDONED_S)
             ray.kill(ray.get_runtime_context().current_actor)
+
+    def _cpu_pressure(self, now_s: float) -> float:
+        """Of the machine that tools run on; 0 where none do, as far as is known."""
+        told_lately = now_s - self._host_told_s <= SILENCE_S
+        return self._host.cpu_pressure if told_lately and self._host.running_tools else 0.0
 
     def _scale(self, now_s: float) -> None:
         table = self._table

@@ -146,6 +146,19 @@ COMPATIBLE = Application(
     decoders=2,
 )
 
+# Tools run in environments; two decoders, so that one may be killed.
+TOOLS = Application(
+    "tools",
+    (
+        *_COMMON,
+        "decoders=2",
+        "environments.enabled=true",
+        "environments.unclaimed_s=15",
+        "environments.limits.wall_s=60",
+    ),
+    decoders=2,
+)
+
 # What programs send is long, and they are answered from a script (tests/engines/clients).
 CLIENTS = Application(
     "clients",
@@ -174,4 +187,4 @@ VISION = Application(
 )
 
 # In the order in which they are started.
-APPLICATIONS = (MAIN, CLIENTS, SMALL, PAUSING, WIDE, SCALING, BURSTS, VISION, COMPATIBLE)
+APPLICATIONS = (MAIN, TOOLS, CLIENTS, SMALL, PAUSING, WIDE, SCALING, BURSTS, VISION, COMPATIBLE)

@@ -1,0 +1,22 @@
+"""For agents: a conversation, its tools, and the environment in which they run.
+
+Plain Python on ``openai`` and ``httpx``; needs nothing of the server's but its address::
+
+    from conserve.client import Agent
+
+    with Agent("http://127.0.0.1:8000") as agent:
+        env = agent.environment()
+
+        @agent.tool
+        def bash(command: str) -> str:
+            "Run a shell command."
+            return env.run(command).output
+
+        print(agent.run("Which files are there?"))
+"""
+
+from conserve.client.agent import Agent
+from conserve.client.environment import CommandResult, Environment, EnvironmentRefused
+from conserve.client.tools import Tool
+
+__all__ = ["Agent", "CommandResult", "Environment", "EnvironmentRefused", "Tool"]

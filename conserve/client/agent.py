@@ -1,0 +1,223 @@
+"""An agent: one conversation with the server, from its beginning to its end."""
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+import openai
+
+from conserve.client.environment import Environment, EnvironmentRefused, asked
+from conserve.client.tools import Tool
+
+logger = logging.getLogger("conserve.client")
+
+Message = dict[str, Any]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_HEADER = "X-Conversation-Id"
+_TIMEOUT_S = 600.0
+_CONNECT_S = 10.0
+# What is told beside the work does not hold it up for longer.
+_REPORT_S = 5.0
+
+
+class Agent:
+    """A conversation, as a context manager: what it has on the server goes when it is left.
+
+    Args:
+        url: of the server, without a path.
+        conversation: its id; None: a new one.
+        key: an API key, where the server wants one.
+        max_retries: how often the ``openai`` client sends a request again that was cut.
+
+    Attributes:
+        conversation: the id.
+        openai: a client whose requests belong to the conversation.
+        tools: by name, what `tool` was given.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        conversation: str | None = None,
+        *,
+        key: str | None = None,
+        max_retries: int = 5,
+    ) -> None:
+        self.conversation = conversation or f"agent-{uuid.uuid4().hex}"
+        self.tools: dict[str, Tool] = {}
+        url = url.rstrip("/")
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._http = httpx.Client(
+            base_url=url, headers=headers, timeout=httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
+        )
+        self.openai = openai.OpenAI(
+            base_url=f"{url}/v1",
+            api_key=key or "unused",
+            default_headers={_HEADER: self.conversation},
+            max_retries=max_retries,
+            timeout=_TIMEOUT_S,
+        )
+        self._path = f"/v1/conversations/{quote(self.conversation, safe='')}"
+        self._reports = True
+        self._model: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the conversation, and with it all that it has on the server.
+
+        A server that cannot be asked ends it by itself, after its idle time; that is logged.
+        """
+        try:
+            # One that has not begun is unknown, and its environments are removed by name.
+            for one in self._environments():
+                with contextlib.suppress(Exception):
+                    asked(self._http, "DELETE", f"{self._path}/environments/{one}", None, _REPORT_S)
+            asked(self._http, "DELETE", self._path)
+        except (httpx.HTTPError, EnvironmentRefused) as error:
+            if isinstance(error, EnvironmentRefused) and error.status == 404:
+                return  # It has ended, or has never begun.
+            logger.warning("conversation %s could not be ended: %s", self.conversation, error)
+        finally:
+            self._http.close()
+            self.openai.close()
+
+    def _environments(self) -> list[str]:
+        answer = self._http.get(f"{self._path}/environments", timeout=_REPORT_S)
+        return [one["id"] for one in answer.json()["data"]] if answer.is_success else []
+
+    # --- tools -------------------------------------------------------------------------------
+
+    def environment(self, name: str = "main", **asked_for: Any) -> Environment:
+        """Have an environment; the server prepares it when the conversation needs it soon.
+
+        Args:
+            name: by which it is known within the conversation.
+            asked_for: ``ports``, ``setup``, ``limits``, ``kind``, ``image``, ``shared``: see
+                docs/environments.md.
+
+        Raises:
+            EnvironmentRefused: it cannot be had here; says why.
+            httpx.HTTPError: the server does not answer.
+        """
+        path = f"{self._path}/environments"
+        asked(self._http, "POST", path, {"name": name, **asked_for})
+        return Environment(self._http, f"{path}/{quote(name, safe='')}")
+
+    def tool(self, function: _Function) -> _Function:
+        """Let the model call a function; a decorator.
+
+        Raises:
+            TypeError: it has parameters that a model cannot name.
+        """
+        made = Tool.of(function)
+        self.tools[made.name] = made
+        return function
+
+    def call(self, name: str, arguments: str, call_id: str | None = None) -> str:
+        """Carry out a model's call of a tool, and report its start and end.
+
+        Args:
+            arguments: JSON, as the model wrote it.
+            call_id: the model's name for the call.
+
+        Returns:
+            What the model is told; of a tool that there is not, too.
+        """
+        tool = self.tools.get(name)
+        if tool is None:
+            return f"error: there is no tool {name!r}; there are {', '.join(self.tools) or 'none'}"
+        call = {"tool": name, "call_id": call_id or uuid.uuid4().hex}
+        self.report("start", **call)
+        began_s = time.monotonic()
+        try:
+            return tool.call(arguments)
+        finally:
+            self.report("end", **call, wall_s=round(time.monotonic() - began_s, 4))
+
+    def report(self, event: str, **details: Any) -> None:
+        """Tell the server that a tool starts or ends, for its scheduling.
+
+        A server that has no use for it does not stop an agent; it is told no more.
+        """
+        if not self._reports:
+            return
+        said = {"event": event, **details}
+        try:
+            answer = self._http.post(f"{self._path}/tools", json=said, timeout=_REPORT_S)
+        except httpx.HTTPError as error:
+            logger.info("a tool's %s is not reported: %s", event, error)
+            return
+        if answer.status_code in (404, 405) and not _is_about_conversation(answer):
+            self._reports = False
+            logger.info("this server does not take reports of tools")
+
+    # --- turns -------------------------------------------------------------------------------
+
+    def run(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        model: str | None = None,
+        max_turns: int = 20,
+        **options: Any,
+    ) -> str:
+        """Have the model work, with the tools, until it answers without a call.
+
+        Args:
+            messages: as OpenAI's API has them, or what the user says.
+            model: None: the first that the server lists.
+            max_turns: after so many the agent is stopped.
+            options: passed to ``chat.completions.create``.
+
+        Returns:
+            The answer; empty if it was stopped before it gave one.
+
+        Raises:
+            openai.OpenAIError: a turn failed.
+        """
+        if model is None:
+            self._model = model = self._model or self.openai.models.list().data[0].id
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        history: list[Any] = [dict(message) for message in messages]
+        if self.tools:
+            options = {"tools": [tool.schema for tool in self.tools.values()], **options}
+        for _ in range(max_turns):
+            reply = self.openai.chat.completions.create(model=model, messages=history, **options)
+            message = reply.choices[0].message
+            history.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                return message.content or ""
+            for asked_for in message.tool_calls:
+                function = getattr(asked_for, "function", None)
+                if function is None:
+                    result = "error: only functions can be called"
+                else:
+                    result = self.call(function.name, function.arguments, asked_for.id)
+                history.append({"role": "tool", "tool_call_id": asked_for.id, "content": result})
+        return ""
+
+
+def _is_about_conversation(answer: httpx.Response) -> bool:
+    """Whether what is not there is the conversation, which has not begun, and not the path."""
+    try:
+        return bool(answer.json()["error"]["code"] == "conversation_not_found")
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,146 @@
+"""What was done about environments, on disk: JSON lines, from which a later process goes on."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Entry = dict[str, Any]
+
+# A journal that has grown by so many lines since it was written anew is written anew.
+_MOST_LINES = 4096
+
+
+class JournalError(RuntimeError):
+    """The journal is damaged; the message says where, and what to do."""
+
+
+class Journal:
+    """An append-only file; an entry is on disk when `add` returns.
+
+    A process may die at any point: of an entry that was being written, either all is there or
+    nothing counts. One process writes it at a time, which is for the caller to see to.
+
+    Args:
+        path: the file, in a folder that exists.
+
+    Raises:
+        JournalError: what is there is no journal.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> journal = Journal(Path(folder.name, "journal"))
+        >>> journal.add({"op": "declare", "number": 1})
+        >>> journal.close()
+        >>> Journal(Path(folder.name, "journal")).found
+        [{'op': 'declare', 'number': 1}]
+        >>> folder.cleanup()
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.found, whole_bytes = _read(path)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._file, whole_bytes)
+        self._length = os.lseek(self._file, 0, os.SEEK_END)
+        self._lines = len(self.found)
+        _sync_folder(path.parent)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is time for `rewrite`."""
+        return self._lines >= _MOST_LINES
+
+    def add(self, entry: Entry) -> None:
+        """Write an entry.
+
+        Raises:
+            OSError: it is not written.
+        """
+        line = _line(entry)
+        try:
+            written = os.write(self._file, line)
+            if written != len(line):
+                raise OSError(f"{self._path}: the disk is full")
+            os.fdatasync(self._file)
+        except OSError:
+            # The next entry must not follow half of this one.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._length)
+                os.lseek(self._file, self._length, os.SEEK_SET)
+            raise
+        self._length += len(line)
+        self._lines += 1
+
+    def rewrite(self, entries: Iterable[Entry]) -> None:
+        """Put these entries in the place of all that it has, at once.
+
+        Raises:
+            OSError: it is as it was.
+        """
+        lines = [_line(entry) for entry in entries]
+        fresh = self._path.with_suffix(".new")
+        file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(os.dup(file), "wb") as writer:
+                writer.writelines(lines)
+            os.fsync(file)
+            fresh.replace(self._path)
+        except OSError:
+            os.close(file)
+            raise
+        os.close(self._file)
+        self._file, self._lines, self._length = file, 0, sum(map(len, lines))
+        _sync_folder(self._path.parent)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def read(path: Path) -> list[Entry]:
+    """The entries of a journal that another process may be writing; none where there is no file.
+
+    Raises:
+        JournalError: it is none.
+        OSError: it cannot be read.
+    """
+    return _read(path)[0]
+
+
+def _line(entry: Entry) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+
+
+def _read(path: Path) -> tuple[list[Entry], int]:
+    """Whole entries, and how many bytes they take."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    # What comes after the last line's end was being written when its process died.
+    whole, end, _ = data.rpartition(b"\n")
+    found: list[Entry] = []
+    for number, line in enumerate(whole.split(b"\n") if end else [], 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict):
+            raise JournalError(
+                f"{path}, line {number}: this is no entry of a journal. Remove the folder "
+                f"{path.parent}, with the environments' files in it, and start again"
+            )
+        found.append(entry)
+    return found, len(whole) + len(end)
+
+
+def _sync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

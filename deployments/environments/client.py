@@ -1,0 +1,108 @@
+"""How routers call the manager of environments."""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from typing import Any
+
+import ray
+
+from conserve.errors import ApiError
+from conserve.settings import Settings
+from deployments.environments.service import EnvironmentService
+from deployments.messages import HEAD_NODE, Refusal
+
+_RESTARTING = ApiError(
+    503,
+    "the manager of environments is being restarted; try again",
+    "unavailable",
+    retry_after_s=2,
+)
+_CUT = ApiError(
+    503,
+    "the manager of environments was restarted while the command ran: it was ended, and may have "
+    "run in part; try again if it may run twice",
+    "command_cut",
+    retry_after_s=2,
+)
+_PATIENCE_S = 20.0
+
+
+class EnvironmentClient:
+    """A router's end of the manager: makes the actor if it is the first, and finds it again."""
+
+    def __init__(self, application: str, settings: Settings) -> None:
+        self._application = application
+        self._settings = settings
+        digest = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:8]
+        self._name = f"conserve:{application}:environments:{digest}"
+        self._actor: Any = None
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `EnvironmentService` that may be called twice.
+
+        Raises:
+            ApiError: what was asked for cannot be had, or the manager stays away.
+        """
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return _checked(await getattr(self._connect(), method).remote(*arguments))
+            except ray.exceptions.RayActorError:
+                self._actor = None
+                if time.monotonic() > deadline_s:
+                    raise _RESTARTING from None
+                await asyncio.sleep(0.1)
+
+    async def run(self, conversation_id: str, name: str, body: Any) -> Any:
+        """Have a command run; where this is cancelled, it is ended.
+
+        Raises:
+            ApiError: it cannot be run, or what became of it is not known.
+        """
+        # What does not run anything may be asked twice; from now on the manager is known to live.
+        await self.call("shown", conversation_id, name)
+        run_id = uuid.uuid4().hex
+        try:
+            return _checked(await self._connect().run.remote(run_id, conversation_id, name, body))
+        except ray.exceptions.RayActorError:
+            self._actor = None
+            raise _CUT from None
+        except asyncio.CancelledError:
+            self._connect().cut.remote(run_id)
+            raise
+
+    def beat(self) -> None:
+        """Tell the manager that a router lives; whether it hears is not awaited."""
+        try:
+            self._connect().beat.remote()
+        except ray.exceptions.RayActorError:
+            self._actor = None
+
+    def _connect(self) -> Any:
+        if self._actor is None:
+            self._actor = (
+                ray.remote(EnvironmentService)
+                .options(
+                    name=self._name,
+                    namespace="serve",
+                    get_if_exists=True,
+                    lifetime="detached",
+                    max_restarts=-1,
+                    max_concurrency=100_000,
+                    num_cpus=0,
+                    # Where clients come to, and the one folder is.
+                    resources={HEAD_NODE: 0.001},
+                )
+                .remote(self._settings, self._application)
+            )
+        return self._actor
+
+
+def _checked(answer: Any) -> Any:
+    if isinstance(answer, Refusal):
+        raise ApiError(
+            answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s
+        )
+    return answer

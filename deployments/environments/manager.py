@@ -1,0 +1,354 @@
+"""Prepares, runs in, and removes environments, as the ledger says."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from conserve.clock import unix_s
+from conserve.environments import (
+    Conflict,
+    Environment,
+    Ledger,
+    QuotaExceeded,
+    Run,
+    Spec,
+    SpecError,
+)
+from conserve.environments.settings import EnvironmentSettings
+from conserve.errors import ApiError
+from conserve.events import Kind
+from deployments.environments.processes import Backend, Running
+from deployments.environments.sandbox import SandboxError
+
+logger = logging.getLogger("conserve.environments")
+
+Json = dict[str, Any]
+Tell = Callable[[Kind, str, Json], None]
+
+# Of what was run, so many results are kept for clients that ask again.
+_KEPT_RESULTS = 512
+# On top of what its setup may take, until whoever waits for an environment is told to come again.
+_PREPARING_S = 60.0
+
+
+class Manager:
+    """Carries out what clients ask for and what the ledger wants done.
+
+    Args:
+        ledger: with its predecessor's entries taken in.
+        backends: for each kind what makes them, or why none can be made.
+        tell: is told of what happens, with the conversation's id as it is kept.
+    """
+
+    def __init__(
+        self,
+        settings: EnvironmentSettings,
+        ledger: Ledger,
+        backends: Mapping[str, Backend | str],
+        tell: Tell,
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._backends = backends
+        self._tell = tell
+        self._threads = ThreadPoolExecutor(settings.running + 2 * settings.preparing + 4, "tools")
+        self._free = asyncio.Semaphore(settings.running)
+        self._waiting = 0
+        self.running = 0
+        self._commands: dict[int, set[Running]] = {}
+        self._results: OrderedDict[tuple[int, str], asyncio.Task[Json]] = OrderedDict()
+        # Set when an environment is neither declared nor under preparation any more.
+        self._settled: dict[int, asyncio.Event] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
+        # Numbers of environments that something is done to now.
+        self._busy: set[int] = set()
+
+    # --- what clients ask for ----------------------------------------------------------------
+
+    def declare(self, conversation_id: str, body: Any) -> Json:
+        """Have a conversation hold an environment; it is prepared when it is needed soon.
+
+        Raises:
+            ApiError: it cannot be had.
+        """
+        try:
+            spec = Spec.asked(body, self._settings.limits)
+        except SpecError as error:
+            raise ApiError(400, str(error), "invalid_environment", param=error.field) from None
+        missing = self._backends[spec.kind]
+        if isinstance(missing, str):
+            raise ApiError(501, missing, "environment_not_supported", param="kind")
+        try:
+            return self._view(self._ledger.declare(conversation_id, spec, unix_s()))
+        except Conflict as error:
+            raise ApiError(409, str(error), "environment_exists") from None
+        except QuotaExceeded as error:
+            how = f", by the setting environments.{error.setting}" if error.setting else ""
+            raise ApiError(
+                429, f"{error}{how}", "too_many_environments", retry_after_s=30
+            ) from None
+
+    def listed(self, conversation_id: str) -> list[Json]:
+        """The environments that a conversation holds."""
+        return [self._view(one) for one in self._ledger.of(conversation_id)]
+
+    def shown(self, conversation_id: str, name: str) -> Json:
+        """One of them.
+
+        Raises:
+            ApiError: there is none of that name.
+        """
+        return self._view(self._found(conversation_id, name))
+
+    def let_go(self, conversation_id: str, name: str) -> None:
+        """Have a conversation hold an environment no more; it is removed if nobody else does.
+
+        Raises:
+            ApiError: there is none of that name.
+        """
+        self._found(conversation_id, name)
+        self._ledger.let_go(conversation_id, name)
+        self.step()
+
+    async def run(self, conversation_id: str, name: str, body: Any) -> Json:
+        """Run a command, once there is room; waits for the environment if it is not prepared yet.
+
+        Cancelled, it ends the command, unless that has a ``call_id``, by which its client may come
+        back for it.
+
+        Raises:
+            ApiError: it cannot be run.
+        """
+        one = self._found(conversation_id, name)
+        try:
+            run = Run.asked(body)
+        except SpecError as error:
+            raise ApiError(400, str(error), "invalid_command", param=error.field) from None
+        if run.call_id is None:
+            return await self._run(one, conversation_id, run)
+        key = (one.number, run.call_id)
+        task = self._results.get(key)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._run(one, conversation_id, run))
+            # Whoever asked may be gone when it fails.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._results[key] = task
+            while len(self._results) > _KEPT_RESULTS and next(iter(self._results.values())).done():
+                self._results.popitem(last=False)
+        try:
+            return await asyncio.shield(task)
+        except ApiError:
+            # What was refused is tried again when it is asked for again.
+            if self._results.get(key) is task:
+                del self._results[key]
+            raise
+
+    async def _run(self, one: Environment, conversation_id: str, run: Run) -> Json:
+        name = one.spec.name
+        self._ledger.used(conversation_id, name, unix_s())
+        self.step()
+        await self._prepared(one, conversation_id)
+        if self._waiting >= self._settings.waiting and self._free.locked():
+            raise ApiError(
+                429, f"{self._waiting} commands wait already", "too_many_commands", retry_after_s=5
+            )
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        self.running += 1
+        began_s = time.monotonic()
+        code: int | None = None
+        try:
+            outcome = await self._carry_out(one, run)
+            code = outcome["exit_code"]
+            return outcome
+        except SandboxError as error:
+            raise ApiError(500, str(error), "environment_broken") from None
+        finally:
+            self.running -= 1
+            self._free.release()
+            if (holder := one.holders.get(conversation_id)) is not None:
+                holder.since_s = unix_s()
+            wall_s = round(time.monotonic() - began_s, 4)
+            # That a tool of the agent's begins and ends, its client tells the table itself.
+            said = {"environment": name, "state": "ran", "tool": run.tool}
+            self._tell("environment", conversation_id, said | {"wall_s": wall_s, "exit_code": code})
+
+    async def _carry_out(self, one: Environment, run: Run) -> Json:
+        backend = self._backend(one)
+        command = await self._blocking(backend.start, one, run)
+        of_it = self._commands.setdefault(one.number, set())
+        of_it.add(command)
+        if self._ledger.get(one.number) is None or one.state == "removing":
+            command.cut()
+        waiting = asyncio.ensure_future(self._blocking(command.wait))
+        try:
+            outcome = await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            command.cut()
+            with contextlib.suppress(SandboxError):
+                await waiting
+            raise
+        finally:
+            of_it.discard(command)
+            if not of_it:
+                self._commands.pop(one.number, None)
+        return {**outcome.view(), "isolation": backend.isolation}
+
+    async def _prepared(self, one: Environment, conversation_id: str) -> None:
+        if one.state in ("declared", "preparing"):
+            settled = self._settled.setdefault(one.number, asyncio.Event())
+            try:
+                async with asyncio.timeout(one.spec.limits.wall_s + _PREPARING_S):
+                    await settled.wait()
+            except TimeoutError:
+                raise ApiError(
+                    503, "the environment is not prepared yet; try again", "environment_not_ready",
+                    retry_after_s=5,
+                ) from None  # fmt: skip
+        if one.state == "failed":
+            raise ApiError(
+                409,
+                f"the environment could not be prepared ({one.error}); remove it, and ask for "
+                "another",
+                "environment_failed",
+            )
+        if one.state != "ready" or conversation_id not in one.holders:
+            raise _unknown(one.spec.name)
+
+    # --- what is to be done ------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Begin whatever the ledger wants done now."""
+        settings = self._settings
+        for one in self._ledger.to_prepare(settings.near, settings.preparing):
+            self._ledger.preparing(one.number)
+        for one in self._ledger:
+            # Of one whose preparation could not be recorded, it is not known any more how it went.
+            if one.state == "preparing" and one.number not in self._busy:
+                self._begin(one, self._prepare(one))
+        for one in self._ledger.to_remove():
+            if one.number not in self._busy:
+                if one.state != "removing":
+                    self._ledger.removing(one.number)
+                self._begin(one, self._remove(one))
+
+    def _begin(self, one: Environment, job: Coroutine[Any, Any, None]) -> None:
+        self._busy.add(one.number)
+        task = asyncio.get_running_loop().create_task(job)
+        self._jobs.add(task)
+
+        def over(done: asyncio.Task[None]) -> None:
+            self._jobs.discard(done)
+            self._busy.discard(one.number)
+            if not done.cancelled() and (error := done.exception()) is not None:
+                logger.error("environment %d", one.number, exc_info=error)
+            elif one.state not in ("declared", "preparing"):
+                if (settled := self._settled.pop(one.number, None)) is not None:
+                    settled.set()
+                if not one.holders and one.state != "removing":
+                    self.step()
+
+        task.add_done_callback(over)
+
+    async def _prepare(self, one: Environment) -> None:
+        began_s = time.monotonic()
+        try:
+            ports = await self._blocking(self._backend(one).prepare, one)
+        except (SandboxError, ApiError) as error:
+            self._ledger.failed(one.number, str(error))
+        else:
+            self._ledger.ready(one.number, ports)
+        took_s = round(time.monotonic() - began_s, 4)
+        self._note(one, state=one.state, wall_s=took_s, error=one.error)
+
+    async def _remove(self, one: Environment) -> None:
+        for command in list(self._commands.get(one.number, ())):
+            command.cut()
+        try:
+            await self._blocking(self._backend(one).remove, one)
+        except (OSError, SandboxError, ApiError) as error:
+            # The next step tries it again.
+            logger.warning("environment %d cannot be removed yet: %s", one.number, error)
+            return
+        self._ledger.removed(one.number)
+        for key in [key for key in self._results if key[0] == one.number]:
+            if self._results[key].done():
+                del self._results[key]
+        said = {"environment": one.spec.name, "state": "removed"}
+        self._tell("environment", one.last_holder, said)
+
+    async def tidy(self) -> None:
+        """After a predecessor: have nothing left of what is nobody's.
+
+        Raises:
+            OSError, SandboxError: something is left.
+        """
+        kept = {one.number for one in self._ledger}
+        for backend in self._backends.values():
+            if not isinstance(backend, str):
+                await self._blocking(backend.tidy, kept)
+
+    async def close(self) -> None:
+        """Remove every environment: nobody is there any more to want one."""
+        for conversation_id in list(self._ledger.conversations()):
+            for one in self._ledger.of(conversation_id):
+                self._ledger.let_go(conversation_id, one.spec.name)
+        for _ in range(3):
+            self.step()
+            while self._jobs:
+                await asyncio.wait(list(self._jobs))
+        self._threads.shutdown(wait=False)
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _found(self, conversation_id: str, name: str) -> Environment:
+        one = self._ledger.find(conversation_id, name)
+        if one is None:
+            raise _unknown(name)
+        return one
+
+    def _backend(self, one: Environment) -> Backend:
+        backend = self._backends[one.spec.kind]
+        if isinstance(backend, str):
+            # It could be had by the manager before this one.
+            raise ApiError(501, backend, "environment_not_supported")
+        return backend
+
+    def _note(self, one: Environment, **details: Any) -> None:
+        for conversation_id in list(one.holders):
+            self._tell("environment", conversation_id, {"environment": one.spec.name, **details})
+
+    async def _blocking(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def _view(self, one: Environment) -> Json:
+        backend = self._backends[one.spec.kind]
+        return {
+            "id": one.spec.name,
+            "object": "environment",
+            "state": one.state,
+            "kind": one.spec.kind,
+            "image": one.spec.image,
+            "isolation": None if isinstance(backend, str) else backend.isolation,
+            "ports": [*one.ports],
+            "shared": one.spec.shared,
+            "holders": len(one.holders),
+            "limits": one.spec.limits.model_dump(),
+            "error": one.error,
+        }
+
+
+def _unknown(name: str) -> ApiError:
+    return ApiError(
+        404,
+        f"the conversation has no environment {name[:64]!r}; it was never asked for, or has ended",
+        "environment_not_found",
+    )

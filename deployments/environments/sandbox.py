@@ -1,0 +1,385 @@
+"""Runs a command in an environment of processes: within its limits, and leaving none behind.
+
+`launcher`, a process of its own, is above each command; this file starts it, reads what comes, and
+finds what may have got away from it.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from conserve.environments import Limits, Run
+from deployments.environments import launcher
+
+logger = logging.getLogger("conserve.environments")
+
+# In the environment of all that runs in one; its value begins with the root of the environments.
+MARKER = "CONSERVE_ENVIRONMENT"
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# Users of environments, where the manager may choose: no system gives these out by itself.
+_FIRST_UID = 1_900_000_000
+# For a launcher to start, and to find and end whatever its command has started.
+_OVERHEAD_S = 30.0
+# For what is still in a pipe when its writers have gone.
+_LAST_WORDS_S = 2.0
+
+_WHY = {
+    "timeout": "it took longer than it may",
+    "memory": "it took more memory than limits.memory_bytes",
+    "processes": "it had more processes than limits.processes",
+    "disk": "the environment's files take more than limits.disk_bytes",
+    "cpu": "a process took more CPU time than limits.cpu_s",
+    "cut": "it was ended from outside",
+}
+
+
+class SandboxError(RuntimeError):
+    """A command could not be run at all; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a command.
+
+    Attributes:
+        exit_code: as a shell says it: 128 and a signal's number where that ended it.
+        stdout, stderr: as far as they are kept; what is no UTF-8 is replaced.
+        truncated: whether some of them is not.
+        timed_out: whether its time was up.
+        reason: why it was ended before it ended by itself.
+        wall_s: how long it took.
+    """
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    truncated: bool
+    timed_out: bool
+    reason: str | None
+    wall_s: float
+
+    def view(self) -> dict[str, Any]:
+        """As clients have it."""
+        return {
+            "exit_code": self.exit_code,
+            "stdout": self.stdout,
+            "stderr": self.stderr,
+            "truncated": self.truncated,
+            "timed_out": self.timed_out,
+            "reason": self.reason,
+            "wall_s": round(self.wall_s, 4),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an environment's files are, and who it is on this machine.
+
+    Attributes:
+        root: of all environments.
+        number: the environment's.
+        slot: tells its user from others'.
+        ports: those that it has.
+    """
+
+    root: Path
+    number: int
+    slot: int
+    ports: tuple[int, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """All of its files."""
+        return self.root / str(self.number)
+
+    @property
+    def uid(self) -> int | None:
+        """The user that its commands run as; None: the manager's own, who may not choose."""
+        return _FIRST_UID + self.slot if os.geteuid() == 0 else None
+
+    def make(self) -> None:
+        """Make it anew, empty."""
+        self.remove()
+        for name in ("home", "tmp"):
+            path = self.folder / name
+            path.mkdir(parents=True)
+            path.chmod(0o700)
+            if self.uid is not None:
+                os.chown(path, self.uid, self.uid)
+        # Others pass through, where no namespace brings them there.
+        self.folder.chmod(0o711)
+
+    def remove(self) -> None:
+        """Have nothing left of its files."""
+        remove_tree(self.folder)
+
+
+class Sandbox:
+    """Runs commands.
+
+    Args:
+        namespaces: whether they have namespaces, or limits alone; see `namespaces_missing`.
+        network: whether they may use the machine's network.
+    """
+
+    def __init__(self, *, namespaces: bool, network: bool) -> None:
+        self.namespaces = namespaces
+        self._network = network
+
+    def start(self, place: Place, run: Run, limits: Limits) -> "Command":
+        """Start a command.
+
+        Raises:
+            SandboxError: it cannot be.
+        """
+        timeout_s = min(run.timeout_s or limits.wall_s, limits.wall_s)
+        marker = f"{place.root}:{place.number}"
+        order = {
+            "arguments": run.arguments,
+            "environment": self._variables(place, marker),
+            "stdin": run.stdin,
+            "root": str(place.root),
+            "home": str(place.folder / "home"),
+            "tmp": str(place.folder / "tmp"),
+            "uid": place.uid,
+            "limits": limits.model_dump(),
+            "timeout_s": timeout_s,
+            "namespaces": self.namespaces,
+            "network": self._network,
+            "others": 0 if self.namespaces or place.uid is not None else _tasks_of(os.getuid()),
+        }
+        return Command(order, {MARKER: marker, "PATH": _PATH}, limits.output_bytes)
+
+    def _variables(self, place: Place, marker: str) -> dict[str, str]:
+        home, tmp = ("/home", "/tmp")
+        if not self.namespaces:
+            home, tmp = (str(place.folder / name) for name in ("home", "tmp"))
+        variables = {"PATH": _PATH, "HOME": home, "TMPDIR": tmp, "LANG": "C.UTF-8", MARKER: marker}
+        if place.ports:
+            variables["PORT"] = str(place.ports[0])
+            variables["PORTS"] = " ".join(map(str, place.ports))
+        return variables
+
+
+class Command:
+    """A command that runs.
+
+    Raises:
+        SandboxError: it cannot be started.
+    """
+
+    def __init__(self, order: dict[str, Any], variables: dict[str, str], output_bytes: int) -> None:
+        self._marker = variables[MARKER]
+        self._output_bytes = output_bytes
+        self._deadline_s = time.monotonic() + order["timeout_s"] + _OVERHEAD_S
+        self._result, result = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", launcher.__file__, str(result)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env=variables, cwd="/", pass_fds=[result], start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            os.close(self._result)
+            raise SandboxError(f"no process can be started: {error.strerror}") from error
+        finally:
+            os.close(result)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def cut(self) -> None:
+        """End it; `wait` returns soon. May be called from another thread."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def wait(self) -> Outcome:
+        """Return when it has ended, and nothing of it runs any more.
+
+        Raises:
+            SandboxError: it could not be begun, or its launcher was lost.
+        """
+        try:
+            assert self._process.stdout is not None
+            assert self._process.stderr is not None
+            outputs = (self._process.stdout.fileno(), self._process.stderr.fileno())
+            stdout, stderr, said, dropped = read_outputs(
+                *outputs, self._result, self._output_bytes, self._deadline_s
+            )
+        finally:
+            self.cut()
+            self._process.kill()
+            self._process.wait()
+            for file in (self._process.stdout, self._process.stderr):
+                assert file is not None
+                file.close()
+            os.close(self._result)
+        if not said.endswith(b"\n"):
+            # Whoever ended it: with it went the one that finds what the command has started.
+            kill_marked(self._marker)
+            raise SandboxError("the process above the command was lost; it may have run in part")
+        told = json.loads(said)
+        if told["error"] is not None:
+            raise SandboxError(f"the command could not be begun: {told['error']}")
+        why = told["why"]
+        return Outcome(
+            exit_code=told["exit_code"],
+            stdout=stdout.decode(errors="replace"),
+            stderr=stderr.decode(errors="replace"),
+            truncated=dropped,
+            timed_out=why == "timeout",
+            reason=None if why is None else _WHY[why],
+            wall_s=told["wall_s"],
+        )
+
+
+def read_outputs(
+    stdout: int, stderr: int, result: int | None, most_bytes: int, deadline_s: float
+) -> tuple[bytes, bytes, bytes, bool]:
+    """Read a process's two outputs until they end, and keep the beginning of each.
+
+    Args:
+        result: where a launcher says what became of it. Once that has ended, nobody of whom it
+            knows is left to write.
+        most_bytes: so much of each is kept.
+        deadline_s: by `time.monotonic`, when to give up.
+
+    Returns:
+        What is kept of each, what the launcher said, and whether more came.
+    """
+    parts = {stdout: b"", stderr: b""}
+    dropped = False
+    with selectors.DefaultSelector() as selector:
+        for file in (stdout, stderr, result):
+            if file is not None:
+                selector.register(file, selectors.EVENT_READ)
+        parts[-1 if result is None else result] = b""
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline_s - time.monotonic()))
+            for key, _ in ready:
+                part = os.read(key.fd, 1 << 16)
+                if not part:
+                    selector.unregister(key.fd)
+                    if key.fd == result:
+                        grace_s = _LAST_WORDS_S if parts[key.fd] else 0.0
+                        deadline_s = min(deadline_s, time.monotonic() + grace_s)
+                room = most_bytes - len(parts[key.fd]) if key.fd != result else 1 << 16
+                dropped |= len(part) > room
+                parts[key.fd] += part[:room]
+            if not ready and time.monotonic() >= deadline_s:
+                break
+    kept_out, kept_err, said = parts.values()
+    return kept_out, kept_err, said, dropped
+
+
+def namespaces_missing(root: Path) -> str | None:
+    """Why commands cannot have namespaces on this machine; None if they can.
+
+    Args:
+        root: of environments; one is made there, and removed.
+    """
+    place = Place(root, 0, 0)
+    try:
+        place.make()
+        sandbox = Sandbox(namespaces=True, network=False)
+        outcome = sandbox.start(place, Run(command=["true"]), Limits()).wait()
+    except (SandboxError, OSError) as error:
+        return str(error)
+    finally:
+        place.remove()
+    return None if outcome.exit_code == 0 else f"a first command failed: {outcome.stderr[-200:]}"
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder and all in it, also what its owner may not look at; none is fine.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+
+    def open_up(function: Any, path: str, error: Any) -> None:
+        if isinstance(error[1], FileNotFoundError):
+            return
+        # Of a folder without permissions; what is no folder is removed through the one above it.
+        above = os.path.dirname(path)
+        for one in (above, path):
+            if os.path.isdir(one) and not os.path.islink(one):
+                os.chmod(one, 0o700)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+
+    if folder.exists():
+        shutil.rmtree(folder, onerror=open_up)
+
+
+def marked(beginning: str) -> list[psutil.Process]:
+    """Processes whose `MARKER` begins so, as far as this user may see them."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if marker_of(process.pid).startswith(beginning):
+                found.append(process)
+    return found
+
+
+def marker_of(pid: int) -> str:
+    """A process's `MARKER`; empty if it has none.
+
+    Raises:
+        OSError: it is gone, or not for this user to see.
+    """
+    wanted = MARKER.encode() + b"="
+    for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        if variable.startswith(wanted):
+            return variable[len(wanted) :].decode(errors="replace")
+    return ""
+
+
+def kill_marked(beginning: str, *, exactly: bool = True) -> int:
+    """End the processes whose marker is this, and return how many there were.
+
+    Args:
+        exactly: False: those too whose marker only begins so.
+    """
+    killed: set[int] = set()
+    while True:
+        left = []
+        for process in marked(beginning):
+            with contextlib.suppress(psutil.Error, OSError):
+                same = not exactly or marker_of(process.pid) == beginning
+                if same and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(process)
+        # They may make others while they are looked for.
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        if not left:
+            return len(killed)
+        killed |= {process.pid for process in left}
+        psutil.wait_procs(left, timeout=1)
+
+
+def _tasks_of(uid: int) -> int:
+    """Threads of a user's, which count against its limit of processes."""
+    total = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == uid:
+                total += process.num_threads()
+    return total

@@ -1,0 +1,128 @@
+"""``/v1/conversations/{id}/environments``: where the tools of a conversation's agent run."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from conserve import identity
+from conserve.environments.spec import MOST_STDIN_CHARS
+from conserve.errors import ApiError
+from deployments.environments.client import EnvironmentClient
+
+_OF = "/v1/conversations/{id:path}/environments"
+# A command with all that it reads, each character escaped.
+_MOST_BODY_BYTES = 2 * MOST_STDIN_CHARS
+_BODY_TIMEOUT_S = 30.0
+
+_OFF = ApiError(
+    404,
+    "this server runs no commands; to let whoever may use it run some on its machine, set "
+    "environments.enabled=true",
+    "environments_disabled",
+    final=True,
+)
+
+
+class Environments:
+    """The endpoints.
+
+    Args:
+        client: None where environments are off.
+        tenant_of: whose conversations a request is about; raises for what it may not ask for.
+    """
+
+    def __init__(
+        self, client: EnvironmentClient | None, tenant_of: Callable[[Request], str | None]
+    ) -> None:
+        self._client = client
+        self._tenant_of = tenant_of
+
+    def routes(self) -> list[Route]:
+        """They come before those of the conversations, whose ids may hold slashes."""
+        return [
+            Route(_OF, self._declare, methods=["POST"]),
+            Route(_OF, self._list, methods=["GET"]),
+            Route(_OF + "/{env}", self._show, methods=["GET"]),
+            Route(_OF + "/{env}", self._remove, methods=["DELETE"]),
+            Route(_OF + "/{env}/run", self._run, methods=["POST"]),
+        ]
+
+    async def _declare(self, request: Request) -> Response:
+        client, conversation_id = self._asked(request)
+        if not identity.is_id(request.path_params["id"]):
+            raise ApiError(
+                400,
+                f"a conversation's id has at most {identity.MAX_ID_CHARS} characters of printable "
+                "ASCII",
+                param="id",
+            )
+        body = await _body(request)
+        return JSONResponse(await client.call("declare", conversation_id, body))
+
+    async def _list(self, request: Request) -> Response:
+        client, conversation_id = self._asked(request)
+        found = await client.call("listed", conversation_id)
+        return JSONResponse({"object": "list", "data": found})
+
+    async def _show(self, request: Request) -> Response:
+        client, conversation_id = self._asked(request)
+        return JSONResponse(await client.call("shown", conversation_id, request.path_params["env"]))
+
+    async def _remove(self, request: Request) -> Response:
+        client, conversation_id = self._asked(request)
+        name = request.path_params["env"]
+        await client.call("let_go", conversation_id, name)
+        return JSONResponse({"id": name, "object": "environment.deleted", "deleted": True})
+
+    async def _run(self, request: Request) -> Response:
+        client, conversation_id = self._asked(request)
+        body = await _body(request)
+        running = asyncio.ensure_future(
+            client.run(conversation_id, request.path_params["env"], body)
+        )
+        left = asyncio.ensure_future(_leaves(request))
+        try:
+            await asyncio.wait([running, left], return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                return Response(status_code=400)  # Nobody reads it.
+            return JSONResponse(running.result())
+        finally:
+            for task in (running, left):
+                task.cancel()
+
+    def _asked(self, request: Request) -> tuple[EnvironmentClient, str]:
+        """Raises:
+        ApiError: there are no environments, or the caller may not ask for this tenant's.
+        """
+        tenant = self._tenant_of(request)
+        if self._client is None:
+            raise _OFF
+        return self._client, identity.scoped(tenant, request.path_params["id"])
+
+
+async def _leaves(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> Any:
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > _MOST_BODY_BYTES:
+                    raise ApiError(413, f"the body is longer than {_MOST_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise ApiError(
+            408, f"the request was not whole after {_BODY_TIMEOUT_S:g} s", "timeout"
+        ) from None
+    try:
+        return json.loads(raw or b"{}")
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON") from None
