@@ -134,7 +134,7 @@ async def test_prepared_when_it_is_needed_soon(world: World) -> None:
     assert (await run(world))["stdout"] == "made\n"
     kinds = [kind for kind, _ in world.kinds()]
     assert kinds == ["environment", "environment"]
-    assert world.table.told[2][2]["exit_code"] == 0
+    assert world.table.told[1][2]["exit_code"] == 0
     world.table.live.clear()
     await world.until(lambda: ("environment", "removed") in world.kinds())
     assert world.folders() == []
