@@ -205,15 +205,14 @@ async def test_a_new_table_knows_what_is_parked(
         await agent.say(prose(rng, 850), tokens=4)
     phases = [(await shown(client, application, str(agent.id)))["phase"] for agent in agents]
     assert "paused" in phases
-    parked = metric("conserve_parked_tokens")
     (table,) = processes("ray::TableService")
     kill(table.pid)
 
     def knows() -> bool:
-        return metric("conserve_parked_tokens") > 0
+        # What conversations before these have left in host memory, no decoder holds any more.
+        return metric("conserve_parked_tokens") >= len(agents) * 850
 
-    await eventually("there is another table", knows, 30)
-    assert metric("conserve_parked_tokens") > 0.5 * parked
+    await eventually("decoders have told a new table", knows, 30)
     # By their decoders they are there; but there is no room for all, and these are lost to them.
     await eventually("decoders are relieved", lambda: too_full() == [], 10)
     for agent in others:
