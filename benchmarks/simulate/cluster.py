@@ -61,7 +61,8 @@ class Cluster(Clients[_Open]):
             min_remote_prefill_tokens=system.min_remote_prefill_tokens,
             wrong_decision_rate=system.wrong_decision_rate,
         )
-        pausing = Pausing() if system.pausing else None
+        patience_s = system.queue_timeout_s * 5 / 6
+        pausing = Pausing(patience_s=patience_s) if system.pausing else None
         self.table = ConversationTable(policy, _NEVER_S, pausing=pausing)
         self._host = HostMemory(system.host_tokens)
         # Until when KV comes from host memory to a decoder: one history after the other.

@@ -43,8 +43,7 @@ class Memory:
     its decoder has of it stays there until the engine needs the room. It is paused because
 
     - ``room``: it is away or parked, and a prompt fits nowhere, or
-    - ``mark``: running turns have grown, its decoder holds more than it should, and it is away or
-      parked, or would fit on another one.
+    - ``mark``: running turns have grown, and its decoder holds more than it should.
 
     A *parked* history is one of which host memory has a copy, since a turn left it there on a
     decoder that was filling up (`park`), whether it is paused or not.
@@ -367,6 +366,10 @@ class Memory:
     def relieve(self, decoder: Decoder, others: Collection[Decoder], now_s: float) -> None:
         """Pause idle histories of a decoder that holds more than it should.
 
+        First those that may go, or find a place elsewhere. If that is not enough, whoever is idle:
+        where more are bound than fit, each finds that the others have pushed it out, and all are
+        computed again and again (ThunderAgent, section 4.3).
+
         Args:
             others: decoders that histories may move to.
         """
@@ -380,6 +383,8 @@ class Memory:
             chosen, freed = self._cheapest(idle, excess, self._may_leave(decoder, others))
             if freed >= excess or len(idle) < _LOOKED_AT:
                 break
+        if freed < excess:
+            chosen, freed = self._cheapest(idle, excess, lambda _: True)
         if freed < excess:
             self._in_vain[decoder.id] = now_s + _IN_VAIN_S
         for _, history in self._needed(chosen, min(excess, freed)):
