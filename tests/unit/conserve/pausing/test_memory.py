@@ -154,7 +154,7 @@ def test_where_more_is_bound_than_fits_anywhere_whoever_is_idle_goes() -> None:
     idle(table, "short", 300, NOW_S - 1)
     idle(table, "long", 500, NOW_S - 1)
     turn = start(table, "grows", 200, NOW_S)
-    assert turn.advance(table, 350, (b"0" * 16,), NOW_S)
+    assert turn.advance(table, 250, (b"0" * 16,), NOW_S)
     relieve(table)
     assert paused(table) == {"short"}
     # It does not take the others' room in turn, while there is work.
