@@ -99,8 +99,11 @@ class Agent:
             self.openai.close()
 
     def _environments(self) -> list[str]:
-        answer = self._http.get(f"{self._path}/environments", timeout=_REPORT_S)
-        return [one["id"] for one in answer.json()["data"]] if answer.is_success else []
+        try:
+            answer = asked(self._http, "GET", f"{self._path}/environments", None, _REPORT_S)
+        except EnvironmentRefused:
+            return []  # This server has none.
+        return [one["id"] for one in answer["data"]]
 
     # --- tools -------------------------------------------------------------------------------
 

@@ -152,6 +152,25 @@ def test_an_end_that_is_cut_is_told_again(server: Server) -> None:
     assert server.paths("DELETE").count("/v1/conversations/named") == 3
 
 
+def test_what_is_to_be_removed_is_asked_for_again(server: Server) -> None:
+    """A router that dies then would leave them, with the conversation, to their idle time."""
+    server.answers["GET", "environments"].insert(0, (0, None))
+    with Agent(server.url, "named"):
+        pass
+    assert server.paths("DELETE") == [
+        "/v1/conversations/named/environments/main",
+        "/v1/conversations/named",
+    ]
+
+
+def test_a_server_without_environments_ends_a_conversation(server: Server) -> None:
+    off = {"error": {"message": "set environments.enabled=true", "code": "environments_disabled"}}
+    server.answers["GET", "environments"] = [(404, off)]
+    with Agent(server.url, "named"):
+        pass
+    assert server.paths("DELETE") == ["/v1/conversations/named"]
+
+
 def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(environments, "_LONGEST_PAUSE_S", 0.001)
