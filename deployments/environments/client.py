@@ -1,7 +1,6 @@
 """How routers call the manager of environments."""
 
 import asyncio
-import hashlib
 import time
 import uuid
 from typing import Any
@@ -10,8 +9,9 @@ import ray
 
 from conserve.errors import ApiError
 from conserve.settings import Settings
+from deployments.detached import actor_name, find_or_make
 from deployments.environments.service import EnvironmentService
-from deployments.messages import HEAD_NODE, Refusal
+from deployments.messages import Refusal
 
 _RESTARTING = ApiError(
     503,
@@ -35,8 +35,7 @@ class EnvironmentClient:
     def __init__(self, application: str, settings: Settings) -> None:
         self._application = application
         self._settings = settings
-        digest = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:8]
-        self._name = f"conserve:{application}:environments:{digest}"
+        self._name = actor_name(application, "environments", settings)
         self._actor: Any = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -82,20 +81,8 @@ class EnvironmentClient:
 
     def _connect(self) -> Any:
         if self._actor is None:
-            self._actor = (
-                ray.remote(EnvironmentService)
-                .options(
-                    name=self._name,
-                    namespace="serve",
-                    get_if_exists=True,
-                    lifetime="detached",
-                    max_restarts=-1,
-                    max_concurrency=100_000,
-                    num_cpus=0,
-                    # Where clients come to, and the one folder is.
-                    resources={HEAD_NODE: 0.001},
-                )
-                .remote(self._settings, self._application)
+            self._actor = find_or_make(
+                EnvironmentService, self._name, self._settings, self._application
             )
         return self._actor
 

@@ -1,9 +1,7 @@
 """``/v1/conversations/{id}/environments``: where the tools of a conversation's agent run."""
 
 import asyncio
-import json
 from collections.abc import Callable
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -13,11 +11,11 @@ from conserve import identity
 from conserve.environments.spec import MOST_STDIN_CHARS
 from conserve.errors import ApiError
 from deployments.environments.client import EnvironmentClient
+from deployments.router.reading import read_short
 
 _OF = "/v1/conversations/{id:path}/environments"
 # A command with all that it reads, each character escaped.
 _MOST_BODY_BYTES = 2 * MOST_STDIN_CHARS
-_BODY_TIMEOUT_S = 30.0
 
 _OFF = ApiError(
     404,
@@ -61,7 +59,7 @@ class Environments:
                 "ASCII",
                 param="id",
             )
-        body = await _body(request)
+        body = await read_short(request, _MOST_BODY_BYTES, b"{}")
         return JSONResponse(await client.call("declare", conversation_id, body))
 
     async def _list(self, request: Request) -> Response:
@@ -81,7 +79,7 @@ class Environments:
 
     async def _run(self, request: Request) -> Response:
         client, conversation_id = self._asked(request)
-        body = await _body(request)
+        body = await read_short(request, _MOST_BODY_BYTES, b"{}")
         running = asyncio.ensure_future(
             client.run(conversation_id, request.path_params["env"], body)
         )
@@ -108,21 +106,3 @@ class Environments:
 async def _leaves(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _body(request: Request) -> Any:
-    raw = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            async for part in request.stream():
-                raw += part
-                if len(raw) > _MOST_BODY_BYTES:
-                    raise ApiError(413, f"the body is longer than {_MOST_BODY_BYTES} bytes")
-    except TimeoutError:
-        raise ApiError(
-            408, f"the request was not whole after {_BODY_TIMEOUT_S:g} s", "timeout"
-        ) from None
-    try:
-        return json.loads(raw or b"{}")
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not valid JSON") from None

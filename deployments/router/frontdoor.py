@@ -1,7 +1,5 @@
 """The HTTP interface: which path does what, and how errors look."""
 
-import asyncio
-import json
 import logging
 import time
 from datetime import UTC, datetime
@@ -25,6 +23,7 @@ from deployments.router.environments import Environments
 from deployments.router.events import Events
 from deployments.router.guard import Guard
 from deployments.router.openapi import Description
+from deployments.router.reading import read_short
 from deployments.router.responses import TABLE_RESTARTING, error_response
 from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint
@@ -37,8 +36,7 @@ logger = logging.getLogger("ray.serve")
 _LISTED_AT_MOST = 10_000
 # Whoever sends it expects Anthropic's shapes, on paths that are OpenAI's too.
 _ANTHROPIC_HEADER = "anthropic-version"
-_SMALL_BODY_BYTES = 64 * 1024
-_SMALL_BODY_TIMEOUT_S = 30.0
+_SHORT_BYTES = 64 * 1024
 
 
 class FrontDoor:
@@ -171,7 +169,7 @@ class FrontDoor:
 
     async def _report_tool(self, request: Request) -> Response:
         id_ = identity.scoped(_tenant(request), request.path_params["id"])
-        report = read_report(await _small_json(request))
+        report = read_report(await _short_object(request))
         running = await self._table.call("report_tool", id_, report)
         if isinstance(running, Refusal):
             raise ApiError(running.status, running.message, running.code)
@@ -180,7 +178,7 @@ class FrontDoor:
         return JSONResponse({"running_tools": running})
 
     async def _release_program(self, request: Request) -> Response:
-        body = await _small_json(request)
+        body = await _short_object(request)
         program_id = body.get("program_id")
         if not isinstance(program_id, str) or not program_id:
             raise ApiError(400, "program_id must be a non-empty string", param="program_id")
@@ -234,22 +232,8 @@ def _tenant(request: Request) -> str | None:
     return asked
 
 
-async def _small_json(request: Request) -> dict[str, Any]:
-    raw = b""
-    try:
-        async with asyncio.timeout(_SMALL_BODY_TIMEOUT_S):
-            async for part in request.stream():
-                raw += part
-                if len(raw) > _SMALL_BODY_BYTES:
-                    raise ApiError(413, f"the body is longer than {_SMALL_BODY_BYTES} bytes")
-    except TimeoutError:
-        raise ApiError(
-            408, f"the request was not whole after {_SMALL_BODY_TIMEOUT_S:g} s", "timeout"
-        ) from None
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not valid JSON") from None
+async def _short_object(request: Request) -> dict[str, Any]:
+    body = await read_short(request, _SHORT_BYTES)
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     return body

@@ -1,7 +1,6 @@
 """How routers and engines call the conversation table."""
 
 import asyncio
-import hashlib
 import time
 from typing import Any
 
@@ -9,7 +8,7 @@ import ray
 
 from conserve.conversations import MEMORY_ENVIRONMENT
 from conserve.settings import Settings
-from deployments.messages import HEAD_NODE
+from deployments.detached import actor_name, find_or_make
 from deployments.table.table import TableService
 
 
@@ -21,9 +20,7 @@ class TableClient:
     """A caller's end of the table: finds the actor, and waits while Ray starts it again."""
 
     def __init__(self, application: str, settings: Settings) -> None:
-        # Other settings, another table: an actor that lives on would keep those it has.
-        digest = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:8]
-        self._name = f"conserve:{application}:table:{digest}"
+        self._name = actor_name(application, "table", settings)
         self._settings = settings
         self._actor: Any = None
 
@@ -70,22 +67,7 @@ class TableClient:
 
     def _connect(self) -> Any:
         if self._actor is None:
-            self._actor = (
-                ray.remote(TableService)
-                .options(
-                    name=self._name,
-                    namespace="serve",
-                    get_if_exists=True,
-                    # It outlives the replica that happened to start it, and ends itself when
-                    # all are gone (ABANDONED_S).
-                    lifetime="detached",
-                    max_restarts=-1,
-                    max_concurrency=100_000,
-                    num_cpus=0,
-                    # Where the routers are: other nodes may come and go.
-                    resources={HEAD_NODE: 0.001},
-                    runtime_env={"env_vars": MEMORY_ENVIRONMENT},
-                )
-                .remote(self._settings)
+            self._actor = find_or_make(
+                TableService, self._name, self._settings, environment=MEMORY_ENVIRONMENT
             )
         return self._actor

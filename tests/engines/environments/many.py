@@ -1,5 +1,7 @@
 """Many agents with real tools, while processes are killed beneath them."""
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from dataclasses import dataclass, field
 
 from conserve.client import Agent, Environment, EnvironmentRefused
 from conserve.environments.settings import EnvironmentSettings
+from conserve.environments.spec import MOST_PORTS
 from deployments.environments.sandbox import marked
 from tests.engines.client import engines
 from tests.engines.processes import kill, processes
@@ -15,6 +18,10 @@ from tests.engines.processes import kill, processes
 ROOT = EnvironmentSettings().folder(8000)
 MODEL = "conserve-embedded"
 TURNS = 3
+# What a test's server does, and does not end by itself.
+_LISTENS = (
+    "import os, socket, time; s = socket.create_server(('127.0.0.1', int(os.environ['PORT'])))"
+)
 # As a client that means it: a router is away for up to a minute on a busy machine.
 _RETRIES = 12
 
@@ -72,6 +79,8 @@ def _work(url: str, number: int, seen: Seen) -> None:
                 # Each step needs the one before: a workspace that was lost would show.
                 before = f"test -e step{turn - 1} || exit 9; " if turn else ""
                 script = f"{before}echo {number} > step{turn}; setsid sleep 300 & cat step*"
+                if turn == 0:
+                    script = f'setsid python3 -SEc "{_LISTENS}; time.sleep(300)" & {script}'
                 result = _ran(env, script, seen)
                 if result != f"{number}\n" * (turn + 1):
                     raise AssertionError(f"turn {turn}: the workspace has {result!r}")
@@ -116,13 +125,44 @@ def _kill(
         seen.kills.append(name)
 
 
-def nothing_left(timeout_s: float = 90.0) -> list[str]:
-    """What is left of environments after so long; empty if nothing is."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        left = [path.name for path in ROOT.iterdir() if path.name.isdecimal()]
-        left += [str(process) for process in marked(f"{ROOT}:")]
-        left += [str(process) for process in processes(r"sleep 300")]
-        if not left or time.monotonic() > deadline_s:
-            return left
-        time.sleep(0.5)
+@dataclass(frozen=True)
+class Ground:
+    """What is there before agents come, and has to be all that is there afterwards."""
+
+    shared_memory: frozenset[str]
+    taken_ports: frozenset[int]
+
+    @classmethod
+    def now(cls) -> "Ground":
+        """What is there now."""
+        return cls(frozenset(os.listdir("/dev/shm")), _taken_ports())
+
+    def left(self, timeout_s: float = 90.0) -> list[str]:
+        """What is left of environments and engines after so long; empty if nothing is."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left = [path.name for path in ROOT.iterdir() if path.name.isdecimal()]
+            left += [str(process) for process in marked(f"{ROOT}:")]
+            left += [str(process) for process in processes(r"sleep 300|time\.sleep\(300\)")]
+            left += [f"port {port}" for port in sorted(_taken_ports() - self.taken_ports)]
+            left += sorted(frozenset(os.listdir("/dev/shm")) - self.shared_memory)
+            if not left or time.monotonic() > deadline_s:
+                return left
+            time.sleep(0.5)
+
+
+def _taken_ports() -> frozenset[int]:
+    """Of the ports that environments get."""
+    settings = EnvironmentSettings()
+    last = settings.first_port + settings.most * MOST_PORTS
+    return frozenset(port for port in range(settings.first_port, last) if not _is_free(port))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from conserve.settings import Settings
-from deployments.router import frontdoor, request
+from deployments.router import reading, request
 from deployments.router.endpoint import TurnEndpoint
 from deployments.router.frontdoor import FrontDoor
 
@@ -117,7 +117,7 @@ def release_program(received: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_release_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontdoor, "_SMALL_BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(reading, "_SHORT_TIMEOUT_S", 0.05)
     start, body = release_program([{"type": "http.request", "body": b"{", "more_body": True}])
     assert start["status"] == 408
     assert json.loads(body["body"])["error"]["code"] == "timeout"
