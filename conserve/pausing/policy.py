@@ -59,12 +59,13 @@ class Pausing:
     where that follows from recomputation that grows with the square of the length; here it grows
     with n + n^2 / 32768.
 
-    While turns run, only those go that are *away*, unlikely to be back soon or lost to their engine
-    already, and those that are *parked*: host memory has most of them, so to be back costs a
-    reload. To take the room of others moves work from one prompt to the next: simulated with
-    recorded agent sessions, more is computed again than is gained (docs/scheduling.md). For the
-    same reason nobody is away before both say so, the gaps of its tool and those of all: to know
-    the tool keeps some more on their decoders, and sends nobody away sooner.
+    While turns run, a new prompt takes the room of those alone that are *away*, unlikely to be back
+    soon or lost to their engine already, and of those that are *parked*: host memory has most of
+    them, so to be back costs a reload. To take the room of others moves work from one prompt to the
+    next: simulated with recorded agent sessions, more is computed again than is gained
+    (docs/scheduling.md). For the same reason nobody is away before both say so, the gaps of its
+    tool and those of all: to know the tool keeps some more on their decoders, and sends nobody away
+    sooner. Above the mark, where more is bound than fits, the others go after these.
 
     It departs from ThunderAgent in three ways. A pause costs nothing by itself: the engine keeps
     the KV until it needs the room, and who comes back before finds it (`EngineCache`). So nothing
