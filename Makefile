@@ -70,7 +70,8 @@ test-cancelling: $(INSTALLED) ## Cancel up to 300 first turns at a time, at seve
 	@$(BIN)/python -m pytest tests/engines/cancelling $(ARGS)
 
 test-peers: $(INSTALLED) $(PEERS) ## Start every peer of the benchmarks, and talk to it (minutes)
-	@$(BIN)/python -m pytest tests/engines/peers tests/engines/every_peer $(ARGS)
+	@$(BIN)/python -m pytest -m 'long or not long' \
+		tests/engines/peers tests/engines/every_peer $(ARGS)
 
 test-vision: $(INSTALLED) ## Show images to a model of random weights, and see them handed off (minutes)
 	@$(BIN)/python -m pytest tests/engines/vision $(ARGS)

@@ -21,7 +21,9 @@ def _files() -> set[Path]:
     return set(Path("/dev/shm").iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_serve_run_ends_by_a_signal(
     machine_alone: None, tmp_path: Path, number: signal.Signals
 ) -> None:

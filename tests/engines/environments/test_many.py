@@ -1,4 +1,4 @@
-"""A sample of `make test-agents`: agents with tools, and one process of each kind killed."""
+"""A small run of `make test-agents`: agents with tools, and one process of each kind killed."""
 
 import httpx
 import pytest
@@ -10,6 +10,7 @@ from tests.engines.stage import Stage
 AGENTS, AT_ONCE = 24, 6
 
 
+@pytest.mark.long
 @pytest.mark.application(TOOLS, last=True)
 def test_agents_with_tools_while_processes_die(application: str, stage: Stage) -> None:
     ground = Ground.now()

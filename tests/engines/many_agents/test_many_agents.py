@@ -1,6 +1,6 @@
 """1,000 agents with real tools; one process of each kind is killed.
 
-`make test-agents` runs this, not `make test`, which has a sample in `tests/engines/environments`.
+`make test-agents` runs this; `make test-long` has a small run, in `tests/engines/environments`.
 """
 
 import logging

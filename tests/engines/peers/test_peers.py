@@ -14,6 +14,7 @@ from tests.engines.peers.peers import affinity, converse, counted, started, thre
 pytestmark = pytest.mark.usefixtures("machine_alone")
 
 
+@pytest.mark.long
 def test_ray_pd_moves_what_it_prefilled(tmp_path: Path) -> None:
     with started("ray_pd", tmp_path) as peer:
         first, second, third = converse(peer, "conversation")
