@@ -21,6 +21,7 @@ ENGINES: dict[str, EngineCounts] = {
     "2:6": EngineCounts(2, 6),
 }
 LOADS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.3)
+_FEWER = (0.3, 0.7, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,10 @@ _HOST_TOKENS = 2_000_000
 
 SCENES: tuple[Scene, ...] = (
     Scene("paper, A40", "a40-qwen3-0.6b", 400),
-    Scene("paper, H100", "h100-qwen3-8b", 400),
+    Scene("paper, H100", "h100-qwen3-8b", 400, loads=_FEWER),
     # The A40 profile's model ends at 32k tokens.
-    Scene("recorded, A40", "a40-qwen3-0.6b", 140, recorded=True, scale_tokens=0.25),
-    Scene("recorded, H100", "h100-qwen3-8b", 140, recorded=True),
+    Scene("recorded, A40", "a40-qwen3-0.6b", 140, True, 0.25, loads=_FEWER),
+    Scene("recorded, H100", "h100-qwen3-8b", 140, True, loads=_FEWER),
     Scene(
         "recorded, H100, host memory",
         "h100-qwen3-8b",
