@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from benchmarks.experiments import elastic
 from benchmarks.experiments.elastic.measure import Cell, Figures, measure
-from benchmarks.experiments.elastic.scenes import SCENES
+from benchmarks.experiments.elastic.scenes import ENGINES, SCENES
 from benchmarks.experiments.elastic.show import draw, show, show_against_best
 
 
@@ -29,6 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--seeds", type=_numbers, default=(0.0, 1.0), metavar="N,...", help="(default: 0,1)"
     )
+    parser.add_argument(
+        "--engines", default=",".join(ENGINES), metavar="P:D,...",
+        help="prefillers to decoders (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--loads", type=_numbers, metavar="SHARE,...",
         help="shares of saturation, of those that the scenes have (default: all)",
@@ -51,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for scene in SCENES
         if options.scenes in scene.name and (options.data is not None or not scene.recorded)
         for engines in scene.engines
+        if engines in options.engines.split(",")
         for load in scene.loads
         if not options.loads or load in options.loads
     ]
