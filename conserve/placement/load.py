@@ -120,9 +120,7 @@ class Loads:
         """A later turn goes to its engine; what it adds is not known yet."""
         self._of(engine_id).turns.add(1.0, now_s)
 
-    def turn_ended(
-        self, history: Conversation, stats: TurnStats | None, now_s: float
-    ) -> None:
+    def turn_ended(self, history: Conversation, stats: TurnStats | None, now_s: float) -> None:
         """A turn of a history is over, and so is its prefill.
 
         Args:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--out", type=Path, metavar="FOLDER", help="figures and the picture go there"
     )
     options = parser.parse_args(arguments)
-    console = Console(width=118)
+    console = Console(width=140)
     path = None
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = _measure_all(cells, options.data, path, console)
     show(found, console)
     show_against_best(found, console)
-    if options.out is not None and found:
+    if options.out is not None:
         draw(found, options.out / "elastic.png")
 
 

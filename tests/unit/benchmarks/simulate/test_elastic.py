@@ -32,7 +32,8 @@ COSTS = Costs(
 
 def _run(placement: Any, decoders: int = 1, **more: Any) -> tuple[Cluster, list[TurnRecord]]:
     records: list[TurnRecord] = []
-    system = System("s", placement, (COSTS,) * more.pop("prefillers", 1), (COSTS,) * decoders, **more)
+    prefillers = (COSTS,) * more.pop("prefillers", 1)
+    system = System("s", placement, prefillers, (COSTS,) * decoders, **more)
     cluster = Cluster(system, records.extend)
     cluster.run(_workload())
     return cluster, records
