@@ -147,7 +147,7 @@ class Cluster(Clients[_Open]):
 
     def _tell(self, now_s: float, _: None) -> None:
         self._tells = False
-        for name, engine in (self.decoders | self.prefillers).items():
+        for name, engine in {**self.decoders, **self.prefillers}.items():
             self.table.engine_says(name, engine.load, now_s)
         if self._under_way:
             self._tell_again(now_s)

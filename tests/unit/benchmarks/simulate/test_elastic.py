@@ -83,7 +83,9 @@ def test_prefillers_host_and_every_turn_ends_once(more: dict[str, Any]) -> None:
             for name in {one.conversation for one in records}
         )
     # Both sent prompts to the prefiller and kept some.
-    assert 0 < cluster.figures(1.0).handoffs < 60
+    handoffs = cluster.figures(1.0).handoffs
+    assert handoffs is not None
+    assert 0 < handoffs < 60
     table = cluster.table
     assert {one.held_tokens for one in table.decoders.values()} == {0}
     assert {one.queued_tokens for one in table.prefillers.values()} == {0}
