@@ -16,11 +16,13 @@ from conserve.admission import FirstCome, Levels, LineOrder, Window
 from conserve.environments.settings import EnvironmentSettings
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing
-from conserve.placement import PlacementPolicy, PolicyName, make_policy
+from conserve.placement import EngineCosts, PlacementPolicy, PolicyName, make_policy
 
 EMBEDDED_MODEL = "embedded"
 # A role that names no tier runs on one of these two.
 CPU_TIER, GPU_TIER = "cpu", "gpu"
+# The others are there to compare, without more in it.
+_PAUSING: tuple[PolicyName, ...] = ("conversation", "elastic")
 
 
 class SettingsError(ValueError):
@@ -310,8 +312,9 @@ class Settings(_Strict):
     )
     placement: PolicyName = Field(
         default="conversation",
-        description="Policy that places conversations. `collocated`, `full_disaggregation` and "
-        "`per_turn` are baselines to compare it with.",
+        description="Policy that places conversations. `conversation` is the paper's; `elastic` "
+        "prefills wherever all conversations together wait least for it. `collocated`, "
+        "`full_disaggregation` and `per_turn` are baselines to compare them with.",
     )
     wrong_decision_rate: float = Field(
         default=0.0,
@@ -328,7 +331,7 @@ class Settings(_Strict):
         default=True,
         description="Whether idle conversations give up their room where others need it; what they "
         "have stays with the engine until it needs the space. `off`: as in the paper. Only with "
-        "`placement: conversation`.",
+        "`placement: conversation` and `elastic`.",
     )
     pausing_mark: float = Field(
         default=1.0,
@@ -454,8 +457,8 @@ class Settings(_Strict):
         if self.placement != "conversation" and self.min_remote_prefill_tokens:
             raise ValueError("min_remote_prefill_tokens: only placement conversation reads it")
         given = self.model_fields_set
-        if self.placement != "conversation" and self.pausing and "pausing" in given:
-            raise ValueError("pausing: only placement conversation pauses conversations")
+        if self.placement not in _PAUSING and self.pausing and "pausing" in given:
+            raise ValueError("pausing: only placement conversation or elastic pauses conversations")
         if self.pausing_policy() is None:
             if "pausing_mark" in given:
                 raise ValueError("pausing_mark: nothing is paused here; see pausing")
@@ -494,17 +497,22 @@ class Settings(_Strict):
         """Prefillers to start: none where every engine does everything."""
         return 0 if self.placement == "collocated" else self.prefillers.replicas
 
-    def policy(self) -> PlacementPolicy:
-        """The placement policy that these settings choose."""
+    def policy(self, costs: EngineCosts | None = None) -> PlacementPolicy:
+        """The placement policy that these settings choose.
+
+        Args:
+            costs: what work costs the engines, as measured; None: as they are observed.
+        """
         return make_policy(
             self.placement,
             min_remote_prefill_tokens=self.min_remote_prefill_tokens,
             wrong_decision_rate=self.wrong_decision_rate,
+            costs=costs,
         )
 
     def pausing_policy(self) -> Pausing | None:
         """Which idle conversations give up their room; None: none do."""
-        if not self.pausing or self.placement != "conversation":
+        if not self.pausing or self.placement not in _PAUSING:
             return None
         # Late: simulated, whoever takes room from those who work is soon asked for it back.
         return Pausing(self.pausing_mark, patience_s=self.queue_timeout_s * 5 / 6)

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from conserve.placement import CollocatedPlacement, ConversationPlacement, Prefiller
+from conserve.placement import (
+    CollocatedPlacement,
+    ConversationPlacement,
+    ElasticPlacement,
+    Prefiller,
+)
 from conserve.settings import Settings, SettingsError, load
 
 
@@ -243,6 +248,9 @@ def test_turns_park_where_conversations_are_paused() -> None:
     assert collocated.policy() == CollocatedPlacement()
     assert collocated.prefiller_replicas == 0
     assert collocated.pausing_policy() is None
+    elastic = load({"placement": "elastic"})
+    assert isinstance(elastic.policy(), ElasticPlacement)
+    assert elastic.parks
     per_turn = load({"placement": "per_turn", "wrong_decision_rate": 1, "prefillers": 2})
     assert per_turn.prefiller_replicas == 2
     assert per_turn.policy().prefill_later_turn([Prefiller("p")]) == "p"

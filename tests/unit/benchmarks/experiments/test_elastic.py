@@ -1,0 +1,53 @@
+"""The comparison of placements, in small."""
+
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from benchmarks.experiments.elastic import __main__ as command
+from benchmarks.experiments.elastic.measure import Cell, Figures, measure
+from benchmarks.experiments.elastic.scenes import SCENES
+from benchmarks.experiments.elastic.show import over_best
+
+_SMALL = replace(SCENES[0], conversations=6, engines=("1:1",), loads=(0.3,))
+
+
+def figures(system: str, ttfet_p95_s: float | None, refused: int = 0) -> Figures:
+    return Figures("s", "1:1", 0.5, 0, system, 20, refused, 1.0, ttfet_p95_s, 0.01, 0.0, 0)
+
+
+def test_a_cell_has_each_systems_figures() -> None:
+    found = list(measure(Cell(_SMALL, "1:1", 0.3, 0), ("collocated", "elastic"), None))
+    assert [one.system for one in found] == ["collocated", "elastic"]
+    for one in found:
+        assert (one.conversations, one.refused) == (6, 0)
+        assert one.ttfet_p50_s is not None
+        assert one.ttfet_p95_s is not None
+        assert 0 < one.ttfet_p50_s <= one.ttfet_p95_s
+
+
+def test_who_refuses_more_than_a_twentieth_is_slower_than_any() -> None:
+    others = [figures("conserve", None, 9), figures("collocated", 4.0), figures("affinity", 5.0)]
+    assert over_best(figures("elastic", 3.0), others) == pytest.approx(0.75)
+    assert over_best(figures("elastic", None, 2), others) == inf
+    refusing = [figures("collocated", None, 5)]
+    assert over_best(figures("elastic", None, 5), refusing) == 1.0
+    assert over_best(figures("elastic", None, 6), refusing) == inf
+
+
+def test_what_was_simulated_before_is_not_simulated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "SCENES", (_SMALL,))
+    command.main(["--seeds", "0", "--out", str(tmp_path)])
+    first = (tmp_path / "elastic.jsonl").read_text()
+    assert len(first.splitlines()) == len(_SMALL.systems)
+    printed = capsys.readouterr().out
+    assert "over collocated" in printed
+    assert (tmp_path / "elastic.png").stat().st_size > 0
+    monkeypatch.setattr(command, "measure", None)
+    command.main(["--seeds", "0", "--out", str(tmp_path)])
+    assert (tmp_path / "elastic.jsonl").read_text() == first
+    assert capsys.readouterr().out == printed
