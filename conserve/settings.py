@@ -520,6 +520,11 @@ class Settings(_Strict):
         return None if self.pausing_policy() is None else Window(follows_kv=self.parks)
 
     @property
+    def prefillers_host(self) -> bool:
+        """Whether conversations are bound to prefillers, too."""
+        return self.placement == "elastic"
+
+    @property
     def parks(self) -> bool:
         """Whether turns may leave their KV in host memory, too."""
         return self.parking and self.pausing_policy() is not None

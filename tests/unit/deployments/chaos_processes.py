@@ -22,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, PARK, Role
+from deployments.engine.load import LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.messages import EngineInfo, Prefilled
 from deployments.router.endpoint import TurnEndpoint
@@ -205,7 +206,7 @@ class Engine(Process):
         self._known: list[list[int]] = []
         self._table = Caller(self.cluster, self)
         self._client = SimpleNamespace(generate=self._generate, tokenizer=None)
-        observe_engine(self._client)
+        observe_engine(self._client, LoadMeter({}))
         self._observer = TurnObserver(self._app, self.name, self.holdings, self._table)
         self._exchanges: set[Exchange] = set()
         self.cluster.engines[self.name] = self
