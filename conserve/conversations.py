@@ -24,6 +24,9 @@ from conserve.pausing import Memory, Pausing, RunningTools
 from conserve.placement import (
     NOTHING_SHARED,
     Decoder,
+    ElasticPlacement,
+    EngineLoad,
+    Loads,
     Placement,
     PlacementPolicy,
     Prefiller,
@@ -61,6 +64,7 @@ class ConversationTable:
         events: is told what becomes of those.
 
     Attributes:
+        loads: what is known of engines' work; None where the policy does not ask.
         memory: who is paused; None without pausing.
         usage: what each tenant has.
         tools: which run, as clients report it.
@@ -76,6 +80,7 @@ class ConversationTable:
         events: EventLog | None = None,
     ) -> None:
         self._policy = policy
+        self.loads: Loads | None = policy.loads if isinstance(policy, ElasticPlacement) else None
         self._first_id = self._next_id = first_id
         self._conversations: dict[str, Conversation] = {}
         self._idleness = Idleness(idle_timeout_s, turn_timeout_s, self._conversations)
@@ -172,6 +177,11 @@ class ConversationTable:
             return list(self.prefillers.values())
         return [one for one in self.prefillers.values() if one.id not in self._leaving]
 
+    def engine_says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
+        """Note what an engine says of its work, if the policy asks for that."""
+        if self.loads is not None and (engine_id in self.decoders or engine_id in self.prefillers):
+            self.loads.says(engine_id, load, now_s)
+
     def leave(self, engine_id: str) -> None:
         """Let an engine go: it gets nothing new, and keeps what it has."""
         self._leaving.add(engine_id)
@@ -201,6 +211,8 @@ class ConversationTable:
         if self.prefillers.pop(prefiller_id, None) is None:
             return
         self._leaving.discard(prefiller_id)
+        if self.loads is not None:
+            self.loads.gone(prefiller_id)
         # It may come back under its id, with an empty queue: these prefills must not count then.
         for conversation in self._conversations.values():
             if conversation.prefiller_id == prefiller_id:
@@ -216,6 +228,8 @@ class ConversationTable:
             return []
         self._leaving.discard(decoder_id)
         self._evicting.discard(decoder_id)
+        if self.loads is not None:
+            self.loads.gone(decoder_id)
         if self.memory is not None:
             self.memory.decoder_lost(decoder_id)
         unbound = []
@@ -303,7 +317,7 @@ class ConversationTable:
         opening = opening or Opening()
         shared = self._shared(known, conversation_id, opening)
         decoders, prefillers = self.accepting_decoders, self.accepting_prefillers
-        placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
+        placement = self._policy.place(turn1_tokens, decoders, prefillers, shared, now_s)
         root = None if opening.chain is None else opening.chain.root
         waited_s = None
         if known is not None:
@@ -313,7 +327,7 @@ class ConversationTable:
         ):
             # What was shared with those that went is not there any more.
             shared = self._shared(known, conversation_id, opening)
-            placement = self._policy.place(turn1_tokens, decoders, prefillers, shared)
+            placement = self._policy.place(turn1_tokens, decoders, prefillers, shared, now_s)
         if placement is None:
             return None
         usage = self.usage.of(conversation_id)
@@ -333,7 +347,7 @@ class ConversationTable:
             known.hints = opening.hints
         known.decoder_id = placement.decoder_id
         if was_known:
-            kept = placement.prefiller_id is None
+            kept = placement.prefiller_id is None and self._has_most(placement, turn1_tokens, shared)
             last = known.last_turn
             if last is not None and not kept:
                 self.recomputed_tokens += min(turn1_tokens, last.prompt_tokens + last.output_tokens)
@@ -344,6 +358,8 @@ class ConversationTable:
         known.promised = True
         if placement.prefiller_id is not None:
             self._join_prefiller(known, placement.prefiller_id, turn1_tokens)
+        if self.loads is not None:
+            self.loads.placed(known.id, turn1_tokens, placement, shared, now_s)
         self._start_turn(known, usage, now_s, arrived_s)
         return placement
 
@@ -377,6 +393,8 @@ class ConversationTable:
         if hints is not None:
             conversation.hints = hints
         self._start_turn(conversation, self.usage.of(conversation_id), now_s)
+        if self.loads is not None:
+            self.loads.turn_came(conversation.decoder_id, now_s)
         return conversation
 
     def prefill_later_turn(self, conversation: Conversation) -> str | None:
@@ -499,6 +517,8 @@ class ConversationTable:
         conversation = self._current(turn.conversation_id, turn.incarnation)
         if conversation is None or conversation.asked_s is None or conversation.ttfet_s is not None:
             return None
+        if self.loads is not None and conversation.decoder_id is not None:
+            self.loads.done(conversation.decoder_id, conversation.id)
         asked_s = conversation.asked_s
         if self.has_several(conversation.id):
             for one in self._siblings(conversation.id):
@@ -606,32 +626,51 @@ class ConversationTable:
         root: Digest | None,
     ) -> bool:
         """Have idle histories make room for a prompt that fits nowhere; whether any did."""
+        decoders = self._homes(now_s)
         if self.memory is None:
-            return self._displace(history_id, turn1_tokens)
-        decoders = self.accepting_decoders
+            return self._displace(history_id, turn1_tokens, decoders)
         any_runs = self.reasoning > 0
         if self.memory.make_room(turn1_tokens, decoders, shared, now_s, waited_s, root, any_runs):
             return True
         # A conversation that is compacted would wait for itself.
-        in_the_way = self._in_the_way(history_id, turn1_tokens)
+        in_the_way = self._in_the_way(history_id, turn1_tokens, decoders)
         if in_the_way is not None:
             self.memory.pause(in_the_way, "room")
         return in_the_way is not None
 
-    def _displace(self, history_id: str, turn1_tokens: int) -> bool:
+    def _homes(self, now_s: float) -> list[Decoder]:
+        """The decoders to which the policy would bind a conversation, had they room."""
+        decoders = self.accepting_decoders
+        if isinstance(self._policy, ElasticPlacement):
+            return self._policy.homes(decoders, self.accepting_prefillers, now_s)
+        return decoders
+
+    def _has_most(self, placement: Placement, tokens: int, shared: Shared) -> bool:
+        """Whether a prompt's home has most of it, or gets it from host memory.
+
+        All policies but one have a prefiller compute what is not there.
+        """
+        if self.loads is None:
+            return True
+        found = max(shared.there(placement.decoder_id), shared.parked_tokens)
+        return 2 * found >= tokens
+
+    def _displace(self, history_id: str, turn1_tokens: int, decoders: list[Decoder]) -> bool:
         """End what a conversation left behind, where a new history of it fits nowhere.
 
         Returns:
             Whether a decoder has room now.
         """
-        in_the_way = self._in_the_way(history_id, turn1_tokens)
+        in_the_way = self._in_the_way(history_id, turn1_tokens, decoders)
         if in_the_way is None:
             return False
         self._displaced.append(in_the_way)
         self.release(in_the_way.id)
         return True
 
-    def _in_the_way(self, history_id: str, turn1_tokens: int) -> Conversation | None:
+    def _in_the_way(
+        self, history_id: str, turn1_tokens: int, decoders: list[Decoder]
+    ) -> Conversation | None:
         """The history that a conversation has left for a new one, which fits nowhere else.
 
         A conversation that is compacted would wait for itself. Which history it has left its client
@@ -642,16 +681,14 @@ class ConversationTable:
             for one in self._siblings(history_id)
             if one.decoder_id is not None
             and not one.running
-            and self._fits_without(one, turn1_tokens)
+            and self._fits_without(one, turn1_tokens, decoders)
         ]
         return in_the_way[0] if len(in_the_way) == 1 else None
 
-    def _fits_without(self, history: Conversation, tokens: int) -> bool:
-        decoder = self.decoders.get(history.decoder_id or "")
-        if decoder is None or decoder.id in self._leaving:
-            return False
-        free = decoder.capacity_tokens - decoder.held_tokens + held_alone(history)
-        return tokens <= free
+    @staticmethod
+    def _fits_without(history: Conversation, tokens: int, decoders: list[Decoder]) -> bool:
+        decoder = next((one for one in decoders if one.id == history.decoder_id), None)
+        return decoder is not None and tokens <= decoder.free_tokens + held_alone(history)
 
     def _compare(self, conversation: Conversation, stats: TurnStats) -> None:
         """Compare what the account has of a history with what its engine had at a turn's begin."""
@@ -713,6 +750,8 @@ class ConversationTable:
         self, conversation: Conversation, turn_id: int, stats: TurnStats | None, now_s: float
     ) -> None:
         self._leave_prefiller(conversation)
+        if self.loads is not None:
+            self._tell_loads(self.loads, conversation, stats, now_s)
         running = conversation.running
         if turn_id in running:
             at = running.index(turn_id)
@@ -734,6 +773,19 @@ class ConversationTable:
             self.memory.used(conversation)
             self.memory.turn_ended(conversation, turn_id, stats)
 
+    @staticmethod
+    def _tell_loads(
+        loads: Loads, conversation: Conversation, stats: TurnStats | None, now_s: float
+    ) -> None:
+        """A turn has ended: its prompt is computed."""
+        decoder_id = conversation.decoder_id
+        if decoder_id is None:
+            return
+        if stats is not None and not conversation.promised:
+            cached = stats.decoder_cached_tokens + stats.lmcache_tokens
+            loads.computed(decoder_id, max(0, stats.prompt_tokens - cached), cached, now_s)
+        loads.done(decoder_id, conversation.id)
+
     def _unbind(self, conversation: Conversation) -> None:
         self._hold(conversation, 0)
         if conversation.decoder_id is not None:
@@ -754,6 +806,8 @@ class ConversationTable:
     def _leave_prefiller(self, conversation: Conversation) -> None:
         if conversation.prefiller_id is None:
             return
+        if self.loads is not None:
+            self.loads.done(conversation.prefiller_id, conversation.id)
         prefiller = self.prefillers.get(conversation.prefiller_id)
         if prefiller is not None:
             prefiller.queued_tokens -= conversation.prefill_tokens

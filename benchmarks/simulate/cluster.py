@@ -60,6 +60,7 @@ class Cluster(Clients[_Open]):
             system.placement,
             min_remote_prefill_tokens=system.min_remote_prefill_tokens,
             wrong_decision_rate=system.wrong_decision_rate,
+            costs=system.decoders[0].estimated,
         )
         patience_s = system.queue_timeout_s * 5 / 6
         pausing = Pausing(patience_s=patience_s) if system.pausing else None
@@ -85,11 +86,16 @@ class Cluster(Clients[_Open]):
             )
             for i, costs in enumerate(system.prefillers)
         }
-        for name, engine in self.decoders.items():
+        # Where conversations may live: under some placements prefillers host them, too.
+        self._homes = dict(self.decoders)
+        if self.table.loads is not None:
+            self._homes |= self.prefillers
+        for name, engine in self._homes.items():
             self.table.add_decoder(name, engine.costs.capacity_tokens)
         for name in self.prefillers:
             self.table.add_prefiller(name)
-        capacity_tokens = {name: one.costs.capacity_tokens for name, one in self.decoders.items()}
+        self._tells = False
+        capacity_tokens = {name: one.costs.capacity_tokens for name, one in self._homes.items()}
         self._kv_use = KvUse(self.table, capacity_tokens)
         self._handoffs = self._handoff_tokens = self._loaded_tokens = 0
         self._later_prefills = self._cold_prefill_tokens = 0
@@ -114,6 +120,7 @@ class Cluster(Clients[_Open]):
     def _serve(self, one: _Open, prompt_tokens: int, now_s: float) -> None:
         """Have a turn answered: where its conversation is bound, or is bound now."""
         one.found_tokens = 0
+        self._tell_again(now_s)
         if one.decoder is None:
             self._place(one, prompt_tokens, now_s)
             return
@@ -131,6 +138,19 @@ class Cluster(Clients[_Open]):
             return
         self._later_prefills += 1
         self._prefill_later(one, self.prefillers[prefiller_id], now_s)
+
+    def _tell_again(self, now_s: float) -> None:
+        """Have engines say what they do, time and again while there is anybody."""
+        if self.table.loads is not None and not self._tells:
+            self._tells = True
+            self._later(now_s + self.system.stale_s, self._tell, None)
+
+    def _tell(self, now_s: float, _: None) -> None:
+        self._tells = False
+        for name, engine in (self.decoders | self.prefillers).items():
+            self.table.engine_says(name, engine.load, now_s)
+        if self._under_way:
+            self._tell_again(now_s)
 
     # --- Placement ----------------------------------------------------------------------------
 
@@ -154,7 +174,7 @@ class Cluster(Clients[_Open]):
         # Otherwise two scripts have one id.
         assert admitted.newly_bound, admitted.conversation.id
         one.key = admitted.turn
-        one.decoder = self.decoders[placement.decoder_id]
+        one.decoder = self._homes[placement.decoder_id]
         self._kv_use.begin(one.key, now_s)
         if placement.prefiller_id is None:
             self._submit_to_decoder(one, now_s)
@@ -264,6 +284,10 @@ class Cluster(Clients[_Open]):
         one = work.turn
         assert isinstance(one, _Open)
         assert one.decoder is not None
+        if prefiller is one.decoder:
+            # It hosts the conversation.
+            self._answered(work, prefiller, now_s)
+            return
         self.table.prefilled(one.key, work.prompt_tokens)
         self._kv_use.prefilled(one.key, work.prompt_tokens - work.cached_tokens)
         one.found_tokens = work.cached_tokens

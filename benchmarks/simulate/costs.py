@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autoscale.capacity.profile import Profile
+from conserve.placement import EngineCosts
 
 Role = Literal["prefiller", "decoder", "collocated"]
 
@@ -76,6 +77,20 @@ class Costs:
             idle_w=power.idle_w if power else None,
             prefill_w=power.prefill_w if power else None,
             decode_w=power.decode_w if power else None,
+        )
+
+    @property
+    def estimated(self) -> EngineCosts:
+        """The same, as policies estimate with it."""
+        return EngineCosts(
+            per_token_s=self.per_token_s,
+            per_pair_s=self.per_pair_s,
+            per_cached_token_s=self.per_cached_token_s,
+            prefill_constant_s=self.prefill_s,
+            prefill_share=self.prefill_share,
+            handoff_constant_s=self.handoff_s,
+            handoff_per_token_s=self.handoff_per_token_s,
+            chunk_tokens=self.batched_tokens,
         )
 
     def handoff(self, tokens: int) -> float:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from benchmarks.simulate.costs import Costs
+from conserve.placement import EngineLoad
 
 # Float noise, in steps: a turn that comes at a step's end is not to wait for another one.
 _EPSILON_STEPS = 1e-9
@@ -165,6 +166,23 @@ class SimulatedEngine:
     def capacity_tokens(self) -> int:
         """The size of its KV space."""
         return self.costs.capacity_tokens
+
+    @property
+    def load(self) -> EngineLoad:
+        """What a live engine would say of its work."""
+        prefilling = sum(work.left_tokens for work in self._prefilling)
+        waiting = sum(self._missing(work) for work in self._waiting)
+        costs, decodes = self.costs, len(self._decoding)
+        step_s = (
+            costs.step_s + costs.per_sequence_s * decodes + costs.per_kv_token_s * self._kv_tokens
+        )
+        return EngineLoad(prefilling + waiting, decodes, step_s)
+
+    def _missing(self, work: EngineTurn) -> int:
+        """What of a waiting turn's prompt has to be computed, as things are."""
+        here = min(self._idle.get(work.conversation, 0), work.reusable_tokens)
+        tokens = work.prompt_tokens + work.made_tokens
+        return max(1, tokens - max(here, work.loaded_tokens))
 
     @property
     def turns(self) -> int:

@@ -22,13 +22,34 @@ from benchmarks.workloads import Workload
 from conserve.placement import PolicyName
 
 Name = (
-    Literal["conserve", "pausing", "parking", "collocated", "full_disaggregation", "per_turn"]
+    Literal[
+        "conserve",
+        "pausing",
+        "parking",
+        "elastic",
+        "elastic_pausing",
+        "elastic_parking",
+        "collocated",
+        "full_disaggregation",
+        "per_turn",
+    ]
     | RivalName
 )
 """A system's name: ``conserve`` is the paper's, ``pausing`` the same with idle conversations giving
-up their room, ``parking`` with host memory for them, and ``collocated`` and the next two are called
-as in `benchmarks.peers`. The others are other systems: see `benchmarks.simulate.rivals`."""
+up their room, ``parking`` with host memory for them; ``elastic`` and the next two are the same with
+that placement; and ``collocated`` and the next two are called as in `benchmarks.peers`. The others
+are other systems: see `benchmarks.simulate.rivals`."""
 
+_PLACEMENTS: dict[str, PolicyName] = {
+    "conserve": "conversation",
+    "pausing": "conversation",
+    "parking": "conversation",
+    "elastic": "elastic",
+    "elastic_pausing": "elastic",
+    "elastic_parking": "elastic",
+}
+PAUSING = ("pausing", "parking", "elastic_pausing", "elastic_parking")
+PARKING = ("parking", "elastic_parking")
 _RIVALS: tuple[RivalName, ...] = get_args(RivalName)
 NAMES: tuple[str, ...] = (*get_args(get_args(Name)[0]), *_RIVALS)
 
@@ -70,9 +91,8 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
     """
     if name not in NAMES:
         raise SimulationError(f"the system is {name!r}; choose one of {', '.join(NAMES)}")
-    of_ours = name in ("conserve", "pausing", "parking")
     rival: RivalName | None = name if name in _RIVALS else None
-    placement: PolicyName = "conversation" if of_ours else name  # type: ignore[assignment]
+    placement: PolicyName = _PLACEMENTS.get(name, name)  # type: ignore[arg-type]
     role: Role = "collocated"
     if rival is not None:
         # Their engines have vLLM's own budget for a step, as decoders have; that of the paper's
@@ -94,11 +114,11 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
     defaults: dict[str, Any] = {
         "direct_s": overhead.direct_s,
         "handed_off_s": overhead.handed_off_s,
-        "pausing": name in ("pausing", "parking"),
+        "pausing": name in PAUSING,
         "rival": rival,
         "keeps_ended": rival is not None,
     }
-    if name == "parking":
+    if name in PARKING:
         defaults["host_tokens"] = 2 * sum(one.capacity_tokens for one in decoders)
     return System(name, placement, prefillers, decoders, **defaults | options)
 

@@ -33,6 +33,7 @@ class System:
         handoff_chunk_tokens: length of a chunk; only whole chunks are handed off.
         max_sequences, block_tokens: each engine's, as in `SimulatedEngine`.
         pausing: whether idle conversations give up their room, as in `Settings`.
+        stale_s: how often engines say what they do, where the placement asks for that.
         host_tokens: room for KV in host memory; 0: none is kept there, but while it is handed off.
         keeps_ended: whether engines keep the KV of conversations that have ended until they need
             its room, as vLLM does; else it is gone at once.
@@ -58,6 +59,7 @@ class System:
     queue_limit: int = 1024
     queue_timeout_s: float = 60.0
     pausing: bool = False
+    stale_s: float = 1.0
     host_tokens: int = 0
     keeps_ended: bool = False
     rival: RivalName | None = None

@@ -344,7 +344,7 @@ class Memory:
                 may_go = idle[decoder.id]
                 if not anybody:
                     may_go = [one for one in may_go if self._policy.may_go(one)]
-                missing = decoder.held_tokens + tokens - decoder.capacity_tokens
+                missing = tokens - decoder.free_tokens
                 held_tokens = shared.tokens.get(decoder.id, 0)
                 enough = None
                 if held_tokens:

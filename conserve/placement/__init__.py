@@ -1,13 +1,17 @@
 """Where a conversation goes, and where its turns are prefilled: one policy a file.
 
-`conversation` is ConServe's own; the others are what it is compared with. See README.md.
+`conversation` is the paper's, `elastic` goes beyond it; the others are what they are compared with.
+See README.md.
 """
 
 from typing import Literal
 
 from conserve.placement.collocated import CollocatedPlacement
 from conserve.placement.conversation import ConversationPlacement
+from conserve.placement.elastic import ElasticPlacement
+from conserve.placement.engine_costs import EngineCosts
 from conserve.placement.full_disaggregation import FullDisaggregationPlacement
+from conserve.placement.load import EngineLoad, Loads
 from conserve.placement.per_turn import PerTurnPlacement
 from conserve.placement.state import (
     NOTHING_SHARED,
@@ -18,14 +22,18 @@ from conserve.placement.state import (
     Shared,
 )
 
-PolicyName = Literal["conversation", "collocated", "full_disaggregation", "per_turn"]
+PolicyName = Literal["conversation", "elastic", "collocated", "full_disaggregation", "per_turn"]
 
 __all__ = [
     "NOTHING_SHARED",
     "CollocatedPlacement",
     "ConversationPlacement",
     "Decoder",
+    "ElasticPlacement",
+    "EngineCosts",
+    "EngineLoad",
     "FullDisaggregationPlacement",
+    "Loads",
     "PerTurnPlacement",
     "Placement",
     "PlacementPolicy",
@@ -37,12 +45,22 @@ __all__ = [
 
 
 def make_policy(
-    name: PolicyName, *, min_remote_prefill_tokens: int = 0, wrong_decision_rate: float = 0.0
+    name: PolicyName,
+    *,
+    min_remote_prefill_tokens: int = 0,
+    wrong_decision_rate: float = 0.0,
+    costs: EngineCosts | None = None,
 ) -> PlacementPolicy:
-    """The policy of this name, with the settings that are its own."""
+    """The policy of this name, with the settings that are its own.
+
+    Args:
+        costs: for ``elastic``: engines' measured ones; None: as they are observed.
+    """
     match name:
         case "conversation":
             return ConversationPlacement(min_remote_prefill_tokens)
+        case "elastic":
+            return ElasticPlacement(Loads(costs))
         case "collocated":
             return CollocatedPlacement()
         case "full_disaggregation":

@@ -33,6 +33,7 @@ class CollocatedPlacement:
         decoders: Iterable[Decoder],
         prefillers: Iterable[Prefiller],
         shared: Shared = NOTHING_SHARED,
+        now_s: float = 0.0,
     ) -> Placement | None:
         decoder = emptiest_decoder(turn1_tokens, decoders, shared)
         return None if decoder is None else Placement(decoder.id, None)

@@ -58,6 +58,7 @@ class ConversationPlacement:
         decoders: Iterable[Decoder],
         prefillers: Iterable[Prefiller],
         shared: Shared = NOTHING_SHARED,
+        now_s: float = 0.0,
     ) -> Placement | None:
         decoder = None
         if shared.left_on is not None:

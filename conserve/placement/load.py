@@ -1,6 +1,22 @@
-"""What can be observed of an engine's work."""
+"""What can be observed of engines' work, for a policy that weighs it."""
+
+import math
+from collections import deque
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import msgspec
+
+from conserve.placement.engine_costs import EngineCosts
+from conserve.placement.state import Placement, Shared
+
+# Over so many seconds turns and prefills are averaged, and first prompts of the whole pool.
+_LATE_S = 30.0
+_DEMAND_S = 60.0
+# Copies of what was handed over stay in a prefiller's cache for about so long.
+_LENT_S = 10.0
+# A prompt's length, to tell seconds from tokens before any was computed.
+_USUAL_TOKENS = 1_000
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
@@ -21,3 +37,233 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     decodes: int = 0
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+
+
+class Work(NamedTuple):
+    """An engine's work, as far as it is known at some time.
+
+    Attributes:
+        costs: how long work takes there.
+        backlog_tokens, backlog_s: prefills sent there and not done, and how long they take.
+        decodes: requests past their first token.
+        step_s: how long an iteration without prefill takes.
+        turns_per_s: turns that have come there to be answered, of late.
+        own_share: of its time, what prefills for conversations of its own have taken of late.
+        lent_tokens: prefilled for other engines in the last ten seconds.
+    """
+
+    costs: EngineCosts
+    backlog_tokens: float = 0.0
+    backlog_s: float = 0.0
+    decodes: int = 0
+    step_s: float = 0.0
+    turns_per_s: float = 0.0
+    own_share: float = 0.0
+    lent_tokens: int = 0
+
+
+class Loads:
+    """What is known of all engines' work: what they say, and what was sent to them since.
+
+    Engines speak every second. A prompt sent since then counts until it is reported done, and what
+    waits grows shorter as time passes, at the engine's own pace. So an engine's word a second old
+    is as good as a new one: simulated, decisions by either are equally good
+    (docs/simulation.md). Older words, or none, are no error: what was sent then counts for as long
+    as it should take. A prompt that is on its way while its engine speaks is not counted for the
+    second until it speaks again.
+
+    Args:
+        costs: engines' measured costs; None: each one's own pace, as it says it.
+
+    Example:
+        >>> loads = Loads()
+        >>> loads.says("p1", EngineLoad(prefill_tokens=5000, prefill_tokens_per_s=2000), now_s=10)
+        >>> loads.placed("c", 1000, Placement("d1", "p1"), Shared({}), now_s=10.5)
+        >>> loads.work("p1", now_s=11.0).backlog_s
+        2.0
+    """
+
+    def __init__(self, costs: EngineCosts | None = None) -> None:
+        self._costs = costs
+        self._engines: dict[str, _Engine] = {}
+        self._demand = _Late(_DEMAND_S)
+
+    def says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
+        """An engine says what it does."""
+        engine = self._of(engine_id)
+        if self._costs is None and load.prefill_tokens_per_s:
+            engine.costs = EngineCosts.observed(load.prefill_tokens_per_s)
+        engine.load = load
+        engine.queue.set(load.prefill_tokens, load.prefill_tokens * engine.token_s(now_s), now_s)
+
+    def placed(
+        self, history_id: str, tokens: int, placement: Placement, shared: Shared, now_s: float
+    ) -> None:
+        """A prompt goes where it was placed."""
+        home = self._of(placement.decoder_id)
+        home.turns.add(1.0, now_s)
+        where = placement.prefiller_id
+        if where is None:
+            engine, past = home, max(shared.there(placement.decoder_id), shared.parked_tokens)
+        else:
+            engine, past = self._of(where), shared.there(where)
+            engine.lent.append((now_s, tokens))
+        past = min(past, tokens - 1)
+        seconds = engine.prefills(tokens - past, past, now_s)
+        engine.queue.add(history_id, tokens - past, seconds, now_s)
+        if where is None:
+            home.own.add(seconds, now_s)
+        self._demand.add(seconds, now_s)
+
+    def turn_came(self, engine_id: str, now_s: float) -> None:
+        """A later turn goes to its engine; what it adds is not known yet."""
+        self._of(engine_id).turns.add(1.0, now_s)
+
+    def computed(self, engine_id: str, tokens: int, cached_tokens: int, now_s: float) -> None:
+        """An engine has computed what a later turn has added."""
+        engine = self._of(engine_id)
+        engine.own.add(engine.prefills(tokens, cached_tokens, now_s), now_s)
+
+    def done(self, engine_id: str, history_id: str) -> None:
+        """The prefill of a history that was placed is over there, if it is not known yet."""
+        engine = self._engines.get(engine_id)
+        if engine is not None:
+            engine.queue.drop(history_id)
+
+    def gone(self, engine_id: str) -> None:
+        """An engine is lost, or has left."""
+        self._engines.pop(engine_id, None)
+
+    def work(self, engine_id: str, now_s: float) -> Work:
+        """An engine's work at this time."""
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            return Work(self._costs or EngineCosts.observed())
+        tokens, seconds = engine.queue.left(now_s)
+        return Work(
+            engine.costs,
+            tokens,
+            seconds,
+            engine.load.decodes,
+            engine.load.step_s,
+            engine.turns.per_s(now_s),
+            min(1.0, engine.own.per_s(now_s)),
+            engine.lent_tokens(now_s),
+        )
+
+    def demand(self, prefillers: int, now_s: float) -> float:
+        """Of so many prefillers' time, the share that first prompts ask for, wherever they run."""
+        return self._demand.per_s(now_s) / max(1, prefillers)
+
+    def _of(self, engine_id: str) -> "_Engine":
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            engine = _Engine(self._costs or EngineCosts.observed())
+            self._engines[engine_id] = engine
+        return engine
+
+
+class _Late:
+    """A sum that decays: what came of late."""
+
+    __slots__ = ("_at_s", "_over_s", "_sum")
+
+    def __init__(self, over_s: float) -> None:
+        self._over_s = over_s
+        self._sum = 0.0
+        self._at_s = -math.inf
+
+    def add(self, amount: float, now_s: float) -> None:
+        self._decay(now_s)
+        self._sum += amount
+
+    def per_s(self, now_s: float) -> float:
+        """How much in a second."""
+        self._decay(now_s)
+        return self._sum / self._over_s
+
+    def _decay(self, now_s: float) -> None:
+        if now_s > self._at_s:
+            self._sum *= math.exp((self._at_s - now_s) / self._over_s)
+            self._at_s = now_s
+
+
+class _Queue:
+    """Prefills that wait, first come first served, and get shorter as time passes.
+
+    What their engine has said is the first of them, under the key None.
+    """
+
+    __slots__ = ("_at_s", "_waiting")
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, tuple[float, float]] = {}
+        self._at_s = -math.inf
+
+    def set(self, tokens: float, seconds: float, now_s: float) -> None:
+        self._waiting = {None: (tokens, seconds)}
+        self._at_s = now_s
+
+    def add(self, key: Hashable, tokens: float, seconds: float, now_s: float) -> None:
+        self._pass(now_s)
+        self._waiting[key] = tokens, seconds
+
+    def drop(self, key: Hashable) -> None:
+        self._waiting.pop(key, None)
+
+    def left(self, now_s: float) -> tuple[float, float]:
+        """Tokens and seconds."""
+        self._pass(now_s)
+        tokens = seconds = 0.0
+        for each_tokens, each_s in self._waiting.values():
+            tokens += each_tokens
+            seconds += each_s
+        return tokens, seconds
+
+    def _pass(self, now_s: float) -> None:
+        passed_s = now_s - self._at_s
+        self._at_s = max(self._at_s, now_s)
+        while self._waiting and passed_s > 0:
+            key, (tokens, seconds) = next(iter(self._waiting.items()))
+            if seconds > passed_s:
+                left = 1 - passed_s / seconds
+                self._waiting[key] = tokens * left, seconds * left
+                return
+            passed_s -= seconds
+            del self._waiting[key]
+
+
+class _Engine:
+    """One engine's."""
+
+    __slots__ = ("_seconds", "_tokens", "costs", "lent", "load", "own", "queue", "turns")
+
+    def __init__(self, costs: EngineCosts) -> None:
+        self.costs = costs
+        self.load = EngineLoad()
+        self.queue = _Queue()
+        self.turns = _Late(_LATE_S)
+        self.own = _Late(_LATE_S)
+        self.lent: deque[tuple[float, int]] = deque()
+        self._seconds = _Late(_LATE_S)
+        self._tokens = _Late(_LATE_S)
+
+    def prefills(self, tokens: int, cached_tokens: int, now_s: float) -> float:
+        """It computes so much; how long that takes."""
+        seconds = self.costs.prefill_s(tokens, cached_tokens)
+        self._seconds.add(seconds, now_s)
+        self._tokens.add(tokens, now_s)
+        return seconds
+
+    def token_s(self, now_s: float) -> float:
+        """How long a token takes of prompts such as have come of late."""
+        tokens = self._tokens.per_s(now_s)
+        if tokens < 1.0:
+            return self.costs.prefill_s(_USUAL_TOKENS) / _USUAL_TOKENS
+        return self._seconds.per_s(now_s) / tokens
+
+    def lent_tokens(self, now_s: float) -> int:
+        lent = self.lent
+        while lent and lent[0][0] < now_s - _LENT_S:
+            lent.popleft()
+        return sum(tokens for _, tokens in lent)

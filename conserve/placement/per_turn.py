@@ -43,6 +43,7 @@ class PerTurnPlacement:
         decoders: Iterable[Decoder],
         prefillers: Iterable[Prefiller],
         shared: Shared = NOTHING_SHARED,
+        now_s: float = 0.0,
     ) -> Placement | None:
         decoder = emptiest_decoder(turn1_tokens, decoders, shared)
         return None if decoder is None else Placement(decoder.id, shortest_queue(prefillers))

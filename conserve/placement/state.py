@@ -12,21 +12,32 @@ from typing import Protocol
 
 @dataclass(slots=True)
 class Decoder:
-    """A decoder as the policy sees it. ``held_tokens`` counts promised conversations too."""
+    """A decoder as the policy sees it.
+
+    Attributes:
+        held_tokens: for live conversations, those promised included.
+        kept_tokens: of its capacity, what nothing new is promised.
+    """
 
     id: str
     capacity_tokens: int
     held_tokens: int = 0
     conversations: int = 0
+    kept_tokens: int = 0
 
     @property
     def occupancy(self) -> float:
         """Tokens held for live conversations, as a share of the capacity."""
         return self.held_tokens / self.capacity_tokens
 
+    @property
+    def free_tokens(self) -> int:
+        """So many more may be promised; negative where more are held than should be."""
+        return self.capacity_tokens - self.kept_tokens - self.held_tokens
+
     def has_room(self, tokens: int) -> bool:
         """Whether ``tokens`` more fit. An empty decoder takes what it is given."""
-        return self.held_tokens + tokens <= self.capacity_tokens or self.conversations == 0
+        return tokens <= self.free_tokens or self.conversations == 0
 
 
 @dataclass(slots=True)
@@ -75,6 +86,13 @@ class Shared:
         """What of a prompt of so many tokens a decoder does not hold yet."""
         return max(0, tokens - self.tokens.get(decoder_id, 0))
 
+    def there(self, engine_id: str) -> int:
+        """What of a prompt an engine has computed and should have yet."""
+        tokens = self.tokens.get(engine_id, 0)
+        if engine_id == self.coming_to and engine_id != self.warm_on:
+            tokens = 0
+        return max(tokens, self.left_tokens) if engine_id == self.left_on else tokens
+
 
 NOTHING_SHARED = Shared({})
 
@@ -88,6 +106,7 @@ class PlacementPolicy(Protocol):
         decoders: Iterable[Decoder],
         prefillers: Iterable[Prefiller],
         shared: Shared = NOTHING_SHARED,
+        now_s: float = 0.0,
     ) -> Placement | None:
         """Decide for a history that is bound to no decoder.
 
@@ -96,6 +115,7 @@ class PlacementPolicy(Protocol):
             decoders: those alive; ties go to the one listed first.
             prefillers: those alive; may be empty.
             shared: what of the prompt decoders hold already.
+            now_s: the time, for policies that know what was some time ago.
 
         Returns:
             The decision, or None while no decoder has room.

@@ -15,7 +15,7 @@ from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.compare import compare, labels, show_comparisons, write_comparisons
 from benchmarks.report import Report, show_run, show_side_by_side, write_report
 from benchmarks.selection import Selection
-from benchmarks.simulate.run import EngineCounts, simulate_selection
+from benchmarks.simulate.run import PARKING, EngineCounts, simulate_selection
 from benchmarks.simulate.system import SimulationError
 from benchmarks.workloads import WorkloadError
 from conserve_cli.workload_options import (
@@ -56,8 +56,9 @@ def simulate(
         list[str] | None,
         typer.Option(
             help="conserve (the default: the paper's), pausing (the same with idle conversations "
-            "giving up their room), parking (with host memory for them, too), collocated, "
-            "full_disaggregation or per_turn; or another system's rules on collocated engines: "
+            "giving up their room), parking (with host memory for them, too), elastic, "
+            "elastic_pausing or elastic_parking (the same three with `placement: elastic`), "
+            "collocated, full_disaggregation or per_turn; or another system's rules on collocated engines: "
             "vllm (least loaded), affinity, ttl (Continuum), attained (Autellix) or thunderagent; "
             "may be given several times, the first is the baseline."
         ),
@@ -128,8 +129,8 @@ def simulate(
         _refuse(f"--wrong-decision-rate is {wrong_decision_rate:g}; give a share, from 0 to 1")
     if host_tokens is not None and host_tokens < 1:
         _refuse(f"--host-tokens is {host_tokens}; give a number from 1")
-    if host_tokens is not None and "parking" not in (system or ()):
-        _refuse("--host-tokens is parking's; give --system parking, too")
+    if host_tokens is not None and not set(PARKING) & set(system or ()):
+        _refuse("--host-tokens is parking's; give --system parking, or elastic_parking, too")
     if not slo_multiple > 0:
         _refuse(f"--slo-multiple is {slo_multiple:g}; give a number above 0")
     if min(block_tokens, handoff_chunk_tokens) < 1:
@@ -174,7 +175,7 @@ def simulate(
                         "wrong_decision_rate": wrong_decision_rate if name == "per_turn" else 0.0,
                         **(
                             {"host_tokens": host_tokens}
-                            if name == "parking" and host_tokens
+                            if name in PARKING and host_tokens
                             else {}
                         ),
                     }

@@ -92,6 +92,7 @@ class Anywhere:
         decoders: object,
         prefillers: object,
         shared: Shared = NOTHING_SHARED,
+        now_s: float = 0.0,
     ) -> Placement | None:
         self.shared = shared
         return Placement(self.decoder_id, None)

@@ -1,0 +1,205 @@
+"""Where all conversations together wait least for a prefill."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from conserve.placement.load import Loads, Work
+from conserve.placement.state import NOTHING_SHARED, Decoder, Placement, Prefiller, Shared
+
+# A home whose time seems to be all taken counts as so much busy, and no more.
+_BUSIEST = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticPlacement:
+    """Home and place of the first prefill together, where all conversations wait least for it.
+
+    An engine's role is what it mostly does: decoders prefill prompts of their own where that is
+    sooner over for everybody, and a prefiller that is also listed as a decoder *hosts*
+    conversations while first prompts leave it time.
+
+    *Homes*: those with room whose load is near the least. The load is what makes a token slow
+    there: ``(1 + 4 occupancy) / (1 - share)``, the prompt included, where the share of time that
+    prefills take is a decoder's own (the mean of all decoders': one engine's is noise), and for a
+    prefiller that of its own conversations and what first prompts ask of each prefiller. A
+    prefiller's counts up to twice, the emptier the emptiest decoder is. The engines that hold the
+    prompt's beginning, or should have what a paused history has left there, are homes too, unless
+    they are much fuller than the emptiest.
+
+    *Prefill*: at the home or at any prefiller, by the least sum, in seconds, of
+
+    - the prompt's own time until it is done: what waits there before it, itself, the iterations
+      that it shares with running decodes (its chunks take one each), and the way of the KV: to the
+      home, or from host memory,
+    - the delay of others: of each decode that runs there, by as much as prefills hold up its
+      iterations; and of the turns that come while it runs, at the rate at which they came of late.
+
+    What the engine has already is not computed (`Shared`), so a history that comes back goes where
+    it costs least to have it again. Later turns are prefilled at home, whatever they append.
+
+    A tenth of each home's KV is promised to nobody: running turns grow into it, where engines would
+    preempt them. A prefiller keeps as much as it has lent in the last ten seconds, too: copies of
+    prompts that it has handed over push its own conversations' histories out.
+
+    It predicts nothing: neither how long answers get, nor how many turns come. The policy reads the
+    engines' state by `Loads`, in O(homes x prefillers). It is ConServe's own, beyond the paper;
+    what it is worth, and where it is not, is in docs/simulation.md.
+
+    Settings:
+        loads: what is known of engines' work.
+        free_share: of each home's KV, what nothing new is promised.
+        near: homes are those whose load is above the least by this share at most.
+        occupancy_weight: how much slower a token is where all KV is held: it is read for each.
+        host_below: prefillers take new conversations while first prompts ask for less than this
+            share of their time.
+        most_uneven: nobody goes back to where more of the capacity is held, by this, than on the
+            emptiest home.
+
+    Example:
+        >>> from conserve.placement.load import EngineLoad
+        >>> policy = ElasticPlacement()
+        >>> homes = [Decoder("d1", 8000, 1000, 1)]
+        >>> policy.place(900, homes, [Prefiller("p1")])
+        Placement(decoder_id='d1', prefiller_id=None)
+        >>> policy.loads.says("d1", EngineLoad(decodes=30, step_s=0.02), now_s=1.0)
+        >>> policy.place(900, homes, [Prefiller("p1")], now_s=1.0)
+        Placement(decoder_id='d1', prefiller_id='p1')
+    """
+
+    loads: Loads = field(default_factory=Loads)
+    free_share: float = 0.1
+    near: float = 0.05
+    occupancy_weight: float = 4.0
+    host_below: float = 0.8
+    most_uneven: float = 0.5
+
+    def homes(
+        self, decoders: Iterable[Decoder], prefillers: Sequence[Prefiller], now_s: float
+    ) -> list[Decoder]:
+        """Decoders that new conversations may go to, with or without room, as they may be filled.
+
+        Prefillers that host are not among them while first prompts ask for most of their time.
+        """
+        pool = {one.id for one in prefillers}
+        hosts = self.loads.demand(len(pool), now_s) < self.host_below
+        found = []
+        for one in decoders:
+            kept_tokens = int(self.free_share * one.capacity_tokens)
+            if one.id in pool:
+                if not hosts:
+                    continue
+                kept_tokens += self.loads.work(one.id, now_s).lent_tokens
+            found.append(replace(one, kept_tokens=kept_tokens))
+        return found
+
+    def place(
+        self,
+        turn1_tokens: int,
+        decoders: Iterable[Decoder],
+        prefillers: Iterable[Prefiller],
+        shared: Shared = NOTHING_SHARED,
+        now_s: float = 0.0,
+    ) -> Placement | None:
+        prefillers = list(prefillers)
+        homes = self.homes(decoders, prefillers, now_s)
+        pool = [one.id for one in prefillers]
+        work = {id: self.loads.work(id, now_s) for id in (*pool, *(one.id for one in homes))}
+        demand = self.loads.demand(len(pool), now_s)
+        loads = home_loads(turn1_tokens, homes, pool, shared, work, demand, self.occupancy_weight)
+        if not loads:
+            return None
+        most = (1 + self.near) * min(loads.values())
+        emptiest = min(one.occupancy for one in homes)
+        may_have_it = (shared.warm_on, shared.left_on)
+        near = {
+            one.id: loads[one.id]
+            for one in homes
+            if one.id in loads
+            and (
+                loads[one.id] <= most
+                or (one.id in may_have_it and one.occupancy <= emptiest + self.most_uneven)
+            )
+        }
+        return cheapest(turn1_tokens, near, pool, shared, work)
+
+    def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
+        return None
+
+
+def home_loads(
+    tokens: int,
+    homes: Sequence[Decoder],
+    pool: Sequence[str],
+    shared: Shared,
+    work: dict[str, Work],
+    demand: float,
+    occupancy_weight: float,
+) -> dict[str, float]:
+    """How slow a token is, with a prompt on it, at each home that has room for that.
+
+    Args:
+        pool: the prefillers' ids.
+        demand: the share of a prefiller's time that first prompts ask for.
+    """
+    decoders = [one for one in homes if one.id not in pool]
+    share = sum(work[one.id].own_share for one in decoders) / max(1, len(decoders))
+    fullest_spared = 1 - min((one.occupancy for one in decoders), default=1.0)
+    loads = {}
+    for one in homes:
+        new_tokens = shared.beyond(tokens, one.id)
+        if not one.has_room(new_tokens):
+            continue
+        held = (one.held_tokens + new_tokens) / one.capacity_tokens
+        hosts = one.id in pool
+        busy = min(_BUSIEST, demand + work[one.id].own_share if hosts else share)
+        load = (1 + occupancy_weight * held) / (1 - busy)
+        loads[one.id] = load * (1 + max(0.0, fullest_spared)) if hosts else load
+    return loads
+
+
+def cheapest(
+    tokens: int,
+    homes: dict[str, float],
+    prefillers: Sequence[str],
+    shared: Shared,
+    work: dict[str, Work],
+) -> Placement | None:
+    """Of all pairs of a home and where it has its prompt prefilled, the one of the least cost.
+
+    Of equal costs the least loaded home's, and the home itself.
+
+    Args:
+        homes: their loads, by id.
+    """
+    elsewhere = {}
+    for one in prefillers:
+        past = min(shared.there(one), tokens - 1)
+        elsewhere[one] = prefill_cost_s(work[one], tokens - past, past)
+    best: tuple[tuple[float, float], Placement] | None = None
+    for home, load in homes.items():
+        costs = work[home].costs
+        there = shared.there(home)
+        past = min(max(there, shared.parked_tokens), tokens - 1)
+        here_s = costs.handoff_s(past - there) + prefill_cost_s(work[home], tokens - past, past)
+        moved_s = costs.handoff_s(tokens - there)
+        places: list[tuple[float, str | None]] = [(here_s, None)]
+        places += [(elsewhere[one] + moved_s, one) for one in prefillers if one != home]
+        for cost_s, prefiller in places:
+            if best is None or (cost_s, load) < best[0]:
+                best = (cost_s, load), Placement(home, prefiller)
+    return None if best is None else best[1]
+
+
+def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int) -> float:
+    """Until a prefill is done at an engine, and what others there are delayed by it, in seconds."""
+    costs = work.costs
+    own_s = costs.prefill_s(new_tokens, cached_tokens)
+    if work.decodes:
+        chunks = math.ceil((work.backlog_tokens + new_tokens) / costs.chunk_tokens)
+        wait_s = costs.prefill_share * (work.backlog_s + own_s) + chunks * work.step_s
+    else:
+        wait_s = work.backlog_s + own_s + costs.prefill_constant_s
+    running_s = costs.prefill_share * work.decodes * own_s
+    coming_s = work.turns_per_s * own_s * own_s / 2
+    return wait_s + running_s + coming_s
