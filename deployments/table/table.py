@@ -144,6 +144,7 @@ class TableService:
             self._accounts.charge(engine, energy)
         if load is not None:
             self._registry.loads[engine_id] = load
+            self._table.engine_says(engine_id, load, unix_s())
         ended = self._registry.take_ended(engine_id)
         return Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s)
 
