@@ -21,6 +21,8 @@ from conserve.placement import PlacementPolicy, PolicyName, make_policy
 EMBEDDED_MODEL = "embedded"
 # A role that names no tier runs on one of these two.
 CPU_TIER, GPU_TIER = "cpu", "gpu"
+# Placements under which idle conversations may give up their room.
+_PAUSE: tuple[PolicyName, ...] = ("conversation", "elastic")
 
 
 class SettingsError(ValueError):
@@ -310,8 +312,9 @@ class Settings(_Strict):
     )
     placement: PolicyName = Field(
         default="conversation",
-        description="Policy that places conversations. `collocated`, `full_disaggregation` and "
-        "`per_turn` are baselines to compare it with.",
+        description="Policy that places conversations. With `elastic` decoders prefill, and "
+        "prefillers host conversations, where all together wait least so. `collocated`, "
+        "`full_disaggregation` and `per_turn` are baselines to compare with.",
     )
     wrong_decision_rate: float = Field(
         default=0.0,
@@ -328,7 +331,7 @@ class Settings(_Strict):
         default=True,
         description="Whether idle conversations give up their room where others need it; what they "
         "have stays with the engine until it needs the space. `off`: as in the paper. Only with "
-        "`placement: conversation`.",
+        "`placement: conversation` and `elastic`.",
     )
     pausing_mark: float = Field(
         default=1.0,
@@ -454,8 +457,10 @@ class Settings(_Strict):
         if self.placement != "conversation" and self.min_remote_prefill_tokens:
             raise ValueError("min_remote_prefill_tokens: only placement conversation reads it")
         given = self.model_fields_set
-        if self.placement != "conversation" and self.pausing and "pausing" in given:
-            raise ValueError("pausing: only placement conversation pauses conversations")
+        if self.placement not in _PAUSE and self.pausing and "pausing" in given:
+            raise ValueError(
+                "pausing: only placement conversation and placement elastic pause conversations"
+            )
         if self.pausing_policy() is None:
             if "pausing_mark" in given:
                 raise ValueError("pausing_mark: nothing is paused here; see pausing")
@@ -504,7 +509,7 @@ class Settings(_Strict):
 
     def pausing_policy(self) -> Pausing | None:
         """Which idle conversations give up their room; None: none do."""
-        if not self.pausing or self.placement != "conversation":
+        if not self.pausing or self.placement not in _PAUSE:
             return None
         # Late: simulated, whoever takes room from those who work is soon asked for it back.
         return Pausing(self.pausing_mark, patience_s=self.queue_timeout_s * 5 / 6)
