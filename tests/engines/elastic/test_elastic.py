@@ -65,7 +65,7 @@ async def test_both_engines_host(
     assert sum(one["conversations"] for one in both) == len(agents)
     assert engine("prefiller")["conversations"] == len(hosted)
     assert engine("prefiller")["held_tokens"] > 0
-    health = httpx.get(application + "/health", timeout=30).json()
+    health = (await client.get(application + "/health")).json()
     assert (health["prefillers"], health["decoders"]) == (1, 1)
     await asyncio.gather(*(one.say("go on", tokens=OUTPUT_TOKENS) for one in agents))
     for one in agents:
