@@ -4,11 +4,14 @@ import asyncio
 import dataclasses
 from typing import Any
 
+import jsonschema
+
 from conserve.conversation import Conversation, TurnStats
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.wire import Role
 from deployments.messages import EngineInfo, TurnPlan, Unplaced
+from deployments.router.interface import SCHEMAS
 from deployments.table.table import TableService
 from hetero.energy import EngineEnergy
 
@@ -206,6 +209,8 @@ def test_loads_are_shown_while_their_engines_live() -> None:
         assert await says(service, f"conserve_engine_prefill_tokens_per_second{{{of}}} 5000.0")
         assert await says(service, 'conserve_engine_decodes{engine="p",role="prefiller"} 0.0')
         assert b'conserve_engine_step_seconds{engine="p"' not in await service.metrics()
+        described = {"$ref": "#/components/schemas/Engines", "components": {"schemas": SCHEMAS}}
+        jsonschema.validate({"object": "list", "data": await service.engines()}, described)
         await service.engine_lost("d", "it died")
         assert b'engine="d"' not in await service.metrics()
         # One that is not known, or not any more, leaves nothing.
