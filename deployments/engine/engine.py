@@ -78,8 +78,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             llm_config.get_or_create_callback().ctx.run_init_node = False
         await self._load_engine(llm_config)
         client = self.engine._engine_client
-        self._load = measure(client)
-        observe_engine(client, self._load)
+        self._meter = measure(client)
+        observe_engine(client, self._meter)
         gpus = await self._gpus(llm_config)
         if gpus:
             self._node.use = EngineUse(self._id, gpus, tier.cap)
@@ -283,7 +283,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 continue
             try:
                 heard = await self._table.call(
-                    "beat", self._id, self._node.energy, self._load.load(time.monotonic())
+                    "beat", self._id, self._node.energy, self._meter.load(time.monotonic())
                 )
                 if heard is None:
                     await self._register()
