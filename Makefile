@@ -27,7 +27,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
 	bench-overhead bench-keys bench-overcommit bench-tenants bench-unkind bench-table \
-	bench-energy bench-sm-slots bench-simulator bench-scale test-agents \
+	bench-energy bench-sm-slots bench-simulator bench-scale bench-elastic test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
 	test-compatibility test-fuzz test-long test-peers test-vision test-cluster clean
 .DELETE_ON_ERROR:
@@ -131,6 +131,9 @@ bench-simulator: $(INSTALLED) ## Measure the simulator: a million turns in how l
 
 bench-scale: $(INSTALLED) ## Simulate other systems' rules at the papers' scale (DATA=folder of recorded sessions)
 	@$(BIN)/python -m benchmarks.experiments.scale $(if $(DATA),--data '$(DATA)') $(ARGS)
+
+bench-elastic: $(INSTALLED) ## Simulate where prefills run, elastic and otherwise (DATA=folder of recorded sessions)
+	@$(BIN)/python -m benchmarks.experiments.elastic $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 clean: ## Remove .venv, caches and build products
 	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,13 +16,13 @@ from conserve.admission import FirstCome, Levels, LineOrder, Window
 from conserve.environments.settings import EnvironmentSettings
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing
-from conserve.placement import PlacementPolicy, PolicyName, make_policy
+from conserve.placement import EngineCosts, PlacementPolicy, PolicyName, make_policy
 
 EMBEDDED_MODEL = "embedded"
 # A role that names no tier runs on one of these two.
 CPU_TIER, GPU_TIER = "cpu", "gpu"
-# Placements under which idle conversations may give up their room.
-_PAUSE: tuple[PolicyName, ...] = ("conversation", "elastic")
+# The others are there to compare, without more in it.
+_PAUSING: tuple[PolicyName, ...] = ("conversation", "elastic")
 
 
 class SettingsError(ValueError):
@@ -312,9 +312,10 @@ class Settings(_Strict):
     )
     placement: PolicyName = Field(
         default="conversation",
-        description="Policy that places conversations. With `elastic` decoders prefill, and "
-        "prefillers host conversations, where all together wait least so. `collocated`, "
-        "`full_disaggregation` and `per_turn` are baselines to compare with.",
+        description="Policy that places conversations. `conversation` is the paper's; `elastic` "
+        "prefills wherever all conversations together wait least for it, and has prefillers host "
+        "conversations, too. `collocated`, `full_disaggregation` and `per_turn` are baselines to "
+        "compare them with.",
     )
     wrong_decision_rate: float = Field(
         default=0.0,
@@ -457,10 +458,8 @@ class Settings(_Strict):
         if self.placement != "conversation" and self.min_remote_prefill_tokens:
             raise ValueError("min_remote_prefill_tokens: only placement conversation reads it")
         given = self.model_fields_set
-        if self.placement not in _PAUSE and self.pausing and "pausing" in given:
-            raise ValueError(
-                "pausing: only placement conversation and placement elastic pause conversations"
-            )
+        if self.placement not in _PAUSING and self.pausing and "pausing" in given:
+            raise ValueError("pausing: only placement conversation or elastic pauses conversations")
         if self.pausing_policy() is None:
             if "pausing_mark" in given:
                 raise ValueError("pausing_mark: nothing is paused here; see pausing")
@@ -499,17 +498,22 @@ class Settings(_Strict):
         """Prefillers to start: none where every engine does everything."""
         return 0 if self.placement == "collocated" else self.prefillers.replicas
 
-    def policy(self) -> PlacementPolicy:
-        """The placement policy that these settings choose."""
+    def policy(self, costs: EngineCosts | None = None) -> PlacementPolicy:
+        """The placement policy that these settings choose.
+
+        Args:
+            costs: what work costs the engines, as measured; None: as they are observed.
+        """
         return make_policy(
             self.placement,
             min_remote_prefill_tokens=self.min_remote_prefill_tokens,
             wrong_decision_rate=self.wrong_decision_rate,
+            costs=costs,
         )
 
     def pausing_policy(self) -> Pausing | None:
         """Which idle conversations give up their room; None: none do."""
-        if not self.pausing or self.placement not in _PAUSE:
+        if not self.pausing or self.placement not in _PAUSING:
             return None
         # Late: simulated, whoever takes room from those who work is soon asked for it back.
         return Pausing(self.pausing_mark, patience_s=self.queue_timeout_s * 5 / 6)

@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from autoscale.capacity.engine_costs import engine_costs
 from autoscale.configured import make_autoscaler
 from conserve import identity
 from conserve.admission import Admission, Admitted, QueueFull
@@ -78,7 +79,7 @@ class TableService:
         # Theirs is finer: there may be several in a millisecond.
         self._events = EventLog(unix_s, time.time_ns() // 1000)
         self._table = ConversationTable(
-            settings.policy(),
+            settings.policy(engine_costs(settings)),
             settings.idle_timeout_s,
             settings.turn_timeout_s,
             first_id,

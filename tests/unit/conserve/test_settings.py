@@ -232,7 +232,6 @@ def test_settings_that_another_placement_would_ignore_are_refused(
 def test_a_placement_brings_its_policy_and_its_engines() -> None:
     assert load(None).policy() == ConversationPlacement()
     assert load({"min_remote_prefill_tokens": 9}).policy() == ConversationPlacement(9)
-    assert isinstance(load({"placement": "elastic"}).policy(), ElasticPlacement)
     assert load({"placement": "elastic"}).prefillers_host
     assert not load(None).prefillers_host
     pausing = load({"pausing_mark": "0.9", "queue_timeout_s": 20}).pausing_policy()
@@ -246,13 +245,15 @@ def test_turns_park_where_conversations_are_paused() -> None:
     assert not load({"parking": False}).parks
     assert not load({"pausing": False}).parks
     assert not load({"pausing": False, "parking": False}).parks
-    assert load({"placement": "elastic"}).parks
     assert not load({"placement": "elastic", "pausing": False}).parks
     assert not load({"placement": "collocated"}).parks
     collocated = load({"placement": "collocated", "decoders": 3})
     assert collocated.policy() == CollocatedPlacement()
     assert collocated.prefiller_replicas == 0
     assert collocated.pausing_policy() is None
+    elastic = load({"placement": "elastic"})
+    assert isinstance(elastic.policy(), ElasticPlacement)
+    assert elastic.parks
     per_turn = load({"placement": "per_turn", "wrong_decision_rate": 1, "prefillers": 2})
     assert per_turn.prefiller_replicas == 2
     assert per_turn.policy().prefill_later_turn([Prefiller("p")]) == "p"

@@ -1,0 +1,277 @@
+"""Where all conversations together wait least for a prefill."""
+
+import doctest
+import math
+from collections.abc import Sequence
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from conserve.placement import (
+    NOTHING_SHARED,
+    Decoder,
+    ElasticPlacement,
+    EngineCosts,
+    EngineLoad,
+    Loads,
+    Placement,
+    Prefiller,
+    Shared,
+    elastic,
+)
+
+NOW_S = 100.0
+COSTS = EngineCosts(
+    per_token_s=1e-3,
+    per_pair_s=1e-7,
+    prefill_constant_s=0.01,
+    prefill_share=0.75,
+    handoff_constant_s=0.02,
+    handoff_per_token_s=1e-4,
+    chunk_tokens=512,
+)
+DECODERS, PREFILLERS = ("d1", "d2", "d3"), ("p1", "p2")
+
+LOADS = st.dictionaries(
+    st.sampled_from(DECODERS + PREFILLERS),
+    st.builds(
+        EngineLoad,
+        prefill_tokens=st.integers(0, 5_000),
+        decodes=st.integers(0, 20),
+        step_s=st.floats(0, 0.1),
+    ),
+)
+HOMES = st.lists(
+    st.builds(
+        Decoder,
+        id=st.sampled_from(DECODERS + PREFILLERS),
+        capacity_tokens=st.integers(1_000, 20_000),
+        held_tokens=st.integers(0, 22_000),
+        conversations=st.integers(0, 3),
+    ),
+    unique_by=lambda one: one.id,
+    max_size=5,
+)
+POOL = st.lists(st.sampled_from(PREFILLERS), unique=True).map(
+    lambda ids: [Prefiller(id) for id in ids]
+)
+SHARED = st.builds(
+    Shared,
+    tokens=st.dictionaries(st.sampled_from(DECODERS + PREFILLERS), st.integers(1, 3_000)),
+    warm_on=st.none() | st.sampled_from(DECODERS + PREFILLERS),
+    coming_to=st.none() | st.sampled_from(DECODERS),
+    left_on=st.none() | st.sampled_from(DECODERS + PREFILLERS),
+    left_tokens=st.integers(0, 3_000),
+    parked_tokens=st.sampled_from((0, 0, 500, 2_500)),
+)
+# Prompts sent before: to which home, and which prefiller.
+SENT = st.lists(
+    st.tuples(st.sampled_from(DECODERS), st.none() | st.sampled_from(PREFILLERS)), max_size=6
+)
+
+
+def known(said: dict[str, EngineLoad], sent: Sequence[tuple[str, str | None]] = ()) -> Loads:
+    """What is known of engines that have said this, and to which this was sent since."""
+    loads = Loads(COSTS)
+    for engine_id, load in said.items():
+        loads.says(engine_id, load, NOW_S)
+    for number, (home, prefiller) in enumerate(sent):
+        loads.placed(f"before{number}", 3_000, Placement(home, prefiller), NOTHING_SHARED, NOW_S)
+    return loads
+
+
+def cost_s(tokens: int, home: str, at: str, shared: Shared, loads: Loads) -> float:
+    """The sum that is to be least, by the words of the contract."""
+    work = loads.work(at, NOW_S)
+    there = {id: shared.there(id) for id in (home, at)}
+    found = there[at] if at != home else max(there[home], shared.parked_tokens)
+    found = min(found, tokens - 1)
+    new = tokens - found
+    own_s = COSTS.per_token_s * new + COSTS.per_pair_s * ((new + found) ** 2 - found**2)
+    if work.decodes:
+        wait_s = COSTS.prefill_share * (work.backlog_s + own_s)
+        wait_s += math.ceil((work.backlog_tokens + new) / COSTS.chunk_tokens) * work.step_s
+    else:
+        wait_s = work.backlog_s + own_s + COSTS.prefill_constant_s
+    delayed_s = COSTS.prefill_share * work.decodes * own_s + work.turns_per_s * own_s**2 / 2
+    moved = tokens - there[home] if at != home else found - there[home]
+    way_s = COSTS.handoff_constant_s + COSTS.handoff_per_token_s * moved if moved > 0 else 0.0
+    return wait_s + delayed_s + way_s
+
+
+def room(one: Decoder, loads: Loads, pool: set[str]) -> int:
+    kept = one.capacity_tokens // 10
+    if one.id in pool:
+        kept += loads.work(one.id, NOW_S).lent_tokens
+    return one.capacity_tokens - kept - one.held_tokens
+
+
+def load_of(one: Decoder, tokens: int, decoders: list[Decoder], loads: Loads, pool: int) -> float:
+    """How slow a token is there."""
+    occupancy = (one.held_tokens + tokens) / one.capacity_tokens
+    shares = [loads.work(d.id, NOW_S).own_share for d in decoders]
+    if one in decoders:
+        return (1 + 4 * occupancy) / (1 - min(0.95, sum(shares) / len(shares)))
+    share = loads.demand(pool, NOW_S) + loads.work(one.id, NOW_S).own_share
+    emptiest = min((d.occupancy for d in decoders), default=1.0)
+    return (1 + 4 * occupancy) / (1 - min(0.95, share)) * (1 + max(0.0, 1 - emptiest))
+
+
+@given(st.integers(1, 4_000), HOMES, POOL, SHARED, LOADS, SENT)
+def test_the_choice_costs_least_of_all_pairs(
+    tokens: int,
+    homes: list[Decoder],
+    prefillers: list[Prefiller],
+    shared: Shared,
+    said: dict[str, EngineLoad],
+    sent: list[tuple[str, str | None]],
+) -> None:
+    loads = known(said, sent)
+    pool = {one.id for one in prefillers}
+    choice = ElasticPlacement(loads).place(tokens, homes, prefillers, shared, NOW_S)
+    guarded = loads.demand(len(pool), NOW_S) >= 0.8
+    open_ = [one for one in homes if not (guarded and one.id in pool)]
+    fitting = [
+        one
+        for one in open_
+        if one.conversations == 0 or shared.beyond(tokens, one.id) <= room(one, loads, pool)
+    ]
+    if not fitting:
+        assert choice is None
+        return
+    decoders = [one for one in open_ if one.id not in pool]
+    load = {
+        one.id: load_of(one, shared.beyond(tokens, one.id), decoders, loads, len(pool))
+        for one in fitting
+    }
+    least = min(load.values())
+    emptiest = min(one.occupancy for one in open_)
+    near = [
+        one.id
+        for one in fitting
+        if load[one.id] <= 1.05 * least * (1 + 1e-12)
+        or (one.id in (shared.warm_on, shared.left_on) and one.occupancy <= emptiest + 0.5)
+    ]
+    pairs = {
+        (home, at if at != home else None): cost_s(tokens, home, at, shared, loads)
+        for home in near
+        for at in (home, *pool)
+    }
+    assert choice is not None
+    chosen = pairs[choice.decoder_id, choice.prefiller_id]
+    assert chosen <= min(pairs.values()) * (1 + 1e-9)
+
+
+@given(st.integers(1, 4_000), HOMES, POOL, SHARED, LOADS)
+def test_a_home_has_room_and_a_tenth_to_spare(
+    tokens: int,
+    homes: list[Decoder],
+    prefillers: list[Prefiller],
+    shared: Shared,
+    said: dict[str, EngineLoad],
+) -> None:
+    choice = ElasticPlacement(known(said)).place(tokens, homes, prefillers, shared, NOW_S)
+    if choice is not None:
+        (home,) = (one for one in homes if one.id == choice.decoder_id)
+        held = home.held_tokens + tokens - shared.tokens.get(home.id, 0)
+        assert held <= 0.9 * home.capacity_tokens + 1 or home.conversations == 0
+
+
+@given(st.integers(1, 4_000), HOMES, POOL, LOADS)
+def test_no_prefiller_hosts_while_first_prompts_ask_for_its_time(
+    tokens: int, homes: list[Decoder], prefillers: list[Prefiller], said: dict[str, EngineLoad]
+) -> None:
+    # 60 s and more of prefills, of late.
+    loads = known(said, [("d1", "p1")] * (12 * max(1, len(prefillers)) + 8))
+    assume(loads.demand(len(prefillers), NOW_S) >= 0.8)
+    policy = ElasticPlacement(loads)
+    choice = policy.place(tokens, homes, prefillers, NOTHING_SHARED, NOW_S)
+    assert choice is None or choice.decoder_id not in {one.id for one in prefillers}
+    # A minute and more later it hosts as ever.
+    later = policy.homes(homes, prefillers, NOW_S + 600.0)
+    assert {one.id for one in later} == {one.id for one in homes}
+
+
+@given(st.integers(1, 900), st.lists(st.integers(0, 8_000), min_size=1, max_size=3), POOL)
+def test_where_nothing_runs_the_emptiest_computes_its_own(
+    tokens: int, held: list[int], prefillers: list[Prefiller]
+) -> None:
+    homes = [Decoder(id, 10_000, at, 1) for id, at in zip(DECODERS, held, strict=False)]
+    choice = ElasticPlacement(Loads(COSTS)).place(tokens, homes, prefillers)
+    assert choice is not None
+    assert choice.prefiller_id is None
+    (home,) = (one for one in homes if one.id == choice.decoder_id)
+    loads = [1 + 4 * (one.held_tokens + tokens) / 10_000 for one in homes]
+    assert 1 + 4 * (home.held_tokens + tokens) / 10_000 <= 1.05 * min(loads) + 1e-9
+
+
+def test_running_decodes_send_a_prompt_to_a_prefiller_and_its_queue_sends_it_back() -> None:
+    homes, pool = [Decoder("d1", 10_000, 4_000, 4)], [Prefiller("p1")]
+    busy = EngineLoad(decodes=4, step_s=0.01)
+    policy = ElasticPlacement(known({"d1": busy}))
+    assert policy.place(1_000, homes, pool, now_s=NOW_S) == Placement("d1", "p1")
+    # As long as all decodes together would wait for it at home, it may wait there itself.
+    queued = EngineLoad(prefill_tokens=6_000)
+    policy = ElasticPlacement(known({"d1": busy, "p1": queued}))
+    assert policy.place(1_000, homes, pool, now_s=NOW_S) == Placement("d1", None)
+
+
+def test_a_prefiller_hosts_where_decoders_are_fuller() -> None:
+    homes = [Decoder("d1", 10_000, 8_000, 8), Decoder("p1", 10_000, 0, 0)]
+    policy = ElasticPlacement(Loads(COSTS))
+    assert policy.place(500, homes, [Prefiller("p1")]) == Placement("p1", None)
+    # The emptier decoders are, the more it takes.
+    homes[0].held_tokens = 1_000
+    assert policy.place(500, homes, [Prefiller("p1")]) == Placement("d1", None)
+
+
+def test_a_prefiller_keeps_room_for_what_it_has_lent() -> None:
+    host = [Decoder("p1", 10_000, 5_000, 5)]
+    policy = ElasticPlacement(known({}, [("d1", "p1")]))
+    assert policy.place(1_000, host, [Prefiller("p1")], now_s=NOW_S) == Placement("p1", None)
+    assert policy.place(1_001, host, [Prefiller("p1")], now_s=NOW_S) is None
+    assert policy.place(1_001, host, [Prefiller("p1")], now_s=NOW_S + 11) is not None
+
+
+def test_a_history_goes_back_to_what_is_left_of_it_unless_that_is_full() -> None:
+    homes = [Decoder("d1", 10_000, 5_000, 5), Decoder("d2", 10_000, 1_000, 1)]
+    policy = ElasticPlacement(Loads(COSTS))
+    assert policy.place(3_000, homes, []) == Placement("d2", None)
+    shared = Shared({}, left_on="d1", left_tokens=2_900)
+    assert policy.place(3_000, homes, [], shared) == Placement("d1", None)
+    parked = Shared({}, left_on="d1", left_tokens=300, parked_tokens=2_900)
+    # The way from host memory is as long to either; and there is something at the one.
+    assert policy.place(3_000, homes, [Prefiller("p")], parked) == Placement("d1", None)
+    homes[0].held_tokens = 6_001
+    assert policy.place(3_000, homes, [], shared) == Placement("d2", None)
+
+
+@given(
+    st.integers(1, 4_000),
+    st.lists(st.integers(0, 8_000), min_size=3, max_size=3),
+    st.dictionaries(st.sampled_from(DECODERS + PREFILLERS), st.integers(1, 30_000)),
+    st.floats(0, 1),
+)
+def test_what_engines_have_said_a_second_ago_is_as_good(
+    tokens: int, held: list[int], waiting: dict[str, int], ago_s: float
+) -> None:
+    """They have worked since, at their pace."""
+    homes = [Decoder(id, 10_000, at, 1) for id, at in zip(DECODERS, held, strict=True)]
+    pool = [Prefiller(id) for id in PREFILLERS]
+    fresh, stale = Loads(), Loads()
+    for engine_id, left in waiting.items():
+        pace = 1_000
+        fresh.says(engine_id, EngineLoad(left, prefill_tokens_per_s=pace), NOW_S)
+        before = EngineLoad(left + round(pace * ago_s), prefill_tokens_per_s=pace)
+        stale.says(engine_id, before, NOW_S - round(pace * ago_s) / pace)
+    for engine_id in waiting:
+        one, other = fresh.work(engine_id, NOW_S), stale.work(engine_id, NOW_S)
+        assert math.isclose(one.backlog_s, other.backlog_s, rel_tol=1e-6)
+    chosen = [
+        ElasticPlacement(loads).place(tokens, homes, pool, now_s=NOW_S) for loads in (fresh, stale)
+    ]
+    assert chosen[0] == chosen[1]
+
+
+def test_the_class_docstring_runs() -> None:
+    assert doctest.testmod(elastic).failed == 0

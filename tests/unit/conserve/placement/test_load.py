@@ -1,0 +1,133 @@
+"""What is known of engines' work."""
+
+import doctest
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conserve.placement import NOTHING_SHARED, EngineLoad, Loads, Placement, engine_costs, load
+from conserve.placement.engine_costs import EngineCosts
+
+# A token takes a millisecond.
+COSTS = EngineCosts(per_token_s=1e-3)
+AT_HOME = Placement("d", None)
+
+
+def backlog_s(loads: Loads, now_s: float, engine_id: str = "d") -> float:
+    return loads.work(engine_id, now_s).backlog_s
+
+
+def send(loads: Loads, history_id: str, tokens: int, now_s: float) -> None:
+    loads.placed(history_id, tokens, AT_HOME, NOTHING_SHARED, now_s)
+
+
+def test_what_was_sent_counts_until_it_is_done_or_should_be() -> None:
+    loads = Loads(COSTS)
+    send(loads, "a", 2_000, 10.0)
+    send(loads, "b", 1_000, 10.5)
+    assert backlog_s(loads, 11.0) == pytest.approx(2.0)
+    loads.done("d", "a")
+    assert backlog_s(loads, 11.0) == pytest.approx(1.0)
+    loads.done("d", "a")
+    loads.done("elsewhere", "b")
+    assert backlog_s(loads, 11.5) == pytest.approx(0.5)
+    assert backlog_s(loads, 12.5) == 0.0
+
+
+def test_what_an_engine_says_takes_the_place_of_what_was_sent_before() -> None:
+    loads = Loads(COSTS)
+    send(loads, "a", 2_000, 10.0)
+    loads.says("d", EngineLoad(prefill_tokens=500, decodes=3, step_s=0.02), 10.1)
+    send(loads, "b", 300, 10.1)
+    work = loads.work("d", 10.1)
+    assert (work.backlog_tokens, work.decodes, work.step_s) == (800, 3, 0.02)
+    loads.done("d", "a")
+    assert backlog_s(loads, 10.1) == pytest.approx(0.8)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3_000), st.floats(0, 5), st.booleans()), min_size=1, max_size=12
+    )
+)
+def test_the_backlog_is_that_of_an_engine_that_serves_in_order(
+    steps: list[tuple[int, float, bool]],
+) -> None:
+    """Against a queue that is emptied a millisecond at a time, but for what is dropped."""
+    loads, queue, now_s = Loads(COSTS), {}, 0.0
+    for number, (tokens, then_s, drops) in enumerate(steps):
+        send(loads, str(number), tokens, now_s)
+        queue[str(number)] = tokens / 1000
+        if drops:
+            gone = next(iter(queue))
+            loads.done("d", gone)
+            del queue[gone]
+        now_s += then_s
+        left_s = then_s
+        for name in list(queue):
+            served_s = min(left_s, queue[name])
+            left_s -= served_s
+            queue[name] -= served_s
+            if queue[name] <= 1e-9:
+                del queue[name]
+        assert backlog_s(loads, now_s) == pytest.approx(sum(queue.values()), abs=1e-6)
+
+
+def test_a_pace_is_observed_where_none_was_measured() -> None:
+    loads = Loads()
+    loads.says("d", EngineLoad(prefill_tokens=500, prefill_tokens_per_s=250.0), 1.0)
+    assert backlog_s(loads, 1.0) == pytest.approx(2.0)
+    # It is kept while the engine has nothing to compute.
+    loads.says("d", EngineLoad(), 2.0)
+    send(loads, "a", 500, 2.0)
+    assert backlog_s(loads, 2.0) == pytest.approx(2.0)
+
+
+def test_tokens_take_as_long_as_those_that_have_come_of_late() -> None:
+    loads = Loads(EngineCosts(per_token_s=1e-3, per_pair_s=1e-6))
+    # Appends to long histories take longer than the same tokens at a prompt's beginning.
+    loads.computed("d", 100, 10_000, 1.0)
+    loads.says("d", EngineLoad(prefill_tokens=200), 1.0)
+    assert backlog_s(loads, 1.0) == pytest.approx(2 * (0.1 + 1e-6 * 100 * 20_100))
+
+
+def test_shares_and_rates_fade() -> None:
+    loads = Loads(COSTS)
+    for second in range(300):
+        send(loads, str(second), 500, float(second))
+        loads.turn_came("d", float(second))
+        loads.computed("d", 100, 900, float(second))
+    work = loads.work("d", 299.0)
+    assert work.turns_per_s == pytest.approx(2.0, rel=0.05)
+    assert work.own_share == pytest.approx(0.6, rel=0.05)
+    assert loads.demand(1, 299.0) == pytest.approx(0.5, rel=0.05)
+    assert loads.demand(2, 299.0) == pytest.approx(0.25, rel=0.05)
+    assert loads.demand(0, 1299.0) < 0.001
+    assert loads.work("d", 1299.0).turns_per_s < 0.001
+    # Clocks may be set back.
+    assert loads.work("d", 0.0).turns_per_s < 0.001
+
+
+def test_what_a_prefiller_has_lent_is_kept_in_mind_for_ten_seconds() -> None:
+    loads = Loads(COSTS)
+    for at_s in (0.0, 6.0):
+        loads.placed(str(at_s), 1_000, Placement("d", "p"), NOTHING_SHARED, at_s)
+    assert loads.work("p", 6.0).lent_tokens == 2_000
+    assert loads.work("p", 11.0).lent_tokens == 1_000
+    assert loads.work("d", 6.0).lent_tokens == 0
+    assert loads.work("d", 6.0).own_share == 0
+
+
+def test_nothing_is_known_of_an_engine_that_is_gone() -> None:
+    loads = Loads(COSTS)
+    loads.says("d", EngineLoad(9, 9, 9.0), 1.0)
+    send(loads, "a", 100, 1.0)
+    loads.gone("d")
+    loads.gone("d")
+    assert loads.work("d", 1.0) == Loads(COSTS).work("d", 1.0)
+
+
+@pytest.mark.parametrize("module", [load, engine_costs])
+def test_docstrings_run(module: object) -> None:
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
