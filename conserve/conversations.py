@@ -347,7 +347,10 @@ class ConversationTable:
             known.hints = opening.hints
         known.decoder_id = placement.decoder_id
         if was_known:
-            kept = placement.prefiller_id is None and self._has_most(placement, turn1_tokens, shared)
+            kept = placement.prefiller_id is None
+            if self.loads is not None:
+                # Prompts of which nothing is there may stay without a prefiller, too.
+                kept = kept and 2 * shared.found(placement.decoder_id) >= turn1_tokens
             last = known.last_turn
             if last is not None and not kept:
                 self.recomputed_tokens += min(turn1_tokens, last.prompt_tokens + last.output_tokens)
@@ -645,16 +648,6 @@ class ConversationTable:
             return self._policy.homes(decoders, self.accepting_prefillers, now_s)
         return decoders
 
-    def _has_most(self, placement: Placement, tokens: int, shared: Shared) -> bool:
-        """Whether a prompt's home has most of it, or gets it from host memory.
-
-        All policies but one have a prefiller compute what is not there.
-        """
-        if self.loads is None:
-            return True
-        found = max(shared.there(placement.decoder_id), shared.parked_tokens)
-        return 2 * found >= tokens
-
     def _displace(self, history_id: str, turn1_tokens: int, decoders: list[Decoder]) -> bool:
         """End what a conversation left behind, where a new history of it fits nowhere.
 
@@ -751,7 +744,7 @@ class ConversationTable:
     ) -> None:
         self._leave_prefiller(conversation)
         if self.loads is not None:
-            self._tell_loads(self.loads, conversation, stats, now_s)
+            self.loads.turn_ended(conversation, stats, now_s)
         running = conversation.running
         if turn_id in running:
             at = running.index(turn_id)
@@ -772,19 +765,6 @@ class ConversationTable:
         if self.memory is not None:
             self.memory.used(conversation)
             self.memory.turn_ended(conversation, turn_id, stats)
-
-    @staticmethod
-    def _tell_loads(
-        loads: Loads, conversation: Conversation, stats: TurnStats | None, now_s: float
-    ) -> None:
-        """A turn has ended: its prompt is computed."""
-        decoder_id = conversation.decoder_id
-        if decoder_id is None:
-            return
-        if stats is not None and not conversation.promised:
-            cached = stats.decoder_cached_tokens + stats.lmcache_tokens
-            loads.computed(decoder_id, max(0, stats.prompt_tokens - cached), cached, now_s)
-        loads.done(decoder_id, conversation.id)
 
     def _unbind(self, conversation: Conversation) -> None:
         self._hold(conversation, 0)

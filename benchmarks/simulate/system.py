@@ -33,7 +33,7 @@ class System:
         handoff_chunk_tokens: length of a chunk; only whole chunks are handed off.
         max_sequences, block_tokens: each engine's, as in `SimulatedEngine`.
         pausing: whether idle conversations give up their room, as in `Settings`.
-        stale_s: how often engines say what they do, where the placement asks for that.
+        stale_s: how often engines say what they do, where the placement asks for that; above 0.
         host_tokens: room for KV in host memory; 0: none is kept there, but while it is handed off.
         keeps_ended: whether engines keep the KV of conversations that have ended until they need
             its room, as vLLM does; else it is gone at once.
@@ -65,3 +65,7 @@ class System:
     rival: RivalName | None = None
     ttl_s: float = 2.0
     discounts: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.stale_s > 0:
+            raise SimulationError(f"stale_s is {self.stale_s:g}; give a number above 0")

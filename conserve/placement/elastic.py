@@ -180,7 +180,7 @@ def cheapest(
     for home, load in homes.items():
         costs = work[home].costs
         there = shared.there(home)
-        past = min(max(there, shared.parked_tokens), tokens - 1)
+        past = min(shared.found(home), tokens - 1)
         here_s = costs.handoff_s(past - there) + prefill_cost_s(work[home], tokens - past, past)
         moved_s = costs.handoff_s(tokens - there)
         places: list[tuple[float, str | None]] = [(here_s, None)]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from conserve.conversation import Conversation, TurnStats
 from conserve.placement.engine_costs import EngineCosts
 from conserve.placement.state import Placement, Shared
 
@@ -104,7 +105,7 @@ class Loads:
         home.turns.add(1.0, now_s)
         where = placement.prefiller_id
         if where is None:
-            engine, past = home, max(shared.there(placement.decoder_id), shared.parked_tokens)
+            engine, past = home, shared.found(placement.decoder_id)
         else:
             engine, past = self._of(where), shared.there(where)
             engine.lent.append((now_s, tokens))
@@ -118,6 +119,20 @@ class Loads:
     def turn_came(self, engine_id: str, now_s: float) -> None:
         """A later turn goes to its engine; what it adds is not known yet."""
         self._of(engine_id).turns.add(1.0, now_s)
+
+    def turn_ended(self, history: Conversation, stats: TurnStats | None, now_s: float) -> None:
+        """A turn of a history is over, and so is its prefill.
+
+        Args:
+            stats: what its engine did; None if that is not known.
+        """
+        if history.decoder_id is None:
+            return
+        if stats is not None and not history.promised:
+            cached_tokens = stats.decoder_cached_tokens + stats.lmcache_tokens
+            new_tokens = max(0, stats.prompt_tokens - cached_tokens)
+            self.computed(history.decoder_id, new_tokens, cached_tokens, now_s)
+        self.done(history.decoder_id, history.id)
 
     def computed(self, engine_id: str, tokens: int, cached_tokens: int, now_s: float) -> None:
         """An engine has computed what a later turn has added."""

@@ -93,6 +93,10 @@ class Shared:
             tokens = 0
         return max(tokens, self.left_tokens) if engine_id == self.left_on else tokens
 
+    def found(self, decoder_id: str) -> int:
+        """What of a prompt a decoder has, or gets from host memory, and does not compute."""
+        return max(self.there(decoder_id), self.parked_tokens)
+
 
 NOTHING_SHARED = Shared({})
 

@@ -58,9 +58,9 @@ def simulate(
             help="conserve (the default: the paper's), pausing (the same with idle conversations "
             "giving up their room), parking (with host memory for them, too), elastic, "
             "elastic_pausing or elastic_parking (the same three with `placement: elastic`), "
-            "collocated, full_disaggregation or per_turn; or another system's rules on collocated engines: "
-            "vllm (least loaded), affinity, ttl (Continuum), attained (Autellix) or thunderagent; "
-            "may be given several times, the first is the baseline."
+            "collocated, full_disaggregation or per_turn; or another system's rules on collocated "
+            "engines: vllm (least loaded), affinity, ttl (Continuum), attained (Autellix) or "
+            "thunderagent; may be given several times, the first is the baseline."
         ),
     ] = None,
     prefillers: Annotated[
@@ -173,11 +173,7 @@ def simulate(
                         "block_tokens": block_tokens,
                         "handoff_chunk_tokens": handoff_chunk_tokens,
                         "wrong_decision_rate": wrong_decision_rate if name == "per_turn" else 0.0,
-                        **(
-                            {"host_tokens": host_tokens}
-                            if name in PARKING and host_tokens
-                            else {}
-                        ),
+                        **({"host_tokens": host_tokens} if name in PARKING and host_tokens else {}),
                     }
                     for name in names
                 },

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from benchmarks.experiments import elastic
 from benchmarks.experiments.elastic.measure import Cell, Figures, measure
-from benchmarks.experiments.elastic.scenes import SCENES
+from benchmarks.experiments.elastic.scenes import ENGINES, SCENES
 from benchmarks.experiments.elastic.show import draw, show, show_against_best
 
 
@@ -30,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seeds", type=_numbers, default=(0.0, 1.0), metavar="N,...", help="(default: 0,1)"
     )
     parser.add_argument(
+        "--engines", default=",".join(ENGINES), metavar="P:D,...",
+        help="prefillers to decoders (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--loads", type=_numbers, metavar="SHARE,...",
         help="shares of saturation, of those that the scenes have (default: all)",
     )  # fmt: skip
@@ -40,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--out", type=Path, metavar="FOLDER", help="figures and the picture go there"
     )
     options = parser.parse_args(arguments)
-    console = Console(width=118)
+    console = Console(width=140)
     path = None
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -51,13 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for scene in SCENES
         if options.scenes in scene.name and (options.data is not None or not scene.recorded)
         for engines in scene.engines
+        if engines in options.engines.split(",")
         for load in scene.loads
         if not options.loads or load in options.loads
     ]
     found = _measure_all(cells, options.data, path, console)
     show(found, console)
     show_against_best(found, console)
-    if options.out is not None and found:
+    if options.out is not None:
         draw(found, options.out / "elastic.png")
 
 

@@ -24,8 +24,7 @@ class Figures:
         refused: conversations that failed, of `conversations`.
         ttfet_p50_s, ttfet_p95_s: gaps not counted; a conversation that failed counts as slower than
             any, so None says that more than half, or a twentieth, of them did.
-        completed_p95_s: TTFET of those that completed, gaps not counted.
-        last_tbt_p95_s: of the same.
+        last_tbt_p95_s: of those that completed.
         over_slo: the share whose TTFET is above five times the unloaded one, or that failed.
     """
 
@@ -38,7 +37,6 @@ class Figures:
     refused: int
     ttfet_p50_s: float | None
     ttfet_p95_s: float | None
-    completed_p95_s: float
     last_tbt_p95_s: float
     over_slo: float
     preemptions: int
@@ -109,7 +107,6 @@ def measure(cell: Cell, systems: Sequence[str], data: Path | None) -> Iterator[F
             outcomes.count("failed"),
             _percentile(ttfet, 50),
             _percentile(ttfet, 95),
-            report.result.latencies["ttfet_less_gaps"].p95,
             report.result.latencies["last_tbt"].p95,
             report.result.violations["ttfet_less_gaps"],
             sum(engine["preemptions"] for engine in engines),

@@ -49,7 +49,7 @@ def show(found: Sequence[Figures], console: Console) -> None:
 
 
 def show_against_best(found: Sequence[Figures], console: Console) -> None:
-    """Print where `elastic` is behind the best of the others, or its TBT above collocated's."""
+    """Print how far `elastic` is behind the best of the others, or ahead of them."""
     compared = [one for one in found if one.system == "elastic"]
     if not compared:
         return
@@ -76,6 +76,8 @@ def over_best(one: Figures, found: Iterable[Figures]) -> float:
 def draw(found: Sequence[Figures], path: Path) -> None:
     """TTFET and TBT over collocated engines', over the load: a row for each scene."""
     compared = [one for one in found if one.system in _COLOURS]
+    if not compared:
+        return
     scenes = list(dict.fromkeys(one.scene for one in compared))
     layouts = list(dict.fromkeys(one.engines for one in compared))
     figure = Figure(figsize=(4 * len(layouts), 2.7 * len(scenes)), layout="constrained")
@@ -88,11 +90,12 @@ def draw(found: Sequence[Figures], path: Path) -> None:
                 loads = [ones[0].load for ones in by_load]
                 ratios = [_ratios(ones, here) for ones in by_load]
                 look = {"color": _COLOURS[system], "marker": "o", "markersize": 3}
-                panel.plot(loads, [min(8.0, one[0]) for one in ratios], label=system, **look)
+                panel.plot(loads, [min(one[0], 8.0) for one in ratios], label=system, **look)
                 panel.plot(loads, [one[1] for one in ratios], linestyle=":", **look)
             panel.set_yscale("log")
             panel.set_ylim(0.15, 8)
             panel.set_yticks([0.2, 0.5, 1, 2, 5], labels=["0.2", "0.5", "1", "2", "5"])
+            panel.minorticks_off()
             panel.set_title(f"{scene}, {engines}", fontsize=9)
     for panel in axes[-1]:
         panel.set_xlabel("share of saturation")
@@ -112,27 +115,28 @@ def _absolute(ones: Sequence[Figures]) -> str:
     shown = []
     for times in ([one.ttfet_p50_s for one in ones], [one.ttfet_p95_s for one in ones]):
         known = [time for time in times if time is not None]
-        shown.append(f"{fmean(known):.3g}" if len(known) == len(times) else "-")
-    shown.append(f"{1000 * fmean(one.last_tbt_p95_s for one in ones):.3g}")
+        shown.append(_number(fmean(known)) if len(known) == len(times) else "-")
+    shown.append(_number(1000 * fmean(one.last_tbt_p95_s for one in ones)))
     refused = sum(one.refused for one in ones) / sum(one.conversations for one in ones)
     return " ".join(shown) + (f" ({refused:.0%})" if refused else "")
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _relative(ones: Sequence[Figures], found: Sequence[Figures]) -> str:
     ttfet, tbt = _ratios(ones, found)
-    if math.isnan(ttfet):
-        shown = "-"
-    else:
-        shown = "refuses" if ttfet == inf else f"{ttfet:.2f}"
+    shown = "refuses" if ttfet == inf else "-" if math.isnan(ttfet) else f"{ttfet:.2f}"
     return f"{shown} {tbt:.2f}"
 
 
 def _ratios(ones: Sequence[Figures], found: Sequence[Figures]) -> tuple[float, float]:
-    """Geometric means over seeds; not a number where both refuse more than a twentieth."""
+    """Geometric means over seeds; not a number where collocated engines refuse a twentieth."""
     ttfet, tbt = [], []
     for one in ones:
         base = next(other for other in found if _same(one, other) and other.system == _BASE)
-        ttfet.append((one.ttfet_p95_s or inf) / (base.ttfet_p95_s or inf))
+        ttfet.append((one.ttfet_p95_s or inf) / base.ttfet_p95_s if base.ttfet_p95_s else nan)
         tbt.append(one.last_tbt_p95_s / base.last_tbt_p95_s)
     return _gmean(ttfet), _gmean(tbt)
 

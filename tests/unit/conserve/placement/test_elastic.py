@@ -275,3 +275,15 @@ def test_what_engines_have_said_a_second_ago_is_as_good(
 
 def test_the_class_docstring_runs() -> None:
     assert doctest.testmod(elastic).failed == 0
+
+
+def test_what_first_prompts_ask_of_prefillers_makes_them_slower_homes() -> None:
+    homes = [Decoder("d1", 10_000, 5_000, 5), Decoder("p1", 10_000, 0, 1)]
+    policy = ElasticPlacement(known({}))
+    assert policy.place(500, homes, [Prefiller("p1")], now_s=NOW_S) == Placement("p1", None)
+    # A prompt is 3.9 s of prefill: 9 a minute are 0.585 of a prefiller's time.
+    loads = known({}, [("d1", "p1")] * 9)
+    homes[1].capacity_tokens = 100_000
+    busy = ElasticPlacement(loads).place(500, homes, [Prefiller("p1")], now_s=NOW_S)
+    assert busy is not None
+    assert busy.decoder_id == "d1"

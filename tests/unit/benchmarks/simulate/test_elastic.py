@@ -1,0 +1,133 @@
+"""Engines that do both, told of late; and that the paper's placement decides as ever."""
+
+import hashlib
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from autoscale.capacity.profile import load_profile
+from benchmarks.records import TurnRecord
+from benchmarks.simulate import Cluster, Costs, SimulationError, System
+from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
+from benchmarks.simulate.run import EngineCounts, make_system
+from benchmarks.workloads import PRESETS, Arrivals, Workload, synthetic
+from conserve.placement import EngineLoad
+
+COSTS = Costs(
+    step_s=0.008,
+    per_sequence_s=0.0005,
+    per_kv_token_s=4e-8,
+    prefill_s=0.01,
+    per_token_s=2.5e-5,
+    per_pair_s=1e-9,
+    per_cached_token_s=1e-8,
+    prefill_share=0.7,
+    handoff_s=0.004,
+    handoff_per_token_s=5e-6,
+    capacity_tokens=60_000,
+    batched_tokens=2_048,
+)
+
+
+def _run(placement: Any, decoders: int = 1, **more: Any) -> tuple[Cluster, list[TurnRecord]]:
+    records: list[TurnRecord] = []
+    prefillers = (COSTS,) * more.pop("prefillers", 1)
+    system = System("s", placement, prefillers, (COSTS,) * decoders, **more)
+    cluster = Cluster(system, records.extend)
+    cluster.run(_workload())
+    return cluster, records
+
+
+def _workload() -> Workload:
+    return synthetic(
+        PRESETS["conserve"],
+        conversations=60,
+        arrivals=Arrivals("poisson", 2.0),
+        vocabulary=range(1000, 4000),
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "digest"),
+    [
+        ({}, "ac19b100cc68e417"),
+        ({"pausing": True}, "4cc93d93108c7953"),
+        ({"pausing": True, "host_tokens": 150_000}, "a5f2b3da62e5d2f7"),
+    ],
+)
+def test_the_papers_placement_decides_as_before_there_was_another(
+    more: dict[str, Any], digest: str
+) -> None:
+    """Where each turn ran, and when it was over: recorded before engines' work was looked at."""
+    _, records = _run("conversation", decoders=3, prefillers=2, **more)
+    lines = [
+        f"{one.conversation} {one.turn} {one.server} {one.outcome} {one.ended_s:.3f}"
+        for one in records
+    ]
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("more", [{}, {"pausing": True, "host_tokens": 120_000}])
+def test_prefillers_host_and_every_turn_ends_once(more: dict[str, Any]) -> None:
+    cluster, records = _run("elastic", queue_timeout_s=600.0, **more)
+    servers = Counter(one.server for one in records if one.outcome == "completed")
+    assert set(servers) == {"decoder-0", "prefiller-0"}
+    ended = {(one.conversation, one.turn) for one in records}
+    assert len(ended) == len(records) == cluster.turns
+    assert all(one.outcome == "completed" for one in records)
+    # Who lives on a prefiller, stays there, unless it was paused meanwhile.
+    if not more:
+        assert all(
+            len({one.server for one in records if one.conversation == name}) == 1
+            for name in {one.conversation for one in records}
+        )
+    # Both sent prompts to the prefiller and kept some.
+    assert 0 < cluster.figures(1.0).handoffs < 60
+    table = cluster.table
+    assert {one.held_tokens for one in table.decoders.values()} == {0}
+    assert {one.queued_tokens for one in table.prefillers.values()} == {0}
+    assert all(table.loads.work(id, 1e9).backlog_s == 0 for id in table.decoders)  # type: ignore[union-attr]
+
+
+def test_engines_fill_to_nine_tenths() -> None:
+    cluster, _ = _run("elastic", queue_timeout_s=600.0)
+    assert sum(one.preemptions for one in cluster.decoders.values()) == 0
+
+
+def test_an_engine_says_what_it_does() -> None:
+    events: list[tuple[float, int]] = []
+    engine = SimulatedEngine(
+        "e", COSTS, lambda at_s, _, version: events.append((at_s, version)), lambda *_: None
+    )
+    assert engine.load == EngineLoad(step_s=COSTS.step_s)
+    engine.submit(EngineTurn("a", 3_000, 10), 0.0)
+    # Of the first chunk the step is under way.
+    assert engine.load.prefill_tokens == 3_000 - COSTS.batched_tokens
+    engine.submit(EngineTurn("b", 500, 10, loaded_tokens=256), 0.0)
+    assert engine.load.prefill_tokens == 3_000 - COSTS.batched_tokens + 244
+    while engine.load.decodes < 2:
+        at_s, version = events.pop()
+        engine.wake(at_s, version)
+    # The second's first token comes a step after the other's, or in the same.
+    load = engine.load
+    assert load.prefill_tokens == 0
+    assert load.step_s > COSTS.step_s + 2 * COSTS.per_sequence_s
+
+
+def test_a_state_that_is_never_told_is_refused() -> None:
+    with pytest.raises(SimulationError, match="stale_s is 0"):
+        System("s", "elastic", (COSTS,), (COSTS,), stale_s=0.0)
+
+
+def test_elastic_systems_are_the_others_with_that_placement() -> None:
+    profile, engines = load_profile("a40-qwen3-0.6b"), EngineCounts(1, 3)
+    for name, other in (
+        ("elastic", "conserve"),
+        ("elastic_pausing", "pausing"),
+        ("elastic_parking", "parking"),
+    ):
+        one, same = make_system(name, profile, engines), make_system(other, profile, engines)
+        assert (one.placement, same.placement) == ("elastic", "conversation")
+        assert (one.pausing, one.host_tokens) == (same.pausing, same.host_tokens)
+        assert (one.prefillers, one.decoders) == (same.prefillers, same.decoders)
