@@ -83,14 +83,16 @@ class Autoscaler:
 
         Args:
             decoders, prefillers: those alive, also where they are leaving: what they have counts.
+                A prefiller that hosts conversations is among both, and has its part of the need.
             waiting_tokens: prompts of the conversations for which no decoder had room.
 
         Returns:
             The roles whose number has changed.
         """
+        prefillers = list(prefillers)
         needs: dict[Role, Need | None] = {
-            "decoder": self._decoders_needed(list(decoders), waiting_tokens, now_s),
-            "prefiller": self._prefillers_needed(list(prefillers), now_s),
+            "decoder": self._decoders_needed(list(decoders), prefillers, waiting_tokens, now_s),
+            "prefiller": self._prefillers_needed(prefillers, now_s),
         }
         changed: list[Role] = []
         for role, wanted in self.wanted.items():
@@ -105,18 +107,26 @@ class Autoscaler:
         return changed
 
     def _decoders_needed(
-        self, decoders: list[Decoder], waiting_tokens: float, now_s: float
+        self,
+        decoders: list[Decoder],
+        prefillers: list[Prefiller],
+        waiting_tokens: float,
+        now_s: float,
     ) -> Need | None:
         if not decoders:
             return None
         capacity = sum(one.capacity_tokens for one in decoders) / len(decoders)
         held = sum(one.held_tokens for one in decoders)
         need = self._flow.need(Pool(capacity, held, waiting_tokens), now_s)
+        hosting = {one.id for one in prefillers}
+        own = sum(one.id not in hosting for one in decoders)
+        if 0 < own < len(decoders):
+            need = Need(need.replicas * own / len(decoders), need.signal)
         limits = self._limits.get("decoder")
         if waiting_tokens and limits is not None:
             # Free room adds up, but a conversation fits on one decoder or not: whatever the
             # pool's occupancy, those that there are do not suffice.
-            least = math.nextafter(limits.up_at * len(decoders), math.inf)
+            least = math.nextafter(limits.up_at * (own or len(decoders)), math.inf)
             if need.replicas < least:
                 return Need(least, "no room")
         return need

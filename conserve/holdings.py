@@ -132,6 +132,11 @@ class Holdings:
             used_s = held.last_used_s
             self._parked[held.id] = Parked(held.id, held.incarnation, known_tokens, used_s)
 
+    def held_tokens(self, conversation_id: str) -> int:
+        """How much KV of it was here after its last turn, in tokens."""
+        held = self._held.get(conversation_id)
+        return 0 if held is None else held.held_tokens
+
     def stored_tokens(self, conversation_id: str) -> int | None:
         """How much of it LMCache may have, in tokens; None: that is not known.
 

@@ -313,8 +313,9 @@ class Settings(_Strict):
     placement: PolicyName = Field(
         default="conversation",
         description="Policy that places conversations. `conversation` is the paper's; `elastic` "
-        "prefills wherever all conversations together wait least for it. `collocated`, "
-        "`full_disaggregation` and `per_turn` are baselines to compare them with.",
+        "prefills wherever all conversations together wait least for it, and has prefillers host "
+        "conversations, too. `collocated`, `full_disaggregation` and `per_turn` are baselines to "
+        "compare them with.",
     )
     wrong_decision_rate: float = Field(
         default=0.0,
@@ -526,6 +527,11 @@ class Settings(_Strict):
     def admission_window(self) -> Window | None:
         """How many may be at work at a time; None: as many as there is room for."""
         return None if self.pausing_policy() is None else Window(follows_kv=self.parks)
+
+    @property
+    def prefillers_host(self) -> bool:
+        """Whether conversations are bound to prefillers, too."""
+        return self.placement == "elastic"
 
     @property
     def parks(self) -> bool:

@@ -191,9 +191,12 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
 
 
 def _kv_role(role: Role, settings: Settings) -> str:
-    """A producer stores the prompts that it prefills; a consumer only takes. So KV moves once."""
+    """A producer stores the prompts that it prefills; a consumer only takes. So KV moves once.
+
+    Where it is both, it stores what it is told to: prefills for others, and what is parked.
+    """
     if role == "prefiller":
-        return "kv_producer"
+        return "kv_both" if settings.prefillers_host else "kv_producer"
     # There a prefiller reads what decoders have computed of the history; or they park it.
     stores = settings.placement == "per_turn" or settings.parks
     return "kv_both" if stores else "kv_consumer"

@@ -34,6 +34,7 @@ class EngineInfo:
         wanted_replicas: how many of its role a table has wanted last, as it has heard; a new
             table goes on from there.
         parked: what its turns have left of what it holds in host memory.
+        also_hosts: whether it is a prefiller that conversations are bound to as well.
     """
 
     id: str
@@ -50,6 +51,12 @@ class EngineInfo:
     max_batched_tokens: int = 0
     host_tokens: int = 0
     parked: list[Parked] = field(default_factory=list)
+    also_hosts: bool = False
+
+    @property
+    def hosts(self) -> bool:
+        """Whether conversations are bound to it."""
+        return self.role == "decoder" or self.also_hosts
 
 
 @dataclass(frozen=True, slots=True)

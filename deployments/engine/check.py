@@ -139,7 +139,8 @@ def _one_token() -> SamplingParams:
         temperature=0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={"kv_transfer_params": wire.transfer_params()},
+        # A prefiller that hosts conversations stores what it is told to, as a decoder does.
+        extra_args={"kv_transfer_params": wire.transfer_params(park=True)},
     )
 
 

@@ -28,6 +28,7 @@ from conserve.wire import BEAT_S, CHECK_PREFIX, Role
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
+from deployments.engine.load import measure
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.sockets import unnamed_afterwards
@@ -48,7 +49,7 @@ _HOST_SHARE = 0.64
 
 
 class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for it.
-    """A prefiller or a decoder.
+    """A prefiller or a decoder, or both (`Settings.prefillers_host`).
 
     Ready means warmed up, listening and known to the conversation table.
     """
@@ -77,7 +78,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             llm_config.get_or_create_callback().ctx.run_init_node = False
         await self._load_engine(llm_config)
         client = self.engine._engine_client
-        observe_engine(client)
+        self._meter = measure(client)
+        observe_engine(client, self._meter)
         gpus = await self._gpus(llm_config)
         if gpus:
             self._node.use = EngineUse(self._id, gpus, tier.cap)
@@ -94,6 +96,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             tier=tier.name,
             gpus=gpus,
             host_tokens=self._host_tokens(client.vllm_config) if settings.parks else 0,
+            also_hosts=role == "prefiller" and settings.prefillers_host,
         )
         await self._warm_up()
         await self._register()
@@ -279,7 +282,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
                 continue
             try:
-                heard = await self._table.call("beat", self._id, self._node.energy)
+                heard = await self._table.call(
+                    "beat", self._id, self._node.energy, self._meter.load(time.monotonic())
+                )
                 if heard is None:
                     await self._register()
                     continue

@@ -30,6 +30,7 @@ from conserve.recognition.apis import answers_of, heard
 from conserve.wire import Emitted
 from deployments.engine.body import read_ahead, replay
 from deployments.engine.continuation import can_be_continued, continued
+from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
@@ -45,6 +46,8 @@ class _Observation:
     parks: bool = False
     # Where a prefiller has computed the prompt: what it had found of it.
     prefill_cached_tokens: int | None = None
+    # Of its prompt, what caches should have.
+    expected_tokens: int = 0
     started: int = 0
     finished: int = 0
     prompt_tokens: int = 0
@@ -109,8 +112,12 @@ class _Observation:
 _current: ContextVar[_Observation | None] = ContextVar("conserve_observation", default=None)
 
 
-def observe_engine(client: Any) -> None:
-    """Have an ``AsyncLLM`` report what it does for the turn in whose context it is called."""
+def observe_engine(client: Any, meter: LoadMeter) -> None:
+    """Have an ``AsyncLLM`` report what it does for the turn in whose context it is called.
+
+    Args:
+        meter: of its load; is told what turns expect in caches.
+    """
     generate = client.generate
 
     @functools.wraps(generate)
@@ -147,7 +154,8 @@ def observe_engine(client: Any) -> None:
             sent, tokenizer = observation.sent, client.tokenizer
             # It has the engine's outputs seen, which are other ones than it yields.
             stream = continued(sent, prompt, sampling_params, request_id, tokenizer, run, see)
-        async with contextlib.aclosing(stream):
+        expecting = meter.expecting(request_id, observation.expected_tokens)
+        async with expecting, contextlib.aclosing(stream):
             async for output in stream:
                 if not observation.sent:
                     see(output)
@@ -260,6 +268,9 @@ class TurnObserver:
         points = bytes.fromhex(headers.get(wire.POINTS_HEADER, ""))
         look_up = wire.LOOK_UP_HEADER in headers
         self._holdings.begin(turn.key, root or None, points, look_up)
+        prefilled = wire.PREFILL_CACHED_HEADER in headers
+        held_tokens = self._holdings.held_tokens(turn.key.conversation_id)
+        turn.observation.expected_tokens = ALL_TOKENS if prefilled else held_tokens
         if not look_up:
             turn.observation.stored_tokens = self._holdings.stored_tokens(turn.key.conversation_id)
         turn.observation.parks = wire.PARK_HEADER in headers

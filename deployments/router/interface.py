@@ -402,6 +402,7 @@ SCHEMAS: Json = {
     "Engine": _object(
         id=_TEXT,
         role={"type": "string", "enum": ["prefiller", "decoder"]},
+        hosts={**_FLAG, "description": "Whether conversations are bound to it."},
         url=_TEXT,
         pid=_COUNT,
         leaving=_FLAG,
@@ -410,8 +411,27 @@ SCHEMAS: Json = {
         held_tokens=_or_null(_COUNT),
         conversations=_or_null(_COUNT),
         queued_tokens=_or_null(_COUNT),
+        load=_or_null(_schema("EngineLoad")),
         tier=_TEXT,
         gpus={"type": "array", "items": _TEXT},
+    ),
+    "EngineLoad": _object(
+        prefill_tokens={
+            **_COUNT,
+            "description": "Of the prompts that it has and has not computed yet, beyond what "
+            "caches should have.",
+        },
+        decodes={**_COUNT, "description": "Requests past their first token."},
+        step_s={
+            **_or_null(_SECONDS),
+            "description": "How long an iteration without a prefill has taken, over 30 s; null: "
+            "there was none.",
+        },
+        prefill_tokens_per_s={
+            **_or_null({"type": "number", "minimum": 0}),
+            "description": "How fast it has computed prompts while it had any, over 30 s; null: "
+            "it has computed none.",
+        },
     ),
     "Engines": _list_of("Engine"),
     **environment_interface.SCHEMAS,

@@ -122,7 +122,7 @@ class StoredResponses:
         if not _ID.fullmatch(response_id):
             return []
         engines = await self._table.call("engines")
-        urls = [engine["url"] for engine in engines if engine["role"] == "decoder"]
+        urls = [engine["url"] for engine in engines if engine["hosts"]]
         asked = [self._ask(method, url, response_id, tenant) for url in urls]
         return [told for told in await asyncio.gather(*asked) if told is not None]
 

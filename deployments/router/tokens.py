@@ -122,14 +122,15 @@ def _busy() -> ApiError:
 def by_leisure(engines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Engines as `/v1/engines` lists them, those first that it disturbs least.
 
-    A prefiller's tokens are awaited by nobody, and one that has nothing queued is asked by no first
-    turn. An engine that leaves is asked where there is no other.
+    The tokens of a prefiller that hosts no conversation are awaited by nobody, and one that has
+    nothing queued is asked by no first turn. An engine that leaves is asked where there is no
+    other.
     """
     return sorted(
         engines,
         key=lambda engine: (
             engine["leaving"],
-            engine["role"] != "prefiller",
+            engine["hosts"],
             engine["queued_tokens"] or 0,
             engine["conversations"] or 0,
         ),

@@ -16,6 +16,7 @@ from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
 from conserve.tenants.metrics import TenantMetrics
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
+from deployments.table.load_metrics import EngineLoads
 from deployments.table.registry import Registry
 from hetero.energy import EnergyBook, EngineEnergy
 from hetero.metrics import EnergyMetrics
@@ -45,6 +46,7 @@ class Accounts:
         self.metrics = Metrics(table, admission.line, self._replica_counts)
         self.metrics.add(LineMetrics(admission, unix_s))
         self.metrics.add(EventCounts(events))
+        self.metrics.add(EngineLoads(registry))
         self.metrics.add(EnergyMetrics(self._energy))
         self._costs = SpaceTimeCosts()
         self.metrics.add(SpaceTimeMetrics(self._costs, self.look))
@@ -236,7 +238,7 @@ class Accounts:
 
     def engine_ready(self, engine: EngineInfo) -> None:
         """An engine serves from now on."""
-        if engine.role == "decoder":
+        if engine.hosts:
             self._costs.add(engine.id, engine.capacity_tokens, time.monotonic())
             self.look(engine.id)
         self._events.add(

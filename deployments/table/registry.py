@@ -4,6 +4,7 @@ from urllib.parse import urlsplit
 
 from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
+from conserve.placement.load import EngineLoad
 from conserve.wire import SILENCE_S, Role
 from deployments.messages import EngineInfo
 
@@ -16,12 +17,14 @@ class Registry:
 
     Attributes:
         engines: those that live, by id.
+        loads: what those have told last of their work.
         last_beat_s: when anybody was heard of.
     """
 
     def __init__(self, table: ConversationTable, now_s: float) -> None:
         self._table = table
         self.engines: dict[str, EngineInfo] = {}
+        self.loads: dict[str, EngineLoad] = {}
         self.last_beat_s = now_s
         self._engine_beats_s: dict[str, float] = {}
         self._router_beats_s: dict[str, float] = {}
@@ -36,7 +39,7 @@ class Registry:
         forget: list[tuple[str, int]] = []
         if engine.role == "prefiller":
             self._table.add_prefiller(engine.id)
-        else:
+        if engine.hosts:
             sent = {held.id: held.incarnation for held in engine.holds}
             foreign = self._table.add_decoder(engine.id, engine.capacity_tokens, engine.holds)
             forget = [(conversation_id, sent[conversation_id]) for conversation_id in foreign]
@@ -65,9 +68,9 @@ class Registry:
         self._count_host_memory()
         self._engine_beats_s.pop(engine.id, None)
         self._ended.pop(engine.id, None)
-        if engine.role == "prefiller":
-            self._table.remove_prefiller(engine.id)
-            return []
+        self.loads.pop(engine.id, None)
+        # A prefiller that hosts is both.
+        self._table.remove_prefiller(engine.id)
         return self._table.remove_decoder(engine.id)
 
     def _count_host_memory(self) -> None:

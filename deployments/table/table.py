@@ -30,6 +30,7 @@ from conserve.events import EventLog, Kind
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.pausing import ToolReport, TooManyTools
+from conserve.placement.load import EngineLoad
 from conserve.recognition import Chain, Digest
 from conserve.settings import Settings
 from conserve.tenants.limits import Over
@@ -128,17 +129,23 @@ class TableService:
         self._admit()
         return forget
 
-    async def beat(self, engine_id: str, energy: EngineEnergy | None = None) -> Heard | None:
+    async def beat(
+        self, engine_id: str, energy: EngineEnergy | None = None, load: EngineLoad | None = None
+    ) -> Heard | None:
         """Note that an engine lives. Returns what it has to know, or None: register again.
 
         Args:
             energy: what its GPUs have used, where that is known.
+            load: of its work.
         """
         engine = self._registry.engine_beat(engine_id, time.monotonic())
         if engine is None:
             return None
         if energy is not None:
             self._accounts.charge(engine, energy)
+        if load is not None:
+            self._registry.loads[engine_id] = load
+            self._table.engine_says(engine_id, load, unix_s())
         ended = self._registry.take_ended(engine_id)
         return Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s)
 
@@ -174,19 +181,22 @@ class TableService:
         if not self._registry.has_routers and time.monotonic() - self._started_s > SILENCE_S:
             # Routers belong to a new deployment, with a table of its own: no turn comes here.
             return False
+        prefills = False
         if engine.role == "prefiller":
-            return self._table.prefillers[engine_id].queued_tokens > 0 and not overdue
+            prefills = self._table.prefillers[engine_id].queued_tokens > 0 and not overdue
+        if not engine.hosts:
+            return prefills
         if overdue or not self._table.accepting_decoders:
             # With no other decoder the application ends, as a rule. Or the others have died: then
             # turns that run are not cut, and the rest is prefilled again once there is another.
             unbound = self._table.evict(engine_id)
             if unbound:
                 logger.info(
-                    "decoder %s leaves: %d conversations will be prefilled again elsewhere",
-                    engine_id, len(unbound),
+                    "%s %s leaves: %d conversations will be prefilled again elsewhere",
+                    engine.role, engine_id, len(unbound),
                 )  # fmt: skip
             self._admit()
-        return self._table.decoders[engine_id].conversations > 0
+        return prefills or self._table.decoders[engine_id].conversations > 0
 
     async def left(self, engine_id: str) -> None:
         """Remove an engine that was leaving, and ends now."""
@@ -438,15 +448,15 @@ class TableService:
     async def health(self) -> dict[str, int]:
         """How many engines of each role are alive."""
         await self._not_ready()
-        return {
-            "prefillers": len(self._table.prefillers),
-            "decoders": len(self._table.decoders),
-        }
+        roles = [engine.role for engine in self._registry.engines.values()]
+        return {"prefillers": roles.count("prefiller"), "decoders": roles.count("decoder")}
 
     async def engines(self) -> list[dict[str, Any]]:
         """The engines alive, for `GET /v1/engines`."""
         await self._not_ready()
-        return [engine_view(engine, self._table) for engine in self._registry.engines.values()]
+        loads = self._registry.loads
+        engines = self._registry.engines.values()
+        return [engine_view(engine, self._table, loads.get(engine.id)) for engine in engines]
 
     async def conversation(self, conversation_id: str) -> dict[str, Any] | None:
         """One conversation, for `GET /v1/conversations/{id}`; the id is scoped to its tenant."""

@@ -12,6 +12,7 @@ from conserve.events import Event
 from conserve.histories.sharing import held_together
 from conserve.pausing import RunningTools
 from conserve.pausing.tools import Running
+from conserve.placement.load import EngineLoad
 from deployments.messages import EngineInfo
 from deployments.table.listening import own_view
 
@@ -119,13 +120,20 @@ def _turn_view(history: Conversation) -> dict[str, int] | None:
     }
 
 
-def engine_view(engine: EngineInfo, table: ConversationTable) -> dict[str, Any]:
-    """One engine and what it holds, as JSON."""
+def engine_view(
+    engine: EngineInfo, table: ConversationTable, load: EngineLoad | None
+) -> dict[str, Any]:
+    """One engine, what it holds and what it does, as JSON.
+
+    Args:
+        load: as it has told it last; None before its first beat.
+    """
     decoder = table.decoders.get(engine.id)
     prefiller = table.prefillers.get(engine.id)
     return {
         "id": engine.id,
         "role": engine.role,
+        "hosts": engine.hosts,
         "url": engine.url,
         "pid": engine.pid,
         "leaving": table.is_leaving(engine.id),
@@ -134,6 +142,17 @@ def engine_view(engine: EngineInfo, table: ConversationTable) -> dict[str, Any]:
         "held_tokens": decoder.held_tokens if decoder else None,
         "conversations": decoder.conversations if decoder else None,
         "queued_tokens": prefiller.queued_tokens if prefiller else None,
+        "load": None if load is None else _load_view(load),
         "tier": engine.tier,
         "gpus": list(engine.gpus),
+    }
+
+
+def _load_view(load: EngineLoad) -> dict[str, int | float | None]:
+    return {
+        "prefill_tokens": load.prefill_tokens,
+        "decodes": load.decodes,
+        # 0 stands for what is not known.
+        "step_s": round(load.step_s, 6) or None,
+        "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1) or None,
     }

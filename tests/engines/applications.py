@@ -75,6 +75,19 @@ PAUSING = Application(
     decoders=2,
 )
 
+# A prefiller that hosts conversations as the decoder does; each is full soon.
+ELASTIC = Application(
+    "elastic",
+    (
+        *_COMMON,
+        "placement=elastic",
+        "decoders=1",
+        "engine.max_model_len=4096",
+        "engine.num_gpu_blocks_override=48",
+    ),
+    lone_engine=True,
+)
+
 # Several of what the others have one of; turn 1 is prefilled remotely from 200 tokens.
 WIDE = Application(
     "wide",
@@ -187,4 +200,6 @@ VISION = Application(
 )
 
 # In the order in which they are started.
-APPLICATIONS = (MAIN, TOOLS, CLIENTS, SMALL, PAUSING, WIDE, SCALING, BURSTS, VISION, COMPATIBLE)
+APPLICATIONS = (
+    *(MAIN, TOOLS, CLIENTS, SMALL, PAUSING, ELASTIC, WIDE, SCALING, BURSTS, VISION, COMPATIBLE),
+)

@@ -1,8 +1,10 @@
 """Both roles' numbers, from what a table observes."""
 
+import pytest
+
 from autoscale.autoscaler import Autoscaler
 from autoscale.scaling import Limits
-from conserve.placement import Decoder
+from conserve.placement import Decoder, Prefiller
 
 
 def decoders(*held_tokens: int) -> list[Decoder]:
@@ -37,3 +39,23 @@ def test_what_a_predecessor_wanted_holds_for_the_cool_down() -> None:
         seen.append(autoscaler.replicas("decoder"))
     assert seen == [3] * 20 + [1] * 10
     assert autoscaler.replicas("prefiller") == 1
+
+
+def test_prefillers_that_host_have_their_part_of_the_need() -> None:
+    """Two decoders and a prefiller, all as full: two more decoders would be one too many."""
+    autoscaler = Autoscaler({"decoder": Limits(1, 8)}, {"decoder": 2, "prefiller": 1}, None, 30)
+    hosts = decoders(9_000, 9_000, 9_000)
+    autoscaler.decide(hosts, [Prefiller("d2")], 0, 1)
+    need = autoscaler.wanted["decoder"].need
+    assert need is not None
+    assert need.replicas == pytest.approx(1.8)
+    assert autoscaler.replicas("decoder") == 3
+    # A prompt that fits nowhere makes one more wanted, as many as hosts there are.
+    autoscaler = Autoscaler({"decoder": Limits(1, 8)}, {"decoder": 2, "prefiller": 1}, None, 30)
+    autoscaler.decide(decoders(1_000, 1_000, 1_000), [Prefiller("d2")], 9_500, 1)
+    assert autoscaler.replicas("decoder") == 3
+    # Where prefillers alone are left, decoders are wanted for all of it.
+    autoscaler.decide(decoders(9_000), [Prefiller("d0")], 0, 2)
+    need = autoscaler.wanted["decoder"].need
+    assert need is not None
+    assert need.replicas == pytest.approx(0.9)

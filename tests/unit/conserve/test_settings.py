@@ -232,6 +232,8 @@ def test_settings_that_another_placement_would_ignore_are_refused(
 def test_a_placement_brings_its_policy_and_its_engines() -> None:
     assert load(None).policy() == ConversationPlacement()
     assert load({"min_remote_prefill_tokens": 9}).policy() == ConversationPlacement(9)
+    assert load({"placement": "elastic"}).prefillers_host
+    assert not load(None).prefillers_host
     pausing = load({"pausing_mark": "0.9", "queue_timeout_s": 20}).pausing_policy()
     assert pausing is not None
     assert (pausing.mark, pausing.patience_s) == (0.9, 50 / 3)
@@ -243,6 +245,7 @@ def test_turns_park_where_conversations_are_paused() -> None:
     assert not load({"parking": False}).parks
     assert not load({"pausing": False}).parks
     assert not load({"pausing": False, "parking": False}).parks
+    assert not load({"placement": "elastic", "pausing": False}).parks
     assert not load({"placement": "collocated"}).parks
     collocated = load({"placement": "collocated", "decoders": 3})
     assert collocated.policy() == CollocatedPlacement()
@@ -261,6 +264,7 @@ def test_turns_park_where_conversations_are_paused() -> None:
     [
         ({"profile": None}, "prefillers scale by the profiled curve; set profile"),
         ({"placement": "full_disaggregation"}, "only with placement conversation"),
+        ({"placement": "elastic"}, "only with placement conversation"),
         ({"decoders": {"replicas": 3, "max_replicas": 2}}, "decoders.max_replicas: 2 is fewer"),
         ({"autoscaling": {"down_at": 0.7}}, "give down_at below target"),
     ],

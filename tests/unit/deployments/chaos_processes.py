@@ -22,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, PARK, Role
+from deployments.engine.load import LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.messages import EngineInfo, Prefilled
 from deployments.router.endpoint import TurnEndpoint
@@ -205,7 +206,9 @@ class Engine(Process):
         self._known: list[list[int]] = []
         self._table = Caller(self.cluster, self)
         self._client = SimpleNamespace(generate=self._generate, tokenizer=None)
-        observe_engine(self._client)
+        self._requests: dict[str, Any] = {}
+        self._load = LoadMeter(self._requests)
+        observe_engine(self._client, self._load)
         self._observer = TurnObserver(self._app, self.name, self.holdings, self._table)
         self._exchanges: set[Exchange] = set()
         self.cluster.engines[self.name] = self
@@ -222,6 +225,7 @@ class Engine(Process):
             self.name, self.role, f"http://{self.name}", 1, self.capacity_tokens, _MOST_TOKENS,
             self.holdings.all(), host_tokens=_HOST_TOKENS if self.cluster.settings.parks else 0,
             parked=self.holdings.parked(),
+            also_hosts=self.role == "prefiller" and self.cluster.settings.prefillers_host,
         )  # fmt: skip
         for conversation_id, incarnation in await self._table.call("register", info):
             self.holdings.drop(conversation_id, incarnation)
@@ -234,7 +238,7 @@ class Engine(Process):
             if self.core_dead or self.silent:
                 continue
             with contextlib.suppress(TableUnavailable):
-                heard = await self._table.call("beat", self.name, None)
+                heard = await self._table.call("beat", self.name, None, self._load.load(0.0))
                 if heard is None:
                     await self._register()
                     continue
@@ -280,13 +284,17 @@ class Engine(Process):
         prompt = tokens_of(body["messages"])
         kind = RequestOutputKind.DELTA if body["stream"] else RequestOutputKind.FINAL_ONLY
         sampling = SamplingParams(temperature=0, max_tokens=body["max_tokens"], output_kind=kind)
-        outputs = self._client.generate({"prompt_token_ids": prompt}, sampling, "r")
+        id_ = f"r{id(sampling)}"
+        request = SimpleNamespace(external_req_id=id_, prompt_len=len(prompt), is_prefilling=True)
+        self._requests[id_] = request
+        outputs = self._client.generate({"prompt_token_ids": prompt}, sampling, id_)
         media = b"text/event-stream" if body["stream"] else b"application/json"
         headers = [(b"content-type", media)]
         answer: list[int] = []
         began = False
         try:
             async for output in outputs:
+                request.is_prefilling = False
                 answer += output.outputs[0].token_ids
                 if not body["stream"]:
                     continue
@@ -305,6 +313,8 @@ class Engine(Process):
                 await send({"type": "http.response.body", "body": whole})
                 return
             await _send_event(send, error)
+        finally:
+            del self._requests[id_]
         if body["stream"]:
             done = {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}
             await send(done)

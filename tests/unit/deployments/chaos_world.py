@@ -16,6 +16,7 @@ from vllm.v1.engine import detokenizer
 from conserve.clock import unix_s
 from conserve.histories.points import Points
 from conserve.histories.sharing import held_together
+from conserve.placement import PolicyName
 from conserve.settings import Settings
 from tests.chaos.plan import Plan, PlannedConversation, PlannedKill, PlannedTurn
 from tests.unit.deployments.chaos_processes import (
@@ -48,16 +49,21 @@ class Broken(Exception):
 class World:
     """Everybody who has a part in it.
 
+    Args:
+        placement: the policy; under one of them the prefiller hosts conversations, too.
+
     Attributes:
         retries: how often turns were sent again, by cause.
         killed: how many died, by what they were.
         restores: how many came back from a pause, by where from.
+        on_prefillers: conversations that prefillers have answered.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, placement: PolicyName) -> None:
         self.plan = plan
         draw = random.Random(f"{plan.seed} settings")
         chosen: dict[str, Any] = {
+            "placement": placement,
             "decoders": {"replicas": 2},
             "queue_limit": draw.choice([1, 4, 64]),
             "queue_timeout_s": draw.choice([5, 60]),
@@ -72,6 +78,7 @@ class World:
         self.retries: Counter[str] = Counter()
         self.killed: Counter[str] = Counter()
         self.restores: Counter[str] = Counter()
+        self.on_prefillers: set[str] = set()
         self.turns = 0
         self._made = 0
         self._began_s = asyncio.get_running_loop().time()
@@ -95,14 +102,21 @@ class World:
 
     def _prefiller(self) -> None:
         self._made += 1
-        Engine(cluster=self.cluster, name=f"prefiller#{self._made}", role="prefiller")
+        Engine(
+            cluster=self.cluster,
+            name=f"prefiller#{self._made}",
+            role="prefiller",
+            capacity_tokens=self._capacity_tokens,
+        )
 
     def _decoder(self) -> None:
         self._made += 1
         name = f"decoder#{self._made}"
-        Engine(
-            cluster=self.cluster, name=name, capacity_tokens=int(self.plan.size * _CAPACITY_TOKENS)
-        )
+        Engine(cluster=self.cluster, name=name, capacity_tokens=self._capacity_tokens)
+
+    @property
+    def _capacity_tokens(self) -> int:
+        return int(self.plan.size * _CAPACITY_TOKENS)
 
     def _start_router(self) -> None:
         self._made += 1
@@ -111,6 +125,12 @@ class World:
     def engines(self, role: str) -> list[Engine]:
         """Those that live, in order."""
         return [one for one in self.cluster.engines.values() if one.role == role]
+
+    def hosts(self) -> list[Engine]:
+        """Those that conversations are bound to."""
+        if self.cluster.settings.prefillers_host:
+            return list(self.cluster.engines.values())
+        return self.engines("decoder")
 
     async def _kill(self, kill: PlannedKill) -> None:
         decoders = self.engines("decoder")
@@ -161,7 +181,7 @@ class World:
         draw = random.Random(f"{self.plan.seed} silences")
         while self.plan.kill_every_s and self._now_s < self.plan.duration_s:
             await asyncio.sleep(draw.uniform(0, 2) * self.plan.duration_s)
-            decoder = draw.choice(self.engines("decoder") or [None])
+            decoder = draw.choice(self.hosts() or [None])
             if decoder is not None:
                 self.killed["silence"] += 1
                 decoder.silent = True
@@ -263,7 +283,7 @@ class World:
         # The rest is idle for as long as it may be meanwhile.
         young = {
             one.id
-            for decoder in self.engines("decoder")
+            for decoder in self.hosts()
             for one in decoder.holdings.all()
             if unix_s() - one.last_used_s < _IDLE_S - 15
         }
@@ -282,7 +302,7 @@ class World:
         await asyncio.sleep(3)
         assert self._require_agreement() == {}
         assert self.cluster.failures == []
-        for decoder in self.engines("decoder"):
+        for decoder in self.hosts():
             assert decoder.holdings.all() == []
             assert decoder.holdings._stored_tokens == {}
 
@@ -297,8 +317,8 @@ class World:
         assert [one.id for one in live if one.running] == []
         assert table.reasoning == 0
         assert all(one.queued_tokens == 0 for one in table.prefillers.values())
-        assert set(table.decoders) == {one.name for one in self.engines("decoder")}
-        for decoder in self.engines("decoder"):
+        assert set(table.decoders) == {one.name for one in self.hosts()}
+        for decoder in self.hosts():
             bound = [one for one in live if one.decoder_id == decoder.name]
             mine = {one.id: one.held_tokens for one in bound}
             # With its next beat it is told of those that have just ended.
@@ -336,6 +356,7 @@ class Asked:
 
     def __init__(self, world: World, raw: bytes, name: str | None, *, half: bool = False) -> None:
         self.gone = asyncio.Event()
+        self._world = world
         self._continues = world.cluster.settings.continue_streams
         self._parts: list[bytes] = []
         self._status = 0
@@ -393,6 +414,8 @@ class Asked:
             assert self._status in (408, 429, 503) or final, error
             raise Broken(f"{self._status} {error['code']}")
         name = self._headers[b"x-conversation-id"].decode()
+        if self._headers[b"x-conserve-decoder"].startswith(b"prefiller"):
+            self._world.on_prefillers.add(name)
         if not self._headers[b"content-type"].startswith(b"text/event-stream"):
             return json.loads(whole)["choices"][0]["message"]["content"], name
         events = [line[6:] for line in whole.split(b"\n\n") if line]
@@ -430,10 +453,10 @@ class Errors(logging.Handler):
         self.seen.append(self.format(record))
 
 
-async def play(plan: Plan) -> World:
+async def play(plan: Plan, placement: PolicyName) -> World:
     """Play a plan; fails if something does not hold."""
     with _stand_ins():
-        world = World(plan)
+        world = World(plan, placement)
         try:
             await world.start()
             await world.play()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from conserve.placement import PolicyName
 from tests.chaos.plan import Plan
 from tests.unit.deployments.chaos_world import Errors, play
 from tests.unit.deployments.table.virtual_time import run
@@ -31,18 +32,24 @@ def errors() -> Iterator[Errors]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("pace", [1.0, 0.1])
-def test_every_conversation_ends_and_all_accounts_agree(errors: Errors, pace: float) -> None:
+@pytest.mark.parametrize(
+    ("placement", "pace"), [("conversation", 1.0), ("conversation", 0.1), ("elastic", 0.3)]
+)
+def test_every_conversation_ends_and_all_accounts_agree(
+    errors: Errors, placement: PolicyName, pace: float
+) -> None:
     retries: Counter[str] = Counter()
     killed: Counter[str] = Counter()
     restores: Counter[str] = Counter()
+    on_prefillers: set[str] = set()
     turns = 0
     for seed in range(SEEDS):
         plan = Plan(seed, 5, 40.0, 8.0, VICTIMS, pace, SIZE)
 
         async def scenario(plan: Plan = plan) -> None:
             nonlocal turns
-            world = await play(plan)
+            world = await play(plan, placement)
+            on_prefillers.update(world.on_prefillers)
             retries.update(world.retries)
             killed.update(world.killed)
             restores.update(world.restores)
@@ -59,3 +66,4 @@ def test_every_conversation_ends_and_all_accounts_agree(errors: Errors, pace: fl
     causes = {"cut", "router gone", "no router", "cancel", "reconnect", "vanish", "503 unavailable"}
     assert causes < set(retries)
     assert restores["reloaded"], restores
+    assert bool(on_prefillers) == (placement == "elastic")

@@ -118,7 +118,7 @@ def test_a_prefill_computes_the_prompt_and_nothing_of_what_the_turn_wants() -> N
     ((params, options),) = engine.ran
     assert (params.n, params.max_tokens, params.temperature) == (1, 1, 0)
     assert params.structured_outputs is params.logprobs is None
-    assert params.extra_args == {"kv_transfer_params": wire.transfer_params()}
+    assert params.extra_args == {"kv_transfer_params": wire.transfer_params(park=True)}
     assert options == {"priority": 1}
     # What the engine is sent, its core has to be sent too.
     assert engine.skipped == [False]

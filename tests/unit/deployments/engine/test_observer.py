@@ -18,6 +18,7 @@ from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TURN_PATHS, fo
 from conserve.embedded import model_path
 from conserve.holdings import Holdings
 from conserve.wire import Emitted
+from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 
 PROMPT = [5, 6, 7]
@@ -51,7 +52,10 @@ class Decoder:
         self.client = SimpleNamespace(
             generate=self._generate, tokenizer=get_tokenizer(str(model_path()))
         )
-        observe_engine(self.client)
+        # What is expected of the prompt at each output, by the engine's meter of its load.
+        self.expected: list[dict[str, int]] = []
+        self.meter = LoadMeter({})
+        observe_engine(self.client, self.meter)
         self.failure: Exception | None = None
         self.observer = TurnObserver(self._app, "d", Holdings(), self.table)  # type: ignore[arg-type]
 
@@ -62,6 +66,7 @@ class Decoder:
         for number in range(self._tokens + 1):
             reason = self._reason if number == self._tokens else None
             ids = [] if reason else [40 + number]
+            self.expected.append(dict(self.meter._expected))
             choice = CompletionOutput(0, "x", ids, None, None, finish_reason=reason)
             given = prompt["prompt_token_ids"]
             yield RequestOutput(
@@ -170,6 +175,14 @@ def test_an_engine_is_told_what_lmcache_may_have_and_is_to_have() -> None:
         assert params.get(wire.PARK, False) == parks
 
 
+def test_of_a_turns_prompt_caches_should_have_what_is_held_here_or_was_prefilled() -> None:
+    decoder = Decoder("length", tokens=2)
+    for prefill_cached, expected in [(None, 0), (None, len(PROMPT) + 2), (0, ALL_TOKENS)]:
+        decoder.turn(prefill_cached=prefill_cached)
+        assert decoder.expected[-3:] == [{"r": expected}] * 3
+        assert decoder.meter._expected == {}
+
+
 @pytest.mark.parametrize(
     ("found", "by_prefiller", "told"),
     [(2, None, 2), (2, 0, 0), (3, 1, 1), (1, 3, 1), (None, 0, None)],
@@ -215,7 +228,7 @@ def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> No
         yield RequestOutput("r", None, PROMPT, None, [], finished=True)
 
     client = SimpleNamespace(generate=generate)
-    observe_engine(client)
+    observe_engine(client, LoadMeter({}))
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         params = SamplingParams(output_kind=RequestOutputKind.DELTA)
@@ -290,7 +303,7 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
         yield RequestOutput("r", None, PROMPT, None, [], finished=finished, metrics=times)  # type: ignore[arg-type]
 
     client = SimpleNamespace(generate=generate)
-    observe_engine(client)
+    observe_engine(client, LoadMeter({}))
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         async for _ in client.generate({"prompt_token_ids": PROMPT}, SamplingParams(), "r"):

@@ -31,7 +31,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=0;"
 def engine(role: str, url: str) -> Json:
     """As `/v1/engines` lists it."""
     load = {"leaving": False, "queued_tokens": 0, "conversations": 0}
-    return {"id": url, "role": role, "url": url, **load}
+    return {"id": url, "role": role, "hosts": role == "decoder", "url": url, **load}
 
 
 class Table:

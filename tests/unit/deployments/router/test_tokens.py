@@ -23,6 +23,7 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 def engine(id_: str, role: str = "decoder", **more: Any) -> dict[str, Any]:
     quiet = {"leaving": False, "queued_tokens": None, "conversations": None}
+    quiet["hosts"] = role == "decoder"
     return {"id": id_, "role": role, "url": f"http://{id_}", **quiet, **more}
 
 

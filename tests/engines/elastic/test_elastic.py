@@ -1,0 +1,205 @@
+"""Under `placement: elastic` a prefiller hosts conversations, too, and engines say their load."""
+
+import asyncio
+import random
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engines.applications import ELASTIC
+from tests.engines.client import Agent, engines, lone_answer, prose
+from tests.engines.metrics import exposed, metric
+from tests.engines.processes import kill, processes
+from tests.engines.stage import Stage
+from tests.engines.waiting import eventually
+
+pytestmark = [pytest.mark.anyio, pytest.mark.application(ELASTIC)]
+
+OUTPUT_TOKENS = 16
+# With prompts of so many words: more than one engine has room for, and no more than both have.
+_MOST_AGENTS = 20
+_WORDS = 400
+
+
+def engine(role: str) -> dict[str, Any]:
+    (found,) = engines(role)
+    return found
+
+
+async def on_both(
+    client: httpx.AsyncClient, rng: random.Random, name: str
+) -> tuple[list[Agent], list[Agent]]:
+    """Begin conversations, some at a time, until both engines have two: the prefiller's, the rest.
+
+    The decoder alone has no room for as many as are begun at most.
+    """
+    prefiller = engine("prefiller")["id"]
+    agents: list[Agent] = []
+    while len(agents) < _MOST_AGENTS:
+        more = [Agent(client, f"{name}-{len(agents) + n}") for n in range(4)]
+        await asyncio.gather(*(one.say(prose(rng, _WORDS), tokens=OUTPUT_TOKENS) for one in more))
+        agents += more
+        hosted = [one for one in agents if one.replies[0].decoder == prefiller]
+        others = [one for one in agents if one not in hosted]
+        if min(len(hosted), len(others)) >= 2:
+            return hosted, others
+    raise AssertionError(f"of {len(agents)} conversations the prefiller hosts {len(hosted)}")
+
+
+async def answered_alike(client: httpx.AsyncClient, agents: list[Agent], turn: int) -> None:
+    """The answers are those of an engine that knows nothing of ConServe."""
+    for agent in agents:
+        asked, answer = agent.messages[: 2 * turn + 1], agent.messages[2 * turn + 1]
+        assert await lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"], agent.id
+
+
+async def test_both_engines_host(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    stage.wait_for_lone()
+    hosted, others = await on_both(client, rng, "hosted")
+    agents = [*hosted, *others]
+    both = engines()
+    assert [one["hosts"] for one in both] == [True, True]
+    assert sum(one["conversations"] for one in both) == len(agents)
+    assert engine("prefiller")["conversations"] == len(hosted)
+    assert engine("prefiller")["held_tokens"] > 0
+    health = (await client.get(application + "/health")).json()
+    assert (health["prefillers"], health["decoders"]) == (1, 1)
+    await asyncio.gather(*(one.say("go on", tokens=OUTPUT_TOKENS) for one in agents))
+    for one in agents:
+        # Each where its history is, and from there.
+        assert one.replies[1].decoder == one.replies[0].decoder
+        assert one.stats[1]["decoder_cached_tokens"] >= one.stats[0]["prompt_tokens"] // 128 * 128
+    for turn in range(2):
+        await answered_alike(client, hosted[:2] + others[:2], turn)
+    # It keeps responses, too.
+    guest = hosted[0]
+    asked = {
+        "model": "conserve-embedded",
+        "input": [*guest.messages, {"role": "user", "content": "in other words"}],
+        "max_output_tokens": 4,
+    }
+    headers = {"X-Conversation-Id": str(guest.id)}
+    kept = await client.post(application + "/v1/responses", json=asked, headers=headers)
+    assert kept.headers["x-conserve-decoder"] == engine("prefiller")["id"]
+    found = await client.get(f"{application}/v1/responses/{kept.json()['id']}")
+    assert found.status_code == 200, found.text
+
+
+async def test_a_prompt_is_prefilled_for_a_busy_decoder_and_loads_are_told(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Its KV moves though the prefiller stores no prompt of its own conversations."""
+    stage.wait_for_lone()
+    await eventually(
+        "nothing is left to do",
+        lambda: all(
+            (one["load"]["prefill_tokens"], one["load"]["decodes"]) == (0, 0) for one in engines()
+        ),
+        10,
+    )
+    prefiller, decoder = engine("prefiller")["id"], engine("decoder")["id"]
+    talkers = [Agent(client, f"talks-{n}") for n in range(3)]
+    began = [asyncio.Event() for _ in talkers]
+    for talker in talkers:
+        talker.messages.append({"role": "user", "content": prose(rng, 40)})
+    telling = [
+        asyncio.ensure_future(talker.ask(tokens=1500, stream=True, began=event))
+        for talker, event in zip(talkers, began, strict=True)
+    ]
+    for event in began:
+        await asyncio.wait_for(event.wait(), 60)
+    await eventually(
+        "decodes are counted",
+        lambda: sum(one["load"]["decodes"] for one in engines()) == len(talkers),
+        10,
+    )
+    busy = max(engines(), key=lambda one: one["load"]["decodes"])
+    await eventually(
+        "an iteration is timed",
+        lambda: next(e for e in engines() if e["id"] == busy["id"])["load"]["step_s"] is not None,
+        10,
+    )
+    prefills = metric("conserve_cold_prefills_total")
+    moved = []
+    for number in range(6):
+        agent = Agent(client, f"cold-{number}")
+        await agent.say(prose(rng, 900), tokens=OUTPUT_TOKENS)
+        if agent.stats[0]["lmcache_tokens"]:
+            moved.append(agent)
+            break
+    assert not all(one.done() for one in telling), "the streams were over too soon"
+    (agent,) = moved
+    assert agent.replies[0].decoder == decoder
+    assert agent.stats[0]["lmcache_tokens"] == agent.stats[0]["prompt_tokens"] // 128 * 128
+    assert metric("conserve_cold_prefills_total") == prefills + 1
+    await eventually(
+        "prefills are timed",
+        lambda: (engine("prefiller")["load"]["prefill_tokens_per_s"] or 0) > 0,
+        10,
+    )
+    assert metric("conserve_engine_prefill_tokens_per_second", engine=prefiller) > 0
+    for told in await asyncio.gather(*telling):
+        assert told.status == 200
+    await eventually(
+        "nothing is left to do",
+        lambda: metric("conserve_engine_decodes", exposed(application)) == 0,
+        10,
+    )
+    await answered_alike(client, [agent], 0)
+    await agent.say("go on", tokens=OUTPUT_TOKENS)
+    assert agent.replies[1].decoder == decoder
+    await answered_alike(client, [agent], 1)
+
+
+async def test_a_new_table_learns_what_the_prefiller_holds(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    hosted, others = await on_both(client, rng, "kept")
+    moves = metric("conserve_moves_total")
+    (table,) = processes("ray::TableService")
+    kill(table.pid)
+    agents = [*hosted, *others]
+    await asyncio.gather(*(one.say("go on", tokens=OUTPUT_TOKENS) for one in agents))
+    for one in agents:
+        assert one.replies[1].decoder == one.replies[0].decoder
+        assert one.stats[1]["decoder_cached_tokens"] > 300
+    assert engine("prefiller")["conversations"] == len(hosted)
+    # Counters begin anew with a table.
+    assert metric("conserve_moves_total") in (0, moves)
+    listed = (await client.get(application + "/v1/conversations?limit=100")).json()["data"]
+    assert {one["id"] for one in listed} == {one.id for one in agents}
+
+
+async def test_what_a_lost_prefiller_hosted_goes_on_elsewhere(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    stage.wait_for_lone()
+    hosted, others = await on_both(client, rng, "lost")
+    prefiller, decoder = engine("prefiller"), engine("decoder")
+    for one in others[2:]:
+        # There has to be room elsewhere.
+        await client.delete(f"{application}/v1/conversations/{one.id}")
+    moves = metric("conserve_moves_total")
+    began = asyncio.Event()
+    story, quiet = hosted[0], hosted[1]
+    story.messages.append({"role": "user", "content": "a long story, please"})
+    telling = asyncio.ensure_future(story.ask(tokens=300, stream=True, began=began))
+    await asyncio.wait_for(began.wait(), 60)
+    await asyncio.sleep(0.3)
+    kill(prefiller["pid"])
+    told = await telling
+    assert told.status == 200
+    assert told.content == await lone_answer(client, story.messages, 300)
+    await quiet.say("go on", tokens=OUTPUT_TOKENS)
+    for one in others[:2]:
+        await one.say("go on", tokens=OUTPUT_TOKENS)
+        assert one.replies[1].decoder == decoder["id"]
+    assert quiet.replies[1].decoder != prefiller["id"]
+    await answered_alike(client, [quiet, *others[:2]], 1)
+    assert metric("conserve_moves_total") == moves + 2
+    assert metric("conserve_engines_lost_total", role="prefiller") == 1
+    await asyncio.to_thread(stage.wait_until_whole)
+    assert engine("prefiller")["id"] != prefiller["id"]
