@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
@@ -21,6 +20,7 @@ from rich.progress import Progress as ProgressBar
 from benchmarks.client import Endpoint, EndpointError
 from benchmarks.compare import compare as ratios_to_first
 from benchmarks.compare import labels, show_comparisons, write_comparisons
+from benchmarks.console import new_console
 from benchmarks.driver import DriveOptions, Progress
 from benchmarks.measure import Measurement, MeasurementSettings, OnProgress, Stopped, measure
 from benchmarks.report import (
@@ -52,7 +52,7 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = new_console()
 
 _NAME = re.compile(r"[\w.+-]+")
 _STOPPED = 130

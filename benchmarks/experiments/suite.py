@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.client import Endpoint, EndpointError, with_model
+from benchmarks.console import new_console
 from benchmarks.driver import DriveOptions, unloaded
 from benchmarks.metrics import Result
 from benchmarks.peers import PEERS, Options, Peer, PeerUnavailable, start
@@ -51,7 +51,7 @@ SYSTEMS = (
 _WARM_UP_CONVERSATIONS = 2
 _WARM_UP_SEED_SHIFT = 500_009
 
-console = Console()
+console = new_console()
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 import httpx
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.console import new_console
 from benchmarks.peers.chunks import iterations
 from benchmarks.peers.collocated import largest_chunk
 from benchmarks.peers.options import DEFAULT_WRONG_DECISION_RATE, Options
@@ -27,7 +27,7 @@ peers = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = new_console()
 
 
 @peers.command("list")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.compare import compare, labels, show_comparisons, write_comparisons
+from benchmarks.console import new_console
 from benchmarks.report import Report, show_run, show_side_by_side, write_report
 from benchmarks.selection import Selection
 from benchmarks.simulate.run import EngineCounts, simulate_selection
@@ -36,7 +36,7 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = new_console()
 
 # With more conversations than this, latencies are kept as bare numbers of 8 bytes. To keep the
 # conversation of each would take most of the memory, for every system and rate. Only ratios need

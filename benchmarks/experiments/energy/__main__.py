@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.console import new_console
 from benchmarks.experiments.energy.model import Machine, ModelledRun, Speed, Step
 from benchmarks.experiments.energy.rig import Accounted, Draw, Rig, Tier
 from benchmarks.records import Script
@@ -185,7 +186,7 @@ def main() -> None:
             selection, kind="recorded", data=options.data, max_context_tokens=32_768, max_gap_s=60.0
         )
     draw = Draw(idle_w=options.idle_w, decode_w=options.decode_w)
-    console = Console()
+    console = new_console()
     with tempfile.TemporaryDirectory() as folder, Progress(console=console) as progress:
         rig = Rig(Path(folder))
         runs = [run(setup, selection, draw, rig, progress) for setup in SETUPS]

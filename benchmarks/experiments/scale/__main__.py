@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.console import new_console
 from benchmarks.experiments import scale
 from benchmarks.experiments.scale.claims import claims
 from benchmarks.experiments.scale.measure import Figures, Run, measure
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-    console = Console(width=118)
+    console = new_console(least_width=118)
     scenes = [one for one in CLOSED if one.shape is not None or options.data is not None]
     cases = [
         (scene, load, _CLOSED_ENGINES) for scene in scenes for load in options.programs if load
