@@ -85,14 +85,23 @@ def _draw_against_rate(reports: Sequence[Report], folder: Path) -> list[Path]:
 
 
 def draw_ratios(comparisons: Sequence[Comparison], folder: Path, ending: str = "") -> list[Path]:
-    """Draw the ratios of p95 latencies to the baseline's, with their intervals.
+    """Draw what `of_ratios` does.
 
     Args:
-        comparisons: all against the same baseline.
         ending: of the files' names.
 
     Returns:
         The files written: none where there is nothing to compare.
+    """
+    figure = of_ratios(comparisons)
+    return [] if figure is None else save(figure, folder, f"ratios{ending}")
+
+
+def of_ratios(comparisons: Sequence[Comparison]) -> Figure | None:
+    """Draw each run's p95 latencies over its baseline's, with their intervals.
+
+    Returns:
+        None where there is nothing to compare.
     """
     found = {
         (one.label, ratio.metric): ratio
@@ -102,14 +111,12 @@ def draw_ratios(comparisons: Sequence[Comparison], folder: Path, ending: str = "
     }
     metrics = [metric for metric in _COMPARED if any(key[1] == metric for key in found)]
     if not metrics:
-        return []
+        return None
     labels = [one.label for one in comparisons]
-    figure = Figure(
-        figsize=(1.6 + 2.6 * len(metrics), 1.4 + 0.4 * len(labels)), layout="constrained"
-    )
-    for axes, metric in zip(
-        figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True
-    ):
+    size = (1.6 + 2.6 * len(metrics), 1.4 + 0.4 * len(labels))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for axes, metric in zip(panels, metrics, strict=True):
         axes.axvline(1.0, color="#555555", linewidth=1.0)
         for index, label in enumerate(labels):
             if (ratio := found.get((label, metric))) is not None:
@@ -119,9 +126,11 @@ def draw_ratios(comparisons: Sequence[Comparison], folder: Path, ending: str = "
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.set_title(LABELS[metric])
         quiet(axes)
+    baselines = {one.baseline for one in comparisons}
+    whose = min(baselines) if len(baselines) == 1 else "its baseline"
     kinds = " and ".join(sorted({ratio.kind for ratio in found.values()}))
-    figure.suptitle(f"p95 over {comparisons[0].baseline}'s, {kinds}: ratio and 95 % interval")
-    return save(figure, folder, f"ratios{ending}")
+    figure.suptitle(f"p95 over {whose}'s, {kinds}: ratio and 95 % interval")
+    return figure
 
 
 Lines = dict[str, list[tuple[float, float]]]
