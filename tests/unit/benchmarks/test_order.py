@@ -1,11 +1,16 @@
 """In which order systems take turns, and what reports say of it."""
 
+import doctest
 from collections import Counter
 from itertools import pairwise
+from types import ModuleType
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import order
+from benchmarks.experiments.suite import memory
 from benchmarks.order import Alternation, orders, told
 
 
@@ -48,3 +53,10 @@ def test_reports_say_the_order() -> None:
     assert found.count == 2
     assert told(found.describe()) == "Alternated starts: 2, seed 7, in this order: b a, a b."
     assert told(None) is None
+
+
+@pytest.mark.parametrize("module", [order, memory])
+def test_the_documented_examples(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted >= 1
+    assert result.failed == 0
