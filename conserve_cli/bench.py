@@ -20,7 +20,6 @@ from rich.progress import Progress as ProgressBar
 from benchmarks.client import Endpoint, EndpointError
 from benchmarks.compare import Comparison, labels, show_comparisons, write_comparisons
 from benchmarks.compare import compare as ratios_to_first
-from benchmarks.console import new_console
 from benchmarks.driver import DriveOptions, Progress
 from benchmarks.measure import Measurement, MeasurementSettings, OnProgress, Stopped, measure
 from benchmarks.report import (
@@ -35,6 +34,7 @@ from benchmarks.report import (
 from benchmarks.selection import DEFAULT_VOCABULARY, Selection
 from benchmarks.storage import RecordWriter, write_parquet
 from benchmarks.workloads import WorkloadError
+from conserve.console import new_console
 from conserve_cli.workload_options import (
     ArrivalPattern,
     MaxContextTokens,

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.console import new_console
+from conserve.console import new_console
 from conserve.tenants import KeyFile, KeyFileError, Limits, Tenant, keyfile
 
 cli = typer.Typer(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from benchmarks.console import new_console
+from conserve.console import new_console
 from conserve.launch import Launch, LaunchError, require_free
 from conserve.settings import Settings
 

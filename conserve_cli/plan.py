@@ -13,10 +13,10 @@ from rich.table import Table
 from autoscale.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
 from autoscale.capacity.plan import Plan, PlanError, Provision, RoleProfiles, make_plan
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
-from benchmarks.console import new_console
 from benchmarks.selection import Selection
 from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
 from benchmarks.workloads.arrivals import Arrivals
+from conserve.console import new_console
 from conserve_cli.workload_options import (
     KnownWorkload,
     MaxGap,

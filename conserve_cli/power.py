@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.console import new_console
+from conserve.console import new_console
 from hetero.nvml import Nvml, NvmlError
 from hetero.power import (
     Cap,

@@ -2,7 +2,7 @@
 
 import typer
 
-from benchmarks.console import new_console
+from conserve.console import new_console
 from conserve_cli.launching import LogFile, launched
 from conserve_cli.setting_arguments import SettingArguments, settings_from
 

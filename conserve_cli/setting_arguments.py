@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from benchmarks.console import new_console
+from conserve.console import new_console
 from conserve.settings import Settings, SettingsError, load
 
 console = new_console()

@@ -22,8 +22,8 @@ import ray
 import uvicorn
 from rich.progress import Progress
 
-from benchmarks.console import new_console
 from benchmarks.experiments.overhead import WarmTurns, measure, paired_ratio, report
+from conserve.console import new_console
 from conserve.launch import Launch
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile

@@ -33,10 +33,10 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from benchmarks.console import new_console
 from benchmarks.experiments.overhead import MODEL, percentile
 from benchmarks.peers import Options, PeerUnavailable, start
 from benchmarks.peers.plan import CONVERSATION_HEADER
+from conserve.console import new_console
 from conserve.launch import Launch
 
 PORT = 8000

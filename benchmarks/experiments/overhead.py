@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.console import new_console
 from benchmarks.peers.ray_llm import serving_command
+from conserve.console import new_console
 from conserve.engines import engine_environment, model_source, server_command
 from conserve.launch import Launch, LaunchError
 from conserve.settings import EMBEDDED_MODEL

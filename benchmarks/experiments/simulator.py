@@ -23,10 +23,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from autoscale.capacity.profile import load_profile
-from benchmarks.console import new_console
 from benchmarks.metrics import Tally
 from benchmarks.simulate.run import EngineCounts, make_system, serve
 from benchmarks.workloads import PRESETS, Arrivals, synthetic
+from conserve.console import new_console
 
 TARGET_TURNS = 1_000_000
 TARGET_S = 120.0

@@ -14,7 +14,7 @@ import time
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.console import new_console
+from conserve.console import new_console
 from hetero.sm_slots import NoFreeSms, SmSlotLedger, SmSlots, sm_granularity
 
 TARGET_PER_S = 100_000

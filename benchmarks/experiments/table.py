@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.console import new_console
+from conserve.console import new_console
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable
 from conserve.histories.kinship import Opening

@@ -13,13 +13,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.console import new_console
 from benchmarks.peers.chunks import iterations
 from benchmarks.peers.collocated import largest_chunk
 from benchmarks.peers.options import DEFAULT_WRONG_DECISION_RATE, Options
 from benchmarks.peers.plan import PeerUnavailable
 from benchmarks.peers.running import PEERS, Peer
 from benchmarks.peers.running import start as running
+from conserve.console import new_console
 
 peers = typer.Typer(
     help="Start what ConServe is compared with.",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.console import new_console
+from conserve.console import new_console
 from conserve_cli.demo.agents import converse
 from conserve_cli.demo.demonstration import TurnRow, write_json
 from conserve_cli.demo.report import report

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from benchmarks.console import new_console
+from conserve.console import new_console
 from conserve.settings import Settings
 from conserve_cli.doctor.findings import Finding, exit_status
 from conserve_cli.doctor.observe import observe_node

@@ -44,8 +44,8 @@ from autoscale.capacity.profile import (
     save_profile,
 )
 from autoscale.capacity.served import engine_versions
-from benchmarks.console import new_console
 from benchmarks.machine import environment
+from conserve.console import new_console
 from conserve.embedded import model_path
 from conserve_cli.profile.draw import DrawMeter, NoDraw, measure_power
 from conserve_cli.profile.measure import Application, MeasureError, Probe, find_application

@@ -12,12 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.compare import compare, labels, show_comparisons, write_comparisons
-from benchmarks.console import new_console
 from benchmarks.report import Report, show_run, show_side_by_side, write_report
 from benchmarks.selection import Selection
 from benchmarks.simulate.run import EngineCounts, simulate_selection
 from benchmarks.simulate.system import SimulationError
 from benchmarks.workloads import WorkloadError
+from conserve.console import new_console
 from conserve_cli.workload_options import (
     ArrivalPattern,
     KnownWorkload,

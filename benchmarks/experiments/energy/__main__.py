@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.console import new_console
 from benchmarks.experiments.energy.model import Machine, ModelledRun, Speed, Step
 from benchmarks.experiments.energy.rig import Accounted, Draw, Rig, Tier
 from benchmarks.records import Script
 from benchmarks.selection import Selection
+from conserve.console import new_console
 from hetero.power import Cap
 
 PAPERS_GAIN = 0.2275

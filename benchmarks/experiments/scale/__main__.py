@@ -11,13 +11,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.console import new_console
 from benchmarks.experiments import scale
 from benchmarks.experiments.scale.claims import claims
 from benchmarks.experiments.scale.measure import Figures, Run, measure
 from benchmarks.experiments.scale.scenes import CLOSED, CONTENDERS, REGIMES
 from benchmarks.experiments.scale.show import draw, show, show_claims, show_latencies
 from benchmarks.simulate.run import EngineCounts
+from conserve.console import new_console
 
 # As in ConServe's paper; the others have four collocated engines.
 _CLOSED_ENGINES = EngineCounts(prefillers=1, decoders=3)

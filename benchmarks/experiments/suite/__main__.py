@@ -24,7 +24,6 @@ import typer
 from rich.markup import escape
 
 from benchmarks.client import EndpointError
-from benchmarks.console import new_console
 from benchmarks.experiments.suite.fleet import Fleet
 from benchmarks.experiments.suite.results import results
 from benchmarks.experiments.suite.systems import FIRST, SYSTEMS, names, numbers, variants
@@ -33,6 +32,7 @@ from benchmarks.peers import Options, PeerUnavailable
 from benchmarks.plots import draw_all, draw_ratios
 from benchmarks.selection import Selection
 from benchmarks.workloads import WorkloadError
+from conserve.console import new_console
 
 console = new_console()
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

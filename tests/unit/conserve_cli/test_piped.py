@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.console import new_console
+from conserve.console import new_console
 from tests.checkout import ROOT
 from tests.unit.benchmarks.stub import Stub, served
 
