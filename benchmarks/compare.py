@@ -8,7 +8,7 @@ ones are drawn for both (paired), out of those that have the metric in both.
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,11 @@ class Ratio:
     """A system's latency against the baseline's; below 1 is better.
 
     Attributes:
-        baseline_s, value_s: the statistic for each (with rounds, its median over them).
-        ratio: ``value_s`` over ``baseline_s``; with rounds, the median of the rounds' ratios.
+        baseline_s, value_s: the statistic for each (with rounds or starts, its median over them).
+        ratio: ``value_s`` over ``baseline_s``; with rounds or starts, the median of their ratios.
         low, high: ends of the ratio's 95 % interval.
-        kind: ``paired`` by conversation, ``unpaired``, or ``rounds``.
-        count: number of conversations (of the system that has fewer), or of rounds.
+        kind: ``paired`` by conversation, ``unpaired``, or ``rounds`` or ``starts`` that alternated.
+        count: number of conversations (of the system that has fewer), or of rounds or starts.
     """
 
     metric: str
@@ -140,8 +140,8 @@ def compare(reports: Sequence[Report], draws: int = DRAWS) -> list[Comparison]:
     """Every run against that of the first report's system with the same arrivals.
 
     A run is compared with the first system's run at its own rate; without one, with the first
-    report. Systems that one call alternated between are compared round by round; two other runs of
-    one workload (same name, options and seed) are paired by conversation.
+    report. Systems that one call alternated between are compared round by round, or start by start;
+    two other runs of one workload (same name, options and seed) are paired by conversation.
     """
     names = labels(reports)
     found = []
@@ -164,7 +164,9 @@ def _ratios(baseline: Report, other: Report, draws: int) -> list[Ratio]:
     if paired and baseline.options.get("rounds") and baseline.options == other.options:
         ours, theirs = _by_round(baseline.samples), _by_round(other.samples)
         both = sorted(ours.keys() & theirs.keys())
-        return round_ratios([ours[r] for r in both], [theirs[r] for r in both], draws)
+        found = round_ratios([ours[r] for r in both], [theirs[r] for r in both], draws)
+        alternation = baseline.environment.get("alternation") or {}
+        return [replace(ratio, kind=alternation.get("unit", "rounds")) for ratio in found]
     return ratios(baseline.samples, other.samples, paired=paired, draws=draws)
 
 
@@ -200,7 +202,7 @@ def show_comparisons(comparisons: Sequence[Comparison], console: Console) -> Non
     """Print a table for each comparison."""
     for comparison in comparisons:
         kinds = {ratio.kind for ratio in comparison.ratios}
-        unit = "rounds" if kinds == {"rounds"} else "conversations"
+        unit = min(kinds) if kinds <= {"rounds", "starts"} else "conversations"
         table = Table(
             title=f"{comparison.label} against {comparison.baseline}",
             caption=f"{', '.join(sorted(kinds))}; ratio below 1: {comparison.label} is faster",

@@ -1,7 +1,7 @@
 """One measurement from beginning to end: the unloaded reference, the load, the reports."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -10,6 +10,7 @@ from benchmarks.client import Endpoint, with_model
 from benchmarks.driver import DriveOptions, Progress, Run, drive, unloaded
 from benchmarks.metrics import evaluate
 from benchmarks.objectives import Objectives, Reference, reference
+from benchmarks.order import Alternation, orders
 from benchmarks.records import TurnRecord
 from benchmarks.report import Report, make_report
 from benchmarks.rounds import alternate, pooled
@@ -93,26 +94,12 @@ async def measure(
     # All are asked first, so that none is found missing after minutes of measuring the others.
     named = [await with_model(endpoint) for endpoint in settings.endpoints]
     settings = replace(settings, endpoints=named)
-    alone, floor = await _reference(settings, on_progress, stop)
+    bounds = await _reference(settings, on_progress, stop)
     if stop.is_set():
         raise Stopped
-    workload = settings.selection.workload()
-
-    def report(run: Run) -> Report:
-        return make_report(
-            run,
-            workload=settings.selection.describe() | {"counts": dict(workload.counts)},
-            arrivals=settings.selection.describe_arrivals(settings.options.concurrency),
-            options=_described(settings),
-            unloaded=alone,
-            unloaded_violations=floor,
-            slo_multiple=settings.slo_multiple,
-            kv_bytes_per_token=settings.kv_bytes_per_token,
-        )
-
     if len(settings.endpoints) > 1:
-        return await _several(settings, report, on_record, on_progress, stop)
-    endpoint = settings.endpoints[0]
+        return await _several(settings, bounds, on_record, on_progress, stop)
+    endpoint, workload = settings.endpoints[0], settings.selection.workload()
     run = await drive(
         endpoint,
         workload,
@@ -124,12 +111,64 @@ async def measure(
     )
     if not run.records:
         raise Stopped
-    return Measurement([run], [report(run)], interrupted=stop.is_set())
+    return Measurement([run], [_report(settings, run, *bounds)], interrupted=stop.is_set())
+
+
+async def measure_unloaded(settings: MeasurementSettings) -> Report:
+    """Run the unloaded reference alone, on the first endpoint.
+
+    Returns:
+        A report of that run, to be the `MeasurementSettings.reference` of others.
+
+    Raises:
+        EndpointError, ValueError: it cannot be measured; the message says why.
+    """
+    settings = replace(settings, endpoints=[await with_model(settings.endpoints[0])])
+    run = await _unloaded_run(settings, None, asyncio.Event())
+    return _report(settings, run, *_bounds(settings, run))
+
+
+def report_of_starts(
+    settings: MeasurementSettings, runs: Sequence[Run], alternation: Alternation
+) -> Report:
+    """Report on the runs of one system that was started several times, one a start.
+
+    Args:
+        settings: what the runs had in common, with a ``reference``. Its endpoints are those of all
+            systems that took turns; equal settings mark their reports as those of one comparison.
+
+    Raises:
+        ValueError: there are no runs.
+    """
+    assert settings.reference is not None
+    bounds = _given_reference(settings, settings.reference)
+    return _report(settings, pooled(runs), *bounds, alternation)
+
+
+def _report(
+    settings: MeasurementSettings,
+    run: Run,
+    alone: Reference | None,
+    floor: dict[str, float],
+    alternation: Alternation | None = None,
+) -> Report:
+    counts = dict(settings.selection.workload().counts)
+    return make_report(
+        run,
+        workload=settings.selection.describe() | {"counts": counts},
+        arrivals=settings.selection.describe_arrivals(settings.options.concurrency),
+        options=_described(settings, alternation),
+        unloaded=alone,
+        unloaded_violations=floor,
+        slo_multiple=settings.slo_multiple,
+        kv_bytes_per_token=settings.kv_bytes_per_token,
+        alternation=alternation,
+    )
 
 
 async def _several(
     settings: MeasurementSettings,
-    report: Callable[[Run], Report],
+    bounds: tuple[Reference | None, dict[str, float]],
     on_record: Callable[[TurnRecord], None] | None,
     on_progress: OnProgress | None,
     stop: asyncio.Event,
@@ -153,7 +192,11 @@ async def _several(
     if not all(by_system.values()):
         raise Stopped
     runs = [pooled(of_rounds) for of_rounds in by_system.values()]
-    return Measurement(runs, [report(run) for run in runs], stop.is_set())
+    whole = min(len(of_rounds) for of_rounds in by_system.values())
+    seed = settings.selection.seed
+    alternation = Alternation("rounds", seed, orders(list(by_system), whole, seed))
+    reports = [_report(settings, run, *bounds, alternation) for run in runs]
+    return Measurement(runs, reports, stop.is_set())
 
 
 async def _reference(
@@ -161,19 +204,31 @@ async def _reference(
 ) -> tuple[Reference | None, dict[str, float]]:
     """The reference, and by how much its own run violates the bounds made of it."""
     if settings.reference is not None:
-        given = settings.reference
-        assert given.unloaded is not None
-        # Times of single conversations are of use for the same conversations only.
-        same = {**given.workload, "counts": None} == {
-            **settings.selection.describe(), "counts": None
-        }  # fmt: skip
-        found = given.unloaded if same else replace(given.unloaded, served_s={})
-        return found, given.unloaded_violations
+        return _given_reference(settings, settings.reference)
     if not settings.unloaded:
         return None, {}
+    run = await _unloaded_run(settings, on_progress, stop)
+    if stop.is_set():
+        raise Stopped
+    return _bounds(settings, run)
+
+
+def _given_reference(
+    settings: MeasurementSettings, given: Report
+) -> tuple[Reference, dict[str, float]]:
+    assert given.unloaded is not None
+    # Times of single conversations are of use for the same conversations only.
+    same = {**given.workload, "counts": None} == {**settings.selection.describe(), "counts": None}
+    found = given.unloaded if same else replace(given.unloaded, served_s={})
+    return found, given.unloaded_violations
+
+
+async def _unloaded_run(
+    settings: MeasurementSettings, on_progress: OnProgress | None, stop: asyncio.Event
+) -> Run:
     salt = settings.options.cache_salt
     sample: Workload = settings.selection.workload(_UNLOADED_SEED_SHIFT if salt is None else 0)
-    run = await unloaded(
+    return await unloaded(
         settings.endpoints[0],
         (script for _, script in islice(sample, settings.unloaded)),
         replace(
@@ -187,16 +242,17 @@ async def _reference(
         ),
         stop=stop,
     )
-    if stop.is_set():
-        raise Stopped
+
+
+def _bounds(settings: MeasurementSettings, run: Run) -> tuple[Reference, dict[str, float]]:
     found = reference(run.records)
-    if salt is None:
+    if settings.options.cache_salt is None:
         found = replace(found, served_s={})
     objectives = Objectives.from_reference(found, settings.slo_multiple)
     return found, evaluate(run.records, objectives).violations
 
 
-def _described(settings: MeasurementSettings) -> dict[str, Any]:
+def _described(settings: MeasurementSettings, alternation: Alternation | None) -> dict[str, Any]:
     return {
         "endpoints": [
             # Headers may hold a key; their names are enough.
@@ -204,7 +260,7 @@ def _described(settings: MeasurementSettings) -> dict[str, Any]:
             for endpoint in settings.endpoints
         ],
         "drive": asdict(settings.options),
-        "rounds": settings.rounds if len(settings.endpoints) > 1 else None,
+        "rounds": None if alternation is None else alternation.count,
         "unloaded": settings.unloaded,
         "reference": settings.reference.environment if settings.reference else None,
         "slo_multiple": settings.slo_multiple,

@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
+from benchmarks.compare import Comparison
 from benchmarks.latencies import LABELS, TURN_METRICS
 from benchmarks.report import Report
 
@@ -23,6 +24,7 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5,
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DISTRIBUTIONS = ("ttft", "tbt", "ttfet", "e2e_less_gaps")
 _AGAINST_RATE = ("ttft", "ttfet", "last_tbt", "e2e_less_gaps")
+_COMPARED = ("ttfet_less_gaps", "ttft_later", "last_tbt", "e2e_less_gaps")
 _VIOLATED = ("ttfet_less_gaps", "last_tbt", "e2e_less_gaps")
 _MOST_TICKS = 8
 _WIDE = 100  # A log axis pays where the largest value is so many times the smallest.
@@ -80,6 +82,55 @@ def _draw_against_rate(reports: Sequence[Report], folder: Path) -> list[Path]:
         figure = against_rate(violated, "SLO violations", "over the SLO", share=True)
         written += save(figure, folder, "rate-slo-violations")
     return written
+
+
+def draw_ratios(comparisons: Sequence[Comparison], folder: Path, ending: str = "") -> list[Path]:
+    """Draw what `of_ratios` does.
+
+    Args:
+        ending: of the files' names.
+
+    Returns:
+        The files written: none where there is nothing to compare.
+    """
+    figure = of_ratios(comparisons)
+    return [] if figure is None else save(figure, folder, f"ratios{ending}")
+
+
+def of_ratios(comparisons: Sequence[Comparison]) -> Figure | None:
+    """Draw each run's p95 latencies over its baseline's, with their intervals.
+
+    Returns:
+        None where there is nothing to compare.
+    """
+    found = {
+        (one.label, ratio.metric): ratio
+        for one in comparisons
+        for ratio in one.ratios
+        if ratio.statistic == "p95" and ratio.metric in _COMPARED
+    }
+    metrics = [metric for metric in _COMPARED if any(key[1] == metric for key in found)]
+    if not metrics:
+        return None
+    labels = [one.label for one in comparisons]
+    size = (1.6 + 2.6 * len(metrics), 1.4 + 0.4 * len(labels))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for axes, metric in zip(panels, metrics, strict=True):
+        axes.axvline(1.0, color="#555555", linewidth=1.0)
+        for index, label in enumerate(labels):
+            if (ratio := found.get((label, metric))) is not None:
+                axes.plot([ratio.low, ratio.high], [index, index], color=_COLOURS[0], linewidth=1.8)
+                axes.plot(ratio.ratio, index, color=_COLOURS[0], marker="o")
+        axes.set_yticks(range(len(labels)), labels if metric == metrics[0] else [""] * len(labels))
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.set_title(LABELS[metric])
+        quiet(axes)
+    baselines = {one.baseline for one in comparisons}
+    whose = min(baselines) if len(baselines) == 1 else "its baseline"
+    kinds = " and ".join(sorted({ratio.kind for ratio in found.values()}))
+    figure.suptitle(f"p95 over {whose}'s, {kinds}: ratio and 95 % interval")
+    return figure
 
 
 Lines = dict[str, list[tuple[float, float]]]

@@ -18,6 +18,7 @@ from benchmarks.latencies import LABELS, Samples, samples
 from benchmarks.machine import environment
 from benchmarks.metrics import Result, evaluate
 from benchmarks.objectives import Objectives, Reference
+from benchmarks.order import Alternation, told
 
 _FORMAT = 1
 _DIGITS = 6
@@ -38,7 +39,8 @@ class Report:
             conversations.
         arrivals: pattern, ``rate_per_s`` (None where there is none) and ``concurrency``.
         options: everything else that was set.
-        environment: see `benchmarks.machine.environment`.
+        environment: see `benchmarks.machine.environment`; and ``alternation``, where systems took
+            turns: see `benchmarks.order.Alternation`.
         samples: every latency by conversation, seconds.
         unloaded: the reference that bounds and goodput are relative to.
         unloaded_violations: by how much the unloaded run itself violates the bounds, which a
@@ -77,6 +79,7 @@ def make_report(
     unloaded_violations: dict[str, float] | None = None,
     slo_multiple: float = 5.0,
     kv_bytes_per_token: float | None = None,
+    alternation: Alternation | None = None,
 ) -> Report:
     """Report everything about a run.
 
@@ -84,6 +87,7 @@ def make_report(
         workload, arrivals, options, unloaded, unloaded_violations: see `Report`.
         slo_multiple: bounds are so many times the unloaded latencies.
         kv_bytes_per_token: KV of one token of the model; with it, bytes handed off are reported.
+        alternation: how this system took turns with others, if it did.
 
     Raises:
         ValueError: the run has no records.
@@ -101,7 +105,8 @@ def make_report(
         workload=workload,
         arrivals=arrivals,
         options=options,
-        environment=environment(),
+        environment=environment()
+        | {"alternation": None if alternation is None else alternation.describe()},
         result=evaluate(
             run.records,
             objectives,
@@ -222,6 +227,9 @@ def show_side_by_side(
             table.add_row(shown, part, *cells, end_section=part == "p99")
     console.print(table)
     console.print(_facts_table(reports, names, "work done"))
+    turns = [told(report.environment.get("alternation")) for report in reports]
+    for sentence in dict.fromkeys(turn for turn in turns if turn):
+        console.print(sentence, markup=False, highlight=False)
     _say_warnings(reports, names, console)
 
 

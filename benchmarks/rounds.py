@@ -1,7 +1,6 @@
 """Several systems in short alternating rounds: what else a machine does then hits all alike."""
 
 import asyncio
-import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +8,7 @@ from dataclasses import replace
 
 from benchmarks.client import Endpoint
 from benchmarks.driver import ArrivalPlan, DriveOptions, Lag, Progress, Run, drive
+from benchmarks.order import orders
 from benchmarks.records import TurnRecord
 
 ROUND = "/"
@@ -26,7 +26,7 @@ async def alternate(
     on_progress: Callable[[Endpoint, int, Progress], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> dict[str, list[Run]]:
-    """Run the same slices of a workload on several systems, round by round in random order.
+    """Run the same slices of a workload on several systems, round by round, in `orders`.
 
     What else a machine does changes over minutes; in short alternating rounds it hits all systems
     alike, and ratios within a round stay right.
@@ -43,11 +43,11 @@ async def alternate(
         As `benchmarks.driver.drive` does.
     """
     options = options or DriveOptions()
-    order = random.Random(seed)
+    by_name = {endpoint.system: endpoint for endpoint in endpoints}
     found: dict[str, list[Run]] = {endpoint.system: [] for endpoint in endpoints}
-    for round_ in range(rounds):
+    for round_, names in enumerate(orders(list(by_name), rounds, seed)):
         here: dict[str, Run] = {}
-        for endpoint in order.sample(list(endpoints), len(endpoints)):
+        for endpoint in (by_name[name] for name in names):
             # Two names may stand for one server; nothing of another round may be in its caches.
             mark = f"{round_}-{endpoint.system}-"
             salt = options.cache_salt

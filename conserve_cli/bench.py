@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 
 from benchmarks.client import Endpoint, EndpointError
+from benchmarks.compare import Comparison, labels, show_comparisons, write_comparisons
 from benchmarks.compare import compare as ratios_to_first
-from benchmarks.compare import labels, show_comparisons, write_comparisons
 from benchmarks.driver import DriveOptions, Progress
 from benchmarks.measure import Measurement, MeasurementSettings, OnProgress, Stopped, measure
 from benchmarks.report import (
@@ -35,6 +34,7 @@ from benchmarks.report import (
 from benchmarks.selection import DEFAULT_VOCABULARY, Selection
 from benchmarks.storage import RecordWriter, write_parquet
 from benchmarks.workloads import WorkloadError
+from conserve.console import new_console
 from conserve_cli.workload_options import (
     ArrivalPattern,
     MaxContextTokens,
@@ -52,7 +52,7 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = new_console()
 
 _NAME = re.compile(r"[\w.+-]+")
 _STOPPED = 130
@@ -244,7 +244,7 @@ def compare(
     if out is not None:
         _make(out)
         write_comparisons(comparisons, out / "comparison.json")
-        _draw(loaded, out)
+        _draw(loaded, comparisons, out)
 
 
 # --- Options --------------------------------------------------------------------------------------
@@ -386,25 +386,26 @@ def _hand_out(measured: Measurement, folder: Path, parquet: bool, plots: bool) -
     if parquet:
         records = [record for run in measured.runs for record in run.records]
         write_parquet(records, folder / "records.parquet")
+    comparisons = ratios_to_first(measured.reports)
     if len(measured.reports) == 1:
         show_run(measured.reports[0], console)
     else:
         show_side_by_side(measured.reports, console)
-        comparisons = ratios_to_first(measured.reports)
         show_comparisons(comparisons, console)
         write_comparisons(comparisons, folder / "comparison.json")
     if plots:
-        _draw(measured.reports, folder)
+        _draw(measured.reports, comparisons, folder)
     console.print(f"Reports and records are in {escape(str(folder))}.", highlight=False)
 
 
-def _draw(reports: list[Report], folder: Path) -> None:
+def _draw(reports: list[Report], comparisons: list[Comparison], folder: Path) -> None:
     try:
         # matplotlib is an extra of the distribution, and slow to import.
-        from benchmarks.plots import draw_all
+        from benchmarks.plots import draw_all, draw_ratios
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
         console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
         return
     draw_all(reports, labels(reports), folder)
+    draw_ratios(comparisons, folder)

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from conserve.console import new_console
 from conserve.tenants import KeyFile, KeyFileError, Limits, Tenant, keyfile
 
 cli = typer.Typer(
@@ -18,9 +18,9 @@ cli = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-console = Console()
+console = new_console()
 # What is no result: so that KEY=$(conserve keys add NAME) has the key alone.
-aside = Console(stderr=True)
+aside = new_console(stderr=True)
 
 File = Annotated[
     Path, typer.Option("--file", envvar="CONSERVE_KEYS_FILE", help="The file that holds them.")

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from conserve.console import new_console
 from conserve.launch import Launch, LaunchError, require_free
 from conserve.settings import Settings
 
-console = Console()
+console = new_console()
 
 LogFile = Annotated[Path | None, typer.Option("--log", help="Where the application's log goes.")]
 

@@ -6,7 +6,6 @@ from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -17,6 +16,7 @@ from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.selection import Selection
 from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
 from benchmarks.workloads.arrivals import Arrivals
+from conserve.console import new_console
 from conserve_cli.workload_options import (
     KnownWorkload,
     MaxGap,
@@ -33,7 +33,7 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = new_console()
 
 # The workloads whose lengths are known before they run.
 _KINDS = ("synthetic", "recorded")

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from conserve.console import new_console
 from hetero.nvml import Nvml, NvmlError
 from hetero.power import (
     Cap,
@@ -29,7 +29,7 @@ from hetero.power import (
 cli = typer.Typer(
     help="Power limits of this machine's GPUs.", no_args_is_help=True, add_completion=False
 )
-console = Console()
+console = new_console()
 
 _LOOK_S = 5.0
 # An application that does not answer for so long has ended, or may as well have.

@@ -1,13 +1,13 @@
 """``conserve serve``: start the application, and stay until it ends or is interrupted."""
 
 import typer
-from rich.console import Console
 
+from conserve.console import new_console
 from conserve_cli.launching import LogFile, launched
 from conserve_cli.setting_arguments import SettingArguments, settings_from
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console()
+console = new_console()
 
 
 @cli.command()

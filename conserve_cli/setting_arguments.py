@@ -3,12 +3,12 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from conserve.console import new_console
 from conserve.settings import Settings, SettingsError, load
 
-console = Console()
+console = new_console()
 
 SettingArguments = Annotated[
     list[str] | None,

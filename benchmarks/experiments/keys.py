@@ -20,10 +20,10 @@ from typing import Any
 
 import ray
 import uvicorn
-from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.experiments.overhead import WarmTurns, measure, paired_ratio, report
+from conserve.console import new_console
 from conserve.launch import Launch
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
@@ -98,7 +98,7 @@ def main() -> None:
     if options.door is not None:
         door(options.door, options.keys_file)
         return
-    console = Console(width=110)
+    console = new_console(least_width=110)
     folder = Path(tempfile.mkdtemp(prefix="conserve-keys-"))
     key = make_keys(folder / "keys.json")
     application = Launch(["decoders=1"], folder / "conserve.log")

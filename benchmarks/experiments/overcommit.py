@@ -36,6 +36,7 @@ from rich.table import Table
 from benchmarks.experiments.overhead import MODEL, percentile
 from benchmarks.peers import Options, PeerUnavailable, start
 from benchmarks.peers.plan import CONVERSATION_HEADER
+from conserve.console import new_console
 from conserve.launch import Launch
 
 PORT = 8000
@@ -322,7 +323,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="folder for a picture and what was measured")
     options = parser.parse_args()
-    console = Console(width=110)
+    console = new_console(least_width=110)
     logs = Path(tempfile.mkdtemp(prefix="conserve-overcommit-"))
     shape, room_tokens = Shape(), options.blocks * _BLOCK_TOKENS
     counts = [

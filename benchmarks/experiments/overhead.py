@@ -31,6 +31,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.peers.ray_llm import serving_command
+from conserve.console import new_console
 from conserve.engines import engine_environment, model_source, server_command
 from conserve.launch import Launch, LaunchError
 from conserve.settings import EMBEDDED_MODEL
@@ -310,7 +311,7 @@ def main() -> None:
     parser.add_argument("--client-core", type=int, help="pin this process to a core")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    console = Console(width=110)
+    console = new_console(least_width=110)
     if options.client_core is not None:
         os.sched_setaffinity(0, {options.client_core})
     logs = Path(tempfile.mkdtemp(prefix="conserve-overhead-"))

@@ -26,6 +26,7 @@ from autoscale.capacity.profile import load_profile
 from benchmarks.metrics import Tally
 from benchmarks.simulate.run import EngineCounts, make_system, serve
 from benchmarks.workloads import PRESETS, Arrivals, synthetic
+from conserve.console import new_console
 
 TARGET_TURNS = 1_000_000
 TARGET_S = 120.0
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         print(json.dumps(asdict(measure(options.measure, options.prefillers[0]))))
         return
-    console = Console(width=100)
+    console = new_console(least_width=100)
     samples = run(options.turns, options.prefillers, console)
     show(samples, console)
     if options.json is not None:

@@ -11,10 +11,10 @@ import random
 import statistics
 import time
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from conserve.console import new_console
 from hetero.sm_slots import NoFreeSms, SmSlotLedger, SmSlots, sm_granularity
 
 TARGET_PER_S = 100_000
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     rng = random.Random(0)
-    console = Console()
+    console = new_console()
     rounds = track(range(options.rounds), "measuring", console=console, transient=True)
     runs = [run(options.operations, rng) for _ in rounds]
     rates = [rate for rate, _ in runs]

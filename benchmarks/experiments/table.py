@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from conserve.console import new_console
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable
 from conserve.histories.kinship import Opening
@@ -450,7 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"one of the sizes must be at least {_MEASURABLE}, to measure memory")
     if min(options.sizes) < 2 or options.rounds < 1 or options.seconds <= 0:
         parser.error("sizes must be at least 2, rounds at least 1, seconds positive")
-    console = Console(width=100)
+    console = new_console(least_width=100)
     samples = run(options.sizes, options.seconds, options.rounds, console, options.pausing)
     results = verdicts(samples)
     _show(samples, results, console)

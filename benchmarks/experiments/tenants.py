@@ -25,6 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.experiments.overhead import MODEL, median_interval
+from conserve.console import new_console
 from conserve.launch import Launch
 from conserve.tenants import KeyFile, keyfile
 
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    console = Console(width=110)
+    console = new_console(least_width=110)
     folder = Path(tempfile.mkdtemp(prefix="conserve-tenants-"))
     content, keys = KeyFile.new(), {}
     for tenant in ("first", "second"):

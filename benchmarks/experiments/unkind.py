@@ -36,6 +36,7 @@ from rich.table import Table
 
 from benchmarks.experiments.overhead import MODEL, ChatAgent, WarmTurns, median_interval, percentile
 from conserve import budget
+from conserve.console import new_console
 from conserve.launch import Launch
 from conserve.settings import Settings
 
@@ -226,7 +227,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    console = Console(width=110)
+    console = new_console(least_width=110)
     logs = Path(tempfile.mkdtemp(prefix="conserve-unkind-"))
     all_kinds = kinds(Settings().max_body_bytes)
     if options.kinds:

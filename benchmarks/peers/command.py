@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import httpx
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,6 +19,7 @@ from benchmarks.peers.options import DEFAULT_WRONG_DECISION_RATE, Options
 from benchmarks.peers.plan import PeerUnavailable
 from benchmarks.peers.running import PEERS, Peer
 from benchmarks.peers.running import start as running
+from conserve.console import new_console
 
 peers = typer.Typer(
     help="Start what ConServe is compared with.",
@@ -27,7 +27,7 @@ peers = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = new_console()
 
 
 @peers.command("list")

@@ -1,10 +1,15 @@
-"""The agents of a demonstration: each does its task, and notes what its turns were."""
+"""The agents of a demonstration: each does its task, and notes what its turns were.
+
+Those that name their conversation are `conserve.client.Agent`s: they tell the server when a tool
+starts and ends, and end their conversation. The others are any client of OpenAI's API.
+"""
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 
 import httpx
 from openai import APIError, AsyncOpenAI
@@ -20,6 +25,7 @@ from benchmarks.agent import (
     make_session,
     run_agent,
 )
+from conserve.client import Agent
 from conserve_cli.demo.demonstration import AgentAnswer, Demonstration, TurnRow
 
 _OUTPUT_TOKENS = 256
@@ -52,7 +58,7 @@ async def converse(
         httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S) as plain,
     ):
         agents = [
-            _Agent(number, model, turns, seed, client, plain, seen, on_turn)
+            _Agent(number, url, model, turns, seed, client, plain, seen, on_turn)
             for number in range(1, conversations + 1)
         ]
         await asyncio.gather(*(agent.run() for agent in agents))
@@ -64,6 +70,7 @@ async def converse(
 @dataclass(slots=True)
 class _Agent:
     number: int
+    url: str
     model: str
     turns: int
     seed: int
@@ -75,6 +82,8 @@ class _Agent:
     decoder: str | None = None
     began_s: float = 0.0
     ttfet_s: float | None = None
+    named: Agent | None = None
+    running: list[Message] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -82,8 +91,27 @@ class _Agent:
         return f"agent-{self.number}" if self.number % 2 else f"agent-{self.number} (no id)"
 
     async def run(self) -> None:
+        """Do the tasks; what fails is noted."""
+        async with self._ended():
+            await self._work()
+
+    @contextlib.asynccontextmanager
+    async def _ended(self) -> AsyncIterator[None]:
+        """Be a `conserve.client.Agent` for the time of the block, if the agent has a name.
+
+        That one waits for the server's answers; so it does in threads, and others go on.
+        """
+        if self.number % 2:
+            self.named = Agent(self.url, f"agent-{self.number}")
+        try:
+            yield
+        finally:
+            if self.named is not None:
+                await asyncio.to_thread(self.named.close)
+
+    async def _work(self) -> None:
         session = self._session()
-        headers = {"X-Conversation-Id": f"agent-{self.number}"} if self.number % 2 else {}
+        headers = {} if self.named is None else {"X-Conversation-Id": self.named.conversation}
         ask = client_complete(
             self.client, self.model, max_tokens=_OUTPUT_TOKENS, extra_headers=headers
         )
@@ -117,12 +145,23 @@ class _Agent:
         async def complete(messages: Sequence[Message], schemas: Sequence[Schema]) -> Reply:
             if self.done:
                 await asyncio.sleep(_TOOL_S)
+            await self._report("end", wall_s=_TOOL_S)
+            self.running = []
             sent_s = time.perf_counter()
             reply = await ask(messages, schemas)
             await self._write_down(reply, sent_s)
+            self.running = reply.message.get("tool_calls") or []
+            await self._report("start")
             return reply
 
         return complete
+
+    async def _report(self, event: str, **details: float) -> None:
+        """Tell the server that the tools that the model has called start, or have ended."""
+        if self.named is not None:
+            for call in self.running:
+                told = {"tool": call["function"]["name"], "call_id": call["id"], **details}
+                await asyncio.to_thread(self.named.report, event, **told)
 
     async def _write_down(self, reply: Reply, sent_s: float) -> None:
         headers, ttft_s = reply.info["headers"], reply.info["ttft_s"]

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from conserve.console import new_console
 from conserve_cli.demo.agents import converse
 from conserve_cli.demo.demonstration import TurnRow, write_json
 from conserve_cli.demo.report import report
@@ -14,7 +14,7 @@ from conserve_cli.launching import LogFile, launched
 from conserve_cli.setting_arguments import SettingArguments, settings_from
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console()
+console = new_console()
 
 
 @cli.command()

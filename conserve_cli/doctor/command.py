@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from conserve.console import new_console
 from conserve.settings import Settings
 from conserve_cli.doctor.findings import Finding, exit_status
 from conserve_cli.doctor.observe import observe_node
@@ -16,7 +16,7 @@ from conserve_cli.doctor.verdict import judge
 from conserve_cli.setting_arguments import SettingArguments, settings_from
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console()
+console = new_console()
 
 
 @cli.command()

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -46,6 +45,7 @@ from autoscale.capacity.profile import (
 )
 from autoscale.capacity.served import engine_versions
 from benchmarks.machine import environment
+from conserve.console import new_console
 from conserve.embedded import model_path
 from conserve_cli.profile.draw import DrawMeter, NoDraw, measure_power
 from conserve_cli.profile.measure import Application, MeasureError, Probe, find_application
@@ -55,7 +55,7 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = new_console()
 
 Point = TypeVar("Point", PrefillPoint, DecodePoint, MixedPoint, HandoffPoint, TurnPoint)
 

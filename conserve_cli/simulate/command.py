@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -18,6 +17,7 @@ from benchmarks.selection import Selection
 from benchmarks.simulate.run import PARKING, EngineCounts, simulate_selection
 from benchmarks.simulate.system import SimulationError
 from benchmarks.workloads import WorkloadError
+from conserve.console import new_console
 from conserve_cli.workload_options import (
     ArrivalPattern,
     KnownWorkload,
@@ -36,7 +36,7 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = new_console()
 
 # With more conversations than this, latencies are kept as bare numbers of 8 bytes. To keep the
 # conversation of each would take most of the memory, for every system and rate. Only ratios need

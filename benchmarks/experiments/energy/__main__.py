@@ -15,6 +15,7 @@ from benchmarks.experiments.energy.model import Machine, ModelledRun, Speed, Ste
 from benchmarks.experiments.energy.rig import Accounted, Draw, Rig, Tier
 from benchmarks.records import Script
 from benchmarks.selection import Selection
+from conserve.console import new_console
 from hetero.power import Cap
 
 PAPERS_GAIN = 0.2275
@@ -185,7 +186,7 @@ def main() -> None:
             selection, kind="recorded", data=options.data, max_context_tokens=32_768, max_gap_s=60.0
         )
     draw = Draw(idle_w=options.idle_w, decode_w=options.decode_w)
-    console = Console()
+    console = new_console()
     with tempfile.TemporaryDirectory() as folder, Progress(console=console) as progress:
         rig = Rig(Path(folder))
         runs = [run(setup, selection, draw, rig, progress) for setup in SETUPS]

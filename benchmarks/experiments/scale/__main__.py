@@ -17,6 +17,7 @@ from benchmarks.experiments.scale.measure import Figures, Run, measure
 from benchmarks.experiments.scale.scenes import CLOSED, CONTENDERS, REGIMES
 from benchmarks.experiments.scale.show import draw, show, show_claims, show_latencies
 from benchmarks.simulate.run import EngineCounts
+from conserve.console import new_console
 
 # As in ConServe's paper; the others have four collocated engines.
 _CLOSED_ENGINES = EngineCounts(prefillers=1, decoders=3)
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-    console = Console(width=118)
+    console = new_console(least_width=118)
     scenes = [one for one in CLOSED if one.shape is not None or options.data is not None]
     cases = [
         (scene, load, _CLOSED_ENGINES) for scene in scenes for load in options.programs if load

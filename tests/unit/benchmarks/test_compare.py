@@ -15,6 +15,8 @@ from rich.console import Console
 from benchmarks import machine
 from benchmarks.client import Endpoint
 from benchmarks.compare import (
+    Comparison,
+    Ratio,
     compare,
     labels,
     ratios,
@@ -25,7 +27,14 @@ from benchmarks.compare import (
 from benchmarks.driver import ArrivalPlan, DriveOptions, Lag, Run
 from benchmarks.latencies import Samples, samples
 from benchmarks.objectives import reference
-from benchmarks.plots import against_rate, distribution, draw_all, failures
+from benchmarks.plots import (
+    against_rate,
+    distribution,
+    draw_all,
+    draw_ratios,
+    failures,
+    of_ratios,
+)
 from benchmarks.records import TurnRecord
 from benchmarks.report import (
     Report,
@@ -461,6 +470,29 @@ def test_pictures_name_their_axes() -> None:
 
 def _legend(legend: Any) -> list[str]:
     return [text.get_text() for text in legend.get_texts()]
+
+
+def test_ratios_are_drawn_with_their_intervals(tmp_path: Path) -> None:
+    def comparison(label: str, ratio: float) -> Comparison:
+        ends = (ratio - 0.25, ratio + 0.5)
+        return Comparison(
+            label, "base", [Ratio("last_tbt", "p95", 1.0, ratio, ratio, *ends, "starts", 3)]
+        )
+
+    found = [comparison("a", 0.5), comparison("b", 2.0)]
+    figure = of_ratios(found)
+    assert figure is not None
+    (axes,) = figure.axes
+    assert axes.get_title() == "last-turn TBT"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
+    _, *drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
+    assert drawn == [
+        ([0.25, 1.0], [0, 0]), ([0.5], [0]), ([1.75, 2.5], [1, 1]), ([2.0], [1]),
+    ]  # fmt: skip
+    assert figure.get_suptitle() == "p95 over base's, starts: ratio and 95 % interval"
+    written = draw_ratios(found, tmp_path, "-at-1")
+    assert [path.name for path in written] == ["ratios-at-1.png", "ratios-at-1.svg"]
+    assert draw_ratios([], tmp_path) == []
 
 
 def test_what_failed_keeps_a_distribution_from_its_end() -> None:
