@@ -340,10 +340,10 @@ class SimulatedEngine:
                     # Nothing else would ever end, and make room.
                     self.unpin(next(reversed(self._pins)))
                     continue
-                self._leave(work.shared)
                 if kept:
                     self._idle[work.conversation] = kept
                     self.idle_tokens += kept
+                self._leave(work.shared)
                 if pinned_until_s is not None:
                     self._pins[work.conversation] = pinned_until_s
                 return
