@@ -10,8 +10,6 @@ from collections.abc import Iterator, MutableMapping, Sequence
 
 from benchmarks.records import SharedPrefix
 
-NOTHING: tuple[SharedPrefix, ...] = ()
-
 
 class Stretch:
     """Tokens of one part that lie side by side and have the same users.
@@ -154,7 +152,7 @@ class SharedPrefixes:
 
     def begins(self, conversation: str) -> tuple[SharedPrefix, ...]:
         """After which prefix the KV comes that is kept for a conversation."""
-        return self._begins.get(conversation, NOTHING)
+        return self._begins.get(conversation, ())
 
     def forget(self, conversation: str) -> None:
         """Nothing is kept for a conversation any more."""
