@@ -53,6 +53,8 @@ class ServerFigures:
             prefix cache and found there.
         kv_shares: what of decoders' KV space, over time, each of `conserve.costs.TERMS` took; empty
             where that was not simulated.
+        shared_found_tokens: prompt tokens that were not computed because other conversations begin
+            with them, too; only known where that was simulated.
         tier_energy_j: what the GPUs of each tier used, in joules; empty without GPUs.
         tier_tokens_per_j: tokens per joule that each tier's engines prefilled or decoded.
     """
@@ -66,6 +68,7 @@ class ServerFigures:
     cold_prefill_tokens: float | None = None
     prefix_cache_share: float | None = None
     kv_shares: dict[str, float] = field(default_factory=dict)
+    shared_found_tokens: float | None = None
     tier_energy_j: dict[str, float] = field(default_factory=dict)
     tier_tokens_per_j: dict[str, float] = field(default_factory=dict)
 

@@ -8,9 +8,21 @@ simulator. All times are seconds on one monotonic clock.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 Outcome = Literal["completed", "failed", "timeout", "unfinished"]
+
+
+class SharedPrefix(NamedTuple):
+    """A beginning of a prompt that other conversations' prompts have, too, or a part of it.
+
+    Attributes:
+        key: of its last part's text; after the same shorter prefix the same key is the same tokens.
+        tokens: its length, from the prompt's first token on.
+    """
+
+    key: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,8 @@ class TurnRequest:
         effective: whether this turn's output is for the user rather than a tool call; None: to
             be told from the answer.
         tool: what the answer calls, as simulated; see `conserve.conversation.TurnStats`.
+        shared: the prefixes that other conversations' prompts have, too, as far as is known, the
+            shortest first: tools, then tools and system prompt.
     """
 
     gap_s: float
@@ -39,6 +53,7 @@ class TurnRequest:
     output_tokens: int | None = None
     effective: bool | None = None
     tool: str | None = None
+    shared: tuple[SharedPrefix, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

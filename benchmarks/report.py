@@ -297,6 +297,8 @@ def _server_facts(result: Result) -> dict[str, str]:
         facts["handoffs"] = f"{server.handoffs:,.0f}"
     if server.cold_prefill_tokens is not None:
         facts["tokens prefilled on prefillers"] = f"{server.cold_prefill_tokens:,.0f}"
+    if server.shared_found_tokens:
+        facts["prompt tokens found that others share"] = f"{server.shared_found_tokens:,.0f}"
     if server.moves is not None:
         facts["conversations moved"] = f"{server.moves:,.0f}"
     for term, share in server.kv_shares.items():

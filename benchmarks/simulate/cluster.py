@@ -5,7 +5,7 @@ live system: a policy of `conserve.placement`, `conserve.conversations.Conversat
 account of what decoders hold, and `conserve.admission.Admission` with its waiting line. What is
 simulated is the rest: engines (`benchmarks.simulate.engine`), handoffs and clients.
 
-Not simulated: prefixes that different conversations share, and engines that fail.
+Not simulated: engines that fail.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from benchmarks.records import Script, TurnRecord, TurnRequest
 from benchmarks.simulate.clients import Clients, Open
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
 from benchmarks.simulate.kv_use import KvUse
+from benchmarks.simulate.openings import opening
 from benchmarks.simulate.system import System
 from conserve.admission import Admission, Admitted, FirstCome, Levels, QueueFull, Ticket, Window
 from conserve.conversation import TurnKey, TurnStats
@@ -112,6 +113,7 @@ class Cluster(Clients[_Open]):
             moves=0 if self.table.memory is None else self.table.memory.restores["moved"],
             cold_prefill_tokens=self._cold_prefill_tokens,
             kv_shares=self._kv_use.shares(self.ended_s),
+            shared_found_tokens=self.shared_found_tokens(),
         )
 
     def _open(self, script: Script, request: TurnRequest) -> _Open:
@@ -156,8 +158,9 @@ class Cluster(Clients[_Open]):
 
     def _place(self, one: _Open, turn1_tokens: int, now_s: float) -> None:
         conversation = one.script.conversation
+        begins = opening(conversation, one.request.shared, first=not one.records)
         try:
-            answer = self._admission.enter(conversation, turn1_tokens, now_s)
+            answer = self._admission.enter(conversation, turn1_tokens, now_s, opening=begins)
         except QueueFull as full:
             self._refuse(one, now_s, f"429: {full}")
             return
@@ -183,7 +186,14 @@ class Cluster(Clients[_Open]):
             prefiller = self.prefillers[placement.prefiller_id]
             # Who was paused has been here before.
             reusable = self._reusable(one) if one.records else 0
-            work = EngineTurn(one.script.conversation, admitted.turn1_tokens, 1, reusable, turn=one)
+            work = EngineTurn(
+                one.script.conversation,
+                admitted.turn1_tokens,
+                1,
+                reusable,
+                turn=one,
+                shared=one.request.shared,
+            )
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
 
     def _admit(self, now_s: float) -> None:
@@ -229,6 +239,7 @@ class Cluster(Clients[_Open]):
             request.output_tokens or 0,
             self._reusable(one),
             turn=one,
+            shared=request.shared,
         )
 
     def _submit_to_decoder(self, one: _Open, now_s: float) -> None:
@@ -238,7 +249,7 @@ class Cluster(Clients[_Open]):
         work = self._work(one)
         after_s = self.system.direct_s
         there = min(self._host.left_tokens(work.conversation), work.reusable_tokens)
-        here = min(decoder.holds(work.conversation), work.reusable_tokens)
+        here = decoder.finds(work)
         missing = self._whole_chunks(there) - here
         if missing >= self.system.handoff_chunk_tokens:
             work.loaded_tokens = self._whole_chunks(there)
@@ -260,7 +271,10 @@ class Cluster(Clients[_Open]):
 
     def _keep_in_host(self, conversation_id: str, tokens: int, now_s: float) -> None:
         if self.system.host_tokens:
-            self._host.use(conversation_id, self._whole_chunks(tokens), now_s)
+            history = self.table.get(conversation_id)
+            base = None if history is None else history.base
+            shared_tokens = 0 if base is None else base.tokens
+            self._host.use(conversation_id, self._whole_chunks(tokens), now_s, shared_tokens)
 
     def _whole_chunks(self, tokens: int) -> int:
         chunk = self.system.handoff_chunk_tokens
@@ -268,14 +282,19 @@ class Cluster(Clients[_Open]):
 
     def _prefill_later(self, one: _Open, prefiller: SimulatedEngine, now_s: float) -> None:
         """Prefill a later turn on a prefiller; its history is brought first, if there is any."""
-        work = EngineTurn(one.script.conversation, one.request.prompt_tokens or 0, 1, turn=one)
+        work = EngineTurn(
+            one.script.conversation,
+            one.request.prompt_tokens or 0,
+            1,
+            turn=one,
+            shared=one.request.shared,
+        )
         if self.system.history == "recomputed":
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
             return
         work.reusable_tokens = self._reusable(one)
         work.loaded_tokens = self._whole_chunks(work.reusable_tokens)
-        here = min(prefiller.holds(work.conversation), work.reusable_tokens)
-        moved = max(0, work.loaded_tokens - here)
+        moved = max(0, work.loaded_tokens - prefiller.finds(work))
         self._loaded_tokens += moved
         self._move(work, prefiller, moved, now_s, self.system.handed_off_s)
 
@@ -295,8 +314,7 @@ class Cluster(Clients[_Open]):
         to_decode.loaded_tokens = self._whole_chunks(work.prompt_tokens)
         self._keep_in_host(work.conversation, work.prompt_tokens, now_s)
         one.parks = self._parks(one)
-        here = min(one.decoder.holds(work.conversation), to_decode.reusable_tokens)
-        moved = max(0, to_decode.loaded_tokens - here)
+        moved = max(0, to_decode.loaded_tokens - one.decoder.finds(to_decode))
         if moved:
             self._handoffs += 1
             self._handoff_tokens += moved

@@ -19,69 +19,16 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 
+from benchmarks.records import SharedPrefix
 from benchmarks.simulate.costs import Costs
+from benchmarks.simulate.shared import SharedPrefixes, Stretch
+from benchmarks.simulate.turn import EngineTurn
 from conserve.placement import EngineLoad
+
+__all__ = ["EngineTurn", "SimulatedEngine"]
 
 # Float noise, in steps: a turn that comes at a step's end is not to wait for another one.
 _EPSILON_STEPS = 1e-9
-
-
-class EngineTurn:
-    """A turn on one engine.
-
-    Attributes:
-        conversation: its id.
-        prompt_tokens, output_tokens: whole lengths; a prefiller's output is one token.
-        reusable_tokens: length of the prompt's prefix that an earlier turn had as well.
-        loaded_tokens: prompt tokens whose KV a handoff brought here.
-        load_s: how long loading that KV keeps the engine busy; 0 where it goes on meanwhile.
-        turn: whatever the caller wants to find the turn by.
-        priority: the lowest goes first, and of equal ones who came first (vLLM's
-            ``--scheduling-policy priority``).
-        cached_tokens: prompt tokens whose KV was here already, a handoff not counted.
-        admitted_s: when the engine took it from its line for the first time; negative before.
-        first_token_s: when its first token came; negative before.
-    """
-
-    __slots__ = (
-        "admitted_s", "begun", "cached_tokens", "came", "conversation", "finish_step",
-        "first_token_s", "left_tokens", "load_s", "loaded_tokens", "made_tokens", "number",
-        "output_tokens", "past_tokens", "priority", "prompt_tokens", "reusable_tokens", "turn",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        conversation: str,
-        prompt_tokens: int,
-        output_tokens: int,
-        reusable_tokens: int = 0,
-        loaded_tokens: int = 0,
-        load_s: float = 0.0,
-        turn: object = None,
-        priority: float = 0.0,
-    ) -> None:
-        self.conversation = conversation
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.reusable_tokens = reusable_tokens
-        self.loaded_tokens = loaded_tokens
-        self.load_s = load_s
-        self.turn = turn
-        self.priority = priority
-        # How many came before it, to this engine.
-        self.came = -1
-        self.cached_tokens = 0
-        self.admitted_s = -1.0
-        self.first_token_s = -1.0
-        self.made_tokens = 0
-        # How many of the tokens to prefill (the prompt; after a preemption what was put out, too)
-        # are there, and how many are left.
-        self.past_tokens = 0
-        self.left_tokens = 0
-        self.begun = False
-        # While it decodes: the step at whose end it is done, and which admission this was.
-        self.finish_step = -1
-        self.number = -1
 
 
 class SimulatedEngine:
@@ -97,10 +44,12 @@ class SimulatedEngine:
 
     Attributes:
         busy_prefill_s, busy_decode_s: how long it ran steps with and without a prefill.
-        active_tokens: KV of turns that run or are prefilled.
-        idle_tokens: KV of conversations between turns.
+        active_tokens: KV of turns that run or are prefilled, what they share once.
+        idle_tokens: KV of conversations between turns, and shared prefixes that no turn holds.
         evicted_tokens, preemptions: idle KV dropped, and number of turns sent back to be computed
             again, because KV ran out.
+        shared_found_tokens: what turns found of shared prefixes, where their own history was not
+            here and nothing was handed off.
     """
 
     def __init__(
@@ -127,7 +76,8 @@ class SimulatedEngine:
         self._decoding: dict[EngineTurn, None] = {}
         # (finish_step, number, turn); one whose turn has another number by now was preempted.
         self._finishes: list[tuple[int, int, EngineTurn]] = []
-        self._idle: dict[str, int] = {}
+        self._idle: dict[str | Stretch, int] = {}
+        self._shared = SharedPrefixes(block_tokens, self._idle)
         # Until when idle KV is not to be dropped, the earliest pinned first.
         self._pins: dict[str, float] = {}
         self._now_s = 0.0
@@ -149,11 +99,13 @@ class SimulatedEngine:
         self.idle_tokens = 0
         self.evicted_tokens = 0
         self.preemptions = 0
+        self.shared_found_tokens = 0
 
     def submit(self, work: EngineTurn, now_s: float) -> None:
         """Take a turn in; it waits for the step under way to end."""
         work.came = self._came
         self._came += 1
+        work.shared = self._shared.whole_blocks(work.shared) if self._keeps else ()
         self._wait(work)
         if self._changing:
             return
@@ -180,7 +132,7 @@ class SimulatedEngine:
 
     def _missing(self, work: EngineTurn) -> int:
         """What of a waiting turn's prompt has to be computed, as things are."""
-        here = min(self._idle.get(work.conversation, 0), work.reusable_tokens)
+        here = self.finds(work)
         tokens = work.prompt_tokens + work.made_tokens
         return max(1, tokens - max(here, work.loaded_tokens))
 
@@ -192,20 +144,36 @@ class SimulatedEngine:
 
     def pin(self, conversation: str, until_s: float) -> None:
         """Keep a conversation's idle KV until then, unless turns that run need its room."""
+        if conversation not in self._pins:
+            self._take(self._shared.begins(conversation))
         self._pins[conversation] = until_s
 
     def unpin(self, conversation: str) -> None:
         """Its idle KV may be dropped from now on."""
-        self._pins.pop(conversation, None)
+        if self._pins.pop(conversation, None) is not None:
+            self._leave(self._shared.begins(conversation))
 
     def holds(self, conversation: str) -> int:
-        """Tokens of KV kept for a conversation between its turns."""
-        return self._idle.get(conversation, 0)
+        """Tokens of KV kept for a conversation between its turns, with what others share."""
+        own = self._idle.get(conversation, 0)
+        begins = self._shared.begins(conversation)
+        if not own or not begins:
+            return own
+        found = self._shared.found(begins)
+        return found + own if found == begins[-1].tokens else found
+
+    def finds(self, work: EngineTurn) -> int:
+        """Of a turn's prompt, the tokens whose KV is here."""
+        own = min(self.holds(work.conversation), work.reusable_tokens)
+        if not work.shared or not self._keeps:
+            return own
+        return max(own, self._shared.found(self._shared.whole_blocks(work.shared)))
 
     def forget(self, conversation: str) -> None:
         """Drop the KV of a conversation that has ended."""
         self.unpin(conversation)
         self.idle_tokens -= self._idle.pop(conversation, 0)
+        self._shared.forget(conversation)
 
     def wake(self, now_s: float, version: int) -> None:
         """End the steps under way, if they are still those that were scheduled."""
@@ -250,7 +218,7 @@ class SimulatedEngine:
             self._make_room(len(decoding) * self._block_tokens) or self._make_room(len(decoding))
         ):
             if self._pins:
-                self._pins.popitem()
+                self.unpin(next(reversed(self._pins)))
                 continue
             self._preempt()
             preempted = True
@@ -323,18 +291,22 @@ class SimulatedEngine:
         room_tokens = max(1, room_tokens)
         while prefilling and room_tokens > 0:
             work = prefilling[0]
-            chunk = min(work.left_tokens, room_tokens)
             if not work.begun:
                 work.begun = True
                 begun += 1
+                if work.shared:
+                    self._find_shared(work)
                 added_s += costs.per_cached_token_s * work.past_tokens
                 loads_s += work.load_s
+            chunk = min(work.left_tokens, room_tokens)
             added_s += chunk * (
                 costs.per_token_s + costs.per_pair_s * (chunk + 2 * work.past_tokens)
             )
             work.past_tokens += chunk
             work.left_tokens -= chunk
             room_tokens -= chunk
+            if work.shared:
+                self._shared.computed(work.shared, work.past_tokens)
             if work.left_tokens:
                 break
             self._completing.append(prefilling.popleft())
@@ -356,11 +328,13 @@ class SimulatedEngine:
         self._kv_tokens += work.prompt_tokens + work.made_tokens
 
     def _end(self, work: EngineTurn, now_s: float) -> None:
-        tokens = work.prompt_tokens + work.made_tokens
+        tokens = work.prompt_tokens + work.made_tokens - work.shared_tokens
         self.active_tokens -= tokens
         if self._keeps:
             self.idle_tokens += tokens - self._idle.pop(work.conversation, 0)
             self._idle[work.conversation] = tokens
+            self._shared.begin(work.conversation, work.shared)
+        self._leave(work.shared)
         self._finished(work, self, now_s)
 
     # --- KV -----------------------------------------------------------------------------------
@@ -372,24 +346,29 @@ class SimulatedEngine:
         while waiting and room > 0:
             work = waiting[0]
             tokens = work.prompt_tokens + work.made_tokens
+            own_tokens = tokens - work.shared_tokens
             pinned_until_s = self._pins.pop(work.conversation, None)
+            found = min(self.holds(work.conversation), work.reusable_tokens) // block * block
             kept = self._idle.pop(work.conversation, 0)
             self.idle_tokens -= kept
+            self._take(work.shared)
             # Room is needed for the token that comes of it, and for those that decodes add.
-            while not self._make_room(tokens + 1 + len(self._decoding)):
+            while not self._make_room(own_tokens + 1 + len(self._decoding)):
                 if self._pins and not self._decoding and not self._prefilling:
                     # Nothing else would ever end, and make room.
-                    self._pins.popitem()
+                    self.unpin(next(reversed(self._pins)))
                     continue
                 if kept:
                     self._idle[work.conversation] = kept
                     self.idle_tokens += kept
+                self._leave(work.shared)
                 if pinned_until_s is not None:
                     self._pins[work.conversation] = pinned_until_s
                 return
             waiting.popleft()
-            self.active_tokens += tokens + 1
-            found = min(kept, work.reusable_tokens) // block * block
+            self.active_tokens += own_tokens + 1
+            if pinned_until_s is not None:
+                self._leave(self._shared.begins(work.conversation))
             if work.admitted_s < 0:
                 work.admitted_s = self._now_s
                 work.cached_tokens = found
@@ -400,22 +379,51 @@ class SimulatedEngine:
             self._prefilling.append(work)
             room -= 1
 
+    def _find_shared(self, work: EngineTurn) -> None:
+        """Look, as a prefill begins, for what others have computed of it by now."""
+        found = self._shared.found(work.shared)
+        spared = min(found - work.past_tokens, work.left_tokens - 1)
+        if spared > 0:
+            work.past_tokens += spared
+            work.left_tokens -= spared
+        if not work.preempted:
+            work.cached_tokens = max(work.cached_tokens, found)
+            self.shared_found_tokens += max(0, spared)
+
+    def _take(self, prefix: tuple[SharedPrefix, ...]) -> None:
+        """Hold a shared prefix."""
+        if prefix:
+            woken, new = self._shared.take(prefix)
+            self.idle_tokens -= woken
+            self.active_tokens += woken + new
+
+    def _leave(self, prefix: tuple[SharedPrefix, ...]) -> None:
+        """Hold a shared prefix no more."""
+        if prefix:
+            idle, gone = self._shared.leave(prefix)
+            self.active_tokens -= idle + gone
+            self.idle_tokens += idle
+
     def _make_room(self, tokens: int) -> bool:
         """Drop idle KV, the longest unused first, until so many tokens fit."""
-        room = self.costs.capacity_tokens - self.active_tokens
         pinned_tokens = self._pinned_tokens() if self._pins else 0
+        room = self.costs.capacity_tokens - self.active_tokens
         if room - pinned_tokens < tokens:
             return False
         excess = tokens - room + self.idle_tokens
         while excess > 0:
-            conversation = next(one for one in self._idle if one not in self._pins)
-            held = self._idle[conversation]
+            longest_unused = next(one for one in self._idle if one not in self._pins)
+            held = self._idle[longest_unused]
             # The ends of histories go first, as vLLM frees blocks.
             dropped = min(held, excess)
             if dropped == held:
-                del self._idle[conversation]
+                del self._idle[longest_unused]
             else:
-                self._idle[conversation] = held - dropped
+                self._idle[longest_unused] = held - dropped
+            if isinstance(longest_unused, Stretch):
+                self._shared.drop(longest_unused, dropped)
+            elif dropped == held:
+                self._shared.forget(longest_unused)
             self.idle_tokens -= dropped
             self.evicted_tokens += dropped
             excess -= dropped
@@ -424,7 +432,7 @@ class SimulatedEngine:
     def _pinned_tokens(self) -> int:
         """Idle KV that is not to be dropped."""
         for conversation in [one for one, until_s in self._pins.items() if until_s <= self._now_s]:
-            del self._pins[conversation]
+            self.unpin(conversation)
         return sum(self._idle.get(one, 0) for one in self._pins)
 
     def _preempt(self) -> None:
@@ -447,13 +455,17 @@ class SimulatedEngine:
             # Of the newest token there is no KV yet.
             computed = tokens - 1
             self._kv_tokens -= tokens
-        self.active_tokens -= tokens
+        self.active_tokens -= tokens - work.shared_tokens
+        work.preempted = True
         work.loaded_tokens = 0
         work.load_s = 0.0
         if self._keeps and computed:
             work.reusable_tokens = computed
-            self._idle[work.conversation] = computed
-            self.idle_tokens += computed
+        if self._keeps and computed > work.shared_tokens:
+            self._idle[work.conversation] = computed - work.shared_tokens
+            self.idle_tokens += computed - work.shared_tokens
+            self._shared.begin(work.conversation, work.shared)
+        self._leave(work.shared)
         self._wait(work)
 
     def _wait(self, work: EngineTurn) -> None:

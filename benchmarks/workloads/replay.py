@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.records import TurnRequest
+from benchmarks.records import SharedPrefix, TurnRequest
 from benchmarks.workloads.errors import require
 from benchmarks.workloads.tokens import COMPLETIONS, completion, draw, key
 from benchmarks.workloads.traces import RecordedCall, RecordedSession
@@ -146,6 +146,7 @@ class Replay:
             output_tokens=output_tokens,
             effective=call.effective,
             tool=call.tool,
+            shared=self._shared_prefixes(call),
         )
 
     def _body(self, own: int, turn: int, blocks: Any) -> dict[str, Any]:
@@ -157,13 +158,27 @@ class Replay:
         positions = np.arange(length)
         owners = np.repeat(np.append(blocks, _rest(turn)), sizes)
         prompt = draw(own, owners, positions - np.repeat(edges[:-1], sizes), self._vocabulary)
-        shared = min(int(ends[call.head_blocks]), self._shared_tokens)
+        shared = self._shared_length(call)
         prompt[:shared] = self._shared(positions[:shared])
         return completion(prompt, self._changes.output_tokens(call))
 
     def _ends(self, blocks: int) -> Any:
         """Where blocks begin, and the last one ends."""
         return self._changes.position(np.arange(blocks + 1) * self.session.block_tokens)
+
+    def _shared_length(self, call: RecordedCall) -> int:
+        """How many tokens of a call's prompt come from the streams that sessions share."""
+        in_head = int(self._changes.position(call.head_blocks * self.session.block_tokens))
+        return min(in_head, self._shared_tokens)
+
+    def _shared_prefixes(self, call: RecordedCall) -> tuple[SharedPrefix, ...]:
+        length = self._shared_length(call)
+        parts = []
+        if tools := min(length, self._tool_tokens):
+            parts.append(SharedPrefix(self._tools_key, tools))
+        if length > self._tool_tokens:
+            parts.append(SharedPrefix(self._system_key, length))
+        return tuple(parts)
 
     def _shared(self, positions: Any) -> Any:
         in_tools = positions < self._tool_tokens

@@ -44,7 +44,7 @@ class Fleet(Clients[_Open]):
 
     def figures(self, kv_bytes_per_token: float) -> ServerFigures:
         """Nothing is handed over."""
-        return ServerFigures()
+        return ServerFigures(shared_found_tokens=self.shared_found_tokens())
 
     def _open(self, script: Script, request: TurnRequest) -> _Open:
         return _Open(script, request)
@@ -85,6 +85,7 @@ class Fleet(Clients[_Open]):
             self._reusable(one),
             turn=one,
             priority=self._rival.priority(program),
+            shared=request.shared,
         )
         self._submit(work, self.decoders[engine_id], now_s, self.system.direct_s)
 

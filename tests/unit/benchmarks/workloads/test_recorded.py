@@ -211,6 +211,24 @@ def first_prompts(workload: Workload) -> list[list[int]]:
     return [prompt(turns(script)[0]) for _, script in workload]
 
 
+def first_turns(workload: Workload) -> list[tuple[TurnRequest, TurnRequest]]:
+    """The first turns of two conversations, either way round."""
+    one, two = (made[0] for made in all_turns(workload).values())
+    return [(one, two), (two, one)]
+
+
+def said_to_share(one: TurnRequest, two: TurnRequest) -> int:
+    """How many tokens two prompts have in common by what they say of themselves."""
+    tokens = 0
+    for mine, its in zip(one.shared, two.shared, strict=False):
+        if mine.key != its.key:
+            break
+        tokens = min(mine.tokens, its.tokens)
+        if mine.tokens != its.tokens:
+            break
+    return tokens
+
+
 def test_the_body_forces_the_output_length(tmp_path: Path) -> None:
     (made,) = all_turns(replay(session_file(tmp_path, call(0, [1, 2])))).values()
     body = made[0].body()
@@ -258,16 +276,20 @@ def test_sessions_share_tools_and_system_prompt_to_the_token(
 ) -> None:
     for name, ids in (("one", range(1, 8)), ("two", range(50, 57))):
         session_file(tmp_path, call(0, ids), name=name, tools=tools, system=system)
-    one, two = first_prompts(replay(tmp_path, sessions=2, scale_tokens=scale))
+    workload = replay(tmp_path, sessions=2, scale_tokens=scale)
+    one, two = first_prompts(workload)
     # Only whole blocks of the prompt can be shared.
     assert common(one, two) == int(min(tools + system, 7 * 64) * scale)
+    assert {said_to_share(*pair) for pair in first_turns(workload)} == {common(one, two)}
 
 
 def test_sessions_with_the_same_tools_share_those(tmp_path: Path) -> None:
     session_file(tmp_path, call(0, range(6)), name="one", tools=100, system=60)
     session_file(tmp_path, call(0, range(6)), name="two", tools=100, system=61)
-    one, two = first_prompts(replay(tmp_path, sessions=2))
+    workload = replay(tmp_path, sessions=2)
+    one, two = first_prompts(workload)
     assert common(one, two) == 100
+    assert {said_to_share(*pair) for pair in first_turns(workload)} == {100}
 
 
 def test_a_break_inside_the_shared_part_is_kept(tmp_path: Path) -> None:
@@ -281,6 +303,7 @@ def test_a_break_inside_the_shared_part_is_kept(tmp_path: Path) -> None:
     assert [common(a, b) for a, b in pairwise(prompts)] == [0, 128, 64]
     # The head that most calls have is the shared one; the recording's odd ones are not.
     assert [common(prompt(other), tokens) for tokens in prompts] == [0, 160, 128, 64]
+    assert [said_to_share(other, turn) for turn in made] == [0, 160, 128, 64]
 
 
 def test_a_session_drawn_again_has_other_tokens_after_what_is_shared(tmp_path: Path) -> None:

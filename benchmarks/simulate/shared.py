@@ -1,0 +1,190 @@
+"""What prompts of several conversations begin with, in one simulated engine's prefix cache.
+
+vLLM hashes each whole block of a prompt with all before it, so system prompts and tools are found
+by whoever begins with them, and are there once. Their blocks are held by the turns that run; once
+the last of these has ended, they are idle, and dropped like any other KV: the longest unused
+first, of a prefix from its end on.
+"""
+
+from collections.abc import Iterator, MutableMapping, Sequence
+
+from benchmarks.records import SharedPrefix
+
+
+class Stretch:
+    """Tokens of one part that lie side by side and have the same users.
+
+    Attributes:
+        key: the part's.
+        start, end: from the prompt's first token on.
+        computed: up to where there is KV of it; beyond is room that its users have taken.
+        users: how many turns begin with all of it.
+    """
+
+    __slots__ = ("computed", "end", "key", "start", "users")
+
+    def __init__(self, key: int, start: int, end: int, computed: int, users: int) -> None:
+        self.key = key
+        self.start = start
+        self.end = end
+        self.computed = computed
+        self.users = users
+
+
+class SharedPrefixes:
+    """The shared prefixes that one engine holds, each token once.
+
+    A part is cut into stretches where some turns have more of it than others. Prefixes given to
+    these methods are those that `whole_blocks` returns.
+
+    Args:
+        block_tokens: length of a block; only whole ones are shared.
+        idle: the engine's idle KV, the longest unused first; stretches without users are among it.
+
+    Example:
+        >>> idle = {}
+        >>> shared = SharedPrefixes(16, idle)
+        >>> tools, prompt = SharedPrefix(1, 100), SharedPrefix(2, 150)
+        >>> prefix = shared.whole_blocks((tools, prompt))
+        >>> shared.take(prefix)  # Of nothing idle; room for 144 tokens.
+        (0, 144)
+        >>> shared.computed(prefix, 144)
+        >>> shared.leave(prefix)  # All of it is kept.
+        (144, 0)
+        >>> shared.found(shared.whole_blocks((tools, SharedPrefix(3, 400))))
+        96
+    """
+
+    def __init__(self, block_tokens: int, idle: MutableMapping["str | Stretch", int]) -> None:
+        self._block_tokens = block_tokens
+        self._idle = idle
+        self._parts: dict[int, list[Stretch]] = {}
+        self._begins: dict[str, tuple[SharedPrefix, ...]] = {}
+
+    def whole_blocks(self, parts: Sequence[SharedPrefix]) -> tuple[SharedPrefix, ...]:
+        """The parts as far as they are whole blocks; a block across two of them is the longer's."""
+        whole: list[SharedPrefix] = []
+        start = 0
+        for part in parts:
+            tokens = part.tokens // self._block_tokens * self._block_tokens
+            if tokens > start:
+                whole.append(part._replace(tokens=tokens))
+                start = tokens
+        return tuple(whole)
+
+    def found(self, prefix: Sequence[SharedPrefix]) -> int:
+        """How many tokens of a prefix are here, in whole blocks."""
+        at = 0
+        for part in prefix:
+            for stretch in self._of(part):
+                at = min(stretch.computed, part.tokens)
+                if at < min(stretch.end, part.tokens):
+                    break
+            if at < part.tokens:
+                break
+        return at // self._block_tokens * self._block_tokens
+
+    def take(self, prefix: Sequence[SharedPrefix]) -> tuple[int, int]:
+        """A turn begins with a prefix, and holds it from now on.
+
+        Returns:
+            How many of its tokens were idle, and for how many it needs room.
+        """
+        woken = new = at = 0
+        for part in prefix:
+            self._cut(part)
+            for stretch in self._of(part):
+                if not stretch.users:
+                    woken += self._idle.pop(stretch)
+                stretch.users += 1
+                at = stretch.end
+            if at < part.tokens:
+                new += part.tokens - at
+                more = Stretch(part.key, at, part.tokens, at, 1)
+                self._parts.setdefault(part.key, []).append(more)
+            at = part.tokens
+        return woken, new
+
+    def computed(self, prefix: Sequence[SharedPrefix], tokens: int) -> None:
+        """A turn that holds a prefix has KV of so many of its prompt's tokens now."""
+        for part in prefix:
+            for stretch in self._of(part):
+                stretch.computed = max(stretch.computed, min(stretch.end, tokens))
+
+    def leave(self, prefix: Sequence[SharedPrefix]) -> tuple[int, int]:
+        """A turn that has taken a prefix has ended, or is sent back.
+
+        Returns:
+            How many tokens are idle with that, and how many are gone since they never were
+            computed.
+        """
+        idle = gone = 0
+        for part in reversed(prefix):
+            # Ends go before beginnings.
+            for stretch in reversed(list(self._of(part))):
+                stretch.users -= 1
+                if stretch.users:
+                    continue
+                gone += stretch.end - stretch.computed
+                stretch.end = stretch.computed
+                if stretch.end > stretch.start:
+                    self._idle[stretch] = stretch.end - stretch.start
+                    idle += stretch.end - stretch.start
+                else:
+                    self._remove(stretch)
+        return idle, gone
+
+    def drop(self, stretch: Stretch, tokens: int) -> None:
+        """So many tokens of a stretch without users were dropped, from its end."""
+        stretch.end -= tokens
+        stretch.computed = min(stretch.computed, stretch.end)
+        if stretch.end == stretch.start:
+            self._remove(stretch)
+
+    # --- Conversations between turns ----------------------------------------------------------
+
+    def begin(self, conversation: str, prefix: tuple[SharedPrefix, ...]) -> None:
+        """KV is kept for a conversation, of what comes after this prefix."""
+        if prefix:
+            self._begins[conversation] = prefix
+        else:
+            self._begins.pop(conversation, None)
+
+    def begins(self, conversation: str) -> tuple[SharedPrefix, ...]:
+        """After which prefix the KV comes that is kept for a conversation."""
+        return self._begins.get(conversation, ())
+
+    def forget(self, conversation: str) -> None:
+        """Nothing is kept for a conversation any more."""
+        self._begins.pop(conversation, None)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _of(self, part: SharedPrefix) -> Iterator[Stretch]:
+        """The stretches of a part that its prefix reaches into, from its beginning on."""
+        for stretch in self._parts.get(part.key, ()):
+            if stretch.start >= part.tokens:
+                return
+            yield stretch
+
+    def _cut(self, part: SharedPrefix) -> None:
+        """Have a stretch end where a prefix ends, if it goes on there."""
+        stretches = self._parts.get(part.key, [])
+        for index, longer in enumerate(stretches):
+            if longer.start < part.tokens < longer.end:
+                computed = min(longer.computed, part.tokens)
+                begin = Stretch(part.key, longer.start, part.tokens, computed, longer.users)
+                # What is left keeps its place among what is idle.
+                longer.start = part.tokens
+                longer.computed = max(longer.computed, part.tokens)
+                if not longer.users:
+                    self._idle[longer] -= begin.end - begin.start
+                    self._idle[begin] = begin.end - begin.start
+                stretches.insert(index, begin)
+                return
+
+    def _remove(self, stretch: Stretch) -> None:
+        stretches = self._parts[stretch.key]
+        stretches.remove(stretch)
+        if not stretches:
+            del self._parts[stretch.key]
