@@ -162,6 +162,11 @@ class Memory:
         self._parking.add(history.running[-1])
         return True
 
+    def parks_turn(self, turn_id: int) -> None:
+        """A turn is to leave its KV in host memory: its decoder has had it do so."""
+        if self._host is not None:
+            self._parking.add(turn_id)
+
     def turn_ended(self, history: Conversation, turn_id: int, stats: TurnStats | None) -> None:
         """A turn of a history has ended.
 
