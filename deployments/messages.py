@@ -34,6 +34,8 @@ class EngineInfo:
         wanted_replicas: how many of its role a table has wanted last, as it has heard; a new
             table goes on from there.
         parked: what its turns have left of what it holds in host memory.
+        registration: of a decoder that begins turns by itself, how often it has registered; 0: it
+            does not.
     """
 
     id: str
@@ -50,6 +52,7 @@ class EngineInfo:
     max_batched_tokens: int = 0
     host_tokens: int = 0
     parked: list[Parked] = field(default_factory=list)
+    registration: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,7 @@ class TurnPlan:
         root: of a history that begins, the digest of its first prompt, where that is a chat's.
         points: of the same, those of its beginnings whose length is known (`Points.packed`).
         parks: whether it is to leave its prompt's KV in host memory.
+        direct: whether the history's next turn may go to the decoder without asking.
     """
 
     turn: TurnKey
@@ -127,6 +131,7 @@ class TurnPlan:
     root: Digest | None = None
     points: bytes = b""
     parks: bool = False
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,4 +112,3 @@ class Desk:
         self._holdings.begin(turn)
         self.outbox.add(Began(turn, router_id, self.parks))
         return turn
-

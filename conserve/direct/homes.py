@@ -13,7 +13,7 @@ class Home(NamedTuple):
     """A decoder that had a history's last turn, as far as a router knows.
 
     Attributes:
-        hints: what its client has said of it when the table was asked last.
+        hints: what its client said of it when the table was asked last; None: nothing.
     """
 
     decoder_id: str
@@ -68,7 +68,8 @@ class Homes:
         """Where to try a turn; None: ask the table.
 
         Args:
-            hints: what its client says of it now. The table is to be told what is new.
+            hints: what its client says of it now; None: nothing. The table is to be told what is
+                new.
         """
         if chain is None or not chain.ends:
             return None

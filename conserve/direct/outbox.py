@@ -95,7 +95,7 @@ class Outbox:
         return self.registration
 
     def close(self) -> None:
-        """The table does not know this decoder: what happens from now on is told as it registers."""
+        """The table does not know this decoder, which tells all of it as it registers again."""
         self._open = False
         self._events = []
         self._under_way = None

@@ -41,6 +41,8 @@ class Registry:
             foreign = self._table.add_decoder(engine.id, engine.capacity_tokens, engine.holds)
             forget = [(conversation_id, sent[conversation_id]) for conversation_id in foreign]
             self._ended.setdefault(engine.id, [])
+            if engine.registration:
+                self._table.notices.add(engine.id, engine.registration)
         if engine.leaving:
             self._table.leave(engine.id)
         self.engines[engine.id] = engine
