@@ -5,7 +5,8 @@ from typing import NamedTuple
 from conserve.conversation import TurnKey, TurnStats
 from conserve.recognition import Digest
 
-# Where the table does not take them for so long, no turn is begun without asking it.
+# Where the table is so far behind, no turn is begun without asking it; while it knows nothing of the
+# decoder, no more ends are kept for it.
 _MOST_EVENTS = 4096
 
 
@@ -53,8 +54,8 @@ class Report(NamedTuple):
 class Outbox:
     """A decoder's reports: in order, one at a time, again where the answer is missing.
 
-    A registration tells all that a decoder holds: what is yet unreported goes with it, and reports
-    are numbered anew.
+    A registration tells all that a decoder holds, whose turns have begun included. Ends are told
+    after it all the same: the table may have planned those turns. Told twice, they change nothing.
 
     Attributes:
         registration: its number, which each report goes with; 0 before the first.
@@ -62,10 +63,9 @@ class Outbox:
 
     Example:
         >>> outbox = Outbox()
-        >>> outbox.add(Ended(TurnKey("c", 1, 256), None, (), False))  # Nobody to be told.
         >>> outbox.register(), outbox.next()
         (1, None)
-        >>> outbox.add(Ended(TurnKey("c", 1, 257), None, (), False))
+        >>> outbox.add(Began(TurnKey("c", 1, 257), "router"))
         >>> outbox.next().number, outbox.next().number  # Until it is answered.
         (1, 1)
         >>> outbox.answered(1)
@@ -75,7 +75,7 @@ class Outbox:
     def __init__(self) -> None:
         self.registration = 0
         self.heard = 0
-        self._open = False
+        self._is_open = False
         self._number = 0
         self._told = 0
         self._events: list[Began | Ended] = []
@@ -91,18 +91,20 @@ class Outbox:
         self.close()
         self.registration += 1
         self.heard = self._told = self._number = 0
-        self._open = True
+        self._is_open = True
         return self.registration
 
     def close(self) -> None:
         """The table does not know this decoder, which tells all of it as it registers again."""
-        self._open = False
-        self._events = []
+        unanswered = () if self._under_way is None else self._under_way.events
+        events = (*unanswered, *self._events)
+        self._events = [one for one in events if isinstance(one, Ended)][-_MOST_EVENTS:]
         self._under_way = None
+        self._is_open = False
 
     def add(self, event: Began | Ended) -> None:
         """This has happened."""
-        if self._open:
+        if self._is_open or (isinstance(event, Ended) and not self.is_full):
             self._events.append(event)
 
     def obeyed(self, number: int) -> None:
@@ -111,7 +113,9 @@ class Outbox:
 
     def next(self) -> Report | None:
         """What to tell now: the report that is not answered yet, else a new one; None: nothing."""
-        if self._under_way is None and self._open and (self._events or self.heard > self._told):
+        if self._under_way is not None or not self._is_open:
+            return self._under_way
+        if self._events or self.heard > self._told:
             self._number += 1
             self._under_way = Report(self._number, tuple(self._events), self.heard)
             self._events = []

@@ -18,6 +18,9 @@ class Reporter:
 
     Reports are one at a time, so that they come in order; what happens meanwhile goes with the next
     one.
+
+    Attributes:
+        tasks: in which it does so, from `start` on.
     """
 
     def __init__(self, engine_id: str, table: TableClient, desk: Desk) -> None:
@@ -26,12 +29,12 @@ class Reporter:
         self._desk = desk
         self._due = asyncio.Event()
         self._registered = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin; nothing is said before the engine has registered."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._report()), loop.create_task(self._hear())]
+        self.tasks = [loop.create_task(self._report()), loop.create_task(self._hear())]
 
     def registering(self) -> int:
         """All that the decoder holds is about to be told; returns the registration's number."""
@@ -61,13 +64,14 @@ class Reporter:
             if report is None:
                 self._due.clear()
                 continue
-            answers, known = await self._answered("report", registration, report)
+            answers, parks = await self._answered("report", registration, report)
             if registration != outbox.registration or not answers:
                 continue
-            if known:
-                outbox.answered(report.number)
-            else:
+            if parks is None:
                 self._unknown()
+                continue
+            outbox.answered(report.number)
+            self._desk.parks = bool(parks)
 
     async def _hear(self) -> None:
         outbox = self._desk.outbox

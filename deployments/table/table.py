@@ -226,16 +226,17 @@ class TableService:
             heard: the last notice that it has obeyed.
         """
         notice = await self._listeners.hear(decoder_id, registration, heard)
-        if notice is None or decoder_id not in self._table.decoders:
-            return None
-        memory = self._table.memory
-        return notice._replace(parks=memory is not None and memory.parks_on(decoder_id))
+        return None if notice is None else notice._replace(parks=self._parks_on(decoder_id))
 
-    async def report(self, decoder_id: str, registration: int, report: Report) -> bool:
-        """Note what a decoder has done. Returns False if it has to register."""
+    async def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
+        """Note what a decoder has done.
+
+        Returns:
+            Whether turns that begin now leave their KV in host memory; None: register again.
+        """
         notices = self._table.notices
         if not notices.is_current(decoder_id, registration):
-            return False
+            return None
         for event in report.events if notices.is_new(decoder_id, report.number) else ():
             try:
                 await self._happened(event, decoder_id)
@@ -243,7 +244,11 @@ class TableService:
                 # It would be told again for ever, and nothing after it.
                 logger.exception("what decoder %s says of %s", decoder_id, event.turn)
         self._listeners.confirmed(decoder_id, report.heard)
-        return True
+        return self._parks_on(decoder_id)
+
+    def _parks_on(self, decoder_id: str) -> bool:
+        memory = self._table.memory
+        return memory is not None and memory.parks_on(decoder_id)
 
     async def _happened(self, event: Began | Ended, decoder_id: str) -> None:
         turn = event.turn
