@@ -5,8 +5,8 @@ from typing import NamedTuple
 from conserve.conversation import TurnKey, TurnStats
 from conserve.recognition import Digest
 
-# Where the table is so far behind, no turn is begun without asking it; while it knows nothing of the
-# decoder, no more ends are kept for it.
+# Where the table is so far behind, no turn is begun without asking it; while it does not know the
+# decoder, so many ends are kept for it.
 _MOST_EVENTS = 4096
 
 

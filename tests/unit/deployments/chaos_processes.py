@@ -1,8 +1,8 @@
 """ConServe's processes in one event loop: what decides and observes is real, the rest is not.
 
 The conversation table (`TableService`), a router's turns (`TurnEndpoint`) and a decoder's observer,
-reporter and `Holdings` are those that run on engines. What is between them can be cut at any moment: calls
-are copied as between processes, and whoever is killed says nothing more, to anybody.
+reporter and `Holdings` are those that run on engines. What is between them can be cut at any
+moment: calls are copied as between processes, and whoever is killed says nothing more, to anybody.
 """
 
 import asyncio
@@ -188,7 +188,7 @@ class _Heard(Caller):
 
     async def call(self, *arguments: Any, **options: Any) -> Any:
         assert isinstance(self._process, Engine)
-        while self._process.silent:
+        while self._process.silent:  # noqa: ASYNC110
             await asyncio.sleep(BEAT_S)
         return await super().call(*arguments, **options)
 
