@@ -85,6 +85,7 @@ class Planned:
     turn: TurnKey
     decoder_id: str
     later: bool
+    points: bytes
     client: Client
     answers: int
 
@@ -215,7 +216,9 @@ class World:
         where = history.decoder_id
         self.homes.remember(client.name, chain, Home(where, ""))
         if where in self.decoders:
-            self.mail.append(Planned(turn, where, later, client, answers))
+            self.mail.append(
+                Planned(turn, where, later, b"" if later else history.points, client, answers)
+            )
         else:
             # Its router finds that out, and tells.
             self.table.abandon(turn, None, None, self.now_s)
@@ -306,7 +309,7 @@ class World:
                 self.table.abandon(message.turn, None, None, self.now_s)
         elif isinstance(message, Planned):
             root = None if message.later else message.client.root
-            decoder.holdings.begin(message.turn, root, b"", look_up=not message.later)
+            decoder.holdings.begin(message.turn, root, message.points, not message.later)
             decoder.running[message.turn] = (message.client, message.answers)
         elif isinstance(message, Straight):
             self._begin_straight(decoder, message)
