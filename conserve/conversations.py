@@ -577,7 +577,7 @@ class ConversationTable:
         """End a conversation; its tokens no longer count. None if it is unknown."""
         conversation = self._take_out(conversation_id)
         if conversation is not None:
-            self._give_up(conversation)
+            self._give_up(conversation, ended=True)
             if self.memory is not None:
                 self.memory.ended(conversation)
         return conversation
@@ -818,10 +818,10 @@ class ConversationTable:
         conversation.promised = False
         self._activity.not_idle(conversation.id)
 
-    def _give_up(self, conversation: Conversation) -> None:
+    def _give_up(self, conversation: Conversation, *, ended: bool = False) -> None:
         if conversation.decoder_id is not None:
             decoder_id, incarnation = conversation.decoder_id, conversation.incarnation
-            self.notices.give_up(decoder_id, conversation.id, incarnation)
+            self.notices.give_up(decoder_id, conversation.id, incarnation, ended=ended)
 
     def _hold(self, conversation: Conversation, tokens: int) -> None:
         if conversation.decoder_id is not None:

@@ -80,6 +80,8 @@ class Desk:
         """
         for history_id, incarnation in notice.given_up:
             self._holdings.give_up(history_id, incarnation)
+        for history_id, incarnation in notice.ended:
+            self._holdings.drop(history_id, incarnation)
         self.parks = notice.parks
         self.outbox.obeyed(notice.number)
         self._until_s = max(self._until_s, asked_s + LEASE_S)

@@ -10,13 +10,15 @@ class Notice(NamedTuple):
 
     Attributes:
         number: counts them.
-        given_up: histories (and incarnations) that the table has unbound, or ended: their next turn
-            is the table's to place.
+        given_up: histories (and incarnations) that the table has unbound: their next turn is the
+            table's to place.
+        ended: those that have ended.
         parks: whether a turn that begins now leaves its prompt's KV in host memory.
     """
 
     number: int
     given_up: tuple[tuple[str, int], ...] = ()
+    ended: tuple[tuple[str, int], ...] = ()
     parks: bool = False
 
 
@@ -26,8 +28,8 @@ class _Decoder:
     number: int = 0
     heard: int = 0
     reported: int = 0
-    # By history: its incarnation, and the notice that says so.
-    given_up: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # By history: its incarnation, the notice that says so, and whether it has ended.
+    given_up: dict[str, tuple[int, int, bool]] = field(default_factory=dict)
 
 
 class Notices:
@@ -81,12 +83,14 @@ class Notices:
 
     # --- what they are told ------------------------------------------------------------------
 
-    def give_up(self, decoder_id: str, history_id: str, incarnation: int) -> None:
-        """A history is no more on this decoder."""
+    def give_up(
+        self, decoder_id: str, history_id: str, incarnation: int, *, ended: bool = False
+    ) -> None:
+        """A history is no more on this decoder: it is bound nowhere, or has ended."""
         decoder = self._decoders.get(decoder_id)
         if decoder is not None:
             decoder.number += 1
-            decoder.given_up[history_id] = (incarnation, decoder.number)
+            decoder.given_up[history_id] = (incarnation, decoder.number, ended)
             self.tell(decoder_id)
 
     def probe(self, decoder_id: str) -> int:
@@ -107,9 +111,11 @@ class Notices:
         decoder = self._decoders.get(decoder_id)
         if decoder is None:
             return None
-        given_up = decoder.given_up.items()
-        new = tuple((id, incarnation) for id, (incarnation, at) in given_up if at > heard)
-        return Notice(decoder.number, new)
+        new: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
+        for history_id, (incarnation, number, ended) in decoder.given_up.items():
+            if number > heard:
+                new[ended].append((history_id, incarnation))
+        return Notice(decoder.number, tuple(new[False]), tuple(new[True]))
 
     def confirm(self, decoder_id: str, heard: int) -> None:
         """A decoder has heard so much, and told all that it had done before."""
@@ -117,7 +123,7 @@ class Notices:
         if decoder is None or heard <= decoder.heard:
             return
         decoder.heard = heard
-        for history_id, (_, number) in list(decoder.given_up.items()):
+        for history_id, (_, number, _) in list(decoder.given_up.items()):
             if number <= heard:
                 del decoder.given_up[history_id]
 
@@ -135,8 +141,8 @@ class Notices:
     def may_run(self, decoder_id: str, history_id: str, incarnation: int) -> bool:
         """Whether a turn of a history that was given up may have begun before that was heard."""
         decoder = self._decoders.get(decoder_id)
-        given_up = None if decoder is None else decoder.given_up.get(history_id)
-        return given_up is not None and given_up[0] == incarnation
+        told = None if decoder is None else decoder.given_up.get(history_id)
+        return told is not None and told[0] == incarnation
 
     def is_new(self, decoder_id: str, report: int) -> bool:
         """Whether a report is the next one, and was not taken before; it is taken now."""

@@ -109,6 +109,7 @@ class Registry:
         """Note that a conversation that was on a decoder is of no use to it any more."""
         if decoder_id in self._ended:
             self._ended[decoder_id].append((conversation_id, incarnation))
+            self._table.notices.give_up(decoder_id, conversation_id, incarnation, ended=True)
 
     def take_ended(self, engine_id: str) -> list[tuple[str, int]]:
         """Take out what has been noted for an engine, so that it is told once."""

@@ -514,6 +514,8 @@ class TableService:
         for history in found:
             self._table.release(history.id)
             self._has_ended(history, reason)
+        self._forget()
+        for history in found:
             told.update(self._table.notices.unconfirmed(history.id))
         self._admit()
         # From then on no decoder takes a turn of the old name for one of what has ended.
@@ -726,7 +728,11 @@ class TableService:
             return
         decoders = self._table.accepting_decoders
         memory.relieve(self._table.decoders[decoder_id], decoders, unix_s())
-        for one in memory.take_forgotten():
+        self._forget()
+
+    def _forget(self) -> None:
+        memory = self._table.memory
+        for one in () if memory is None else memory.take_forgotten():
             self._registry.note_forgotten(one.decoder_id, one.history_id, one.incarnation)
 
     def _end_displaced(self) -> None:

@@ -236,6 +236,11 @@ class World:
         told: set[str] = set()
         for history in found:
             table.release(history.id)
+        assert table.memory is not None
+        for one in table.memory.take_forgotten():
+            where = (one.decoder_id, one.history_id, one.incarnation)
+            table.notices.give_up(*where, ended=True)
+        for history in found:
             told.update(table.notices.unconfirmed(history.id))
         numbers = {decoder_id: table.notices.probe(decoder_id) for decoder_id in told}
         self.ending.append(({(one.id, one.incarnation) for one in found}, numbers))
