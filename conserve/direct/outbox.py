@@ -98,7 +98,8 @@ class Outbox:
         """The table does not know this decoder, which tells all of it as it registers again."""
         unanswered = () if self._under_way is None else self._under_way.events
         events = (*unanswered, *self._events)
-        self._events = [one for one in events if isinstance(one, Ended)][-_MOST_EVENTS:]
+        ends: list[Began | Ended] = [one for one in events if isinstance(one, Ended)]
+        self._events = ends[-_MOST_EVENTS:]
         self._under_way = None
         self._is_open = False
 
