@@ -8,13 +8,17 @@ the same place.
 """
 
 from collections.abc import Iterable
+from itertools import islice
 from sys import intern
 
 from conserve import identity
 from conserve.activity import Activity
 from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.direct.notices import Notices
+from conserve.direct.numbering import STRIDE, first_asked
 from conserve.events import EventLog
 from conserve.hints import Hints
+from conserve.histories.families import scope_for, scope_of
 from conserve.histories.groups import Groups
 from conserve.histories.kinship import Kinship, Opening
 from conserve.histories.points import Points, mark
@@ -40,6 +44,9 @@ from conserve.tenants.usage import TenantUsage, UsageBook
 # allocator cannot ask for huge pages, glibc's (2.35 and later) can. It costs 140 bytes each.
 MEMORY_ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
+# Of the histories of one first prompt, so many are looked at, the newest.
+_LOOKED_AT = 32
+
 
 class ConversationTable:
     """Bindings of live conversations to decoders.
@@ -57,8 +64,8 @@ class ConversationTable:
         idle_timeout_s: a conversation not used for so long has ended; see `expire`.
         turn_timeout_s: a turn that runs for longer than this, and the idle time, is taken for
             lost.
-        first_id: turns and incarnations are numbered from here. A table that succeeds another
-            must start above it.
+        first_id: turns and incarnations are numbered from here, by `STRIDE`. A table that succeeds
+            another must start above it.
         pausing: decides which idle histories give up their room; None: none do, as in the ConServe
             paper.
         events: is told what becomes of those.
@@ -68,6 +75,7 @@ class ConversationTable:
         memory: who is paused; None without pausing.
         usage: what each tenant has.
         tools: which run, as clients report it.
+        notices: what decoders are told that begin turns by themselves.
     """
 
     def __init__(
@@ -81,7 +89,7 @@ class ConversationTable:
     ) -> None:
         self._policy = policy
         self.loads: Loads | None = policy.loads if isinstance(policy, ElasticPlacement) else None
-        self._first_id = self._next_id = first_id
+        self._first_id = self._next_id = first_asked(first_id)
         self._conversations: dict[str, Conversation] = {}
         self._idleness = Idleness(idle_timeout_s, turn_timeout_s, self._conversations)
         self._groups = Groups()
@@ -102,6 +110,7 @@ class ConversationTable:
         self.recomputed_tokens = 0
         self.usage = UsageBook()
         self.tools = RunningTools()
+        self.notices = Notices()
         self.memory: Memory | None = None
         if pausing is not None:
             get = self._conversations.get
@@ -228,6 +237,7 @@ class ConversationTable:
             return []
         self._leaving.discard(decoder_id)
         self._evicting.discard(decoder_id)
+        self.notices.remove(decoder_id)
         if self.loads is not None:
             self.loads.gone(decoder_id)
         if self.memory is not None:
@@ -400,6 +410,57 @@ class ConversationTable:
             self.loads.turn_came(conversation.decoder_id, now_s)
         return conversation
 
+    def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool = False) -> bool:
+        """Note that a decoder has begun a turn by itself.
+
+        Where the history was paused before the decoder has heard of that, it is bound there again,
+        room or not: what runs is not paused.
+
+        Args:
+            parks: whether it is to leave its prompt's KV in host memory.
+
+        Returns:
+            False, with nothing changed, if the history has ended, or is not there any more.
+        """
+        conversation = self._current(turn.conversation_id, turn.incarnation)
+        if conversation is None or decoder_id not in self.decoders:
+            return False
+        if conversation.decoder_id is None:
+            if not self.notices.may_run(decoder_id, conversation.id, conversation.incarnation):
+                return False
+            self._take_back(conversation, decoder_id)
+        if conversation.decoder_id != decoder_id:
+            return False
+        usage = self.usage.of(conversation.id)
+        self._start_turn(conversation, usage, now_s, turn_id=turn.turn_id)
+        if self.loads is not None:
+            self.loads.turn_came(decoder_id, now_s)
+        if parks and self.memory is not None:
+            self.memory.parks_turn(turn.turn_id)
+        return True
+
+    def to_be_heard(self, chain: Chain, conversation_id: str | None) -> str | None:
+        """The decoder of a running turn whose answer a turn may follow, and that may have ended.
+
+        It may be where the turn's messages go on beyond what is known of the history.
+
+        Args:
+            chain: of the turn's messages.
+            conversation_id: as the client has stated it, scoped to its tenant.
+        """
+        if not chain.ends:
+            return None
+        newest = mark(chain.ends[0])
+        ends = {mark(end) for end in (*chain.ends, chain.root)}
+        for history_id in islice(self._families.newest(chain.root), _LOOKED_AT):
+            history = self._conversations[history_id]
+            its_own = scope_of(history) == scope_for(conversation_id)
+            if not history.running or not its_own or newest in history.tails:
+                continue
+            if history.decoder_id is not None and not ends.isdisjoint(history.tails):
+                return history.decoder_id
+        return None
+
     def prefill_later_turn(self, conversation: Conversation) -> str | None:
         """Where the turn that a conversation has just begun is prefilled; None: on its decoder.
 
@@ -454,7 +515,7 @@ class ConversationTable:
         if turn.turn_id not in conversation.running:
             if turn.turn_id <= conversation.finished:
                 return False
-            self._next_id = max(self._next_id, turn.turn_id + 1)
+            self._number_above(turn.turn_id)
         conversation.turns += 1
         self._compare(conversation, stats)
         has_kin = False
@@ -496,7 +557,7 @@ class ConversationTable:
             and decoder_id == conversation.decoder_id
         )
         if turn.turn_id in conversation.running or began_elsewhere:
-            self._next_id = max(self._next_id, turn.turn_id + 1)
+            self._number_above(turn.turn_id)
             if stats is not None:
                 conversation.last_turn = stats
             self._finish_turn(conversation, turn.turn_id, stats, now_s)
@@ -540,8 +601,10 @@ class ConversationTable:
     def release(self, conversation_id: str) -> Conversation | None:
         """End a conversation; its tokens no longer count. None if it is unknown."""
         conversation = self._take_out(conversation_id)
-        if conversation is not None and self.memory is not None:
-            self.memory.ended(conversation)
+        if conversation is not None:
+            self._give_up(conversation, ended=True)
+            if self.memory is not None:
+                self.memory.ended(conversation)
         return conversation
 
     def expire(self, now_s: float) -> list[Conversation]:
@@ -725,7 +788,11 @@ class ConversationTable:
         usage: TenantUsage,
         now_s: float,
         arrived_s: float | None = None,
+        turn_id: int | None = None,
     ) -> None:
+        if turn_id is None:
+            turn_id = self._next_id
+            self._next_id += STRIDE
         usage.turns += 1
         if self.memory is not None:
             idle = conversation.has_last_turn and not conversation.running
@@ -735,9 +802,11 @@ class ConversationTable:
         if not conversation.running:
             self.reasoning += 1
             self._activity.not_idle(conversation.id)
-        conversation.running += (self._next_id,)
-        self._next_id += 1
+        conversation.running += (turn_id,)
         conversation.last_used_s = now_s
+
+    def _number_above(self, turn_id: int) -> None:
+        self._next_id = max(self._next_id, first_asked(turn_id + 1))
 
     def _finish_turn(
         self, conversation: Conversation, turn_id: int, stats: TurnStats | None, now_s: float
@@ -766,13 +835,27 @@ class ConversationTable:
             self.memory.used(conversation)
             self.memory.turn_ended(conversation, turn_id, stats)
 
+    def _take_back(self, conversation: Conversation, decoder_id: str) -> None:
+        conversation.decoder_id = decoder_id
+        self.decoders[decoder_id].conversations += 1
+        self._hold(conversation, conversation.last_tokens)
+        self._kinship.advanced(conversation)
+        if self.memory is not None:
+            self.memory.bound(conversation, kept=True)
+
     def _unbind(self, conversation: Conversation) -> None:
         self._hold(conversation, 0)
         if conversation.decoder_id is not None:
             self.decoders[conversation.decoder_id].conversations -= 1
+            self._give_up(conversation)
         conversation.decoder_id = None
         conversation.promised = False
         self._activity.not_idle(conversation.id)
+
+    def _give_up(self, conversation: Conversation, *, ended: bool = False) -> None:
+        if conversation.decoder_id is not None:
+            decoder_id, incarnation = conversation.decoder_id, conversation.incarnation
+            self.notices.give_up(decoder_id, conversation.id, incarnation, ended=ended)
 
     def _hold(self, conversation: Conversation, tokens: int) -> None:
         if conversation.decoder_id is not None:
@@ -809,7 +892,7 @@ class ConversationTable:
             usage.began(held.created_s)
         self._join(held, usage)
         self._idleness.watch_in_place(held, known)
-        self._next_id = 1 + max(self._next_id - 1, held.incarnation, held.finished, *held.running)
+        self._number_above(max(held.incarnation, held.finished, *held.running))
         tokens, held.held_tokens = held.held_tokens, 0
         held.decoder_id = decoder_id
         held.promised = False

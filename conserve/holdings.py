@@ -7,9 +7,12 @@ what is needed to go on: the id, the tokens, and the digests that recognise the 
 import copy
 from typing import NamedTuple
 
+from conserve import identity
 from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
-from conserve.recognition import Digest
+from conserve.histories.families import scope_for, scope_of
+from conserve.histories.points import mark
+from conserve.recognition import Digest, TailIndex
 
 
 class Parked(NamedTuple):
@@ -33,6 +36,9 @@ class Holdings:
         self._held: dict[str, Conversation] = {}
         self._stored_tokens: dict[str, int] = {}
         self._parked: dict[str, Parked] = {}
+        self._continued_by = TailIndex()
+        # Histories that the table has taken back, and its turn under way that may undo that.
+        self._given_up: dict[str, int | None] = {}
 
     def all(self) -> list[Conversation]:
         """A copy of every record."""
@@ -59,13 +65,17 @@ class Holdings:
         if look_up:
             self._stored_tokens.pop(turn.conversation_id, None)
         held = self._held.get(turn.conversation_id)
-        if held is None or held.incarnation != turn.incarnation:
+        if held is not None and held.incarnation != turn.incarnation:
+            self.drop(held.id, held.incarnation)
+            held = None
+        if held is None:
             now_s = unix_s()
             held = Conversation(turn.conversation_id, turn.incarnation, now_s, now_s)
             held.root, held.points = root, points
             self._held[turn.conversation_id] = held
             self._stored_tokens.pop(turn.conversation_id, None)
-            self._parked.pop(turn.conversation_id, None)
+        elif held.id in self._given_up:
+            self._given_up[held.id] = turn.turn_id
         held.running += (turn.turn_id,)
         held.last_used_s = unix_s()
 
@@ -103,7 +113,11 @@ class Holdings:
         if completed:
             held.turns += 1
             if tails and stats is not None:
+                self._continued_by.discard(held.id, _keys(held))
                 held.set_tails(tails, stats)
+                self._continued_by.add(held.id, _keys(held))
+                if self._given_up.get(held.id) == turn.turn_id:
+                    del self._given_up[held.id]
         if not held.has_last_turn and not held.running:
             self.drop(turn.conversation_id, turn.incarnation)
 
@@ -112,8 +126,40 @@ class Holdings:
         held = self._held.get(conversation_id)
         if held is not None and held.incarnation == incarnation:
             del self._held[conversation_id]
+            self._continued_by.discard(held.id, _keys(held))
+            self._given_up.pop(conversation_id, None)
             self._stored_tokens.pop(conversation_id, None)
             self._parked.pop(conversation_id, None)
+
+    def give_up(self, conversation_id: str, incarnation: int) -> None:
+        """The table has taken a history back: what is here may not be the newest of it.
+
+        That lasts until a turn that the table has sent comes to its end.
+        """
+        held = self._held.get(conversation_id)
+        if held is not None and held.incarnation == incarnation:
+            self._given_up[conversation_id] = None
+
+    def continued(
+        self, root: Digest, end: Digest, conversation_id: str | None
+    ) -> Conversation | None:
+        """The history whose newest answer a turn follows; None if there is none that is idle.
+
+        Args:
+            root: of the turn's messages.
+            end: of the same, up to the newest answer.
+            conversation_id: as the client has stated it, scoped to its tenant; None without one.
+        """
+        one = conversation_id is not None and identity.is_generated(conversation_id)
+
+        def busy(history_id: str) -> bool:
+            if one and identity.conversation_of(history_id) != conversation_id:
+                return True  # Its client states the id that it was given: no twin will do.
+            return history_id in self._given_up or self._held[history_id].running != ()
+
+        key = root + mark(end) + scope_for(conversation_id)
+        found = self._continued_by.match([key], busy)
+        return None if found is None else self._held[found]
 
     def _note_parked(self, held: Conversation, stats: TurnStats, parked: bool) -> None:
         known = self._parked.get(held.id)
@@ -143,3 +189,10 @@ class Holdings:
         It is the prompt with which it came here, the last time, or a later one that was parked.
         """
         return self._stored_tokens.get(conversation_id)
+
+
+def _keys(held: Conversation) -> list[bytes]:
+    """What turns that continue a history begin with; of one that is no chat, nothing does."""
+    if held.root is None:
+        return []
+    return [held.root + tail + scope_of(held) for tail in held.tails]

@@ -76,6 +76,11 @@ class Metrics:
             "conserve_conversations_ended", "Conversations that ended, by how.", ["reason"]
         )
         self.turns = self._counter("conserve_turns", "Turns, by outcome.", ["outcome"])
+        self.later_turns = self._counter(
+            "conserve_later_turns",
+            "Later turns begun at a history's decoder: direct, or after the table was asked.",
+            ["way"],
+        )
         self.refusals = self._counter(
             "conserve_queue_refusals", "Conversations refused for want of room, by why.", ["reason"]
         )

@@ -46,6 +46,17 @@ NOTES_HEADER = "x-conserve-notes"
 # client has, and the request follows them.
 SENT_HEADER = "x-conserve-sent"
 
+# --- Headers of a turn that a router sends straight to a decoder ----------------------------------
+
+# Set where the table was not asked: the router's id. The decoder answers with the turn's own
+# headers (conversation, incarnation, turn), or refuses with this one and `REFUSED_STATUS`.
+DIRECT_HEADER = "x-conserve-direct"
+REFUSED_STATUS = 409
+# What it goes on with: digest of all up to its newest answer, in hexadecimal digits (`ROOT_HEADER`
+# goes with it), and the conversation's id as its client states it, scoped to its tenant.
+END_HEADER = "x-conserve-end"
+STATED_HEADER = "x-conserve-stated"
+
 # --- A stream's notes, from a decoder to its router and from that to another decoder --------------
 
 

@@ -35,6 +35,8 @@ class EngineInfo:
             table goes on from there.
         parked: what its turns have left of what it holds in host memory.
         also_hosts: whether it is a prefiller that conversations are bound to as well.
+        registration: of a decoder that begins turns by itself, how often it has registered; 0: it
+            does not.
     """
 
     id: str
@@ -52,6 +54,7 @@ class EngineInfo:
     host_tokens: int = 0
     parked: list[Parked] = field(default_factory=list)
     also_hosts: bool = False
+    registration: int = 0
 
     @property
     def hosts(self) -> bool:
@@ -123,6 +126,7 @@ class TurnPlan:
         root: of a history that begins, the digest of its first prompt, where that is a chat's.
         points: of the same, those of its beginnings whose length is known (`Points.packed`).
         parks: whether it is to leave its prompt's KV in host memory.
+        direct: whether the history's next turn may go to the decoder without asking.
     """
 
     turn: TurnKey
@@ -134,6 +138,7 @@ class TurnPlan:
     root: Digest | None = None
     points: bytes = b""
     parks: bool = False
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Families:
         known = self._of.get(chain.root)
         if known is None:
             return None
-        scope = _scope(conversation_id)
+        scope = scope_for(conversation_id)
         # The root is the tail of what has no answer yet.
         ends = (*chain.ends, chain.root) if scope else chain.ends
         if isinstance(known, _Family):
@@ -99,7 +99,7 @@ class Families:
         tails = history.tails
         for end in ends:
             if mark(end) in tails:
-                return known if _scope_of(history) == scope else None
+                return known if scope_of(history) == scope else None
         return None
 
     def newest(self, root: Digest) -> Iterator[str]:
@@ -141,16 +141,17 @@ class _Family:
 
 
 def _keys(history: Conversation) -> Sequence[bytes]:
-    scope = _scope_of(history)
+    scope = scope_of(history)
     return [tail + scope for tail in history.tails]
 
 
-def _scope_of(history: Conversation) -> bytes:
-    return _scope(identity.conversation_of(history.id))
+def scope_of(history: Conversation) -> bytes:
+    """Of the turns that may continue a history."""
+    return scope_for(identity.conversation_of(history.id))
 
 
-def _scope(conversation_id: str | None) -> bytes:
-    """Empty for what nobody has named, whatever its id."""
+def scope_for(conversation_id: str | None) -> bytes:
+    """Of a turn's conversation: empty for what nobody has named, whatever its id."""
     if conversation_id is None or identity.is_generated(conversation_id):
         return b""
     return conversation_id.encode()

@@ -154,13 +154,22 @@ class Memory:
 
     def park(self, history: Conversation) -> bool:
         """Whether the turn that it has begun last is to leave its KV in host memory too."""
-        decoder = self._decoders[history.decoder_id or ""]
-        if self._host is None:
-            return False
-        if not self._policy.parks(decoder.held_tokens, decoder.capacity_tokens):
+        if not self.parks_on(history.decoder_id or ""):
             return False
         self._parking.add(history.running[-1])
         return True
+
+    def parks_on(self, decoder_id: str) -> bool:
+        """Whether turns that begin on a decoder leave their KV in host memory too."""
+        decoder = self._decoders[decoder_id]
+        if self._host is None:
+            return False
+        return self._policy.parks(decoder.held_tokens, decoder.capacity_tokens)
+
+    def parks_turn(self, turn_id: int) -> None:
+        """A turn is to leave its KV in host memory: its decoder has had it do so."""
+        if self._host is not None:
+            self._parking.add(turn_id)
 
     def turn_ended(self, history: Conversation, turn_id: int, stats: TurnStats | None) -> None:
         """A turn of a history has ended.

@@ -68,10 +68,9 @@ class Loads:
 
     Engines speak every second. A prompt sent since then counts until it is reported done, and what
     waits grows shorter as time passes, at the engine's own pace. So an engine's word a second old
-    is as good as a new one: simulated, decisions by either are equally good
-    (docs/simulation.md). Older words, or none, are no error: what was sent then counts for as long
-    as it should take. A prompt that is on its way while its engine speaks is not counted for the
-    second until it speaks again.
+    is nearly as good as a new one. Older words, or none, are no error: what was sent then counts
+    for as long as it should take. A prompt that is on its way while its engine speaks is not
+    counted for the second until it speaks again.
 
     Args:
         costs: engines' measured costs; None: each one's own pace, as it says it.

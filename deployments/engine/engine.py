@@ -22,6 +22,7 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
 from autoscale.serve import DECIDED_S, WANTED_REPLICAS
+from conserve.direct import Desk
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, CHECK_PREFIX, Role
@@ -30,6 +31,7 @@ from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.load import measure
 from deployments.engine.observer import TurnObserver, observe_engine
+from deployments.engine.reporter import Reporter
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.sockets import unnamed_afterwards
 from deployments.loopback import listen_where_ray_does
@@ -65,6 +67,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._settings = settings
         self._table = TableClient(context.app_name, settings)
         self._holdings = Holdings()
+        self._desk = Desk(self._holdings, settings.idle_timeout_s)
+        self._reporter = Reporter(self._id, self._table, self._desk)
         self._beating: asyncio.Task[None] | None = None
         self._leaving = False
         own = settings.decoders if role == "decoder" else settings.prefillers
@@ -100,6 +104,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         )
         await self._warm_up()
         await self._register()
+        if self._info.hosts:
+            self._reporter.start()
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     def _host_tokens(self, vllm_config: Any) -> int:
@@ -166,6 +172,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     async def _drain(self) -> None:
         """Stay while the conversation table has anything for this engine, unless it is dead."""
         self._leaving = True
+        self._desk.close()
         deadline_s = time.monotonic() + self._settings.autoscaling.drain_timeout_s
         try:
             while await self._lives():
@@ -195,7 +202,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         settings = self._settings
         keeper = ResponseKeeper(app, settings.response_store_mb)
         observer = self._observer = TurnObserver(
-            keeper, self._id, self._holdings, self._table, settings.volatile_text
+            keeper, self._holdings, self._desk, self._reporter.has_more, settings.volatile_text
         )
         host = settings.engine_host
         assert host is not None
@@ -262,8 +269,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                     raise RuntimeError(f"the engine failed its first turn ({response.status})")
 
     async def _register(self) -> None:
+        registration = self._reporter.registering() if self._info.hosts else 0
         info = dataclasses.replace(
             self._info,
+            registration=registration,
             holds=self._holdings.all(),
             parked=self._holdings.parked(),
             leaving=self._leaving,
@@ -271,6 +280,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         )
         for conversation_id, incarnation in await self._table.call("register", info):
             self._holdings.drop(conversation_id, incarnation)
+        self._reporter.registered()
 
     async def _beat(self) -> None:
         while True:
@@ -285,7 +295,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 heard = await self._table.call(
                     "beat", self._id, self._node.energy, self._meter.load(time.monotonic())
                 )
-                if heard is None:
+                if heard is None or not self._reporter.is_registered:
                     await self._register()
                     continue
                 self._heard = heard

@@ -1,4 +1,4 @@
-"""What a decoder sees of each turn, from the engine's own statistics, and tells the table.
+"""What a decoder sees of each turn, from the engine's own statistics, and has the table told.
 
 Two ends meet here: an ASGI middleware in front of vLLM's OpenAI server, which knows whose turn
 it is and what the client was told, and the engine client's ``generate``, which knows how many
@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import functools
 import json
-import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conserve import identity, recognition, wire
 from conserve.apis import form_of
+from conserve.clock import unix_s
 from conserve.conversation import TurnKey, TurnStats
+from conserve.direct import Continued, Desk, Ended
 from conserve.holdings import Holdings
 from conserve.pausing import tool_called
 from conserve.recognition import Digest
@@ -31,13 +32,8 @@ from conserve.wire import Emitted
 from deployments.engine.body import read_ahead, replay
 from deployments.engine.continuation import can_be_continued, continued
 from deployments.engine.load import ALL_TOKENS, LoadMeter
-from deployments.table.table_client import TableClient, TableUnavailable
-
-logger = logging.getLogger("ray.serve")
 
 _SMALL_BYTES = 16 * 1024
-# An answer must not hang on its bookkeeping. What the table misses, it learns from `Holdings`.
-_REPORT_PATIENCE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -194,10 +190,12 @@ def _require_an_answer(output: Any, params: Any, observation: _Observation) -> N
 class TurnObserver:
     """ASGI middleware that keeps a decoder's `Holdings` and reports each turn's end.
 
-    The report is made before the client learns that the turn is over, so that the next turn
-    finds the table up to date, however fast it follows.
+    Both are up to date before the client learns that the turn is over, so that the next turn finds
+    what it goes on with, however fast it follows. The table is told meanwhile.
 
     Args:
+        desk: says which turns are begun that the table was not asked for.
+        has_more: called when the desk's outbox has something new.
         volatile: kinds of text by which no conversation is recognised; see
             `conserve.recognition.volatile`.
 
@@ -209,89 +207,103 @@ class TurnObserver:
     def __init__(
         self,
         app: ASGIApp,
-        engine_id: str,
         holdings: Holdings,
-        table: TableClient,
+        desk: Desk,
+        has_more: Callable[[], None] = lambda: None,
         volatile: Collection[str] = (),
     ) -> None:
         self._app = app
         self._volatile = volatile
-        self._engine_id = engine_id
         self._holdings = holdings
-        self._table = table
-        self._reports: set[asyncio.Task[None]] = set()
+        self._desk = desk
+        self._has_more = has_more
         self.ending = False
 
     def _engine_ends(self) -> None:
         self.ending = True
+        self._desk.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
         # One request may be begun within another one's task.
         _current.set(None)
-        if wire.CONVERSATION_HEADER not in headers:
+        straight = wire.DIRECT_HEADER in headers
+        if not straight and wire.CONVERSATION_HEADER not in headers:
             if self.ending and scope["type"] == "http" and scope["path"] == "/health":
                 await Response(status_code=503)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
             return
-        turn = _Turn(
-            self._engine_id,
-            self._holdings,
-            self._table,
-            TurnKey(
-                headers[wire.CONVERSATION_HEADER],
-                int(headers[wire.INCARNATION_HEADER]),
-                int(headers[wire.TURN_HEADER]),
-            ),
-            scope["path"],
-        )
+        path = scope["path"]
+        sent: list[Emitted] = []
+        beginning: recognition.Beginning | None = None
         sent_bytes = int(headers.get(wire.SENT_HEADER, 0))
         if sent_bytes or wire.RECOGNISE_HEADER in headers:
             body = await read_ahead(receive)
-            turn.observation.sent = wire.read_notes(body[:sent_bytes])
+            sent = wire.read_notes(body[:sent_bytes])
             body = body[sent_bytes:]
             receive = replay(body, receive)
             if wire.RECOGNISE_HEADER in headers:
-                tenant = identity.tenant_of(turn.key.conversation_id)
-                asked = (body, turn.path, self._volatile, tenant)
+                asked = (body, path, self._volatile, _tenant_of(headers))
                 # Other turns' tokens pass through this thread. And nothing is counted yet.
                 if len(body) <= _SMALL_BYTES:
-                    turn.beginning = _beginning(*asked)
+                    beginning = _beginning(*asked)
                 else:
-                    turn.beginning = await asyncio.to_thread(_beginning, *asked)
-        turn.observation.notes = wire.NOTES_HEADER in headers
-        if wire.PREFILL_CACHED_HEADER in headers:
-            turn.observation.prefill_cached_tokens = int(headers[wire.PREFILL_CACHED_HEADER])
-        turn.observation.engine_ends = self._engine_ends
+                    beginning = await asyncio.to_thread(_beginning, *asked)
         root = bytes.fromhex(headers.get(wire.ROOT_HEADER, ""))
-        points = bytes.fromhex(headers.get(wire.POINTS_HEADER, ""))
-        look_up = wire.LOOK_UP_HEADER in headers
-        self._holdings.begin(turn.key, root or None, points, look_up)
+        key = self._begin_straight(headers, root) if straight else _key_in(headers)
+        if key is None:
+            refused = Response(
+                status_code=wire.REFUSED_STATUS, headers={wire.DIRECT_HEADER: "refused"}
+            )
+            await refused(scope, receive, send)
+            return
+        turn = _Turn(self._holdings, self._desk, self._has_more, key, path, straight)
+        turn.beginning = beginning
+        seen = turn.observation
+        seen.sent = sent
+        seen.notes = wire.NOTES_HEADER in headers
+        if wire.PREFILL_CACHED_HEADER in headers:
+            seen.prefill_cached_tokens = int(headers[wire.PREFILL_CACHED_HEADER])
+        seen.engine_ends = self._engine_ends
         prefilled = wire.PREFILL_CACHED_HEADER in headers
-        held_tokens = self._holdings.held_tokens(turn.key.conversation_id)
-        turn.observation.expected_tokens = ALL_TOKENS if prefilled else held_tokens
-        if not look_up:
-            turn.observation.stored_tokens = self._holdings.stored_tokens(turn.key.conversation_id)
-        turn.observation.parks = wire.PARK_HEADER in headers
-        _current.set(turn.observation)
+        held_tokens = self._holdings.held_tokens(key.conversation_id)
+        seen.expected_tokens = ALL_TOKENS if prefilled else held_tokens
+        if straight:
+            seen.stored_tokens = self._holdings.stored_tokens(key.conversation_id)
+            seen.parks = self._desk.parks
+        else:
+            points = bytes.fromhex(headers.get(wire.POINTS_HEADER, ""))
+            look_up = wire.LOOK_UP_HEADER in headers
+            self._holdings.begin(key, root or None, points, look_up)
+            if not look_up:
+                seen.stored_tokens = self._holdings.stored_tokens(key.conversation_id)
+            seen.parks = wire.PARK_HEADER in headers
+        _current.set(seen)
         try:
             await self._app(scope, receive, turn.relay(send))
         finally:
             if not turn.reported:
-                # This gets a task of its own: the current one may be under cancellation.
-                task = asyncio.get_running_loop().create_task(turn.report(completed=False))
-                self._reports.add(task)
-                task.add_done_callback(self._reports.discard)
+                turn.report(completed=False)
+
+    def _begin_straight(self, headers: Headers, root: Digest) -> TurnKey | None:
+        """Begin a turn that the table was not asked for; None: it is to be."""
+        end, stated = bytes.fromhex(headers[wire.END_HEADER]), headers.get(wire.STATED_HEADER)
+        router_id = headers[wire.DIRECT_HEADER]
+        key = self._desk.begin(Continued(root, end, stated), router_id, unix_s())
+        if key is not None:
+            self._has_more()
+        return key
 
 
 @dataclass(slots=True)
 class _Turn:
-    engine_id: str
     holdings: Holdings
-    table: TableClient
+    desk: Desk
+    has_more: Callable[[], None]
     key: TurnKey
     path: str
+    straight: bool = False
     observation: _Observation = field(default_factory=_Observation)
     beginning: recognition.Beginning | None = None
     status: int = 0
@@ -309,13 +321,17 @@ class _Turn:
                     name.lower() == b"content-type" and value.startswith(b"text/event-stream")
                     for name, value in message["headers"]
                 )
+                if self.straight:
+                    message["headers"] = [*message["headers"], *_headers_of(self.key)]
             elif message["type"] == "http.response.body" and not self.reported:
                 part = message.get("body", b"")
                 if self.beginning is not None and part:
                     self.parts.append(part)
                 # vLLM sends every event as a part of its own.
                 if part.startswith(ends) if self.streamed else not message.get("more_body"):
-                    await self.report(completed=self._completed())
+                    self.report(completed=self._completed())
+                    # So that it is on its way.
+                    await asyncio.sleep(0)
                 elif self.streamed and (unnoted := self.observation.unnoted):
                     message["body"] = wire.note(unnoted) + part
                     self.observation.unnoted = []
@@ -327,7 +343,7 @@ class _Turn:
         seen = self.observation
         return self.status == 200 and 0 < seen.started == seen.finished
 
-    async def report(self, completed: bool) -> None:
+    def report(self, completed: bool) -> None:
         self.reported = True
         stats = self.observation.stats()
         answers = self._answers() if completed else []
@@ -336,23 +352,8 @@ class _Turn:
             # Of several choices its client goes on with one; the first is as likely as any.
             stats = msgspec.structs.replace(stats, tool=tool_called(answers[0]))
         self.holdings.finish(self.key, stats, tails, completed, self.observation.parks)
-        patience = {"patience_s": _REPORT_PATIENCE_S, "answer_s": _REPORT_PATIENCE_S}
-        try:
-            if not completed:
-                await self.table.call("abandon", self.key, self.engine_id, stats, **patience)
-            elif not await self.table.call(
-                "advance", self.key, self.engine_id, stats, tails, **patience
-            ):
-                # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
-                self.holdings.drop(self.key.conversation_id, self.key.incarnation)
-        except TableUnavailable as error:
-            logger.warning("%s: %s", self._name(), error)
-        except Exception:
-            # A failure of the table is no reason to break off a client's answer.
-            logger.exception("%s was not reported", self._name())
-
-    def _name(self) -> str:
-        return f"turn {self.key.turn_id} of {self.key.conversation_id}"
+        self.desk.outbox.add(Ended(self.key, stats, tails, completed))
+        self.has_more()
 
     def _answers(self) -> list[dict[str, Any]]:
         if self.beginning is None:
@@ -375,3 +376,22 @@ def _beginning(
     if not isinstance(body, dict):
         return None
     return recognition.Beginning(*heard(path, body, volatile), tenant)
+
+
+def _key_in(headers: Headers) -> TurnKey:
+    return TurnKey(
+        headers[wire.CONVERSATION_HEADER],
+        int(headers[wire.INCARNATION_HEADER]),
+        int(headers[wire.TURN_HEADER]),
+    )
+
+
+def _headers_of(turn: TurnKey) -> Iterable[tuple[bytes, bytes]]:
+    names = (wire.CONVERSATION_HEADER, wire.INCARNATION_HEADER, wire.TURN_HEADER)
+    return ((name.encode(), str(value).encode()) for name, value in zip(names, turn, strict=True))
+
+
+def _tenant_of(headers: Headers) -> str | None:
+    if wire.CONVERSATION_HEADER in headers:
+        return identity.tenant_of(headers[wire.CONVERSATION_HEADER])
+    return headers.get(wire.TENANT_HEADER)

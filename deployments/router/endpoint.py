@@ -4,6 +4,7 @@ import time
 
 from starlette.types import Receive, Scope, Send
 
+from conserve.direct import Homes
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from deployments.messages import TurnTiming
@@ -30,6 +31,7 @@ class TurnEndpoint:
         self._upstream = upstream
         self._systems = SystemLengths(upstream, settings.volatile_text)
         self._router_id = router_id
+        self._homes = Homes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()
@@ -55,5 +57,6 @@ class TurnEndpoint:
             self._systems,
             self._router_id,
             self._settings.continue_streams,
+            self._homes,
         )
         await turn.run(receive)

@@ -7,10 +7,13 @@ import logging
 import time
 from typing import Any
 
+import aiohttp
 from starlette.types import Receive, Send
 
 from conserve import identity, wire
 from conserve.apis import COMPLETIONS, form_of
+from conserve.conversation import TurnKey
+from conserve.direct import Home, Homes
 from conserve.errors import ApiError, context_length_exceeded
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
@@ -58,6 +61,7 @@ class Turn:
         arrived_s: when the request came, by `time.perf_counter`.
         send: sends to the client.
         continues: whether a stream whose decoder is lost goes on at another one, where it can.
+        homes: where histories live, as far as this router knows.
     """
 
     def __init__(
@@ -70,8 +74,12 @@ class Turn:
         systems: SystemLengths,
         router_id: str,
         continues: bool = True,
+        homes: Homes | None = None,
     ) -> None:
         self._request = request
+        self._homes = Homes() if homes is None else homes
+        self._home = self._where_it_lives()
+        self._refused_by: str | None = None
         self._arrived_s = arrived_s
         self._table = table
         self._upstream = upstream
@@ -108,7 +116,10 @@ class Turn:
 
     async def _serve(self) -> None:
         for attempt in range(_ATTEMPTS):
+            home, self._home = self._home, None
             try:
+                if home is not None and await self._decode_straight(home):
+                    return
                 plan = self._plan = await self._place()
                 self._let_in = True
                 self._at_decoder = False
@@ -118,6 +129,9 @@ class Turn:
                 logger.warning("turn attempt %d: %s", attempt + 1, error)
                 if self._plan is not None:
                     await self._after_failure(self._plan, str(error), error.had_request)
+                elif home is not None:
+                    had_prompt = error.had_request
+                    await self._report_if_lost(home.decoder_id, home.url, str(error), had_prompt)
                 if self._answer.started and self._sent is None:
                     raise ApiError(
                         503,
@@ -171,8 +185,9 @@ class Turn:
         asked = self._request
         # On a further attempt the history is known.
         known = self._conversation_id
-        stated, hints = asked.explicit_id, asked.hints if asked.hints != Hints() else None
-        answer = await self._claim("begin", stated, asked.chain, self._limited, known, hints)
+        stated, hints = asked.explicit_id, self._hints
+        about = (stated, asked.chain, self._limited, known, hints, self._refused_by)
+        answer = await self._claim("begin", *about)
         if isinstance(answer, TurnPlan):
             self._conversation_id = answer.turn.conversation_id
             if answer.prefiller_url is not None:
@@ -230,6 +245,10 @@ class Turn:
         return answer
 
     @property
+    def _hints(self) -> Hints | None:
+        return self._request.hints if self._request.hints != Hints() else None
+
+    @property
     def _limited(self) -> TurnTenant | None:
         """The tenant whose limits the turn has to keep: none, once it has been let in."""
         return None if self._let_in else self._request.tenant
@@ -270,16 +289,70 @@ class Turn:
 
     # --- the answer --------------------------------------------------------------------------
 
+    def _where_it_lives(self) -> Home | None:
+        """The decoder to which the turn goes straight; None: the table is asked."""
+        asked = self._request
+        limits = None if asked.tenant is None else asked.tenant.limits
+        if limits is not None and (limits.turns, limits.held_tokens) != (None, None):
+            # Whoever has these may not have one turn more: the table counts.
+            return None
+        return self._homes.find(asked.explicit_id, asked.chain, self._hints)
+
+    async def _decode_straight(self, home: Home) -> bool:
+        """Have a turn served whose history should live there; False if its decoder refuses."""
+        asked = self._request
+        assert asked.chain is not None
+        headers = self._headers()
+        headers[wire.DIRECT_HEADER] = self._router_id
+        headers[wire.ROOT_HEADER] = asked.chain.root.hex()
+        headers[wire.END_HEADER] = asked.chain.ends[0].hex()
+        if asked.explicit_id is not None:
+            headers[wire.STATED_HEADER] = asked.explicit_id
+        if asked.tenant is not None:
+            headers[wire.TENANT_HEADER] = asked.tenant.name
+        url = home.url + asked.path
+        try:
+            async with self._upstream.post(url, asked.raw, headers) as response:
+                found = response.headers
+                if response.status == wire.REFUSED_STATUS and wire.DIRECT_HEADER in found:
+                    self._refused_by = home.decoder_id
+                    self._homes.forget(asked.explicit_id, asked.chain)
+                    return False
+                if wire.TURN_HEADER in found:
+                    key = TurnKey(
+                        found[wire.CONVERSATION_HEADER],
+                        int(found[wire.INCARNATION_HEADER]),
+                        int(found[wire.TURN_HEADER]),
+                    )
+                    self._plan = TurnPlan(key, home.decoder_id, home.url, later=True)
+                    self._conversation_id = key.conversation_id
+                    self._let_in = self._at_decoder = True
+                await self._relay(response, home.decoder_id, home.url)
+        except EngineUnreachable:
+            self._homes.forget(asked.explicit_id, asked.chain)
+            raise
+        return True
+
+    def _headers(self) -> dict[str, str]:
+        """What a decoder is told of the turn, whoever says that it goes there."""
+        asked = self._request
+        headers = {"Content-Type": "application/json"}
+        if asked.chat:
+            headers[wire.RECOGNISE_HEADER] = "1"
+        if asked.request_id:
+            headers["x-request-id"] = asked.request_id
+        if self._answer.record is not None:
+            headers[wire.NOTES_HEADER] = "1"
+        return headers
+
     async def _decode(self, plan: TurnPlan) -> None:
         asked = self._request
         headers = {
-            "Content-Type": "application/json",
+            **self._headers(),
             wire.CONVERSATION_HEADER: plan.turn.conversation_id,
             wire.INCARNATION_HEADER: str(plan.turn.incarnation),
             wire.TURN_HEADER: str(plan.turn.turn_id),
         }
-        if asked.chat:
-            headers[wire.RECOGNISE_HEADER] = "1"
         if plan.root is not None:
             headers[wire.ROOT_HEADER] = plan.root.hex()
             headers[wire.POINTS_HEADER] = plan.points.hex()
@@ -289,11 +362,7 @@ class Turn:
             headers[wire.PARK_HEADER] = "1"
         if self._prefilled is not None and self._prefilled.cached_tokens is not None:
             headers[wire.PREFILL_CACHED_HEADER] = str(self._prefilled.cached_tokens)
-        if asked.request_id:
-            headers["x-request-id"] = asked.request_id
         body, record = asked.raw, self._answer.record
-        if record is not None:
-            headers[wire.NOTES_HEADER] = "1"
         if self._sent is not None:
             self._continued += 1
             logger.info("%s goes on at decoder %s", plan.turn.conversation_id, plan.decoder_id)
@@ -304,20 +373,34 @@ class Turn:
         self._at_decoder = True
         url = plan.decoder_url + asked.path
         async with self._upstream.post(url, body, headers) as response:
-            if response.status != 200:
-                error = await engine_error(response)
-                if error.status >= 500 and not await self._upstream.healthy(plan.decoder_url):
-                    raise EngineUnreachable(f"decoder {plan.decoder_id} answered {error.status}")
-                raise error
-            try:
-                await self._answer.relay(response, self._own_headers())
-            except StreamBroken as broken:
-                if broken.event is not None and await self._upstream.healthy(plan.decoder_url):
-                    # It is not lost: what it says is about this request.
-                    after = form_of(asked.path).after_error
-                    await self._answer.end_with_event(broken.event + after)
-                    raise AnsweredWithError from None
-                raise EngineUnreachable(f"decoder {plan.decoder_id}: {broken}") from None
+            if plan.direct and response.status == 200:
+                home = Home(plan.decoder_id, plan.decoder_url, self._hints)
+                self._homes.remember(asked.explicit_id, asked.chain, home)
+            await self._relay(response, plan.decoder_id, plan.decoder_url)
+
+    async def _relay(
+        self, response: aiohttp.ClientResponse, decoder_id: str, decoder_url: str
+    ) -> None:
+        """Pass a decoder's answer on to its end.
+
+        Raises:
+            ApiError: it is an error of the request's.
+            EngineUnreachable: the decoder is lost.
+        """
+        path = self._request.path
+        if response.status != 200:
+            error = await engine_error(response)
+            if error.status >= 500 and not await self._upstream.healthy(decoder_url):
+                raise EngineUnreachable(f"decoder {decoder_id} answered {error.status}")
+            raise error
+        try:
+            await self._answer.relay(response, self._own_headers())
+        except StreamBroken as broken:
+            if broken.event is not None and await self._upstream.healthy(decoder_url):
+                # It is not lost: what it says is about this request.
+                await self._answer.end_with_event(broken.event + form_of(path).after_error)
+                raise AnsweredWithError from None
+            raise EngineUnreachable(f"decoder {decoder_id}: {broken}") from None
 
     @property
     def _sent(self) -> bytes | None:

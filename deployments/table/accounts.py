@@ -10,6 +10,7 @@ from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
+from conserve.direct import is_direct
 from conserve.events import EventLog
 from conserve.metrics import EventCounts, Metrics, ReplicaCounts, SpaceTimeMetrics
 from conserve.pausing import ToolReport
@@ -104,6 +105,9 @@ class Accounts:
             "start", plan.turn.conversation_id, turn=plan.turn.turn_id, decoder=plan.decoder_id,
             prefiller=plan.prefiller_id, later=plan.later or None,
         )  # fmt: skip
+        if plan.later:
+            way = "direct" if is_direct(plan.turn.turn_id) else "asked"
+            self.metrics.later_turns.labels(way).inc()
         now_s = time.monotonic()
         self._energy.run(plan.turn, plan.prefiller_id or plan.decoder_id, now_s)
         conversation = self._table.get(plan.turn.conversation_id)

@@ -44,6 +44,8 @@ class Registry:
             foreign = self._table.add_decoder(engine.id, engine.capacity_tokens, engine.holds)
             forget = [(conversation_id, sent[conversation_id]) for conversation_id in foreign]
             self._ended.setdefault(engine.id, [])
+            if engine.registration:
+                self._table.notices.add(engine.id, engine.registration)
         if engine.leaving:
             self._table.leave(engine.id)
         self.engines[engine.id] = engine
@@ -110,6 +112,7 @@ class Registry:
         """Note that a conversation that was on a decoder is of no use to it any more."""
         if decoder_id in self._ended:
             self._ended[decoder_id].append((conversation_id, incarnation))
+            self._table.notices.give_up(decoder_id, conversation_id, incarnation, ended=True)
 
     def take_ended(self, engine_id: str) -> list[tuple[str, int]]:
         """Take out what has been noted for an engine, so that it is told once."""

@@ -25,6 +25,7 @@ from conserve.admission import Admission, Admitted, QueueFull
 from conserve.clock import unix_s
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.direct import LEASE_S, Began, Ended, Notice, Report
 from conserve.environments.pressure import HostPressure
 from conserve.events import EventLog, Kind
 from conserve.hints import Hints
@@ -51,6 +52,7 @@ from deployments.table import refusals
 from deployments.table.accounts import Accounts
 from deployments.table.gate import TenantGate
 from deployments.table.lifecycle import standings
+from deployments.table.listeners import Listeners
 from deployments.table.listening import SHOWN_EVENTS, listen
 from deployments.table.listing import list_recent
 from deployments.table.pending import PendingTurn
@@ -64,6 +66,12 @@ logger = logging.getLogger("conserve.table")
 PLACING_S = 30.0
 # How long a new table waits for engines to report before it takes bindings for unknown.
 RECOVERY_S = 8.0
+# How long it waits for decoders to say what they have done: whoever asks what there is, or begins a
+# turn beside another; whoever ends a conversation, as long as a decoder may begin its turns; and
+# whoever moves one, as long as a decoder may be silent.
+_LOOK_S, _END_S, _MOVE_S = 0.5, LEASE_S, SILENCE_S
+# Under these policies a later turn is its decoder's alone.
+_DIRECT = ("conversation", "collocated")
 # Without a beat from any engine or router for so long, the application is gone.
 ABANDONED_S = 120.0
 
@@ -74,8 +82,9 @@ class TableService:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         # The clock is above whatever a predecessor handed out, of which nothing is kept.
-        first_id = time.time_ns() // 1_000_000
-        self._claims = itertools.count(first_id)
+        self._claims = itertools.count(time.time_ns() // 1_000_000)
+        # Turns are numbered by hundreds.
+        first_id = time.time_ns() // 1000
         # Theirs is finer: there may be several in a millisecond.
         self._events = EventLog(unix_s, time.time_ns() // 1000)
         self._table = ConversationTable(
@@ -93,6 +102,7 @@ class TableService:
             settings.line_order(),
             settings.admission_window(),
         )
+        self._listeners = Listeners(self._table.notices)
         self._gate = TenantGate(self._table, self._admission.line)
         self._autoscaler = make_autoscaler(settings)
         self._started_s = time.monotonic()
@@ -103,6 +113,8 @@ class TableService:
         # What a router that dies leaves behind: turns under way, and those not bound yet, by the
         # conversation.
         self._routers_of: dict[TurnKey, str] = {}
+        # Of the same turns.
+        self._decoders_of: dict[TurnKey, str] = {}
         self._pending: dict[str, PendingTurn] = {}
         # Nothing is decided yet: a predecessor's engines are still to say how many were wanted.
         self._decided_s = 0.0
@@ -118,6 +130,10 @@ class TableService:
         """Add an engine that is ready. Returns conversations (and incarnations) to forget."""
         self._ensure_housekeeping()
         now_s = time.monotonic()
+        known = self._registry.engines.get(engine.id)
+        if known is not None and engine.registration:
+            # It has not heard that it is known; what it has done since is in what it holds.
+            self._remove(known)
         forget = self._registry.add(engine, now_s)
         if engine.wanted_replicas is not None and now_s - self._started_s <= SILENCE_S:
             # A predecessor has wanted so many engines, and they are there.
@@ -154,7 +170,8 @@ class TableService:
         engine = self._registry.engines.get(engine_id)
         if engine is None:
             return
-        unbound = self._registry.remove(engine)
+        self._end_turns_on(engine_id)
+        unbound = self._remove(engine)
         self._accounts.engine_gone(engine, len(unbound), why)
         logger.warning(
             "%s %s is lost (%s); %d conversations will be prefilled again on their next turn",
@@ -202,11 +219,83 @@ class TableService:
         """Remove an engine that was leaving, and ends now."""
         engine = self._registry.engines.get(engine_id)
         if engine is not None:
-            unbound = self._registry.remove(engine)
+            self._end_turns_on(engine_id)
+            unbound = self._remove(engine)
             self._accounts.engine_gone(engine, len(unbound))
             logger.info(
                 "%s %s has left, with %d conversations", engine.role, engine_id, len(unbound)
             )
+
+    def _remove(self, engine: EngineInfo) -> list[str]:
+        unbound = self._registry.remove(engine)
+        for turn in self._listeners.lost(engine.id):
+            self._turn_ends(turn, None)
+        return unbound
+
+    def _end_turns_on(self, engine_id: str) -> None:
+        """Of what a lost engine had under way, or has ended last, it tells nothing any more."""
+        for turn in [turn for turn, on in self._decoders_of.items() if on == engine_id]:
+            history = self._table.get(turn.conversation_id)
+            if history is not None:
+                if history.prefiller_id is not None:
+                    # It may not have come there yet: its router tells.
+                    continue
+                self._accounts.cut(turn, engine_id, None)
+            self._turn_ends(turn, None)
+
+    # --- decoders that begin turns by themselves ---------------------------------------------
+
+    async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
+        """What a decoder is to know before it begins more; None: register again. It may wait.
+
+        Args:
+            heard: the last notice that it has obeyed.
+        """
+        notice = await self._listeners.hear(decoder_id, registration, heard)
+        return None if notice is None else notice._replace(parks=self._parks_on(decoder_id))
+
+    async def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
+        """Note what a decoder has done.
+
+        Returns:
+            Whether turns that begin now leave their KV in host memory; None: register again.
+        """
+        notices = self._table.notices
+        if not notices.is_current(decoder_id, registration):
+            return None
+        for event in report.events if notices.is_new(decoder_id, report.number) else ():
+            try:
+                await self._happened(event, decoder_id)
+            except Exception:
+                # It would be told again for ever, and nothing after it.
+                logger.exception("what decoder %s says of %s", decoder_id, event.turn)
+        self._listeners.confirmed(decoder_id, report.heard)
+        return self._parks_on(decoder_id)
+
+    def _parks_on(self, decoder_id: str) -> bool:
+        memory = self._table.memory
+        return memory is not None and memory.parks_on(decoder_id)
+
+    async def _happened(self, event: Began | Ended, decoder_id: str) -> None:
+        turn = event.turn
+        if isinstance(event, Began):
+            if self._table.began(turn, decoder_id, unix_s(), event.parks):
+                url = self._registry.engines[decoder_id].url
+                plan = TurnPlan(turn, decoder_id, url, later=True, parks=event.parks)
+                self._under_way(turn, event.router_id, decoder_id)
+                self._listeners.began(turn, decoder_id)
+                self._accounts.turn_begins(plan)
+            return
+        self._listeners.ended(turn, decoder_id)
+        if not event.completed or event.stats is None:
+            await self.abandon(turn, decoder_id, event.stats)
+        elif not await self.advance(turn, decoder_id, event.stats, event.tails):
+            # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
+            self._registry.note_forgotten(decoder_id, turn.conversation_id, turn.incarnation)
+
+    async def _look(self) -> None:
+        """Return when all that decoders had done by now is known, or after a while."""
+        await self._listeners.have_heard(self._table.notices.decoders, _LOOK_S)
 
     # --- turns -------------------------------------------------------------------------------
 
@@ -218,6 +307,7 @@ class TableService:
         tenant: TurnTenant | None = None,
         history_id: str | None = None,
         hints: Hints | None = None,
+        refused_by: str | None = None,
     ) -> TurnPlan | Unplaced | Refusal:
         """Start a turn; returns where its history is bound, or that it has to be placed.
 
@@ -227,9 +317,15 @@ class TableService:
             tenant: whose turn it is, where there are keys.
             history_id: the history's, if this is not the turn's first attempt.
             hints: what its client says beside its messages; None if nothing.
+            refused_by: the decoder to which it went straight, in vain.
         """
         if refusal := await self._not_ready():
             return refusal
+        if refused_by is None and chain and history_id is None:
+            refused_by = self._table.to_be_heard(chain, explicit_id)
+        if refused_by is not None:
+            # Of what it has done before, all is to be known: another turn, say.
+            await self._listeners.have_heard([refused_by], _LOOK_S)
         conversation_id = history_id or self._history_of(explicit_id, chain, tenant)
         if over := self._gate.turn_over(tenant):
             return self._over_limit(tenant, over)
@@ -320,6 +416,14 @@ class TableService:
             if largest and turn1_tokens > largest:
                 return refusals.never_fits(turn1_tokens, largest)
             hints = None if opening is None else opening.hints
+            # Where it was before, a turn may have begun.
+            was_on = self._table.notices.unconfirmed(conversation_id)
+            if was_on and not await self._listeners.have_heard(was_on, _MOVE_S):
+                logger.warning("%s moves; decoder %s is silent", conversation_id, was_on)
+            if pending.settled.done():
+                return refusals.UNAVAILABLE  # It was given up meanwhile.
+            if pending.waits:
+                return refusals.busy(self._admission.line.retry_after_s(called_s))
             bound = self._table.begin(conversation_id, called_s, hints)
             if bound is not None:
                 # Another turn of it was placed meanwhile, or a decoder had it still.
@@ -432,10 +536,16 @@ class TableService:
         """End a conversation's histories; False if it is unknown. Its id is as it is kept."""
         await self._not_ready()
         found = self._table.histories(identity.conversation_of(conversation_id))
+        told: set[str] = set()
         for history in found:
             self._table.release(history.id)
             self._has_ended(history, reason)
+        self._forget()
+        for history in found:
+            told.update(self._table.notices.unconfirmed(history.id))
         self._admit()
+        # From then on no decoder takes a turn of the old name for one of what has ended.
+        await self._listeners.have_heard(told, _END_S)
         return bool(found)
 
     # --- what can be asked -------------------------------------------------------------------
@@ -454,6 +564,7 @@ class TableService:
     async def engines(self) -> list[dict[str, Any]]:
         """The engines alive, for `GET /v1/engines`."""
         await self._not_ready()
+        await self._look()
         loads = self._registry.loads
         engines = self._registry.engines.values()
         return [engine_view(engine, self._table, loads.get(engine.id)) for engine in engines]
@@ -461,6 +572,7 @@ class TableService:
     async def conversation(self, conversation_id: str) -> dict[str, Any] | None:
         """One conversation, for `GET /v1/conversations/{id}`; the id is scoped to its tenant."""
         await self._not_ready()
+        await self._look()
         found = self._table.histories(conversation_id)
         if not found:
             return None
@@ -478,6 +590,7 @@ class TableService:
             tenant: of this one alone; None: of all.
         """
         await self._not_ready()
+        await self._look()
         table = self._table
         total = table.conversations
         if tenant is not None:
@@ -488,6 +601,7 @@ class TableService:
 
     async def metrics(self) -> bytes:
         """The metrics, in Prometheus' text format."""
+        await self._look()
         return self._accounts.metrics.render()
 
     # --- tools, for the manager of environments -----------------------------------------------
@@ -552,13 +666,18 @@ class TableService:
             points=b"" if later else conversation.points,
             # Under `per_turn` prefillers read the history from there.
             parks=self._settings.placement == "per_turn" or self._table.park(conversation),
+            direct=self._settings.placement in _DIRECT,
         )
-        self._routers_of[plan.turn] = router_id
+        self._under_way(turn, router_id, plan.decoder_id)
         self._accounts.turn_begins(plan)
         return plan
 
+    def _under_way(self, turn: TurnKey, router_id: str, decoder_id: str) -> None:
+        self._routers_of[turn], self._decoders_of[turn] = router_id, decoder_id
+
     def _turn_ends(self, turn: TurnKey, stats: TurnStats | None) -> None:
         self._routers_of.pop(turn, None)
+        self._decoders_of.pop(turn, None)
         self._accounts.turn_ends(turn, stats)
 
     def _pend(
@@ -639,7 +758,11 @@ class TableService:
             return
         decoders = self._table.accepting_decoders
         memory.relieve(self._table.decoders[decoder_id], decoders, unix_s())
-        for one in memory.take_forgotten():
+        self._forget()
+
+    def _forget(self) -> None:
+        memory = self._table.memory
+        for one in () if memory is None else memory.take_forgotten():
             self._registry.note_forgotten(one.decoder_id, one.history_id, one.incarnation)
 
     def _end_displaced(self) -> None:

@@ -13,6 +13,7 @@ from benchmarks.experiments import elastic
 from benchmarks.experiments.elastic.measure import Cell, Figures, measure
 from benchmarks.experiments.elastic.scenes import ENGINES, SCENES
 from benchmarks.experiments.elastic.show import draw, show, show_against_best
+from conserve.console import new_console
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--out", type=Path, metavar="FOLDER", help="figures and the picture go there"
     )
     options = parser.parse_args(arguments)
-    console = Console(width=140)
+    console = new_console(least_width=140)
     path = None
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)

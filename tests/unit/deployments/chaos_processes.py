@@ -1,8 +1,8 @@
 """ConServe's processes in one event loop: what decides and observes is real, the rest is not.
 
-The conversation table (`TableService`), a router's turns (`TurnEndpoint`) and a decoder's observer
-and `Holdings` are those that run on engines. What is between them can be cut at any moment: calls
-are copied as between processes, and whoever is killed says nothing more, to anybody.
+The conversation table (`TableService`), a router's turns (`TurnEndpoint`) and a decoder's observer,
+reporter and `Holdings` are those that run on engines. What is between them can be cut at any
+moment: calls are copied as between processes, and whoever is killed says nothing more, to anybody.
 """
 
 import asyncio
@@ -16,14 +16,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
+from starlette.datastructures import Headers
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from conserve.direct import Desk
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, PARK, Role
 from deployments.engine.load import LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
+from deployments.engine.reporter import Reporter
 from deployments.messages import EngineInfo, Prefilled
 from deployments.router.endpoint import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
@@ -181,6 +184,16 @@ class Caller(TableClient):
             self._cluster.failures.append(f"the table failed: {error!r}")
 
 
+class _Heard(Caller):
+    """An engine's: what it says while it is silent comes later."""
+
+    async def call(self, *arguments: Any, **options: Any) -> Any:
+        assert isinstance(self._process, Engine)
+        while self._process.silent:  # noqa: ASYNC110
+            await asyncio.sleep(BEAT_S)
+        return await super().call(*arguments, **options)
+
+
 class EngineDead(Exception):
     """The engine core is gone."""
 
@@ -191,7 +204,7 @@ class Engine(Process):
 
     Attributes:
         core_dead: its core is gone, and its server still answers, with errors.
-        silent: it sends no beats.
+        silent: nothing that it says comes to the table.
     """
 
     cluster: Cluster = None  # type: ignore[assignment]
@@ -203,13 +216,15 @@ class Engine(Process):
 
     def __post_init__(self) -> None:
         self.holdings = Holdings()
+        self.desk = Desk(self.holdings, self.cluster.settings.idle_timeout_s)
         self._known: list[list[int]] = []
-        self._table = Caller(self.cluster, self)
+        self._table = _Heard(self.cluster, self)
+        self._reporter = Reporter(self.name, self._table, self.desk)
         self._client = SimpleNamespace(generate=self._generate, tokenizer=None)
         self._requests: dict[str, Any] = {}
         self._load = LoadMeter(self._requests)
         observe_engine(self._client, self._load)
-        self._observer = TurnObserver(self._app, self.name, self.holdings, self._table)
+        self._observer = TurnObserver(self._app, self.holdings, self.desk, self._reporter.has_more)
         self._exchanges: set[Exchange] = set()
         self.cluster.engines[self.name] = self
         self.start(self._beat())
@@ -221,25 +236,32 @@ class Engine(Process):
             exchange.end(EngineUnreachable(f"{self.name} is gone"))
 
     async def _register(self) -> None:
+        also_hosts = self.role == "prefiller" and self.cluster.settings.prefillers_host
+        self.hosts = self.role == "decoder" or also_hosts
         info = EngineInfo(
             self.name, self.role, f"http://{self.name}", 1, self.capacity_tokens, _MOST_TOKENS,
             self.holdings.all(), host_tokens=_HOST_TOKENS if self.cluster.settings.parks else 0,
             parked=self.holdings.parked(),
-            also_hosts=self.role == "prefiller" and self.cluster.settings.prefillers_host,
+            also_hosts=also_hosts,
+            registration=self._reporter.registering() if self.hosts else 0,
         )  # fmt: skip
         for conversation_id, incarnation in await self._table.call("register", info):
             self.holdings.drop(conversation_id, incarnation)
+        self._reporter.registered()
 
     async def _beat(self) -> None:
         """As `EngineServer` does."""
         await self._register()
+        if self.hosts:
+            self._reporter.start()
+            self.tasks.update(self._reporter.tasks)
         while True:
             await asyncio.sleep(BEAT_S)
             if self.core_dead or self.silent:
                 continue
             with contextlib.suppress(TableUnavailable):
                 heard = await self._table.call("beat", self.name, None, self._load.load(0.0))
-                if heard is None:
+                if heard is None or not self._reporter.is_registered:
                     await self._register()
                     continue
                 for conversation_id, incarnation in heard.ended:
@@ -448,6 +470,10 @@ class Exchange:
         if not self.status:
             error = self._parts.get_nowait()
             raise error if isinstance(error, EngineUnreachable) else EngineUnreachable("no answer")
+
+    @property
+    def headers(self) -> Headers:
+        return Headers(raw=self.raw_headers)
 
     @property
     def content_type(self) -> str:

@@ -312,6 +312,7 @@ class World:
         assert len(service._admission.line) == 0
         assert not service._pending
         assert not service._routers_of
+        assert not service._decoders_of
         table = service._table
         live = table.live()
         assert [one.id for one in live if one.running] == []

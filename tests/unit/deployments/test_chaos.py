@@ -65,5 +65,6 @@ def test_every_conversation_ends_and_all_accounts_agree(
     assert set(killed) == {*VICTIMS, "silence"}
     causes = {"cut", "router gone", "no router", "cancel", "reconnect", "vanish", "503 unavailable"}
     assert causes < set(retries)
-    assert restores["reloaded"], restores
+    # At the quicker paces too few are pushed out of their engine to count on it.
+    assert restores["reloaded" if pace == 1.0 else "kept"], restores
     assert bool(on_prefillers) == (placement == "elastic")

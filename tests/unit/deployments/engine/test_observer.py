@@ -15,6 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from conserve import wire
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TURN_PATHS, form_of
+from conserve.direct import Desk, Ended
 from conserve.embedded import model_path
 from conserve.holdings import Holdings
 from conserve.wire import Emitted
@@ -24,15 +25,17 @@ from deployments.engine.observer import TurnObserver, observe_engine
 PROMPT = [5, 6, 7]
 
 
-class Table:
-    """Keeps what it is told."""
+def a_desk() -> Desk:
+    """Of a decoder that the table knows."""
+    desk = Desk(Holdings(), 60)
+    desk.outbox.register()
+    return desk
 
-    def __init__(self) -> None:
-        self.told: list[str] = []
 
-    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        self.told.append(method)
-        return True
+def told(desk: Desk) -> list[Ended]:
+    """What the table is to be told of turns' ends."""
+    report = desk.outbox.next()
+    return [] if report is None else [one for one in report.events if isinstance(one, Ended)]
 
 
 class Decoder:
@@ -41,7 +44,7 @@ class Decoder:
     def __init__(
         self, reason: str, tokens: int = 2, cached: int | None = None, **params: Any
     ) -> None:
-        self.table = Table()
+        self.desk = a_desk()
         self.told_cached: list[int | None] = []
         self.told_created: list[int | None] = []
         self.transfer_params: list[dict[str, Any]] = []
@@ -57,7 +60,7 @@ class Decoder:
         self.meter = LoadMeter({})
         observe_engine(self.client, self.meter)
         self.failure: Exception | None = None
-        self.observer = TurnObserver(self._app, "d", Holdings(), self.table)  # type: ignore[arg-type]
+        self.observer = TurnObserver(self._app, Holdings(), self.desk)
 
     async def _generate(
         self, prompt: dict[str, Any], params: Any, request_id: str
@@ -142,7 +145,7 @@ def test_an_answer_that_the_engine_aborts_is_none(sent: bytes) -> None:
     assert b'"error"' in decoder.turn(sent)
     assert isinstance(decoder.failure, EngineDeadError)
     # Nothing of it is completed, and nobody takes the engine for one that lives on.
-    assert decoder.table.told == ["abandon"]
+    assert [one.completed for one in told(decoder.desk)] == [False]
     assert decoder.ask("/health")[0] == 503
     assert decoder.observer.ending
 
@@ -152,7 +155,7 @@ def test_one_that_comes_to_its_end_is_complete(sent: bytes) -> None:
     decoder = Decoder("length")
     answer = decoder.turn(sent)
     assert decoder.failure is None
-    assert decoder.table.told == ["advance"]
+    assert [one.completed for one in told(decoder.desk)] == [True]
     assert decoder.ask("/health")[0] == 200
     notes = [line + b"\n" for line in answer.split(b"\n") if line.startswith(wire.NOTE_MARK)]
     emitted = wire.read_notes(b"".join(notes))
@@ -221,7 +224,7 @@ def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> No
     """By each API's last event; and by none before it."""
     last = form_of(path).ends[0] + b"data: {}\n\n" * (path not in (CHAT, COMPLETIONS))
     parts = [b"event: a\ndata: {}\n\n", b'data: {"b": 1}\n\n', last, b""]
-    table = Table()
+    desk = a_desk()
     reported: list[int] = []
 
     async def generate(*_: Any) -> AsyncIterator[RequestOutput]:
@@ -240,17 +243,18 @@ def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> No
             await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
 
     async def send(message: Any) -> None:
-        reported.append(len(table.told))
+        reported.append(len(more))
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"{}"}
 
     names = (wire.CONVERSATION_HEADER, wire.INCARNATION_HEADER, wire.TURN_HEADER)
     headers = [(name.encode(), b"1") for name in names]
-    observer = TurnObserver(app, "d", Holdings(), table)  # type: ignore[arg-type]
+    more: list[None] = []
+    observer = TurnObserver(app, Holdings(), desk, lambda: more.append(None))
     scope = {"type": "http", "path": path, "headers": headers}
     asyncio.run(observer(scope, receive, send))
-    assert table.told == ["advance"]
+    assert [one.completed for one in told(desk)] == [True]
     # The start, two events, the last of them, and the end of the body.
     assert reported == [0, 0, 0, 1, 1]
 
@@ -290,12 +294,6 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
 ) -> None:
     """By each API; and nothing of an answer that was cut."""
     parts = STREAMED[path] if streamed else [CALLED[path]]
-    told: list[Any] = []
-
-    class Noting(Table):
-        async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-            told.append(arguments[2])
-            return await super().call(method, *arguments, **options)
 
     async def generate(*_: Any) -> AsyncIterator[RequestOutput]:
         times = SimpleNamespace(first_token_ts=12.0, last_token_ts=14.5)
@@ -324,12 +322,14 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
 
     names = (wire.CONVERSATION_HEADER, wire.INCARNATION_HEADER, wire.TURN_HEADER)
     headers = [(name.encode(), b"1") for name in (*names, wire.RECOGNISE_HEADER)]
-    holdings = Holdings()
-    observer = TurnObserver(app, "d", holdings, Noting())  # type: ignore[arg-type]
+    holdings, desk = Holdings(), a_desk()
+    observer = TurnObserver(app, holdings, desk)
     scope = {"type": "http", "path": path, "headers": headers}
     asyncio.run(observer(scope, receive, send))
     called = "bash" if reason == "stop" else None
-    assert [stats.tool for stats in told] == [called]
+    (ended,) = told(desk)
+    assert ended.stats is not None
+    assert ended.stats.tool == called
     # And for how long it was put out, streamed or not.
-    assert [stats.decode_s for stats in told] == [2.5]
+    assert ended.stats.decode_s == 2.5
     assert [one.tool for one in holdings.all()] == [called]

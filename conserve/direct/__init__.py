@@ -1,0 +1,28 @@
+"""Later turns that ask nobody: what routers, decoders and the table keep so that they can.
+
+See docs/later-turns.md, which has the protocol.
+"""
+
+from conserve.direct.desk import LEASE_S, Continued, Desk
+from conserve.direct.homes import Home, Homes
+from conserve.direct.notices import Notice, Notices
+from conserve.direct.numbering import STRIDE, first_asked, is_direct, next_direct
+from conserve.direct.outbox import Began, Ended, Outbox, Report
+
+__all__ = [
+    "LEASE_S",
+    "STRIDE",
+    "Began",
+    "Continued",
+    "Desk",
+    "Ended",
+    "Home",
+    "Homes",
+    "Notice",
+    "Notices",
+    "Outbox",
+    "Report",
+    "first_asked",
+    "is_direct",
+    "next_direct",
+]

@@ -1,0 +1,90 @@
+"""A router's memory of where histories live."""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from conserve.hints import Hints
+from conserve.recognition import Chain
+
+_MOST_HOMES = 65_536
+
+
+class Home(NamedTuple):
+    """A decoder that had a history's last turn, as far as a router knows.
+
+    Attributes:
+        hints: what its client said of it when the table was asked last; None: nothing.
+    """
+
+    decoder_id: str
+    url: str
+    hints: Hints | None = None
+
+
+class Homes:
+    """Where the histories of a first prompt live: the newest of them, of each conversation.
+
+    It is a guess and no authority. The decoder says whether a turn goes on with a history that it
+    holds (`Desk`), so an entry that is wrong costs a call, and nothing else.
+
+    Args:
+        most: so many are kept, those that were used last.
+
+    Example:
+        >>> homes = Homes()
+        >>> first, later = Chain(b"root", None, (), True), Chain(b"root", None, (b"end",))
+        >>> homes.remember("c", first, Home("d1", "http://d1"))
+        >>> homes.find("c", later, None).decoder_id
+        'd1'
+        >>> homes.find("c", first, None), homes.find(None, later, None)
+        (None, None)
+    """
+
+    def __init__(self, most: int = _MOST_HOMES) -> None:
+        self._most = most
+        self._homes: OrderedDict[tuple[str, bytes], Home] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def remember(self, conversation_id: str | None, chain: Chain | None, home: Home) -> None:
+        """A turn is served there.
+
+        Args:
+            conversation_id: as its client states it, scoped to the tenant; None: it does not.
+            chain: of its messages; None: of a completion, which is not remembered.
+        """
+        if chain is None:
+            return
+        key = _key(conversation_id, chain)
+        self._homes[key] = home
+        self._homes.move_to_end(key)
+        if len(self._homes) > self._most:
+            self._homes.popitem(last=False)
+
+    def find(
+        self, conversation_id: str | None, chain: Chain | None, hints: Hints | None
+    ) -> Home | None:
+        """Where to try a turn; None: ask the table.
+
+        Args:
+            hints: what its client says of it now; None: nothing. The table is to be told what is
+                new.
+        """
+        if chain is None or not chain.ends:
+            return None
+        key = _key(conversation_id, chain)
+        home = self._homes.get(key)
+        if home is None or (hints is not None and hints != home.hints):
+            return None
+        self._homes.move_to_end(key)
+        return home
+
+    def forget(self, conversation_id: str | None, chain: Chain | None) -> None:
+        """What is remembered of a turn is wrong."""
+        if chain is not None:
+            self._homes.pop(_key(conversation_id, chain), None)
+
+
+def _key(conversation_id: str | None, chain: Chain) -> tuple[str, bytes]:
+    return conversation_id or "", chain.root

@@ -1,0 +1,108 @@
+"""A decoder's talk with the conversation table, beside its turns and never in their way."""
+
+import asyncio
+import logging
+
+from conserve.clock import unix_s
+from conserve.direct import Desk, Notice
+from conserve.wire import BEAT_S, SILENCE_S
+from deployments.table.table_client import TableClient, TableUnavailable
+
+logger = logging.getLogger("ray.serve")
+
+_PATIENCE_S = 1.0
+
+
+class Reporter:
+    """Tells the table what the desk's outbox holds, and the desk what the table says.
+
+    Reports are one at a time, so that they come in order; what happens meanwhile goes with the next
+    one.
+
+    Attributes:
+        tasks: in which it does so, from `start` on.
+    """
+
+    def __init__(self, engine_id: str, table: TableClient, desk: Desk) -> None:
+        self._engine_id = engine_id
+        self._table = table
+        self._desk = desk
+        self._due = asyncio.Event()
+        self._registered = asyncio.Event()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin; nothing is said before the engine has registered."""
+        loop = asyncio.get_running_loop()
+        self.tasks = [loop.create_task(self._report()), loop.create_task(self._hear())]
+
+    def registering(self) -> int:
+        """All that the decoder holds is about to be told; returns the registration's number."""
+        self._registered.clear()
+        self._desk.stop()
+        return self._desk.outbox.register()
+
+    def registered(self) -> None:
+        """The table knows it."""
+        self._registered.set()
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the table knows it, as far as it has heard."""
+        return self._registered.is_set()
+
+    def has_more(self) -> None:
+        """There is something to tell."""
+        self._due.set()
+
+    async def _report(self) -> None:
+        outbox = self._desk.outbox
+        while True:
+            await self._due.wait()
+            await self._registered.wait()
+            report, registration = outbox.next(), outbox.registration
+            if report is None:
+                self._due.clear()
+                continue
+            answers, parks = await self._answered("report", registration, report)
+            if registration != outbox.registration or not answers:
+                continue
+            if parks is None:
+                self._unknown()
+                continue
+            outbox.answered(report.number)
+            self._desk.parks = bool(parks)
+
+    async def _hear(self) -> None:
+        outbox = self._desk.outbox
+        while True:
+            await self._registered.wait()
+            asked_s, registration = unix_s(), outbox.registration
+            answers, notice = await self._answered("hear", registration, outbox.heard)
+            if not answers or registration != outbox.registration:
+                continue
+            if notice is None:
+                self._unknown()
+                continue
+            assert isinstance(notice, Notice)
+            self._desk.hear(notice, asked_s)
+            self._due.set()
+
+    async def _answered(self, method: str, *arguments: object) -> tuple[bool, object]:
+        """Whether the table answers, and what."""
+        try:
+            return True, await self._table.call(
+                method, self._engine_id, *arguments, patience_s=_PATIENCE_S, answer_s=SILENCE_S
+            )
+        except TableUnavailable as error:
+            logger.warning("decoder %s: %s", self._engine_id, error)
+        except Exception:
+            # Without reports the table would never know that a turn has ended.
+            logger.exception("decoder %s: %s failed", self._engine_id, method)
+            await asyncio.sleep(BEAT_S)
+        return False, None
+
+    def _unknown(self) -> None:
+        """The table does not know this decoder; its next beat finds that out, and registers."""
+        self._registered.clear()
+        self._desk.stop()

@@ -1,0 +1,160 @@
+"""A later turn goes straight to the decoder that its router remembers, and how that may end."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve import wire
+from conserve.conversation import TurnKey
+from conserve.settings import Settings
+from conserve.tenants import KeyFile, Limits, Tenant, keyfile
+from deployments.messages import TurnPlan
+from deployments.router.access import Access
+from deployments.router.endpoint import TurnEndpoint
+from deployments.router.upstream import EngineUnreachable
+from tests.unit.deployments.router.test_turn import Engines, Table, Whole
+
+FIRST = [{"role": "user", "content": "hello"}]
+LATER = [*FIRST, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "on"}]
+
+
+@dataclass
+class Placing(Table):
+    """Lets later turns go straight."""
+
+    direct: bool = True
+    refused_by: list[str | None] = field(default_factory=list)
+
+    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "begin":
+            self.refused_by.append(arguments[6])
+        answer = await super().call(method, *arguments, **options)
+        return replace(answer, direct=self.direct) if isinstance(answer, TurnPlan) else answer
+
+
+class Answer(Whole):
+    """Of a decoder that was sent a turn straight."""
+
+    def __init__(self, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+        self.headers = headers
+
+
+@dataclass
+class Decoders(Engines):
+    """What they do with a turn that comes straight: serve it, refuse it, or die."""
+
+    will: str = "serve"
+    straight: list[dict[str, str]] = field(default_factory=list)
+
+    @contextlib.asynccontextmanager
+    async def post(self, url: str, raw: bytes, headers: dict[str, str]) -> AsyncIterator[Any]:
+        if wire.DIRECT_HEADER not in headers:
+            async with super().post(url, raw, headers) as response:
+                yield response
+            return
+        self.straight.append(headers)
+        if self.will == "die":
+            self.dead.add(url.removeprefix("http://").partition("/")[0])
+            raise EngineUnreachable("gone")
+        if self.will == "refuse":
+            yield Answer(wire.REFUSED_STATUS, {wire.DIRECT_HEADER: "refused"})
+            return
+        names = (wire.CONVERSATION_HEADER, wire.INCARNATION_HEADER, wire.TURN_HEADER)
+        yield Answer(200, dict(zip(names, map(str, TurnKey("c", 1, 257)), strict=True)))
+
+
+def play(
+    table: Table,
+    decoders: Decoders,
+    *chats: list[Any],
+    access: Access | None = None,
+    key: str = "",
+) -> list[dict[bytes, bytes]]:
+    """Chats through one router, one after the other; the headers of their answers."""
+    endpoint = TurnEndpoint(Settings(), table, decoders, "router")  # type: ignore[arg-type]
+    answers = []
+
+    async def chat(messages: list[Any]) -> None:
+        received = [{"type": "http.request", "body": json.dumps({"messages": messages}).encode()}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            if not received:
+                await asyncio.Event().wait()
+            return received.pop(0)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        scope = {"type": "http", "path": "/v1/chat/completions", "headers": headers}
+        if access is not None:
+            access.admit(scope)
+        await endpoint(scope, receive, send)  # type: ignore[arg-type]
+        assert sent[0]["status"] == 200, sent
+        answers.append(dict(sent[0]["headers"]))
+
+    for messages in chats:
+        asyncio.run(chat(messages))
+    return answers
+
+
+def test_it_goes_straight() -> None:
+    table, decoders = Placing(), Decoders(die=set())
+    first, later = play(table, decoders, FIRST, LATER)
+    assert table.asked == ["begin", "place"]
+    assert first[b"x-conserve-decoder"] == later[b"x-conserve-decoder"] == b"d1"
+    assert later[b"x-conversation-id"] == b"c"
+    (headers,) = decoders.straight
+    assert headers[wire.DIRECT_HEADER] == "router"
+    assert wire.STATED_HEADER not in headers
+    assert len(headers[wire.ROOT_HEADER]) == len(headers[wire.END_HEADER]) == 32
+
+
+def test_what_is_refused_is_asked_for() -> None:
+    table, decoders = Placing(), Decoders(die=set(), will="refuse")
+    play(table, decoders, FIRST, LATER)
+    assert table.asked == ["begin", "place"] * 2
+    # What that decoder has done by then is to be known first.
+    assert table.refused_by == [None, "d1"]
+    assert decoders.served == ["d1", "d2"]
+
+
+def test_a_decoder_that_is_lost_with_it_is_reported() -> None:
+    table, decoders = Placing(), Decoders(die=set(), will="die")
+    _, later = play(table, decoders, FIRST, LATER)
+    assert table.lost == ["d1"]
+    assert later[b"x-conserve-decoder"] == b"d2"
+
+
+def test_another_first_prompt_and_a_policy_that_wants_to_be_asked_are_asked_for() -> None:
+    other = [{"role": "user", "content": "other"}, *LATER[1:]]
+    for table, chats in ((Placing(), (FIRST, other)), (Placing(direct=False), (FIRST, LATER))):
+        decoders = Decoders(die=set())
+        play(table, decoders, *chats)
+        assert decoders.straight == []
+        assert table.asked.count("begin") == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "straight"),
+    [(Limits(), 1), (Limits(conversations=5), 1), (Limits(turns=2), 0), (Limits(held_tokens=9), 0)],
+)
+def test_whoever_has_a_limit_of_what_turns_take_is_asked_for(
+    limits: Limits, straight: int, tmp_path: Path
+) -> None:
+    content, key = KeyFile.new().with_key("acme", "2026-01-31")
+    content = content.with_tenant("acme", Tenant(limits))
+    path = tmp_path / "keys.json"
+    keyfile.write(path, content)
+    access = Access(Settings(keys_file=str(path)))
+    decoders = Decoders(die=set())
+    play(Placing(), decoders, FIRST, LATER, access=access, key=key)
+    assert [one[wire.TENANT_HEADER] for one in decoders.straight] == ["acme"] * straight

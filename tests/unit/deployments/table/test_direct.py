@@ -1,0 +1,141 @@
+"""The table and decoders that begin turns by themselves, in virtual time."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from conserve.conversation import TurnKey, TurnStats
+from conserve.direct import Began, Ended, Report
+from conserve.histories.kinship import Opening
+from conserve.recognition import Chain
+from conserve.settings import Settings
+from deployments.messages import TurnPlan, Unplaced
+from deployments.table.table import TableService
+from tests.unit.deployments.table.test_interleavings import an_engine
+from tests.unit.deployments.table.virtual_time import run
+
+ROOT, FIRST, SECOND = b"r" * 16, b"1" * 16, b"2" * 16
+STATS = TurnStats(100, 10, 0, 0)
+
+
+async def a_table(decoders: int = 1) -> TableService:
+    service = TableService(Settings(decoders={"replicas": decoders}))  # type: ignore[arg-type]
+    service._ensure_housekeeping = lambda: None  # type: ignore[method-assign]
+    await service.register(an_engine("prefiller", 1))
+    for number in range(1, decoders + 1):
+        await service.register(replace(an_engine("decoder", number), registration=1))
+    return service
+
+
+async def bound(service: TableService, name: str = "c") -> TurnPlan:
+    """A conversation's first turn is complete."""
+    chain = Chain(ROOT, None, (), True)
+    answer = await service.begin("r", name, chain)
+    assert isinstance(answer, Unplaced)
+    plan = await service.place(
+        "r", answer.conversation_id, 100, 0.0, answer.claim, None, Opening(chain)
+    )
+    assert isinstance(plan, TurnPlan)
+    await service.prefilled(plan, None)
+    await told(service, plan.decoder_id, 1, Ended(plan.turn, STATS, (FIRST,), True))
+    return plan
+
+
+async def told(service: TableService, decoder_id: str, number: int, *events: Any) -> bool | None:
+    return await service.report(decoder_id, 1, Report(number, events, 0))
+
+
+def test_what_a_decoder_begins_and_ends_counts_once() -> None:
+    async def scenario() -> None:
+        service = await a_table()
+        plan = await bound(service)
+        assert plan.direct
+        turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
+        for _ in range(2):  # Its answer was lost.
+            assert await told(service, "decoder#1", 2, Began(turn, "r")) is False
+        history = service._table.get("c")
+        assert history is not None
+        assert history.running == (turn.turn_id,)
+        for _ in range(2):
+            await told(service, "decoder#1", 3, Ended(turn, STATS, (SECOND,), True))
+        assert (history.running, history.turns) == ((), 2)
+        assert service._routers_of == {}
+        text = (await service.metrics()).decode()
+        assert 'conserve_later_turns_total{way="direct"} 1.0' in text
+        # To what it knows nothing of it says so.
+        assert await service.report("decoder#1", 2, Report(1, (), 0)) is None
+
+    run(scenario())
+
+
+def test_an_end_is_confirmed_when_the_decoder_has_heard() -> None:
+    async def scenario() -> None:
+        service = await a_table()
+        plan = await bound(service)
+        hearing = asyncio.ensure_future(service.hear("decoder#1", 1, 0))
+        await asyncio.sleep(0.1)
+        ending = asyncio.ensure_future(service.release("c"))
+        notice = await hearing
+        assert notice is not None
+        assert notice.ended == (("c", plan.turn.incarnation),)
+        await asyncio.sleep(0.1)
+        assert not ending.done()
+        # What was begun before is of what has ended, and is not revived.
+        turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
+        await service.report("decoder#1", 1, Report(2, (Began(turn, "r"),), notice.number))
+        while not ending.done():
+            notice = await service.hear("decoder#1", 1, notice.number)
+            assert notice is not None
+            await service.report("decoder#1", 1, Report(3, (), notice.number))
+        assert await ending is True
+        assert service._table.get("c") is None
+
+    run(scenario())
+
+
+def test_who_moves_waits_for_the_decoder_that_it_leaves() -> None:
+    async def scenario(began: bool) -> None:
+        service = await a_table(decoders=2)
+        plan = await bound(service)
+        here = plan.decoder_id
+        history = service._table.get("c")
+        assert history is not None
+        assert service._table.memory is not None
+        service._table.memory.pause(history, "room")
+        service._table.leave(here)
+        chain = Chain(ROOT, None, (FIRST,))
+        answer = await service.begin("r", "c", chain)
+        assert isinstance(answer, Unplaced)
+        placing = asyncio.ensure_future(service.place("r", "c", 120, 0.0, answer.claim))
+        notice = await service.hear(here, 1, 0)
+        assert notice is not None
+        await asyncio.sleep(1)
+        assert not placing.done()
+        turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
+        events = (Began(turn, "r"),) if began else ()
+        await service.report(here, 1, Report(2, events, notice.number + 1))
+        placed = await placing
+        assert isinstance(placed, TurnPlan)
+        # A turn that runs already has it stay.
+        assert (placed.decoder_id == here) is began
+
+    for began in (True, False):
+        run(scenario(began))
+
+
+def test_a_decoder_that_is_lost_is_waited_for_no_more() -> None:
+    async def scenario() -> None:
+        service = await a_table()
+        plan = await bound(service)
+        turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
+        await told(service, "decoder#1", 2, Began(turn, "r"))
+        hearing = asyncio.ensure_future(service.hear("decoder#1", 1, 0))
+        ending = asyncio.ensure_future(service.release("c"))
+        await asyncio.sleep(0.1)
+        await service.engine_lost("decoder#1", "a mishap")
+        assert await ending is True
+        await hearing
+        assert await service.hear("decoder#1", 1, 0) is None
+        assert service._routers_of == {}
+
+    run(scenario())
