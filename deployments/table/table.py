@@ -71,7 +71,7 @@ RECOVERY_S = 8.0
 # whoever moves one, as long as a decoder may be silent.
 _LOOK_S, _END_S, _MOVE_S = 0.5, LEASE_S, SILENCE_S
 # Under these policies a later turn is its decoder's alone.
-_DIRECT = ("conversation", "collocated")
+_DIRECT = ("conversation", "collocated", "elastic")
 # Without a beat from any engine or router for so long, the application is gone.
 ABANDONED_S = 120.0
 
