@@ -69,7 +69,7 @@ RECOVERY_S = 8.0
 # How long it waits for decoders to say what they have done: whoever asks what there is, or begins a
 # turn beside another; whoever ends a conversation, as long as a decoder may begin its turns; and
 # whoever moves one, as long as a decoder may be silent.
-_LOOK_S, _END_S, _MOVE_S = 0.5, LEASE_S, SILENCE_S
+_LOOK_S, _END_S, _MOVE_S = 2.0, LEASE_S, SILENCE_S
 # Under these policies a later turn is its decoder's alone.
 _DIRECT = ("conversation", "collocated", "elastic")
 # Without a beat from any engine or router for so long, the application is gone.
