@@ -191,7 +191,8 @@ class FrontDoor:
         return JSONResponse({"program_id": program_id, "released": released})
 
     async def _engines(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": await self._table.call("engines")})
+        exact = True
+        return JSONResponse({"object": "list", "data": await self._table.call("engines", exact)})
 
     async def _health(self, request: Request) -> Response:
         alive = await self._table.call("health", patience_s=5.0, answer_s=10.0)

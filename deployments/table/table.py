@@ -66,10 +66,10 @@ logger = logging.getLogger("conserve.table")
 PLACING_S = 30.0
 # How long a new table waits for engines to report before it takes bindings for unknown.
 RECOVERY_S = 8.0
-# How long it waits for decoders to say what they have done: whoever asks what there is, or begins a
-# turn beside another; whoever ends a conversation, as long as a decoder may begin its turns; and
-# whoever moves one, as long as a decoder may be silent.
-_LOOK_S, _END_S, _MOVE_S = 2.0, LEASE_S, SILENCE_S
+# How long it waits for decoders to say what they have done: whoever asks what there is, begins a
+# turn beside another or ends a conversation, as long as a decoder may begin turns; and whoever
+# moves one, as long as a decoder may be silent.
+_LOOK_S, _MOVE_S = LEASE_S, SILENCE_S
 # Under these policies a later turn is its decoder's alone.
 _DIRECT = ("conversation", "collocated", "elastic")
 # Without a beat from any engine or router for so long, the application is gone.
@@ -545,7 +545,7 @@ class TableService:
             told.update(self._table.notices.unconfirmed(history.id))
         self._admit()
         # From then on no decoder takes a turn of the old name for one of what has ended.
-        await self._listeners.have_heard(told, _END_S)
+        await self._listeners.have_heard(told, _LOOK_S)
         return bool(found)
 
     # --- what can be asked -------------------------------------------------------------------
@@ -561,10 +561,15 @@ class TableService:
         roles = [engine.role for engine in self._registry.engines.values()]
         return {"prefillers": roles.count("prefiller"), "decoders": roles.count("decoder")}
 
-    async def engines(self) -> list[dict[str, Any]]:
-        """The engines alive, for `GET /v1/engines`."""
+    async def engines(self, exact: bool = False) -> list[dict[str, Any]]:
+        """The engines alive, for `GET /v1/engines`.
+
+        Args:
+            exact: whether what decoders have done just now counts; a turn does not wait for that.
+        """
         await self._not_ready()
-        await self._look()
+        if exact:
+            await self._look()
         loads = self._registry.loads
         engines = self._registry.engines.values()
         return [engine_view(engine, self._table, loads.get(engine.id)) for engine in engines]
