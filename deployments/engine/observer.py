@@ -270,6 +270,8 @@ class TurnObserver:
         held_tokens = self._holdings.held_tokens(key.conversation_id)
         seen.expected_tokens = ALL_TOKENS if prefilled else held_tokens
         if straight:
+            # As if the table had planned it, for whoever keeps something of its conversation's.
+            scope = {**scope, "headers": [*scope["headers"], *_headers_of(key)]}
             seen.stored_tokens = self._holdings.stored_tokens(key.conversation_id)
             seen.parks = self._desk.parks
         else:
