@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 from vllm import CompletionOutput, RequestOutput
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -15,7 +16,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from conserve import wire
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TURN_PATHS, form_of
-from conserve.direct import Desk, Ended
+from conserve.clock import unix_s
+from conserve.conversation import TurnKey, TurnStats
+from conserve.direct import Desk, Ended, Notice
 from conserve.embedded import model_path
 from conserve.holdings import Holdings
 from conserve.wire import Emitted
@@ -333,3 +336,34 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
     # And for how long it was put out, streamed or not.
     assert ended.stats.decode_s == 2.5
     assert [one.tool for one in holdings.all()] == [called]
+
+
+def test_a_turn_that_came_straight_names_its_conversation_to_whoever_keeps_its_response() -> None:
+    holdings = Holdings()
+    first = TurnKey("c", 1, 256)
+    holdings.begin(first, root=b"root")
+    holdings.finish(first, TurnStats(9, 1, 0, 0), (b"answered",), completed=True)
+    desk = Desk(holdings, idle_timeout_s=60)
+    desk.outbox.register()
+    desk.hear(Notice(1), asked_s=unix_s())
+    seen: list[Headers] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(Headers(scope=scope))
+
+    headers = {
+        wire.DIRECT_HEADER: "router",
+        wire.ROOT_HEADER: b"root".hex(),
+        wire.END_HEADER: b"answered".hex(),
+        wire.STATED_HEADER: "c",
+    }
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": RESPONSES, "headers": raw}
+
+    async def nobody(*_: Any) -> Any:
+        raise AssertionError
+
+    asyncio.run(TurnObserver(app, holdings, desk)(scope, nobody, nobody))
+    (found,) = seen
+    assert found[wire.CONVERSATION_HEADER] == "c"
+    assert found[wire.TURN_HEADER] == "257"
