@@ -4,7 +4,7 @@ LMCacheMPConnector as it comes waits for a dead server for up to its message tim
 engine step, never registers again after a quick restart, and lets a failed store end the engine.
 Here a lost connection is noticed when it breaks, whatever was under way fails at once (vLLM then
 recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the connection back, run
-from the start. What a broken-off forward pass left behind is not stored. A request that is aborted
+from the start. A server that is only busy is not taken for lost. What a broken-off forward pass left behind is not stored. A request that is aborted
 before it was looked up does not end the engine, nor does one for its prompt's log-probabilities.
 Prompts of embeddings, which no key tells apart, are neither stored nor loaded. Later turns, which
 find their history in the decoder's own cache, do not ask the server. And a decoder stores prompts
@@ -42,6 +42,8 @@ _ALWAYS = (
     "register_kv_cache_engine_driven_context",
 )
 _STORE_TIMEOUT_S = 30.0
+# LMCache waits for a heartbeat's answer as long as it waits between two of them.
+_PING_TIMEOUT_S = 5.0
 _LOOKS_EVERY_S = 0.5
 
 
@@ -62,9 +64,11 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             adapter = self.scheduler_adapter
             for url, client in adapter.req_clients.items():
                 _fail_fast(client, adapter._health_events[url])
+                _be_patient(client)
             adapter._ensure_heartbeat_started()
         else:
             _fail_fast(self.worker_adapter.req_client, self.worker_adapter._health_event)
+            _be_patient(self.worker_adapter.req_client)
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Also start the heartbeat, which otherwise waits for a first request."""
@@ -223,3 +227,21 @@ def _fail_fast(client: Any, healthy: Any) -> None:
 
     queue.cancel_streams = connection_lost
     queue.submit_request = submit_request
+
+
+def _be_patient(client: Any) -> None:
+    """Have heartbeats wait longer for their answers.
+
+    A server that moves KV on a busy machine may take more than a second for one. Taken for lost,
+    it would be asked for nothing until the next heartbeat, and first prompts computed twice. Where
+    it is lost, the connection breaks, which ends the wait.
+    """
+    ping = client.ping
+
+    def patient_ping(instance_id: int | None) -> Any:
+        answer = ping(instance_id)
+        result = answer.result
+        answer.result = lambda timeout=None: result(max(timeout or 0.0, _PING_TIMEOUT_S))
+        return answer
+
+    client.ping = patient_ping

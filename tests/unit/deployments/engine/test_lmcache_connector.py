@@ -97,6 +97,34 @@ def test_a_store_is_waited_for_once_and_not_where_the_server_is_lost(
     assert lost not in connector._not_stored
 
 
+def test_a_busy_server_is_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for lost, it is asked for nothing, and first prompts are computed twice."""
+    from lmcache.integration.vllm.vllm_multi_process_adapter import send_ping
+    from lmcache.v1.multiprocess.futures import MessagingFuture
+
+    from deployments.engine import lmcache_connector
+
+    answers: list[MessagingFuture[bool]] = []
+
+    class Client:
+        def ping(self, instance_id: int | None) -> MessagingFuture[bool]:
+            return answers.pop()
+
+    client = Client()
+    lmcache_connector._be_patient(client)
+    late, broken = MessagingFuture(), MessagingFuture()
+    answers.append(late)
+    threading.Timer(0.3, lambda: late.set_result(True)).start()
+    assert send_ping(client, timeout=0.01)
+    # A connection that breaks ends the wait, and a server that hangs is lost after a while.
+    answers.append(broken)
+    threading.Timer(0.05, lambda: broken.set_exception(TimeoutError("lost"))).start()
+    assert not send_ping(client, timeout=0.01)
+    monkeypatch.setattr(lmcache_connector, "_PING_TIMEOUT_S", 0.05)
+    answers.append(MessagingFuture())
+    assert not send_ping(client, timeout=0.01)
+
+
 @pytest.mark.parametrize("stores", [True, False])
 def test_a_request_that_is_aborted_before_it_was_looked_up_ends_as_any_other(stores: bool) -> None:
     """A prefiller's queue of prompts whose clients leave: LMCache's connector fails on each."""
