@@ -22,15 +22,19 @@ SLO_MULTIPLE = 5.0
 
 def plan(options: Options) -> PeerPlan:
     """N engines, none of them a prefiller."""
-    chunk_tokens = options.chunk_tokens or (GPU_CHUNK_TOKENS if options.gpu else CPU_CHUNK_TOKENS)
     return application(
         NAME,
         options,
         f"placement={NAME}",
         prefillers=0,
         decoders=options.engines,
-        engine={"max_num_batched_tokens": chunk_tokens},
+        engine={"max_num_batched_tokens": chunk_tokens(options)},
     )
+
+
+def chunk_tokens(options: Options) -> int:
+    """The most tokens of an iteration: as asked for, else what was measured on such hardware."""
+    return options.chunk_tokens or (GPU_CHUNK_TOKENS if options.gpu else CPU_CHUNK_TOKENS)
 
 
 def largest_chunk(

@@ -59,7 +59,7 @@ def start(
         float, typer.Option(help="Of per_turn: share of later turns sent to a prefiller.")
     ] = DEFAULT_WRONG_DECISION_RATE,
     chunk_tokens: Annotated[
-        int | None, typer.Option(help="Of collocated: most tokens an engine's step.")
+        int | None, typer.Option(help="Of collocated and elastic: most tokens of a step.")
     ] = None,
     logs: Annotated[Path | None, typer.Option(help="Folder for logs.")] = None,
     json_path: Annotated[

@@ -17,6 +17,7 @@ from benchmarks.machine import environment
 from benchmarks.peers import (
     collocated,
     conserve,
+    elastic,
     full_disaggregation,
     per_turn,
     ray_pd,
@@ -34,6 +35,7 @@ PEERS = {
     peer.NAME: peer
     for peer in (
         conserve,
+        elastic,
         ray_serve_llm,
         ray_pd,
         vllm,

@@ -4,11 +4,11 @@ LMCacheMPConnector as it comes waits for a dead server for up to its message tim
 engine step, never registers again after a quick restart, and lets a failed store end the engine.
 Here a lost connection is noticed when it breaks, whatever was under way fails at once (vLLM then
 recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the connection back, run
-from the start. A server that is only busy is not taken for lost. What a broken-off forward pass left behind is not stored. A request that is aborted
-before it was looked up does not end the engine, nor does one for its prompt's log-probabilities.
-Prompts of embeddings, which no key tells apart, are neither stored nor loaded. Later turns, which
-find their history in the decoder's own cache, do not ask the server. And a decoder stores prompts
-that it is told to park, and no others.
+from the start. A server that is only busy is not taken for lost. What a broken-off forward pass
+left behind is not stored. A request that is aborted before it was looked up does not end the
+engine, nor does one for its prompt's log-probabilities. Prompts of embeddings, which no key tells
+apart, are neither stored nor loaded. Later turns, which find their history in the decoder's own
+cache, do not ask the server. And a decoder stores prompts that it is told to park, and no others.
 
 Keys are made of the ``cache_salt`` and of token ids, where each placeholder of an image (or other
 media) is replaced by a value of that item's hash (``LMCacheMPRequestTracker.get_token_ids``).

@@ -72,7 +72,7 @@ def main(
         ),
     ] = "0.1",
     chunk_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens that a step of a collocated engine may have.")
+        int | None, typer.Option(help="Most tokens of an engine's step (collocated and elastic).")
     ] = None,
     scale_tokens: Annotated[
         float | None,

@@ -6,6 +6,7 @@ from benchmarks.peers import PEERS, Options
 
 SYSTEMS = (
     "conserve",
+    "elastic",
     "collocated",
     "per_turn",
     "full_disaggregation",

@@ -78,13 +78,17 @@ def test_a_peer_has_as_many_engines_as_asked_for(name: str) -> None:
     assert plan.prefillers == (0 if name in collocated else 1)
 
 
-@pytest.mark.parametrize("name", ["conserve", "ray_pd", "per_turn", "full_disaggregation"])
+@pytest.mark.parametrize(
+    "name", ["conserve", "elastic", "ray_pd", "per_turn", "full_disaggregation"]
+)
 def test_one_engine_cannot_be_disaggregated(name: str) -> None:
     with pytest.raises(PeerUnavailable, match=f"{name} needs a prefiller and a decoder"):
         PEERS[name].plan(Options(engines=1))
 
 
-@pytest.mark.parametrize("name", ["conserve", "collocated", "per_turn", "full_disaggregation"])
+@pytest.mark.parametrize(
+    "name", ["conserve", "elastic", "collocated", "per_turn", "full_disaggregation"]
+)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_conserve_accepts_the_settings_of_each_placement(name: str, device: Any) -> None:
     options = Options(engines=3, device=device, wrong_decision_rate=0.2, engine={"seed": 7})
@@ -105,9 +109,12 @@ def test_conserve_accepts_the_settings_of_each_placement(name: str, device: Any)
     ("options", "expected"),
     [({"device": "gpu"}, 2944), ({"device": "cpu"}, 512), ({"chunk_tokens": 384}, 384)],
 )
-def test_the_chunk_of_collocated_engines(options: dict[str, Any], expected: int) -> None:
-    arguments = PEERS["collocated"].plan(Options(**options)).engine_arguments["decoder"]
-    assert arguments["max_num_batched_tokens"] == expected
+@pytest.mark.parametrize("name", ["collocated", "elastic"])
+def test_the_chunk_of_engines_that_prefill_beside_decodes(
+    name: str, options: dict[str, Any], expected: int
+) -> None:
+    for arguments in PEERS[name].plan(Options(**options)).engine_arguments.values():
+        assert arguments["max_num_batched_tokens"] == expected
 
 
 def test_bare_vllm_has_the_threads_and_the_memory_of_all_engines() -> None:
@@ -407,7 +414,7 @@ def test_a_start_that_is_terminated_leaves_nothing() -> None:
 
 
 def test_an_unknown_peer_is_refused_with_the_names_of_all() -> None:
-    with pytest.raises(ValueError, match="no peer 'vlm': there are conserve, ray_serve_llm"):
+    with pytest.raises(ValueError, match="no peer 'vlm': there are conserve, elastic, ray_serve_llm"):
         start("vlm").__enter__()
 
 
