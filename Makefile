@@ -26,7 +26,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-keys bench-overcommit bench-tenants bench-unkind bench-table \
+	bench-overhead bench-later-turns bench-keys bench-overcommit bench-tenants bench-unkind bench-table \
 	bench-energy bench-sm-slots bench-simulator bench-scale bench-elastic test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
 	test-compatibility test-fuzz test-long test-peers test-vision test-cluster clean
@@ -105,6 +105,9 @@ bench: $(INSTALLED) ## Compare with the peers, on two cores (DATA=folder of reco
 
 bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 	@$(BIN)/python -m benchmarks.experiments.overhead $(ARGS)
+
+bench-later-turns: $(INSTALLED) ## Measure what asking nobody saves a warm turn: two routers before the same engines
+	@$(BIN)/python -m benchmarks.experiments.later_turns $(ARGS)
 
 bench-keys: $(INSTALLED) ## Measure what keys cost a warm turn: two routers before the same engines
 	@$(BIN)/python -m benchmarks.experiments.keys $(ARGS)

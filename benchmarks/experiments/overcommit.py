@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from benchmarks.experiments.overhead import MODEL, percentile
+from benchmarks.experiments.warm import MODEL, percentile
 from benchmarks.peers import Options, PeerUnavailable, start
 from benchmarks.peers.plan import CONVERSATION_HEADER
 from conserve.console import new_console

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.experiments.overhead import MODEL, median_interval
+from benchmarks.experiments.warm import MODEL, median_interval
 from conserve.console import new_console
 from conserve.launch import Launch
 from conserve.tenants import KeyFile, keyfile

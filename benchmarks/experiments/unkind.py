@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.experiments.overhead import MODEL, ChatAgent, WarmTurns, median_interval, percentile
+from benchmarks.experiments.warm import MODEL, ChatAgent, WarmTurns, median_interval, percentile
 from conserve import budget
 from conserve.console import new_console
 from conserve.launch import Launch

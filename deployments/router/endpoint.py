@@ -23,7 +23,12 @@ class TurnEndpoint:
     """Reads a request, and serves it as a `Turn` of its own."""
 
     def __init__(
-        self, settings: Settings, table: TableClient, upstream: Upstream, router_id: str
+        self,
+        settings: Settings,
+        table: TableClient,
+        upstream: Upstream,
+        router_id: str,
+        homes: Homes | None = None,
     ) -> None:
         self._stored = StoredResponses(settings, table, upstream)
         self._settings = settings
@@ -31,7 +36,7 @@ class TurnEndpoint:
         self._upstream = upstream
         self._systems = SystemLengths(upstream, settings.volatile_text)
         self._router_id = router_id
-        self._homes = Homes()
+        self._homes = Homes() if homes is None else homes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()

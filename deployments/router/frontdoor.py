@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from conserve import apis, identity
+from conserve.direct import Homes
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
 from deployments.environments.client import EnvironmentClient
@@ -44,6 +45,7 @@ class FrontDoor:
 
     Args:
         environments: the manager of tool environments; None: there are none.
+        homes: its memory of where histories live; None: one that is empty.
 
     Raises:
         KeyFileError: the settings name a key file that is not usable.
@@ -55,13 +57,14 @@ class FrontDoor:
         table: TableClient,
         router_id: str,
         environments: EnvironmentClient | None = None,
+        homes: Homes | None = None,
     ) -> None:
         self._access = Access(settings)
         self._settings = settings
         self._table = table
         self._started = int(time.time())
         upstream = Upstream(settings.turn_timeout_s)
-        turns = TurnEndpoint(settings, table, upstream, router_id)
+        turns = TurnEndpoint(settings, table, upstream, router_id, homes)
         stored = StoredResponses(settings, table, upstream)
         tokens = TokensEndpoint(settings, table, upstream)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]

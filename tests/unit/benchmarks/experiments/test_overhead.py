@@ -1,12 +1,11 @@
-"""What ConServe costs: that all systems have the same engine, and how they are compared."""
+"""What ConServe costs: that all systems have the same engine."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments import overhead
-from benchmarks.experiments.overhead import WarmTurns, paired_ratio
+from benchmarks.experiments import overhead, warm
 from conserve.engines import engine_arguments, engine_environment, flags
 from conserve.launch import Launch
 from conserve.settings import EMBEDDED_MODEL
@@ -44,8 +43,8 @@ def test_the_engine_is_the_same_behind_every_system(
     environment = engine_environment(EMBEDDED_MODEL, gpu=False)
     assert bare_environment == config["runtime_env"]["env_vars"] == environment
 
-    assert bare[bare.index("--served-model-name") + 1] == overhead.MODEL
-    assert config["model_loading_config"]["model_id"] == overhead.MODEL
+    assert bare[bare.index("--served-model-name") + 1] == warm.MODEL
+    assert config["model_loading_config"]["model_id"] == warm.MODEL
     assert bare[bare.index("--port") + 1] == "8191"
     assert (builder, port) == ("build_openai_app", "8192")
 
@@ -57,11 +56,3 @@ def test_ray_serve_llm_has_its_usual_ingress_and_yields_to_nobody(
     ((command, environment),) = started
     assert environment == {"HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"}
     assert "benchmarks.peers.ray_app" in command
-
-
-def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
-    bare = WarmTurns(round_median_s=[1.0, 2.0, 4.0])
-    system = WarmTurns(round_median_s=[1.5, 2.2, 4.4])
-    ratio, low, high = paired_ratio(system, bare)
-    assert ratio == pytest.approx(1.1)
-    assert (low, high) == pytest.approx((1.1, 1.5))

@@ -414,7 +414,9 @@ def test_a_start_that_is_terminated_leaves_nothing() -> None:
 
 
 def test_an_unknown_peer_is_refused_with_the_names_of_all() -> None:
-    with pytest.raises(ValueError, match="no peer 'vlm': there are conserve, elastic, ray_serve_llm"):
+    with pytest.raises(
+        ValueError, match="no peer 'vlm': there are conserve, elastic, ray_serve_llm"
+    ):
         start("vlm").__enter__()
 
 
