@@ -27,6 +27,7 @@ from conserve.idleness import Idleness
 from conserve.pausing import Memory, Pausing, RunningTools
 from conserve.placement import (
     NOTHING_SHARED,
+    Appended,
     Decoder,
     ElasticPlacement,
     EngineLoad,
@@ -461,16 +462,43 @@ class ConversationTable:
                 return history.decoder_id
         return None
 
-    def prefill_later_turn(self, conversation: Conversation) -> str | None:
+    def prefill_later_turn(
+        self, conversation: Conversation, prompt_tokens: int | None = None, now_s: float = 0.0
+    ) -> str | None:
         """Where the turn that a conversation has just begun is prefilled; None: on its decoder.
 
-        In the prefiller's queue the turn counts with what the conversation holds: what it adds is
-        not known yet.
+        Args:
+            prompt_tokens: the whole prompt's length; None: it is not known. In a prefiller's queue
+                the turn counts with what the conversation holds then.
         """
-        prefiller_id = self._policy.prefill_later_turn(self.accepting_prefillers)
+        appended = None
+        if prompt_tokens is not None and conversation.decoder_id is not None:
+            appended = Appended(
+                conversation.decoder_id,
+                prompt_tokens,
+                min(conversation.held_tokens, prompt_tokens - 1),
+                0 if self.memory is None else self.memory.parked_of(conversation),
+            )
+        pool = self.accepting_prefillers
+        prefiller_id = self._policy.prefill_later_turn(pool, appended, now_s)
+        queued_tokens = conversation.held_tokens
+        if appended is not None:
+            cached_tokens = appended.held_tokens
+            if prefiller_id is not None:
+                cached_tokens = min(appended.parked_tokens, cached_tokens)
+            queued_tokens = appended.tokens - cached_tokens
+            if self.loads is not None:
+                self.loads.appended(
+                    conversation.id,
+                    queued_tokens,
+                    cached_tokens,
+                    prefiller_id or appended.decoder_id,
+                    now_s,
+                    lent=prefiller_id is not None,
+                )
         if prefiller_id is not None:
             self._leave_prefiller(conversation)
-            self._join_prefiller(conversation, prefiller_id, conversation.held_tokens)
+            self._join_prefiller(conversation, prefiller_id, queued_tokens)
         return prefiller_id
 
     def park(self, conversation: Conversation) -> bool:

@@ -534,6 +534,11 @@ class Settings(_Strict):
         return self.placement == "elastic"
 
     @property
+    def moves_appends(self) -> bool:
+        """Whether prefillers may compute what later turns append."""
+        return self.placement == "elastic" and self.parks
+
+    @property
     def parks(self) -> bool:
         """Whether turns may leave their KV in host memory, too."""
         return self.parking and self.pausing_policy() is not None

@@ -20,6 +20,7 @@ from benchmarks.simulate.system import System
 from conserve.admission import Admission, Admitted, FirstCome, Levels, QueueFull, Ticket, Window
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.direct import LARGE_TOKENS
 from conserve.pausing import Pausing
 from conserve.pausing.host import HostMemory
 from conserve.placement import make_policy
@@ -134,7 +135,10 @@ class Cluster(Clients[_Open]):
             return
         one.key = conversation.newest_turn
         self._kv_use.begin(one.key, now_s)
-        prefiller_id = self.table.prefill_later_turn(conversation)
+        counted = None
+        if self.system.host_tokens and prompt_tokens - conversation.held_tokens >= LARGE_TOKENS:
+            counted = prompt_tokens
+        prefiller_id = self.table.prefill_later_turn(conversation, counted, now_s)
         if prefiller_id is None:
             self._submit_to_decoder(one, now_s)
             return
@@ -292,8 +296,10 @@ class Cluster(Clients[_Open]):
         if self.system.history == "recomputed":
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
             return
-        work.reusable_tokens = self._reusable(one)
-        work.loaded_tokens = self._whole_chunks(work.reusable_tokens)
+        brought = work.reusable_tokens = self._reusable(one)
+        if self.system.host_tokens:
+            brought = min(brought, self._host.left_tokens(work.conversation))
+        work.loaded_tokens = self._whole_chunks(brought)
         moved = max(0, work.loaded_tokens - prefiller.finds(work))
         self._loaded_tokens += moved
         self._move(work, prefiller, moved, now_s, self.system.handed_off_s)

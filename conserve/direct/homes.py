@@ -7,6 +7,10 @@ from conserve.hints import Hints
 from conserve.recognition import Chain
 
 _MOST_HOMES = 65_536
+# What a prompt has to grow by for it to be worth while to count it, and to ask where it is to be
+# computed. A request grows by a byte at least for each token, and mostly by four.
+LARGE_TOKENS = 1_000
+_BYTES_PER_TOKEN = 4
 
 
 class Home(NamedTuple):
@@ -14,11 +18,17 @@ class Home(NamedTuple):
 
     Attributes:
         hints: what its client said of it when the table was asked last; None: nothing.
+        request_bytes: length of the body of its last turn; 0: not known.
     """
 
     decoder_id: str
     url: str
     hints: Hints | None = None
+    request_bytes: int = 0
+
+    def appends_much(self, request_bytes: int) -> bool:
+        """Whether a turn with a body of so many bytes may append a large prefill."""
+        return 0 < self.request_bytes <= request_bytes - _BYTES_PER_TOKEN * LARGE_TOKENS
 
 
 class Homes:

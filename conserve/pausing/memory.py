@@ -108,6 +108,10 @@ class Memory:
         """How many tokens host memory has, as far as is known."""
         return 0 if self._host is None else self._host.tokens
 
+    def parked_of(self, history: Conversation) -> int:
+        """How many tokens of a history host memory has now, from its beginning on."""
+        return 0 if self._host is None else self._host.left_tokens(_key(history))
+
     def set_host_tokens(self, tokens: int) -> None:
         """Host memory has room for so many tokens from now on; 0: nothing is parked."""
         if self._host is not None:

@@ -15,6 +15,7 @@ from conserve.placement.load import EngineLoad, Loads
 from conserve.placement.per_turn import PerTurnPlacement
 from conserve.placement.state import (
     NOTHING_SHARED,
+    Appended,
     Decoder,
     Placement,
     PlacementPolicy,
@@ -26,6 +27,7 @@ PolicyName = Literal["conversation", "elastic", "collocated", "full_disaggregati
 
 __all__ = [
     "NOTHING_SHARED",
+    "Appended",
     "CollocatedPlacement",
     "ConversationPlacement",
     "Decoder",

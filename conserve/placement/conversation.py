@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from conserve.placement.state import (
     NOTHING_SHARED,
+    Appended,
     Decoder,
     Placement,
     Prefiller,
@@ -89,7 +90,12 @@ class ConversationPlacement:
             return False
         return shared.parked_tokens >= (1 - self.most_cold_share) * turn1_tokens
 
-    def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
+    def prefill_later_turn(
+        self,
+        prefillers: Iterable[Prefiller],
+        appended: Appended | None = None,
+        now_s: float = 0.0,
+    ) -> str | None:
         return None
 
     def _near(

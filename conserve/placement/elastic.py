@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from conserve.placement.load import Loads, Work
-from conserve.placement.state import NOTHING_SHARED, Decoder, Placement, Prefiller, Shared
+from conserve.placement.state import NOTHING_SHARED, Appended, Decoder, Placement, Prefiller, Shared
 
 # A home whose time seems to be all taken counts as so much busy, and no more.
 _BUSIEST = 0.95
@@ -36,7 +36,12 @@ class ElasticPlacement:
       iterations; and of the turns that come while it runs, at the rate at which they came of late.
 
     What the engine has already is not computed (`Shared`), so a history that comes back goes where
-    it costs least to have it again. Later turns are prefilled at home, whatever they append.
+    it costs least to have it again.
+
+    *Later turns* are prefilled at home, unless it is known that they append so much that a
+    prefiller costs less, by the same sum: it takes from host memory what that has of the history,
+    computes the rest and what is appended, and the home takes over the latter. Where host memory
+    has nothing of a history, that is seldom so.
 
     A tenth of each home's KV is promised to nobody: running turns grow into it, where engines would
     preempt them. A prefiller keeps as much as it has lent in the last ten seconds, too: copies of
@@ -123,8 +128,30 @@ class ElasticPlacement:
         }
         return cheapest(turn1_tokens, near, pool, shared, work)
 
-    def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
-        return None
+    def prefill_later_turn(
+        self,
+        prefillers: Iterable[Prefiller],
+        appended: Appended | None = None,
+        now_s: float = 0.0,
+    ) -> str | None:
+        if appended is None:
+            return None
+        home = self.loads.work(appended.decoder_id, now_s)
+        held_tokens = min(appended.held_tokens, appended.tokens - 1)
+        parked_tokens = min(appended.parked_tokens, held_tokens)
+        new_tokens = appended.tokens - held_tokens
+        least_s = prefill_cost_s(home, new_tokens, held_tokens)
+        back_s = home.costs.handoff_s(new_tokens)
+        best = None
+        for one in prefillers:
+            if one.id == appended.decoder_id:
+                continue
+            work = self.loads.work(one.id, now_s)
+            there_s = prefill_cost_s(work, appended.tokens - parked_tokens, parked_tokens)
+            cost_s = work.costs.handoff_s(parked_tokens) + there_s + back_s
+            if cost_s < least_s:
+                best, least_s = one.id, cost_s
+        return best
 
 
 def home_loads(

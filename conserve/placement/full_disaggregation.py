@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from conserve.placement.state import (
     NOTHING_SHARED,
+    Appended,
     Decoder,
     Placement,
     Prefiller,
@@ -39,5 +40,10 @@ class FullDisaggregationPlacement:
         decoder = emptiest_decoder(turn1_tokens, decoders, shared)
         return None if decoder is None else Placement(decoder.id, shortest_queue(prefillers))
 
-    def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
+    def prefill_later_turn(
+        self,
+        prefillers: Iterable[Prefiller],
+        appended: Appended | None = None,
+        now_s: float = 0.0,
+    ) -> str | None:
         return shortest_queue(prefillers)

@@ -115,6 +115,33 @@ class Loads:
             home.own.add(seconds, now_s)
         self._demand.add(seconds, now_s)
 
+    def appended(
+        self,
+        history_id: str,
+        new_tokens: int,
+        cached_tokens: int,
+        engine_id: str,
+        now_s: float,
+        *,
+        lent: bool,
+    ) -> None:
+        """What a later turn appends goes to an engine, where its length is known.
+
+        Args:
+            new_tokens: what is computed there.
+            cached_tokens: what is found there, or comes from host memory.
+            lent: whether it is computed for another engine.
+        """
+        engine = self._of(engine_id)
+        if lent:
+            engine.lent.append((now_s, new_tokens + cached_tokens))
+            seconds = engine.prefills(new_tokens, cached_tokens, now_s)
+            self._demand.add(seconds, now_s)
+        else:
+            # It counts among what the engine has computed when that is known.
+            seconds = engine.costs.prefill_s(new_tokens, cached_tokens)
+        engine.queue.add(history_id, new_tokens, seconds, now_s)
+
     def turn_came(self, engine_id: str, now_s: float) -> None:
         """A later turn goes to its engine; what it adds is not known yet."""
         self._of(engine_id).turns.add(1.0, now_s)

@@ -101,6 +101,23 @@ class Shared:
 NOTHING_SHARED = Shared({})
 
 
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """A turn of a conversation that is bound, whose prompt's length is known.
+
+    Attributes:
+        decoder_id: where its history lives.
+        tokens: the whole prompt's.
+        held_tokens: what of it that decoder has computed already.
+        parked_tokens: what of it host memory has, for any engine to take.
+    """
+
+    decoder_id: str
+    tokens: int
+    held_tokens: int
+    parked_tokens: int
+
+
 class PlacementPolicy(Protocol):
     """The seat of a placement policy."""
 
@@ -126,11 +143,18 @@ class PlacementPolicy(Protocol):
         """
         ...
 
-    def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
+    def prefill_later_turn(
+        self,
+        prefillers: Iterable[Prefiller],
+        appended: Appended | None = None,
+        now_s: float = 0.0,
+    ) -> str | None:
         """Decide for a turn of a conversation that is bound to a decoder.
 
         Args:
             prefillers: those alive; may be empty.
+            appended: how much there is to prefill, where that is known; None: it is not.
+            now_s: the time, for policies that know what was some time ago.
 
         Returns:
             Id of the prefiller that is to run the turn's prefill, or None: its decoder does.

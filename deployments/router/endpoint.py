@@ -63,5 +63,6 @@ class TurnEndpoint:
             self._router_id,
             self._settings.continue_streams,
             self._homes,
+            self._settings.moves_appends,
         )
         await turn.run(receive)

@@ -62,6 +62,7 @@ class Turn:
         send: sends to the client.
         continues: whether a stream whose decoder is lost goes on at another one, where it can.
         homes: where histories live, as far as this router knows.
+        moves_appends: whether the table is asked where a turn that appends much is prefilled.
     """
 
     def __init__(
@@ -75,9 +76,13 @@ class Turn:
         router_id: str,
         continues: bool = True,
         homes: Homes | None = None,
+        moves_appends: bool = False,
     ) -> None:
         self._request = request
         self._homes = Homes() if homes is None else homes
+        self._moves_appends = moves_appends
+        # A decoder that can count the prompt, which is worth while.
+        self._counts_at: Home | None = None
         self._home = self._where_it_lives()
         self._refused_by: str | None = None
         self._arrived_s = arrived_s
@@ -183,21 +188,25 @@ class Turn:
     async def _place_once(self) -> TurnPlan:
         self._prefilled = None
         asked = self._request
+        at, self._counts_at = self._counts_at, None
+        counted = None if at is None else await self._count(at.url, at.decoder_id)
         # On a further attempt the history is known.
         known = self._conversation_id
         stated, hints = asked.explicit_id, self._hints
         about = (stated, asked.chain, self._limited, known, hints, self._refused_by)
-        answer = await self._claim("begin", *about)
+        answer = await self._claim("begin", *about, None if counted is None else counted.tokens)
         if isinstance(answer, TurnPlan):
             self._conversation_id = answer.turn.conversation_id
             if answer.prefiller_url is not None:
                 self._plan = answer
-                counted = await self._count(answer.decoder_url, answer.decoder_id)
+                if counted is None:
+                    counted = await self._count(answer.decoder_url, answer.decoder_id)
                 await self._prefill(answer, counted)
             return answer
         self._conversation_id = answer.conversation_id
         try:
-            counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
+            if counted is None:
+                counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
             if self._sent is None and counted.longest_tokens >= answer.max_model_len:
                 raise context_length_exceeded(counted.longest_tokens, answer.max_model_len)
             system_tokens = await self._systems.length(asked, counted, answer.tokenizer_url)
@@ -292,11 +301,15 @@ class Turn:
     def _where_it_lives(self) -> Home | None:
         """The decoder to which the turn goes straight; None: the table is asked."""
         asked = self._request
+        home = self._homes.find(asked.explicit_id, asked.chain, self._hints)
+        if home is not None and self._moves_appends and home.appends_much(len(asked.raw)):
+            self._counts_at = home
+            return None
         limits = None if asked.tenant is None else asked.tenant.limits
         if limits is not None and (limits.turns, limits.held_tokens) != (None, None):
             # Whoever has these may not have one turn more: the table counts.
             return None
-        return self._homes.find(asked.explicit_id, asked.chain, self._hints)
+        return home
 
     async def _decode_straight(self, home: Home) -> bool:
         """Have a turn served whose history should live there; False if its decoder refuses."""
@@ -327,6 +340,8 @@ class Turn:
                     self._plan = TurnPlan(key, home.decoder_id, home.url, later=True)
                     self._conversation_id = key.conversation_id
                     self._let_in = self._at_decoder = True
+                    home = home._replace(request_bytes=len(asked.raw))
+                    self._homes.remember(asked.explicit_id, asked.chain, home)
                 await self._relay(response, home.decoder_id, home.url)
         except EngineUnreachable:
             self._homes.forget(asked.explicit_id, asked.chain)
@@ -374,7 +389,8 @@ class Turn:
         url = plan.decoder_url + asked.path
         async with self._upstream.post(url, body, headers) as response:
             if plan.direct and response.status == 200:
-                home = Home(plan.decoder_id, plan.decoder_url, self._hints)
+                size = len(asked.raw)
+                home = Home(plan.decoder_id, plan.decoder_url, self._hints, size)
                 self._homes.remember(asked.explicit_id, asked.chain, home)
             await self._relay(response, plan.decoder_id, plan.decoder_url)
 

@@ -308,6 +308,7 @@ class TableService:
         history_id: str | None = None,
         hints: Hints | None = None,
         refused_by: str | None = None,
+        prompt_tokens: int | None = None,
     ) -> TurnPlan | Unplaced | Refusal:
         """Start a turn; returns where its history is bound, or that it has to be placed.
 
@@ -318,6 +319,7 @@ class TableService:
             history_id: the history's, if this is not the turn's first attempt.
             hints: what its client says beside its messages; None if nothing.
             refused_by: the decoder to which it went straight, in vain.
+            prompt_tokens: length of its prompt, where it seems to append much; None: not known.
         """
         if refusal := await self._not_ready():
             return refusal
@@ -337,7 +339,7 @@ class TableService:
             return self._over_limit(tenant, over)
         conversation = self._table.begin(conversation_id, unix_s(), hints)
         if conversation is not None:
-            prefiller_id = self._table.prefill_later_turn(conversation)
+            prefiller_id = self._table.prefill_later_turn(conversation, prompt_tokens, unix_s())
             return self._plan(conversation.newest_turn, conversation, prefiller_id, router_id, True)
         counter = self._registry.tokenizer()
         if counter is None:

@@ -350,3 +350,18 @@ def test_the_key_file_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir("/usr")
     assert load({"keys_file": "keys.json"}).keys_file == "/usr/keys.json"
     assert load({"keys_file": "~/keys.json"}).keys_file == "/home/somebody/keys.json"
+
+
+@pytest.mark.parametrize(
+    ("settings", "moves"),
+    [
+        ({"placement": "elastic"}, True),
+        ({"placement": "elastic", "parking": False}, False),
+        ({"placement": "elastic", "pausing": False}, False),
+        ({}, False),
+    ],
+)
+def test_appends_move_where_their_history_can_be_read_elsewhere(
+    settings: dict[str, Any], moves: bool
+) -> None:
+    assert Settings(**settings).moves_appends is moves

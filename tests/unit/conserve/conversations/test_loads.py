@@ -193,3 +193,33 @@ def test_whoever_comes_and_goes_nobody_is_sent_to_who_is_not_there(
             work = loads_of(table).work(one, now_s)
             assert work.backlog_tokens >= 0
             assert work.backlog_s >= 0
+
+
+def test_a_large_append_is_prefilled_where_host_memory_can_bring_its_history() -> None:
+    table = elastic_table(pausing=Pausing())
+    table.engine_says("d1", BUSY, 0.0)
+    first = start(table, "a", 2_000)
+    assert table.memory is not None
+    table.memory.set_host_tokens(100_000)
+    assert first.advance(table, 1_990, (b"1" * 16,))
+    table.memory.parked(the(table, "a"), 2_000)
+    conversation = table.begin("a", 1.0)
+    assert conversation is not None
+    # Of what it appends nothing is known, or it is little.
+    assert table.prefill_later_turn(conversation, None, 1.0) is None
+    assert table.prefill_later_turn(conversation, 2_020, 1.0) is None
+    assert backlog(table, "d1", 1.0) == 20
+    assert table.prefill_later_turn(conversation, 5_000, 1.0) == "p1"
+    assert table.prefillers["p1"].queued_tokens == backlog(table, "p1", 1.0) == 3_000
+    table.prefilled(conversation.newest_turn, 5_000)
+    assert table.prefillers["p1"].queued_tokens == backlog(table, "p1", 1.0) == 0
+    assert table.memory.parked_of(conversation) == 5_000
+
+
+def test_without_host_memory_an_append_would_take_its_history_with_it() -> None:
+    table = elastic_table()
+    table.engine_says("d1", BUSY, 0.0)
+    assert start(table, "a", 4_000).advance(table, 3_990, (b"1" * 16,))
+    conversation = table.begin("a", 1.0)
+    assert conversation is not None
+    assert table.prefill_later_turn(conversation, 4_300, 1.0) is None

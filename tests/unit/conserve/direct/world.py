@@ -46,7 +46,7 @@ class Drawn:
         ids = sorted(one.id for one in decoders)
         return Placement(ids[self.draw % len(ids)], None) if ids else None
 
-    def prefill_later_turn(self, prefillers: object) -> None:
+    def prefill_later_turn(self, *_: object) -> None:
         return None
 
 

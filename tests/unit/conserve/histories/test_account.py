@@ -97,7 +97,7 @@ class Anywhere:
         self.shared = shared
         return Placement(self.decoder_id, None)
 
-    def prefill_later_turn(self, prefillers: object) -> str | None:
+    def prefill_later_turn(self, *_: object) -> str | None:
         return None
 
 

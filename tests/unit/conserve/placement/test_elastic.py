@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from conserve.placement import (
     NOTHING_SHARED,
+    Appended,
     Decoder,
     ElasticPlacement,
     EngineCosts,
@@ -287,3 +288,50 @@ def test_what_first_prompts_ask_of_prefillers_makes_them_slower_homes() -> None:
     busy = ElasticPlacement(loads).place(500, homes, [Prefiller("p1")], now_s=NOW_S)
     assert busy is not None
     assert busy.decoder_id == "d1"
+
+
+def test_a_large_append_leaves_running_decodes_to_a_prefiller_that_finds_its_history() -> None:
+    turn = Appended("d1", 12_000, held_tokens=4_000, parked_tokens=4_000)
+    pool = [Prefiller("p1"), Prefiller("p2")]
+    decoding = {"d1": EngineLoad(decodes=8, step_s=0.01)}
+    policy = ElasticPlacement(known(decoding))
+    assert policy.prefill_later_turn(pool, turn, NOW_S) == "p1"
+    busy = known({**decoding, "p1": EngineLoad(prefill_tokens=3_000)})
+    assert ElasticPlacement(busy).prefill_later_turn(pool, turn, NOW_S) == "p2"
+    # Nobody is held up at home; or all of the history would be computed again.
+    assert ElasticPlacement(known({})).prefill_later_turn(pool, turn, NOW_S) is None
+    short = Appended("d1", 4_100, held_tokens=4_000, parked_tokens=0)
+    assert policy.prefill_later_turn(pool, short, NOW_S) is None
+    # Nor where its length is not known, or there is nobody else.
+    assert policy.prefill_later_turn(pool, None, NOW_S) is None
+    assert policy.prefill_later_turn([Prefiller("d1")], turn, NOW_S) is None
+
+
+@given(
+    LOADS,
+    POOL,
+    st.builds(
+        Appended,
+        st.sampled_from(DECODERS + PREFILLERS),
+        st.integers(1, 20_000),
+        st.integers(0, 20_000),
+        st.integers(0, 20_000),
+    ),
+)
+def test_a_later_turn_goes_where_it_costs_least(
+    said: dict[str, EngineLoad], pool: list[Prefiller], turn: Appended
+) -> None:
+    loads = known(said)
+
+    def cost_s(engine_id: str, new_tokens: int, there: int) -> float:
+        return elastic.prefill_cost_s(loads.work(engine_id, NOW_S), new_tokens, there)
+
+    held = min(turn.held_tokens, turn.tokens - 1)
+    parked = min(turn.parked_tokens, held)
+    costs: dict[str | None, float] = {None: cost_s(turn.decoder_id, turn.tokens - held, held)}
+    for one in pool:
+        if one.id != turn.decoder_id:
+            ways_s = COSTS.handoff_s(parked) + COSTS.handoff_s(turn.tokens - held)
+            costs[one.id] = ways_s + cost_s(one.id, turn.tokens - parked, parked)
+    chosen = ElasticPlacement(loads).prefill_later_turn(pool, turn, NOW_S)
+    assert math.isclose(costs[chosen], min(costs.values()))

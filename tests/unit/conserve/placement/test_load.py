@@ -119,6 +119,20 @@ def test_what_a_prefiller_has_lent_is_kept_in_mind_for_ten_seconds() -> None:
     assert loads.work("d", 6.0).own_share == 0
 
 
+def test_what_later_turns_append_waits_where_it_is_computed() -> None:
+    loads = Loads(COSTS)
+    loads.appended("a", 2_000, 500, "p1", 1.0, lent=True)
+    loads.appended("b", 3_000, 500, "d1", 1.0, lent=False)
+    there, here = loads.work("p1", 1.0), loads.work("d1", 1.0)
+    assert (there.backlog_tokens, there.lent_tokens) == (2_000, 2_500)
+    assert (here.backlog_tokens, here.lent_tokens) == (3_000, 0)
+    # It is a prefiller's time that is asked for; a decoder's own share is known when it is done.
+    assert loads.demand(1, 1.0) == pytest.approx(there.backlog_s / 60)
+    assert here.own_share == 0
+    loads.done("p1", "a")
+    assert loads.work("p1", 1.0).backlog_tokens == 0
+
+
 def test_nothing_is_known_of_an_engine_that_is_gone() -> None:
     loads = Loads(COSTS)
     loads.says("d", EngineLoad(9, 9, 9.0), 1.0)

@@ -30,10 +30,18 @@ class Placing(Table):
 
     direct: bool = True
     refused_by: list[str | None] = field(default_factory=list)
+    # Of each turn that is asked for, its prompt's length, where that is told; and what is said to
+    # such a one.
+    appended: list[int | None] = field(default_factory=list)
+    later: TurnPlan | None = None
 
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         if method == "begin":
             self.refused_by.append(arguments[6])
+            self.appended.append(arguments[7])
+            if self.later is not None and arguments[7] is not None:
+                self.asked.append(method)
+                return self.later
         answer = await super().call(method, *arguments, **options)
         return replace(answer, direct=self.direct) if isinstance(answer, TurnPlan) else answer
 
@@ -76,9 +84,10 @@ def play(
     *chats: list[Any],
     access: Access | None = None,
     key: str = "",
+    **settings: Any,
 ) -> list[dict[bytes, bytes]]:
     """Chats through one router, one after the other; the headers of their answers."""
-    endpoint = TurnEndpoint(Settings(), table, decoders, "router")  # type: ignore[arg-type]
+    endpoint = TurnEndpoint(Settings(**settings), table, decoders, "router")  # type: ignore[arg-type]
     answers = []
 
     async def chat(messages: list[Any]) -> None:
@@ -158,3 +167,31 @@ def test_whoever_has_a_limit_of_what_turns_take_is_asked_for(
     decoders = Decoders(die=set())
     play(Placing(), decoders, FIRST, LATER, access=access, key=key)
     assert [one[wire.TENANT_HEADER] for one in decoders.straight] == ["acme"] * straight
+
+
+FAR = [*LATER[:-1], {"role": "user", "content": "on " * 2000}]
+FURTHER = [*FAR, {"role": "assistant", "content": "so"}, {"role": "user", "content": "and on"}]
+
+
+def test_the_table_says_where_a_turn_that_appends_much_is_prefilled() -> None:
+    at_p1 = TurnPlan(
+        TurnKey("c", 1, 256), "d1", "http://d1", "p1", "http://p1", later=True, direct=True
+    )
+    table, decoders = Placing(later=at_p1), Decoders(die=set())
+    play(table, decoders, FIRST, LATER, FAR, FURTHER, placement="elastic")
+    assert table.asked == ["begin", "place", "begin"]
+    # It was counted, once, by the decoder that has its history.
+    assert table.appended == [None, 3]
+    assert decoders.counted == ["http://tokenizer", "http://d1"]
+    assert decoders.served == ["d1", "p1", "d1"]
+    assert len(decoders.straight) == 2
+    # What it finds there is looked up.
+    assert wire.LOOK_UP_HEADER in decoders.got[-1][0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"placement": "elastic", "parking": False}])
+def test_a_turn_that_appends_much_asks_nobody_where_it_stays_anyway(settings: Any) -> None:
+    table, decoders = Placing(), Decoders(die=set())
+    play(table, decoders, FIRST, FAR, **settings)
+    assert table.asked == ["begin", "place"]
+    assert len(decoders.straight) == 1

@@ -69,12 +69,14 @@ class Engines:
         gone: those that were gone before.
         multimodal: whether prompts have images.
         prefills: the paths of what is prefilled.
+        counted: which engines have counted a prompt.
     """
 
     die: set[str]
     gone: set[str] = field(default_factory=set)
     multimodal: bool = False
     prefills: list[str] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
     prefilled: Prefilled = field(default_factory=lambda: Prefilled(3, 0))
     got: list[tuple[dict[str, str], Any]] = field(default_factory=list)
@@ -91,6 +93,7 @@ class Engines:
             raise EngineUnreachable(f"{name} is gone")
 
     async def check(self, url: str, path: str, raw: bytes) -> Checked:
+        self.counted.append(url)
         return Checked([[1, 2, 3]], self.multimodal)
 
     async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
