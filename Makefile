@@ -26,8 +26,9 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-later-turns bench-keys bench-overcommit bench-tenants bench-unkind bench-table \
-	bench-energy bench-sm-slots bench-simulator bench-scale bench-elastic test-agents \
+	bench-overhead bench-later-turns bench-appends bench-keys bench-overcommit \
+	bench-tenants bench-unkind bench-table bench-energy bench-sm-slots \
+	bench-simulator bench-scale bench-elastic test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
 	test-compatibility test-fuzz test-long test-peers test-vision test-cluster clean
 .DELETE_ON_ERROR:
@@ -108,6 +109,9 @@ bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 
 bench-later-turns: $(INSTALLED) ## Measure what asking nobody saves a warm turn: two routers before the same engines
 	@$(BIN)/python -m benchmarks.experiments.later_turns $(ARGS)
+
+bench-appends: $(INSTALLED) ## Measure what others feel of a large append, at home and elsewhere
+	@$(BIN)/python -m benchmarks.experiments.appends $(ARGS)
 
 bench-keys: $(INSTALLED) ## Measure what keys cost a warm turn: two routers before the same engines
 	@$(BIN)/python -m benchmarks.experiments.keys $(ARGS)

@@ -5,15 +5,17 @@ between them is all that is measured.
 """
 
 import argparse
+import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 import uvicorn
+from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.experiments import warm
@@ -84,42 +86,53 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--door", type=int, help=argparse.SUPPRESS)
 
 
-def compare(
+@contextlib.contextmanager
+def opened(
     module: str,
     doors: Sequence[Door],
     folder: Path,
-    options: argparse.Namespace,
+    console: Console,
     settings: Sequence[str] = (),
-) -> None:
-    """Start the application and the doors, measure these, and print what was found.
+) -> Iterator[dict[str, str]]:
+    """Have the application and the doors up for the time of a ``with`` block; the doors' URLs.
 
     Args:
         module: what a door's process runs, with ``--door PORT``.
-        doors: the first is what ratios are to.
         folder: for logs.
-        options: as of `add_options`.
         settings: of the application, beside ``decoders=1``.
     """
-    console = new_console(least_width=130)
     application = Launch(["decoders=1", *settings], folder / "conserve.log")
     processes = [_process(module, door, folder) for door in doors]
-    systems = {door.name: f"http://127.0.0.1:{door.port}" for door in doors}
-    headers = {door.name: door.headers for door in doors if door.headers is not None}
+    urls = {door.name: f"http://127.0.0.1:{door.port}" for door in doors}
     try:
         with console.status(f"starting the application (logs: {folder})"):
             application.__enter__()
             application.wait_until_serving(_APPLICATION, 1, 1)
-            for process, url in zip(processes, systems.values(), strict=True):
+            for process, url in zip(processes, urls.values(), strict=True):
                 process.__enter__()
                 process.wait_until_serving(url, 1, 1, timeout_s=_DOOR_START_S)
-        with Progress(console=console) as progress:
-            results = warm.measure(
-                systems, options.rounds, warm.loads(options), progress, options.seed, headers
-            )
-        warm.report(results, console, doors[0].name)
+        yield urls
     finally:
         for process in (*processes, application):
             process.stop()
+
+
+def compare(module: str, doors: Sequence[Door], folder: Path, options: argparse.Namespace) -> None:
+    """Measure warm turns through doors, and print what was found.
+
+    Args:
+        module, folder: as for `opened`.
+        doors: the first is what ratios are to.
+        options: as of `add_options`.
+    """
+    console = new_console(least_width=130)
+    headers = {door.name: door.headers for door in doors if door.headers is not None}
+    with opened(module, doors, folder, console) as urls:
+        with Progress(console=console) as progress:
+            results = warm.measure(
+                urls, options.rounds, warm.loads(options), progress, options.seed, headers
+            )
+        warm.report(results, console, doors[0].name)
     if options.json:
         warm.write_json(options.json, options, results, doors[0].name)
 

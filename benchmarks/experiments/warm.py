@@ -34,7 +34,7 @@ TURNS = 8
 ROUND_TURNS = 4
 _WARM_UP_ROUNDS = 2
 _BOOTSTRAP_DRAWS = 2000
-_WORDS = (
+WORDS = (
     "open",
     "close",
     "read",
@@ -120,7 +120,7 @@ class ChatAgent:
             await self.warm_turn(None)
 
     async def _turn(self, words: int, samples: WarmTurns | None) -> None:
-        prompt = " ".join(self._rng.choice(_WORDS) for _ in range(words))
+        prompt = " ".join(self._rng.choice(WORDS) for _ in range(words))
         self._messages.append({"role": "user", "content": prompt})
         body = {
             "model": MODEL,
