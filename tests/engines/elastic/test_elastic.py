@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.engines.applications import ELASTIC
-from tests.engines.client import Agent, engines, lone_answer, prose
+from tests.engines.client import Agent, Reply, engines, lone_answer, prose
 from tests.engines.metrics import exposed, metric
 from tests.engines.processes import kill, processes
 from tests.engines.stage import Stage
@@ -88,11 +88,7 @@ async def test_both_engines_host(
     assert found.status_code == 200, found.text
 
 
-async def test_a_prompt_is_prefilled_for_a_busy_decoder_and_loads_are_told(
-    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    """Its KV moves though the prefiller stores no prompt of its own conversations."""
-    stage.wait_for_lone()
+async def nothing_is_left_to_do() -> None:
     await eventually(
         "nothing is left to do",
         lambda: all(
@@ -100,13 +96,18 @@ async def test_a_prompt_is_prefilled_for_a_busy_decoder_and_loads_are_told(
         ),
         10,
     )
-    prefiller, decoder = engine("prefiller")["id"], engine("decoder")["id"]
-    talkers = [Agent(client, f"talks-{n}") for n in range(3)]
+
+
+async def stories(
+    client: httpx.AsyncClient, rng: random.Random, name: str, tokens: int
+) -> "list[asyncio.Future[Reply]]":
+    """Three long answers that are under way, and counted."""
+    talkers = [Agent(client, f"{name}-{n}") for n in range(3)]
     began = [asyncio.Event() for _ in talkers]
     for talker in talkers:
         talker.messages.append({"role": "user", "content": prose(rng, 40)})
     telling = [
-        asyncio.ensure_future(talker.ask(tokens=1500, stream=True, began=event))
+        asyncio.ensure_future(talker.ask(tokens=tokens, stream=True, began=event))
         for talker, event in zip(talkers, began, strict=True)
     ]
     for event in began:
@@ -116,6 +117,17 @@ async def test_a_prompt_is_prefilled_for_a_busy_decoder_and_loads_are_told(
         lambda: sum(one["load"]["decodes"] for one in engines()) == len(talkers),
         10,
     )
+    return telling
+
+
+async def test_a_prompt_is_prefilled_for_a_busy_decoder_and_loads_are_told(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Its KV moves though the prefiller stores no prompt of its own conversations."""
+    stage.wait_for_lone()
+    await nothing_is_left_to_do()
+    prefiller, decoder = engine("prefiller")["id"], engine("decoder")["id"]
+    telling = await stories(client, rng, "talks", 1500)
     busy = max(engines(), key=lambda one: one["load"]["decodes"])
     await eventually(
         "an iteration is timed",
@@ -152,6 +164,47 @@ async def test_a_prompt_is_prefilled_for_a_busy_decoder_and_loads_are_told(
     await agent.say("go on", tokens=OUTPUT_TOKENS)
     assert agent.replies[1].decoder == decoder
     await answered_alike(client, [agent], 1)
+
+
+async def test_a_prefiller_computes_a_large_append_for_a_busy_decoder(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Those whose answers are under way do not wait for it."""
+    stage.wait_for_lone()
+    await nothing_is_left_to_do()
+    decoder = engine("decoder")["id"]
+    agents = [Agent(client, f"appends-{n}") for n in range(5)]
+    for agent in agents:
+        await agent.say(prose(rng, 60), tokens=OUTPUT_TOKENS)
+    telling = await stories(client, rng, "tells", 1000)
+    prefills = metric("conserve_cold_prefills_total")
+    later = metric("conserve_later_prefills_total")
+    taken = None
+    for agent in agents:
+        if agent.replies[0].decoder != decoder:
+            continue
+        await agent.say(prose(rng, 1000), tokens=OUTPUT_TOKENS)
+        if agent.stats[1]["lmcache_tokens"]:
+            taken = agent
+            break
+    assert not all(one.done() for one in telling), "the streams were over too soon"
+    assert taken is not None
+    stats = taken.stats[1]
+    there = stats["decoder_cached_tokens"] + stats["lmcache_tokens"]
+    assert there == stats["prompt_tokens"] // 128 * 128
+    # It stays where it is, and goes on from there, straight.
+    direct = metric("conserve_later_turns_total", way="direct")
+    await taken.say("go on", tokens=OUTPUT_TOKENS)
+    assert [reply.decoder for reply in taken.replies] == [decoder] * 3
+    assert taken.stats[2]["decoder_cached_tokens"] >= there
+    assert metric("conserve_later_turns_total", way="direct") == direct + 1
+    # It was no first prompt.
+    assert metric("conserve_later_prefills_total") > later
+    assert metric("conserve_cold_prefills_total") == prefills
+    for told in await asyncio.gather(*telling):
+        assert told.status == 200
+    for turn in range(3):
+        await answered_alike(client, [taken], turn)
 
 
 async def test_a_new_table_learns_what_the_prefiller_holds(
