@@ -61,6 +61,13 @@ def main(
         str,
         typer.Option(help="Rates, as rising shares of the highest that the prefiller sustains."),
     ] = "0.5,1.0",
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            help="Rates in conversations a second, in place of --shares; conserve is measured only "
+            "if it is among --systems then, and bounds come from the system that ratios are to."
+        ),
+    ] = None,
     engines: Annotated[int, typer.Option(help="Engine replicas of each system.", min=2)] = 2,
     cores: Annotated[
         str | None, typer.Option(metavar="0,1", help="Cores to pin engines to, one each.")
@@ -96,7 +103,8 @@ def main(
     """Measure each system and compare them."""
     begun_s = time.monotonic()
     try:
-        loads = numbers("shares", shares)
+        loads = [] if rates else numbers("shares", shares)
+        rates_per_s = numbers("rates", rates) if rates else []
         wrong_rates = numbers("wrong-decision-rates", wrong_decision_rates)
         options = Options(
             engines=engines,
@@ -118,12 +126,12 @@ def main(
             max_turns=max_turns if data else None,
             max_context_tokens=16_000,
         )
-        chosen = variants(names(systems), wrong_rates, options)
+        chosen = variants(names(systems, alone=bool(rates_per_s)), wrong_rates, options)
         if against not in (one.name for one in chosen):
             raise ValueError(f"against: {against} is not among {', '.join(v.name for v in chosen)}")
         selection.workload()
         out.mkdir(parents=True, exist_ok=True)
-        plan = Plan(chosen, against, loads, selection, rounds, out)
+        plan = Plan(chosen, against, loads, selection, rounds, out, rates_per_s)
         _measure(plan)
     except (WorkloadError, ValueError, OSError) as error:
         console.print(f"[red]{escape(str(error))}[/red]", highlight=False)

@@ -27,8 +27,11 @@ class Variant:
     options: Options
 
 
-def names(text: str) -> list[str]:
+def names(text: str, *, alone: bool = False) -> list[str]:
     """Names of systems, ConServe's first.
+
+    Args:
+        alone: whether they are measured without it, where it is not among them.
 
     Raises:
         ValueError: there is no such system.
@@ -36,7 +39,7 @@ def names(text: str) -> list[str]:
     found = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in found if name not in PEERS]:
         raise ValueError(f"systems: no {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
-    return list(dict.fromkeys([FIRST, *found]))
+    return list(dict.fromkeys(found if alone else [FIRST, *found]))
 
 
 def variants(systems: list[str], wrong_rates: list[float], options: Options) -> list[Variant]:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -64,12 +64,13 @@ class Plan:
     """What to measure.
 
     Attributes:
-        variants: the systems; the first gives the rates and the bounds.
+        variants: the systems; the first gives the rates and the bounds, unless the rates are given.
         base: name of the system that ratios are to.
         loads: rates, as shares of the highest.
         selection: the conversations of a round.
         rounds: how many rounds, or starts, each system has.
         out: folder for reports.
+        rates_per_s: conversations a second, in place of ``loads``.
     """
 
     variants: list[Variant]
@@ -78,6 +79,7 @@ class Plan:
     selection: Selection
     rounds: int
     out: Path
+    rates_per_s: Sequence[float] = ()
 
 
 class Comparing:
@@ -104,7 +106,7 @@ class Comparing:
             PeerUnavailable: a system that the others are relative to cannot run here.
             EndpointError: one that was up does not answer.
         """
-        self._prepare(self._plan.variants[0])
+        self._prepare(self._base if self._plan.rates_per_s else self._plan.variants[0])
         measured = False
         while self._waiting or not measured:
             why = yield from self._start_what_fits()
@@ -121,10 +123,12 @@ class Comparing:
         plan = self._plan
         self._start_needed(first)
         endpoint = self._fleet.endpoint(first.name)
-        highest_per_s = asyncio.run(sustained_rate(endpoint, plan.selection, plan.rounds))
-        self._tell(f"the prefiller gets {highest_per_s:.3g} conversations/s done")
-        # As many digits as are shown.
-        self._rates_per_s = [float(f"{load * highest_per_s:.4g}") for load in plan.loads]
+        self._rates_per_s = list(plan.rates_per_s)
+        if not self._rates_per_s:
+            highest_per_s = asyncio.run(sustained_rate(endpoint, plan.selection, plan.rounds))
+            self._tell(f"the prefiller gets {highest_per_s:.3g} conversations/s done")
+            # As many digits as are shown.
+            self._rates_per_s = [float(f"{load * highest_per_s:.4g}") for load in plan.loads]
         settings = replace(self._settings([first], 0.0), unloaded=_UNLOADED_CONVERSATIONS)
         self._unloaded = asyncio.run(measure_unloaded(settings))
         # It has worked: what it has now is what others will come to.

@@ -193,6 +193,16 @@ def test_with_room_for_two_each_is_up_with_the_one_that_ratios_are_to(
     assert list(tmp_path.glob("group-2/cdf-ttft*.png"))
 
 
+def test_rates_that_are_given_need_no_conserve(tmp_path: Path, machine: Machine) -> None:
+    arguments = ("--systems", "elastic,collocated", "--against", "collocated")
+    result = _run(tmp_path, *arguments, "--rates", "20,40")
+    assert result.exit_code == 0, result.output
+    assert [event for event in machine.events if event[0] == "+"] == ["+collocated", "+elastic"]
+    rates = {report["arrivals"]["rate_per_s"] for report in _reports(tmp_path)}
+    assert rates == {20.0, 40.0}
+    assert _rows(tmp_path, "TTFET p95") == 2 * [["elastic"]]
+
+
 def test_conserve_alone_has_all_conversations_in_one_run(tmp_path: Path, machine: Machine) -> None:
     result = _run(tmp_path, "--systems", "conserve")
     assert result.exit_code == 0, result.output
@@ -257,6 +267,8 @@ def test_room_is_what_is_left_once_all_have_grown(
             "against: ray_pd is not among conserve, vllm",
         ),
         (["--shares", "a"], "shares: 'a' is not numbers"),
+        (["--rates", "1,b"], "rates: '1,b' is not numbers"),
+        (["--rates", "1", "--systems", "vllm"], "against: conserve is not among vllm"),
         (["--shares", "-1"], "shares: '-1' has a number below 0"),
         (["--wrong-decision-rates", "2"], "wrong_decision_rate: 2.0 is not from 0 to 1"),
         (["--data", "/nowhere"], "/nowhere: there is no such file or folder"),
