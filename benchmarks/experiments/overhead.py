@@ -1,10 +1,11 @@
 """What ConServe costs: warm turns through it, against the bare engine's own server.
 
-    python -m benchmarks.experiments.overhead [--rounds 40] [--hogs 0 2] [--json PATH]
+    python -m benchmarks.experiments.overhead [--rounds 40] [--hogs 0 2] [--beside pausing=off]
 
 The same engine settings behind vLLM's OpenAI server, behind ConServe (one prefiller, one decoder)
 and behind Ray Serve LLM's usual ingress, all up at the same time and measured in turn, as
-`benchmarks.experiments.warm` says. Ray Serve LLM sends several tokens at a time.
+`benchmarks.experiments.warm` says. Ray Serve LLM sends several tokens at a time. With ``--beside``
+there is one more ConServe, with other settings.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import asyncio
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from rich.progress import Progress
 
 from benchmarks.experiments import warm
 from benchmarks.experiments.warm import MODEL
+from benchmarks.peers.plan import free_port
 from benchmarks.peers.ray_llm import serving_command
 from conserve.console import new_console
 from conserve.engines import engine_environment, model_source, server_command
@@ -34,6 +37,7 @@ SYSTEMS = {
     CONSERVE: "http://127.0.0.1:8000",
     RAY: "http://127.0.0.1:8192",
 }
+_BESIDE_PORT = 8193
 # All systems' engines are started with these, ConServe's by its own defaults.
 _ENGINE_ARGUMENTS = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 16384}
 
@@ -42,6 +46,12 @@ def _bare_engine(log: Path) -> Launch:
     source = model_source(EMBEDDED_MODEL)
     command = server_command(source, MODEL, _port(BARE), _ENGINE_ARGUMENTS)
     return Launch([], log, engine_environment(EMBEDDED_MODEL, gpu=False), command)
+
+
+def _conserve_beside(settings: Sequence[str], log: Path) -> Launch:
+    ports = [f"port={_BESIDE_PORT}", f"lmcache.port={free_port()}"]
+    ports.append(f"lmcache.http_port={free_port()}")
+    return Launch(["decoders=1", *ports, *settings], log)
 
 
 def _ray_serve_llm(log: Path) -> Launch:
@@ -92,6 +102,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     warm.add_options(parser)
     parser.add_argument("--without-ray-serve-llm", action="store_true")
+    parser.add_argument(
+        "--beside", metavar="NAME=VALUE", nargs="+", help="settings of one more ConServe"
+    )
     parser.add_argument("--client-core", type=int, help="pin this process to a core")
     options = parser.parse_args()
     console = new_console(least_width=130)
@@ -103,6 +116,7 @@ def main() -> None:
         del systems[RAY]
     bare = _bare_engine(logs / "bare.log")
     conserve = Launch(["decoders=1"], logs / "conserve.log")
+    other = _conserve_beside(options.beside or [], logs / "beside.log")
     peer = _ray_serve_llm(logs / "ray-serve-llm.log")
     try:
         with console.status(f"starting the systems (logs: {logs})") as status:
@@ -111,6 +125,12 @@ def main() -> None:
             status.update("starting ConServe")
             conserve.__enter__()
             conserve.wait_until_serving(SYSTEMS[CONSERVE], 1, 1)
+            if options.beside:
+                name = f"{CONSERVE}, {' '.join(options.beside)}"
+                systems[name] = f"http://127.0.0.1:{_BESIDE_PORT}"
+                status.update(f"starting {name}")
+                other.__enter__()
+                other.wait_until_serving(systems[name], 1, 1)
             if RAY in systems:
                 status.update("starting Ray Serve LLM")
                 peer.__enter__()
@@ -121,7 +141,7 @@ def main() -> None:
             )
         warm.report(results, console, BARE)
     finally:
-        for launch in (peer, conserve, bare):
+        for launch in (peer, other, conserve, bare):
             launch.stop()
     if options.json:
         warm.write_json(options.json, options, results, BARE)
