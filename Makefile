@@ -110,8 +110,8 @@ bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
 bench-later-turns: $(INSTALLED) ## Measure what asking nobody saves a warm turn: two routers before the same engines
 	@$(BIN)/python -m benchmarks.experiments.later_turns $(ARGS)
 
-bench-appends: $(INSTALLED) ## Measure what others feel of a large append, at home and elsewhere
-	@$(BIN)/python -m benchmarks.experiments.appends $(ARGS)
+bench-appends: $(INSTALLED) ## Measure what others feel of a large append, at home and elsewhere, on two cores
+	@$(BIN)/python -m benchmarks.experiments.appends --cores 0,1 $(ARGS)
 
 bench-keys: $(INSTALLED) ## Measure what keys cost a warm turn: two routers before the same engines
 	@$(BIN)/python -m benchmarks.experiments.keys $(ARGS)

@@ -30,6 +30,7 @@ from rich.table import Table
 from benchmarks.experiments import doors
 from benchmarks.experiments.doors import Door
 from benchmarks.experiments.warm import MODEL, WORDS, paired_ratio, percentile
+from benchmarks.peers.pinning import engine_processes, pin
 from conserve.console import new_console
 from conserve.settings import Settings
 
@@ -75,6 +76,8 @@ async def _stream(
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,
+        # The same prompts come through each router, and none finds what another has left.
+        "cache_salt": name,
     }
     headers = {"X-Conversation-Id": name}
     async with session.post(url + "/v1/chat/completions", json=body, headers=headers) as response:
@@ -233,6 +236,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=8_000, help="that a turn appends")
     parser.add_argument("--others", type=int, default=6, help="answers that are streamed meanwhile")
+    parser.add_argument(
+        "--cores", metavar="0,1", help="cores to pin engines to, one each, as if they were apart"
+    )
     parser.add_argument("--json", type=Path, help="file for everything that was measured")
     parser.add_argument("--door", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--home", action="store_true", help=argparse.SUPPRESS)
@@ -246,6 +252,8 @@ def main() -> None:
     folder = doors.new_folder("appends")
     module = "benchmarks.experiments.appends"
     with doors.opened(module, both, folder, console, _SETTINGS) as urls:
+        if options.cores is not None:
+            pin(engine_processes(), [int(core) for core in options.cores.split(",")])
         with Progress(console=console) as progress:
             results = asyncio.run(measure(urls, options, progress))
         report(results, options.tokens, console)
