@@ -16,6 +16,7 @@ class Appends:
     def __init__(self, policy: PlacementPolicy, engines: Engines, memory: Memory | None) -> None:
         self._policy = policy
         self._engines = engines
+        self._loads = engines.loads
         self._memory = memory
 
     def prefill(
@@ -38,8 +39,8 @@ class Appends:
             if prefiller_id is not None:
                 cached_tokens = min(appended.parked_tokens, cached_tokens)
             queued_tokens = appended.tokens - cached_tokens
-            if self._engines.loads is not None:
-                self._engines.loads.appended(
+            if self._loads is not None:
+                self._loads.appended(
                     conversation.id,
                     queued_tokens,
                     cached_tokens,

@@ -49,6 +49,7 @@ class Binding:
         self._live = ledger.live
         self._kinship = ledger.live.kinship
         self._engines = engines
+        self._loads = engines.loads
         self._turns = turns
         self._ending = ending
         self._idleness = idleness
@@ -70,8 +71,8 @@ class Binding:
             raise ValueError(f"conversation {conversation_id!r} is bound to {known.decoder_id}")
         opening = opening or Opening()
         shared = self._shared(known, conversation_id, opening)
-        engines, loads, memory = self._engines, self._engines.loads, self._memory
-        decoders, prefillers = engines.accepting_decoders, engines.accepting_prefillers
+        decoders = self._engines.accepting_decoders
+        prefillers = self._engines.accepting_prefillers
         placement = self._policy.place(turn1_tokens, decoders, prefillers, shared, now_s)
         root = None if opening.chain is None else opening.chain.root
         waited_s = None
@@ -97,25 +98,25 @@ class Binding:
             self._idleness.watch(known)
         else:
             # The prefill for the lost decoder may not have been reported as over.
-            engines.leave_queue(known)
+            self._engines.leave_queue(known)
         if opening.hints is not None:
             known.hints = opening.hints
         self._ledger.bind(known, placement.decoder_id, turn1_tokens)
         if was_known:
             kept = placement.prefiller_id is None
-            if loads is not None:
+            if self._loads is not None:
                 # Prompts of which nothing is there may stay without a prefiller, too.
                 kept = kept and 2 * shared.found(placement.decoder_id) >= turn1_tokens
             last = known.last_turn
             if last is not None and not kept:
                 self.recomputed_tokens += min(turn1_tokens, last.prompt_tokens + last.output_tokens)
-            known.moves += memory is None or memory.bound(known, kept)
+            known.moves += self._memory is None or self._memory.bound(known, kept)
         self._kinship.opened(known, opening)
         known.promised = True
         if placement.prefiller_id is not None:
-            engines.join_queue(known, placement.prefiller_id, turn1_tokens)
-        if loads is not None:
-            loads.placed(known.id, turn1_tokens, placement, shared, now_s)
+            self._engines.join_queue(known, placement.prefiller_id, turn1_tokens)
+        if self._loads is not None:
+            self._loads.placed(known.id, turn1_tokens, placement, shared, now_s)
         self._turns.start(known, usage, now_s, arrived_s)
         return placement
 

@@ -39,9 +39,11 @@ class Turns:
     ) -> None:
         self._ledger = ledger
         self._live = ledger.live
+        self._by_id = ledger.live.by_id
         self._kinship = ledger.live.kinship
         self._families = ledger.live.kinship.families
         self._engines = engines
+        self._loads = engines.loads
         self._ending = ending
         self._memory = memory
         self.first_id = self.next_id = first_asked(first_id)
@@ -52,7 +54,7 @@ class Turns:
 
     def begin(self, conversation_id: str, now_s: float, hints: Hints | None) -> Conversation | None:
         """See `ConversationTable.begin`."""
-        conversation = self._live.by_id.get(conversation_id)
+        conversation = self._by_id.get(conversation_id)
         if conversation is None or conversation.decoder_id is None:
             return None
         if conversation.decoder_id in self._engines.evicting and not conversation.running:
@@ -61,8 +63,8 @@ class Turns:
         if hints is not None:
             conversation.hints = hints
         self.start(conversation, self._ledger.usage.of(conversation_id), now_s)
-        if self._engines.loads is not None:
-            self._engines.loads.turn_came(conversation.decoder_id, now_s)
+        if self._loads is not None:
+            self._loads.turn_came(conversation.decoder_id, now_s)
         return conversation
 
     def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool) -> bool:
@@ -79,8 +81,8 @@ class Turns:
             return False
         usage = self._ledger.usage.of(conversation.id)
         self.start(conversation, usage, now_s, turn_id=turn.turn_id)
-        if self._engines.loads is not None:
-            self._engines.loads.turn_came(decoder_id, now_s)
+        if self._loads is not None:
+            self._loads.turn_came(decoder_id, now_s)
         if parks and self._memory is not None:
             self._memory.parks_turn(turn.turn_id)
         return True
@@ -135,8 +137,8 @@ class Turns:
         conversation = self._live.current(turn.conversation_id, turn.incarnation)
         if conversation is None or conversation.asked_s is None or conversation.ttfet_s is not None:
             return None
-        if self._engines.loads is not None and conversation.decoder_id is not None:
-            self._engines.loads.done(conversation.decoder_id, conversation.id)
+        if self._loads is not None and conversation.decoder_id is not None:
+            self._loads.done(conversation.decoder_id, conversation.id)
         asked_s = conversation.asked_s
         if self._live.has_several(conversation.id):
             for one in self._live.siblings(conversation.id):
@@ -213,8 +215,8 @@ class Turns:
         self, conversation: Conversation, turn_id: int, stats: TurnStats | None, now_s: float
     ) -> None:
         self._engines.leave_queue(conversation)
-        if self._engines.loads is not None:
-            self._engines.loads.turn_ended(conversation, stats, now_s)
+        if self._loads is not None:
+            self._loads.turn_ended(conversation, stats, now_s)
         self._ledger.turn_ends(conversation, turn_id, now_s)
         if stats is not None:
             conversation.promised = False
