@@ -8,8 +8,13 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from conserve.conversation import TurnKey
-from conserve.direct import Notice, Notices
-from conserve.wire import BEAT_S
+from conserve.direct import LEASE_S, Notice, Notices
+from conserve.wire import BEAT_S, SILENCE_S
+
+# How long to wait for decoders to say what they have done: whoever asks what there is, begins a
+# turn beside another or ends a conversation, as long as a decoder may begin turns; and whoever
+# moves one, as long as a decoder may be silent.
+LOOK_S, MOVE_S = LEASE_S, SILENCE_S
 
 
 class Listeners:

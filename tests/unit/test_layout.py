@@ -47,7 +47,7 @@ def test_the_floors_are_kept(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("conserve/conversations.py", "import deployments.messages"),
+        ("conserve/conversations/table.py", "import deployments.messages"),
         ("conserve/placement/state.py", "import autoscale.signals"),
         ("conserve/launch.py", "import conserve_cli.main"),
         ("conserve/admission/waiting.py", "import ray"),

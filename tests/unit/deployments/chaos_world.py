@@ -311,8 +311,8 @@ class World:
         service = self.cluster.table.service
         assert len(service._admission.line) == 0
         assert not service._pending
-        assert not service._routers_of
-        assert not service._decoders_of
+        assert not service._running.routers
+        assert not service._running.decoders
         table = service._table
         live = table.live()
         assert [one.id for one in live if one.running] == []

@@ -120,4 +120,4 @@ def binding(table: ConversationTable, conversation_id: str) -> str | None:
 
 def listed(table: ConversationTable) -> list[str]:
     """The ids that `expire` keeps, in all periods."""
-    return [id for ids in table._idleness._looks.values() for id in ids]
+    return [id for ids in table._ending._idleness._looks.values() for id in ids]

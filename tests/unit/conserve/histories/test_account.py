@@ -297,7 +297,7 @@ class Trees(RuleBasedStateMachine):
         for id in list(self.known):
             self.table.release(id)
         assert all(one.held_tokens == 0 for one in self.table.decoders.values())
-        assert not self.table._kinship.sharing._systems
+        assert not self.table._live.kinship.sharing._systems
 
 
 TestTrees = Trees.TestCase

@@ -59,7 +59,7 @@ def test_what_a_decoder_begins_and_ends_counts_once() -> None:
         for _ in range(2):
             await told(service, "decoder#1", 3, Ended(turn, STATS, (SECOND,), True))
         assert (history.running, history.turns) == ((), 2)
-        assert service._routers_of == {}
+        assert service._running.routers == {}
         text = (await service.metrics()).decode()
         assert 'conserve_later_turns_total{way="direct"} 1.0' in text
         # To what it knows nothing of it says so.
@@ -136,6 +136,6 @@ def test_a_decoder_that_is_lost_is_waited_for_no_more() -> None:
         assert await ending is True
         await hearing
         assert await service.hear("decoder#1", 1, 0) is None
-        assert service._routers_of == {}
+        assert service._running.routers == {}
 
     run(scenario())

@@ -28,7 +28,7 @@ async def a_service(*decoders: str) -> TableService:
     for name in decoders:
         await service.register(engine(name, "decoder"))
     # Of nobody else it waits for.
-    service._recovered.set()
+    service._recovery.complete.set()
     return service
 
 
@@ -114,7 +114,7 @@ def test_what_a_lost_one_had_goes_on_elsewhere_and_its_queue_is_gone() -> None:
         conversation = table.get("other")
         assert conversation is not None
         if plan.prefiller_id is None:
-            table._join_prefiller(conversation, "p", 70)
+            table._engines.join_queue(conversation, "p", 70)
         assert table.prefillers["p"].queued_tokens
         await service.engine_lost("p", "it died")
         assert conversation.prefiller_id is None
@@ -140,7 +140,7 @@ def test_a_new_table_learns_what_it_holds() -> None:
         held.held_tokens, held.turns = 110, 1
         assert await service.register(engine("p", "prefiller", holds=[held])) == []
         await service.register(engine("d", "decoder"))
-        service._recovered.set()
+        service._recovery.complete.set()
         plan = await service.begin("r", "c", [])  # type: ignore[arg-type]
         assert isinstance(plan, TurnPlan)
         assert (plan.decoder_id, plan.later) == ("p", True)
@@ -166,11 +166,11 @@ def test_one_that_leaves_stays_for_its_prompts_and_its_conversations() -> None:
         await service.release("c")
         conversation = service._table.get("new")
         assert conversation is not None
-        service._table._join_prefiller(conversation, "p", 70)
+        service._table._engines.join_queue(conversation, "p", 70)
         assert await service.leave("p", False)
         # Its decoder computes it, if that takes for too long.
         assert not await service.leave("p", True)
-        service._table._leave_prefiller(conversation)
+        service._table._engines.leave_queue(conversation)
         assert not await service.leave("p", False)
         await service.left("p")
         assert [one["id"] for one in await service.engines()] == ["d"]

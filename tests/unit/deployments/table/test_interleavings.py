@@ -207,9 +207,9 @@ async def _everything_at_once(seed: int, close: bool) -> None:
         await service._router_lost(router)
     assert len(service._admission.line) == 0
     assert not service._pending
-    assert not service._routers_of
+    assert not service._running.routers
     world.within_limits()
-    gate = service._gate
+    gate = service._room._gate
     assert not any(gate._arriving.values())
     assert not any(gate._pending.values())
     live = service._table.live()

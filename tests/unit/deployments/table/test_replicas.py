@@ -131,7 +131,7 @@ def test_where_no_router_is_left_nobody_waits() -> None:
     async def scenario() -> None:
         service = await a_service()
         plan = await a_turn(service, "c")
-        service._started_s -= 60
+        service._recovery.started_s -= 60
         await service.router_beat("r")
         assert await service.leave(plan.decoder_id, False)
         await service._router_lost("r")
@@ -160,10 +160,10 @@ def test_a_new_table_goes_on_from_what_was_wanted_and_waits_for_all_of_them() ->
         )
         await service.register(engine("p1", "prefiller", wanted_replicas=1))
         await service.register(engine("d1", wanted_replicas=3))
-        assert not service._recovered.is_set()
+        assert not service._recovery.complete.is_set()
         await service.register(engine("d2", wanted_replicas=3))
         await service.register(engine("d3", wanted_replicas=3))
-        assert service._recovered.is_set()
+        assert service._recovery.complete.is_set()
         # What it says before its first look is too old for Serve to follow.
         early = await service.beat("d1")
         assert early is not None
@@ -174,7 +174,7 @@ def test_a_new_table_goes_on_from_what_was_wanted_and_waits_for_all_of_them() ->
         assert heard is not None
         assert heard.wanted_replicas == 3
         # Later on, one that comes back has no say.
-        service._started_s -= 60
+        service._recovery.started_s -= 60
         service._autoscaler.wanted["decoder"].scaling = Scaling(2)
         await service.register(engine("d1", wanted_replicas=3))
         assert service._autoscaler.replicas("decoder") == 2

@@ -386,7 +386,9 @@ def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -> None
         assert isinstance(await later, Refusal)
         assert await service.conversation("c") is None
         assert not service._pending
-        assert not service._routers_of or all(key[0] == "full" for key in service._routers_of)
+        assert not service._running.routers or all(
+            key[0] == "full" for key in service._running.routers
+        )
         # One that was only silent is served again.
         await service.router_beat("lost")
         assert isinstance(await service.begin("lost", "d", []), Unplaced)

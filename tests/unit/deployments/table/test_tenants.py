@@ -135,7 +135,8 @@ def test_conversations_count_while_they_are_bound_yet_and_until_they_end() -> No
 
 def test_so_many_begin_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr("deployments.table.table.unix_s", lambda: now_s)
+    for module in ("placing", "room", "running", "table"):
+        monkeypatch.setattr(f"deployments.table.{module}.unix_s", lambda: now_s)
 
     async def scenario() -> None:
         nonlocal now_s
@@ -174,7 +175,7 @@ def test_tokens_count_from_the_promise_and_in_line() -> None:
         await service.release("acme\ta")
         assert isinstance(await waiting, TurnPlan)
         assert service._table.usage.tenant("acme").held_tokens == 500
-        assert not service._gate._pending["acme"]
+        assert not service._room._gate._pending["acme"]
 
     asyncio.run(scenario())
 

@@ -1,0 +1,207 @@
+"""Binding histories to decoders, and having others make room for them."""
+
+from conserve.conversation import Conversation
+from conserve.conversations.ending import Ending
+from conserve.conversations.engines import Engines
+from conserve.conversations.ledger import Ledger
+from conserve.conversations.turns import Turns
+from conserve.histories.kinship import Opening
+from conserve.histories.sharing import held_alone
+from conserve.idleness import Idleness
+from conserve.pausing import Memory
+from conserve.placement import (
+    NOTHING_SHARED,
+    Decoder,
+    ElasticPlacement,
+    Placement,
+    PlacementPolicy,
+    Shared,
+)
+from conserve.recognition import Digest
+
+
+class Binding:
+    """Asks the policy where histories go, and binds them there.
+
+    Args:
+        turns: the turn starts with which a history is bound.
+        ending: of what conversations left behind, where there is no pausing.
+        idleness: looks at new histories.
+        memory: who is paused; None without pausing.
+
+    Attributes:
+        recomputed_tokens: of prompts of paused histories, what had been computed before, and a
+            prefiller computes again.
+    """
+
+    def __init__(
+        self,
+        policy: PlacementPolicy,
+        ledger: Ledger,
+        engines: Engines,
+        turns: Turns,
+        ending: Ending,
+        idleness: Idleness,
+        memory: Memory | None,
+    ) -> None:
+        self._policy = policy
+        self._ledger = ledger
+        self._live = ledger.live
+        self._kinship = ledger.live.kinship
+        self._engines = engines
+        self._loads = engines.loads
+        self._turns = turns
+        self._ending = ending
+        self._idleness = idleness
+        self._memory = memory
+        self._displaced: list[Conversation] = []
+        self.recomputed_tokens = 0
+
+    def bind(
+        self,
+        conversation_id: str,
+        turn1_tokens: int,
+        now_s: float,
+        arrived_s: float | None,
+        opening: Opening | None,
+    ) -> Placement | None:
+        """See `ConversationTable.bind`."""
+        known = self._live.by_id.get(conversation_id)
+        if known is not None and known.decoder_id is not None:
+            raise ValueError(f"conversation {conversation_id!r} is bound to {known.decoder_id}")
+        opening = opening or Opening()
+        shared = self._shared(known, conversation_id, opening)
+        decoders = self._engines.accepting_decoders
+        prefillers = self._engines.accepting_prefillers
+        placement = self._policy.place(turn1_tokens, decoders, prefillers, shared, now_s)
+        root = None if opening.chain is None else opening.chain.root
+        waited_s = None
+        if known is not None:
+            waited_s = 0.0 if arrived_s is None else now_s - arrived_s
+        while placement is None and self._make_room(
+            conversation_id, turn1_tokens, shared, now_s, waited_s, root
+        ):
+            # What was shared with those that went is not there any more.
+            shared = self._shared(known, conversation_id, opening)
+            placement = self._policy.place(turn1_tokens, decoders, prefillers, shared, now_s)
+        if placement is None:
+            return None
+        usage = self._ledger.usage.of(conversation_id)
+        was_known = known is not None
+        if known is None:
+            known = Conversation(conversation_id, self._turns.next_id, now_s, now_s)
+            known.asked_s = now_s if arrived_s is None else arrived_s
+            if opening.chain is not None:
+                known.root = opening.chain.root
+            usage.began(now_s)
+            self._ledger.add(known, usage)
+            self._idleness.watch(known)
+        else:
+            # The prefill for the lost decoder may not have been reported as over.
+            self._engines.leave_queue(known)
+        if opening.hints is not None:
+            known.hints = opening.hints
+        self._ledger.bind(known, placement.decoder_id, turn1_tokens)
+        if was_known:
+            kept = placement.prefiller_id is None
+            if self._loads is not None:
+                # Prompts of which nothing is there may stay without a prefiller, too.
+                kept = kept and 2 * shared.found(placement.decoder_id) >= turn1_tokens
+            last = known.last_turn
+            if last is not None and not kept:
+                self.recomputed_tokens += min(turn1_tokens, last.prompt_tokens + last.output_tokens)
+            known.moves += self._memory is None or self._memory.bound(known, kept)
+        self._kinship.opened(known, opening)
+        known.promised = True
+        if placement.prefiller_id is not None:
+            self._engines.join_queue(known, placement.prefiller_id, turn1_tokens)
+        if self._loads is not None:
+            self._loads.placed(known.id, turn1_tokens, placement, shared, now_s)
+        self._turns.start(known, usage, now_s, arrived_s)
+        return placement
+
+    def held(self, opening: Opening) -> int:
+        """See `ConversationTable.held`."""
+        return self._kinship.held(opening, self._engines.accepting_decoders)
+
+    def take_displaced(self) -> list[Conversation]:
+        """See `ConversationTable.take_displaced`."""
+        displaced, self._displaced = self._displaced, []
+        return displaced
+
+    def _shared(self, known: Conversation | None, history_id: str, opening: Opening) -> Shared:
+        """What decoders have of a prompt already."""
+        shared = NOTHING_SHARED
+        if self._kinship.has_any(opening):
+            decoders = self._engines.accepting_decoders
+            shared = self._kinship.shared(opening, decoders, history_id, self._live.siblings)
+        if self._memory is not None and known is not None:
+            shared = self._memory.found(history_id, shared)
+        return shared
+
+    # --- making room -------------------------------------------------------------------------
+
+    def _make_room(
+        self,
+        history_id: str,
+        turn1_tokens: int,
+        shared: Shared,
+        now_s: float,
+        waited_s: float | None,
+        root: Digest | None,
+    ) -> bool:
+        """Have idle histories make room for a prompt that fits nowhere; whether any did."""
+        decoders = self._homes(now_s)
+        memory = self._memory
+        if memory is None:
+            return self._displace(history_id, turn1_tokens, decoders)
+        any_runs = self._ledger.reasoning > 0
+        if memory.make_room(turn1_tokens, decoders, shared, now_s, waited_s, root, any_runs):
+            return True
+        # A conversation that is compacted would wait for itself.
+        in_the_way = self._in_the_way(history_id, turn1_tokens, decoders)
+        if in_the_way is not None:
+            memory.pause(in_the_way, "room")
+        return in_the_way is not None
+
+    def _homes(self, now_s: float) -> list[Decoder]:
+        """The decoders to which the policy would bind a conversation, had they room."""
+        decoders = self._engines.accepting_decoders
+        if isinstance(self._policy, ElasticPlacement):
+            return self._policy.homes(decoders, self._engines.accepting_prefillers, now_s)
+        return decoders
+
+    def _displace(self, history_id: str, turn1_tokens: int, decoders: list[Decoder]) -> bool:
+        """End what a conversation left behind, where a new history of it fits nowhere.
+
+        Returns:
+            Whether a decoder has room now.
+        """
+        in_the_way = self._in_the_way(history_id, turn1_tokens, decoders)
+        if in_the_way is None:
+            return False
+        self._displaced.append(in_the_way)
+        self._ending.release(in_the_way.id)
+        return True
+
+    def _in_the_way(
+        self, history_id: str, turn1_tokens: int, decoders: list[Decoder]
+    ) -> Conversation | None:
+        """The history that a conversation has left for a new one, which fits nowhere else.
+
+        A conversation that is compacted would wait for itself. Which history it has left its client
+        does not say: it is clear where there is one alone that is idle and in the way.
+        """
+        in_the_way = [
+            one
+            for one in self._live.siblings(history_id)
+            if one.decoder_id is not None
+            and not one.running
+            and _fits_without(one, turn1_tokens, decoders)
+        ]
+        return in_the_way[0] if len(in_the_way) == 1 else None
+
+
+def _fits_without(history: Conversation, tokens: int, decoders: list[Decoder]) -> bool:
+    decoder = next((one for one in decoders if one.id == history.decoder_id), None)
+    return decoder is not None and tokens <= decoder.free_tokens + held_alone(history)

@@ -1,0 +1,39 @@
+"""How histories end: they are released, or were not used for too long."""
+
+from conserve.conversation import Conversation
+from conserve.conversations.ledger import Ledger
+from conserve.idleness import Idleness
+from conserve.pausing import Memory
+
+
+class Ending:
+    """Ends histories.
+
+    Args:
+        idleness: says which were not used for too long.
+        memory: is told of them, where there is pausing.
+    """
+
+    def __init__(self, ledger: Ledger, idleness: Idleness, memory: Memory | None) -> None:
+        self._ledger = ledger
+        self._idleness = idleness
+        self._memory = memory
+
+    def release(self, history_id: str) -> Conversation | None:
+        """See `ConversationTable.release`."""
+        history = self._ledger.take_out(history_id)
+        if history is not None:
+            self._ledger.give_up(history, ended=True)
+            if self._memory is not None:
+                self._memory.ended(history)
+        return history
+
+    def expire(self, now_s: float) -> list[Conversation]:
+        """See `ConversationTable.expire`."""
+        ended = self._idleness.ended(now_s)
+        for history in ended:
+            if self._memory is not None and not history.running:
+                self._memory.expired(history, now_s)
+            self.release(history.id)
+        ended.sort(key=lambda one: one.last_used_s)
+        return ended

@@ -1,0 +1,106 @@
+"""The live histories: by id, by conversation, and by which turns continue them."""
+
+from collections.abc import Callable
+from itertools import islice
+
+from conserve import identity
+from conserve.conversation import Conversation
+from conserve.histories.families import scope_for, scope_of
+from conserve.histories.groups import Groups
+from conserve.histories.kinship import Kinship
+from conserve.histories.points import mark
+from conserve.recognition import Chain
+
+# Of the histories of one first prompt, so many are looked at, the newest.
+_LOOKED_AT = 32
+
+
+class LiveHistories:
+    """Finds live histories.
+
+    Args:
+        charge: for `Kinship`.
+
+    Attributes:
+        by_id: all of them; changed by `add` and `remove` alone.
+        kinship: what they have in common.
+    """
+
+    def __init__(self, charge: Callable[[Conversation, int], None]) -> None:
+        self.by_id: dict[str, Conversation] = {}
+        self.kinship = Kinship(self.by_id.get, charge)
+        self._families = self.kinship.families
+        self._groups = Groups()
+
+    def add(self, history: Conversation) -> bool:
+        """A history lives from now on; returns whether it is the first of its conversation."""
+        is_first = self._groups.add(history.id, self.by_id)
+        self.by_id[history.id] = history
+        self._families.join(history)
+        return is_first
+
+    def remove(self, history: Conversation) -> bool:
+        """It does not any more; returns whether it was the last of its conversation."""
+        del self.by_id[history.id]
+        self._families.leave(history)
+        return self._groups.discard(history.id, self.by_id)
+
+    def current(self, conversation_id: str, incarnation: int) -> Conversation | None:
+        """The live history of this id, if it is of this incarnation."""
+        conversation = self.by_id.get(conversation_id)
+        if conversation is None or conversation.incarnation != incarnation:
+            return None
+        return conversation
+
+    # --- of one conversation -----------------------------------------------------------------
+
+    def histories(self, conversation_id: str) -> list[Conversation]:
+        """See `ConversationTable.histories`."""
+        return [self.by_id[id] for id in self._groups.of(conversation_id, self.by_id)]
+
+    def siblings(self, history_id: str) -> list[Conversation]:
+        """The other histories of a conversation that was named."""
+        conversation_id = identity.conversation_of(history_id)
+        return [one for one in self.histories(conversation_id) if one.id != history_id]
+
+    def lives(self, history_id: str) -> bool:
+        """See `ConversationTable.lives`."""
+        return self._groups.lives(history_id, self.by_id)
+
+    def has_several(self, history_id: str) -> bool:
+        """See `ConversationTable.has_several`."""
+        return self._groups.has_further(identity.conversation_of(history_id))
+
+    @property
+    def conversations(self) -> int:
+        """How many conversations the live histories are of."""
+        return len(self.by_id) - self._groups.beyond_one(self.by_id)
+
+    # --- by a turn's messages ----------------------------------------------------------------
+
+    def recognise(self, chain: Chain, conversation_id: str | None) -> str | None:
+        """See `ConversationTable.recognise`."""
+        if conversation_id is not None and identity.is_generated(conversation_id):
+            # Its client states the id that it was given: no twin will do.
+            own = [one for one in self.histories(conversation_id) if one.root == chain.root]
+            for end in (*chain.ends, chain.root):
+                those = [one for one in own if mark(end) in one.tails]
+                if those:
+                    return next((one.id for one in those if not one.running), None)
+            return None
+        return self._families.match(chain, conversation_id)
+
+    def to_be_heard(self, chain: Chain, conversation_id: str | None) -> str | None:
+        """See `ConversationTable.to_be_heard`."""
+        if not chain.ends:
+            return None
+        newest = mark(chain.ends[0])
+        ends = {mark(end) for end in (*chain.ends, chain.root)}
+        for history_id in islice(self._families.newest(chain.root), _LOOKED_AT):
+            history = self.by_id[history_id]
+            its_own = scope_of(history) == scope_for(conversation_id)
+            if not history.running or not its_own or newest in history.tails:
+                continue
+            if history.decoder_id is not None and not ends.isdisjoint(history.tails):
+                return history.decoder_id
+        return None

@@ -1,0 +1,253 @@
+"""Turns: they begin, run, and are complete, or come to nothing."""
+
+from sys import intern
+
+from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.conversations.ending import Ending
+from conserve.conversations.engines import Engines
+from conserve.conversations.ledger import Ledger
+from conserve.direct.numbering import STRIDE, first_asked
+from conserve.hints import Hints
+from conserve.histories.points import Points
+from conserve.pausing import Memory
+from conserve.recognition import Digest
+from conserve.tenants.usage import TenantUsage
+
+
+class Turns:
+    """Starts turns and ends them, with what follows for their histories.
+
+    Args:
+        ending: for those whose first turn comes to nothing.
+        memory: where there is pausing.
+        first_id: as for `ConversationTable`.
+
+    Attributes:
+        first_id: the first number of a turn or an incarnation.
+        next_id: the next one.
+        expected_cached_tokens, missing_cached_tokens: of prompts, what the account had of their
+            beginnings, and what of it no engine had.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        engines: Engines,
+        ending: Ending,
+        memory: Memory | None,
+        first_id: int,
+    ) -> None:
+        self._ledger = ledger
+        self._live = ledger.live
+        self._by_id = ledger.live.by_id
+        self._kinship = ledger.live.kinship
+        self._families = ledger.live.kinship.families
+        self._engines = engines
+        self._loads = engines.loads
+        self._ending = ending
+        self._memory = memory
+        self.first_id = self.next_id = first_asked(first_id)
+        self.expected_cached_tokens = 0
+        self.missing_cached_tokens = 0
+
+    # --- they begin --------------------------------------------------------------------------
+
+    def begin(self, conversation_id: str, now_s: float, hints: Hints | None) -> Conversation | None:
+        """See `ConversationTable.begin`."""
+        conversation = self._by_id.get(conversation_id)
+        if conversation is None or conversation.decoder_id is None:
+            return None
+        if conversation.decoder_id in self._engines.evicting and not conversation.running:
+            self._ledger.unbind(conversation)
+            return None
+        if hints is not None:
+            conversation.hints = hints
+        self.start(conversation, self._ledger.usage.of(conversation_id), now_s)
+        if self._loads is not None:
+            self._loads.turn_came(conversation.decoder_id, now_s)
+        return conversation
+
+    def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool) -> bool:
+        """See `ConversationTable.began`."""
+        conversation = self._live.current(turn.conversation_id, turn.incarnation)
+        if conversation is None or decoder_id not in self._engines.decoders:
+            return False
+        if conversation.decoder_id is None:
+            notices = self._ledger.notices
+            if not notices.may_run(decoder_id, conversation.id, conversation.incarnation):
+                return False
+            self._take_back(conversation, decoder_id)
+        if conversation.decoder_id != decoder_id:
+            return False
+        usage = self._ledger.usage.of(conversation.id)
+        self.start(conversation, usage, now_s, turn_id=turn.turn_id)
+        if self._loads is not None:
+            self._loads.turn_came(decoder_id, now_s)
+        if parks and self._memory is not None:
+            self._memory.parks_turn(turn.turn_id)
+        return True
+
+    def start(
+        self,
+        conversation: Conversation,
+        usage: TenantUsage,
+        now_s: float,
+        arrived_s: float | None = None,
+        turn_id: int | None = None,
+    ) -> None:
+        """Start a turn of a bound history.
+
+        Args:
+            usage: its tenant's.
+            arrived_s: when its first request came, if that was before now.
+            turn_id: its number; None: the next one.
+        """
+        if turn_id is None:
+            turn_id = self.next_id
+            self.next_id += STRIDE
+        if self._memory is not None:
+            idle = conversation.has_last_turn and not conversation.running
+            came_s = now_s if arrived_s is None else arrived_s
+            self._memory.turn_begins(conversation, came_s if idle else None)
+        self._ledger.turn_starts(conversation, usage, turn_id)
+        conversation.last_used_s = now_s
+
+    def number_above(self, turn_id: int) -> None:
+        """Number what comes from now on above this one."""
+        self.next_id = max(self.next_id, first_asked(turn_id + 1))
+
+    def _take_back(self, conversation: Conversation, decoder_id: str) -> None:
+        self._ledger.bind(conversation, decoder_id, conversation.last_tokens)
+        self._kinship.advanced(conversation)
+        if self._memory is not None:
+            self._memory.bound(conversation, kept=True)
+
+    # --- they go on --------------------------------------------------------------------------
+
+    def prefilled(self, turn: TurnKey, stored_tokens: int) -> None:
+        """See `ConversationTable.prefilled`."""
+        conversation = self._live.current(turn.conversation_id, turn.incarnation)
+        if conversation is not None:
+            self._engines.leave_queue(conversation)
+            if self._memory is not None and stored_tokens:
+                self._memory.parked(conversation, stored_tokens)
+
+    def answered(self, turn: TurnKey, at_s: float) -> float | None:
+        """See `ConversationTable.answered`."""
+        conversation = self._live.current(turn.conversation_id, turn.incarnation)
+        if conversation is None or conversation.asked_s is None or conversation.ttfet_s is not None:
+            return None
+        if self._loads is not None and conversation.decoder_id is not None:
+            self._loads.done(conversation.decoder_id, conversation.id)
+        asked_s = conversation.asked_s
+        if self._live.has_several(conversation.id):
+            for one in self._live.siblings(conversation.id):
+                if one.asked_s is None or one.ttfet_s is not None:
+                    return None
+                asked_s = min(asked_s, one.asked_s)
+        conversation.ttfet_s = at_s - asked_s
+        return conversation.ttfet_s
+
+    # --- they end ----------------------------------------------------------------------------
+
+    def advance(
+        self,
+        turn: TurnKey,
+        decoder_id: str,
+        stats: TurnStats,
+        tails: tuple[Digest, ...],
+        now_s: float,
+    ) -> bool:
+        """See `ConversationTable.advance`."""
+        conversation = self._live.current(turn.conversation_id, turn.incarnation)
+        if conversation is None or conversation.decoder_id != decoder_id:
+            return False
+        if turn.turn_id not in conversation.running:
+            if turn.turn_id <= conversation.finished:
+                return False
+            self.number_above(turn.turn_id)
+        conversation.turns += 1
+        self._compare(conversation, stats)
+        has_kin = False
+        if tails:
+            has_kin = self._families.set_tails(conversation, tails, stats)
+        else:
+            conversation.last_turn = stats
+        self._finish(conversation, turn.turn_id, stats, now_s)
+        if has_kin:
+            self._kinship.advanced(conversation)
+        return True
+
+    def abandon(
+        self,
+        turn: TurnKey,
+        decoder_id: str | None,
+        stats: TurnStats | None,
+        now_s: float,
+    ) -> Conversation | None:
+        """See `ConversationTable.abandon`."""
+        conversation = self._live.current(turn.conversation_id, turn.incarnation)
+        if conversation is None:
+            return None
+        began_elsewhere = (
+            stats is not None
+            and turn.turn_id > conversation.finished
+            and decoder_id is not None
+            and decoder_id == conversation.decoder_id
+        )
+        if turn.turn_id in conversation.running or began_elsewhere:
+            self.number_above(turn.turn_id)
+            if stats is not None:
+                conversation.last_turn = stats
+            self._finish(conversation, turn.turn_id, stats, now_s)
+            if stats is not None:
+                # Its engine may have had nothing of it any more, and has computed it again.
+                self._kinship.advanced(conversation)
+        if not conversation.running:
+            if not conversation.has_last_turn or not conversation.can_go_on:
+                return self._ending.release(turn.conversation_id)
+            if conversation.promised:
+                # Nothing of it ever got to the decoder that it was to move to.
+                self._ledger.unbind(conversation)
+        return None
+
+    def _finish(
+        self, conversation: Conversation, turn_id: int, stats: TurnStats | None, now_s: float
+    ) -> None:
+        self._engines.leave_queue(conversation)
+        if self._loads is not None:
+            self._loads.turn_ended(conversation, stats, now_s)
+        self._ledger.turn_ends(conversation, turn_id, now_s)
+        if stats is not None:
+            conversation.promised = False
+            # One object for all histories that wait for the same.
+            conversation.tool = None if stats.tool is None else intern(stats.tool)
+            self._ledger.hold(conversation, stats.prompt_tokens + stats.output_tokens)
+        conversation.last_used_s = now_s
+        if self._memory is not None:
+            self._memory.used(conversation)
+            self._memory.turn_ended(conversation, turn_id, stats)
+
+    def _compare(self, conversation: Conversation, stats: TurnStats) -> None:
+        """Compare what the account has of a history with what its engine had at a turn's begin."""
+        base = conversation.base
+        if not conversation.promised:
+            expected = conversation.held_tokens
+        elif base is not None:
+            expected = base.tokens
+        else:
+            return  # Nothing is expected, as of most first turns.
+        found = stats.decoder_cached_tokens + stats.lmcache_tokens
+        self.expected_cached_tokens += expected
+        self.missing_cached_tokens += max(0, expected - found)
+        if base is not None and found < base.tokens // 2:
+            # The engine had to compute it anew: whoever else began with it has lost it too.
+            lost = self._kinship.evicted(conversation)
+            if self._memory is not None:
+                self._memory.lost(lost)
+        elif found < expected and not conversation.promised:
+            # A template may drop the reasoning of earlier answers: the turn does not begin with all
+            # that the one before it left.
+            points = Points(conversation.points)
+            points.clip(found)
+            conversation.points = points.packed

@@ -1,0 +1,122 @@
+"""Engines come, are lost, or leave when they have nothing more to do."""
+
+import logging
+import time
+
+from autoscale.autoscaler import Autoscaler
+from conserve.conversations import ConversationTable
+from conserve.wire import SILENCE_S
+from deployments.messages import EngineInfo
+from deployments.table.accounts import Accounts
+from deployments.table.listeners import Listeners
+from deployments.table.recovery import Recovery
+from deployments.table.registry import Registry
+from deployments.table.room import Room
+from deployments.table.running import RunningTurns
+
+logger = logging.getLogger("conserve.table")
+
+
+class Membership:
+    """Takes engines in and lets them go, with what they had under way.
+
+    Args:
+        recovery: is over when all have come back to a new table.
+        listeners: knows what decoders had begun by themselves.
+    """
+
+    def __init__(
+        self,
+        table: ConversationTable,
+        registry: Registry,
+        accounts: Accounts,
+        autoscaler: Autoscaler,
+        recovery: Recovery,
+        listeners: Listeners,
+        room: Room,
+        running: RunningTurns,
+    ) -> None:
+        self._table = table
+        self._registry = registry
+        self._accounts = accounts
+        self._autoscaler = autoscaler
+        self._recovery = recovery
+        self._listeners = listeners
+        self._room = room
+        self._running = running
+
+    def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
+        """See `TableService.register`."""
+        now_s = time.monotonic()
+        known = self._registry.engines.get(engine.id)
+        if known is not None and engine.registration:
+            # It has not heard that it is known; what it has done since is in what it holds.
+            self._remove(known)
+        forget = self._registry.add(engine, now_s)
+        if engine.wanted_replicas is not None and now_s - self._recovery.started_s <= SILENCE_S:
+            # A predecessor has wanted so many engines, and they are there.
+            self._autoscaler.adopt(engine.role, engine.wanted_replicas, now_s)
+        self._accounts.engine_ready(engine)
+        logger.info("%s %s is ready at %s", engine.role, engine.id, engine.url)
+        self._recovery.look()
+        self._room.admit()
+        return forget
+
+    def lost(self, engine_id: str, why: str) -> None:
+        """See `TableService.engine_lost`."""
+        engine = self._registry.engines.get(engine_id)
+        if engine is None:
+            return
+        self._running.engine_lost(engine_id)
+        unbound = self._remove(engine)
+        self._accounts.engine_gone(engine, len(unbound), why)
+        logger.warning(
+            "%s %s is lost (%s); %d conversations will be prefilled again on their next turn",
+            engine.role, engine_id, why, len(unbound),
+        )  # fmt: skip
+
+    def leave(self, engine_id: str, overdue: bool) -> bool:
+        """See `TableService.leave`."""
+        engine = self._registry.engines.get(engine_id)
+        if engine is None:
+            # This is a new table, with which it has not registered yet; or it was lost.
+            return not overdue
+        if not self._table.is_leaving(engine_id):
+            self._table.leave(engine_id)
+            logger.info("%s %s is leaving", engine.role, engine_id)
+        if not self._registry.has_routers and self._recovery.age_s > SILENCE_S:
+            # Routers belong to a new deployment, with a table of its own: no turn comes here.
+            return False
+        prefills = False
+        if engine.role == "prefiller":
+            prefills = self._table.prefillers[engine_id].queued_tokens > 0 and not overdue
+        if not engine.hosts:
+            return prefills
+        if overdue or not self._table.accepting_decoders:
+            # With no other decoder the application ends, as a rule. Or the others have died: then
+            # turns that run are not cut, and the rest is prefilled again once there is another.
+            unbound = self._table.evict(engine_id)
+            if unbound:
+                logger.info(
+                    "%s %s leaves: %d conversations will be prefilled again elsewhere",
+                    engine.role, engine_id, len(unbound),
+                )  # fmt: skip
+            self._room.admit()
+        return prefills or self._table.decoders[engine_id].conversations > 0
+
+    def left(self, engine_id: str) -> None:
+        """See `TableService.left`."""
+        engine = self._registry.engines.get(engine_id)
+        if engine is not None:
+            self._running.engine_lost(engine_id)
+            unbound = self._remove(engine)
+            self._accounts.engine_gone(engine, len(unbound))
+            logger.info(
+                "%s %s has left, with %d conversations", engine.role, engine_id, len(unbound)
+            )
+
+    def _remove(self, engine: EngineInfo) -> list[str]:
+        unbound = self._registry.remove(engine)
+        for turn in self._listeners.lost(engine.id):
+            self._running.ends(turn, None)
+        return unbound

@@ -1,0 +1,254 @@
+"""Turns come: which history each is of, and where that is bound, now or when there is room."""
+
+import asyncio
+import logging
+
+from conserve import identity
+from conserve.admission import Admission, Admitted, QueueFull
+from conserve.clock import unix_s
+from conserve.conversations import ConversationTable
+from conserve.hints import Hints
+from conserve.histories.kinship import Opening
+from conserve.recognition import Chain
+from conserve.tenants.limits import Over
+from deployments.messages import Refusal, TurnPlan, TurnTenant, Unplaced
+from deployments.table import refusals
+from deployments.table.accounts import Accounts
+from deployments.table.gate import TenantGate
+from deployments.table.listeners import LOOK_S, MOVE_S, Listeners
+from deployments.table.pending import PendingTurn
+from deployments.table.registry import Registry
+from deployments.table.room import Room
+from deployments.table.running import RunningTurns
+
+logger = logging.getLogger("conserve.table")
+
+# Longest time from `begin` to `place`, for counting tokens, and from room to binding.
+PLACING_S = 30.0
+
+
+class Placing:
+    """Begins turns whose histories are bound, and has the others wait for room.
+
+    Args:
+        queue_timeout_s: the longest wait for room.
+        gate: holds tenants to their limits.
+        listeners: says when decoders have told all that they have done.
+        room: keeps those that wait.
+        running: keeps those that have begun.
+    """
+
+    def __init__(
+        self,
+        queue_timeout_s: float,
+        table: ConversationTable,
+        admission: Admission,
+        registry: Registry,
+        accounts: Accounts,
+        gate: TenantGate,
+        listeners: Listeners,
+        room: Room,
+        running: RunningTurns,
+    ) -> None:
+        self._queue_timeout_s = queue_timeout_s
+        self._table = table
+        self._admission = admission
+        self._registry = registry
+        self._accounts = accounts
+        self._gate = gate
+        self._listeners = listeners
+        self._room = room
+        self._running = running
+
+    # --- those that are bound ----------------------------------------------------------------
+
+    async def begin(
+        self,
+        router_id: str,
+        explicit_id: str | None,
+        chain: Chain | None,
+        tenant: TurnTenant | None,
+        history_id: str | None,
+        hints: Hints | None,
+        refused_by: str | None,
+        prompt_tokens: int | None,
+    ) -> TurnPlan | Unplaced | Refusal:
+        """See `TableService.begin`."""
+        if refused_by is None and chain and history_id is None:
+            refused_by = self._table.to_be_heard(chain, explicit_id)
+        if refused_by is not None:
+            # Of what it has done before, all is to be known: another turn, say.
+            await self._listeners.have_heard([refused_by], LOOK_S)
+        conversation_id = history_id or self._history_of(explicit_id, chain, tenant)
+        if over := self._gate.turn_over(tenant):
+            return self._over_limit(tenant, over)
+        with self._gate.arriving(tenant):
+            await self._others_are_bound(conversation_id)
+        if self._registry.router_is_lost(router_id):
+            return refusals.UNAVAILABLE
+        if over := self._gate.conversation_over(tenant, conversation_id, unix_s()):
+            return self._over_limit(tenant, over)
+        conversation = self._table.begin(conversation_id, unix_s(), hints)
+        if conversation is not None:
+            prefiller_id = self._table.prefill_later_turn(conversation, prompt_tokens, unix_s())
+            turn = conversation.newest_turn
+            return self._running.plan(turn, conversation, prefiller_id, router_id, later=True)
+        counter = self._registry.tokenizer()
+        if counter is None:
+            return refusals.UNAVAILABLE
+        claim = 0  # Of no turn: one that could not wait any longer for the one in line.
+        if conversation_id not in self._room.pending:
+            claim = self._room.pend(conversation_id, router_id, bool(chain)).claim
+        return Unplaced(conversation_id, counter.url, counter.id, counter.max_model_len, claim)
+
+    def _history_of(
+        self, explicit_id: str | None, chain: Chain | None, tenant: TurnTenant | None
+    ) -> str:
+        """The id of the history that a turn continues, or begins."""
+        found = self._table.recognise(chain, explicit_id) if chain else None
+        if found is not None and found not in self._room.pending:
+            return found
+        if explicit_id is None:
+            return identity.scoped(tenant.name if tenant else None, identity.new_id())
+        first = self._table.get(explicit_id)
+        if not chain:
+            # Completions are one history, beside those of chats.
+            beside = identity.further(explicit_id, 0)
+            pending = self._room.pending.get(explicit_id)
+            chats = first.root is not None if first else pending is not None and pending.chat
+            return beside if chats or beside in self._table else explicit_id
+        if first is None and explicit_id not in self._room.pending:
+            return explicit_id
+        return identity.further(explicit_id, self._room.new_claim())
+
+    async def _others_are_bound(self, conversation_id: str) -> None:
+        """Return when no turn of the conversation is pending, or one has been for too long."""
+        while (pending := self._room.pending.get(conversation_id)) is not None:
+            patience_s = self._queue_timeout_s + PLACING_S
+            await asyncio.wait([pending.settled], timeout=patience_s)
+            if not pending.settled.done():
+                if not pending.waits:
+                    # A router that died in between never settles it.
+                    self._room.settle(pending)
+                break
+
+    # --- those that are not ------------------------------------------------------------------
+
+    async def place(
+        self,
+        router_id: str,
+        conversation_id: str,
+        turn1_tokens: int,
+        waited_s: float,
+        claim: int | None,
+        tenant: TurnTenant | None,
+        opening: Opening | None,
+    ) -> TurnPlan | Refusal:
+        """See `TableService.place`."""
+        called_s = unix_s()
+        pending = self._room.pending.get(conversation_id)
+        if pending is not None and pending.waits:
+            # Both were told `Unplaced`, the second when it had waited for the first for too long.
+            return refusals.busy(self._admission.line.retry_after_s(called_s))
+        if pending is None:
+            # Of this turn nothing is known (any more): the table before this one was asked to begin
+            # it, or another router has given it up.
+            over = self._gate.turn_over(tenant)
+            if over := over or self._gate.conversation_over(tenant, conversation_id, called_s):
+                return self._over_limit(tenant, over)
+            chat = opening is not None and opening.chain is not None
+            pending = self._room.pend(conversation_id, router_id, chat, claim)
+        pending.arrived_s = called_s - waited_s
+        try:
+            largest = max((one.capacity_tokens for one in self._table.decoders.values()), default=0)
+            if largest and turn1_tokens > largest:
+                return refusals.never_fits(turn1_tokens, largest)
+            hints = None if opening is None else opening.hints
+            # Where it was before, a turn may have begun.
+            was_on = self._table.notices.unconfirmed(conversation_id)
+            if was_on and not await self._listeners.have_heard(was_on, MOVE_S):
+                logger.warning("%s moves; decoder %s is silent", conversation_id, was_on)
+            if pending.settled.done():
+                return refusals.UNAVAILABLE  # It was given up meanwhile.
+            if pending.waits:
+                return refusals.busy(self._admission.line.retry_after_s(called_s))
+            bound = self._table.begin(conversation_id, called_s, hints)
+            if bound is not None:
+                # Another turn of it was placed meanwhile, or a decoder had it still.
+                return self._running.plan(bound.newest_turn, bound, None, router_id, later=True)
+            shared_tokens = 0 if opening is None else self._table.held(opening)
+            if over := self._gate.binding_over(tenant, turn1_tokens - shared_tokens):
+                return self._over_limit(tenant, over)
+            admitted = await self._admitted(pending, turn1_tokens, opening)
+            conversation = self._table.get(conversation_id)
+            while not pending.given_up and (
+                conversation is None or conversation.decoder_id is None
+            ):
+                # Its decoder was lost between the binding and now.
+                admitted = await self._admitted(pending, turn1_tokens, opening)
+                conversation = self._table.get(conversation_id)
+        except QueueFull as full:
+            self._accounts.turned_away(conversation_id, "queue_full")
+            return refusals.queue_full(full)
+        except TimeoutError:
+            self._accounts.turned_away(conversation_id, "timeout")
+            retry_after_s = self._admission.line.retry_after_s(unix_s())
+            return refusals.timed_out(turn1_tokens, self._queue_timeout_s, retry_after_s)
+        finally:
+            self._room.settle(pending)
+        if pending.given_up or conversation is None:
+            self._running.abandon(admitted.turn, None, None)
+            return refusals.UNAVAILABLE
+        self._accounts.metrics.queue_wait_s.observe(unix_s() - called_s)
+        prefiller_id = admitted.placement.prefiller_id
+        return self._running.plan(admitted.turn, conversation, prefiller_id, router_id)
+
+    def forgo(self, conversation_id: str, claim: int) -> None:
+        """See `TableService.forgo`."""
+        pending = self._room.pending.get(conversation_id)
+        if pending is not None and pending.claim == claim:
+            self._room.give_up(pending)
+
+    async def _admitted(
+        self, pending: PendingTurn, turn1_tokens: int, opening: Opening | None
+    ) -> Admitted:
+        """Bind a conversation, now or when there is room.
+
+        Raises:
+            QueueFull: it may not even wait.
+            TimeoutError: there was no room for too long.
+            asyncio.CancelledError: it was given up meanwhile (`forgo`).
+        """
+        answer = self._admission.enter(
+            pending.conversation_id, turn1_tokens, unix_s(), pending.arrived_s, opening
+        )
+        self._room.end_displaced()
+        if isinstance(answer, Admitted):
+            self._accounts.bound(answer)
+            return answer
+        self._accounts.waits(pending.conversation_id, turn1_tokens)
+        granted: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
+        pending.granted = granted
+        try:
+            # Not wait_for, which on Python 3.12 can lose what comes at the moment in which its time
+            # is up.
+            await asyncio.wait([granted], timeout=self._queue_timeout_s)
+            if not granted.done():
+                raise TimeoutError
+            return granted.result()
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                # This call is being ended, and nobody else knows of the turn.
+                self._running.abandon(granted.result().turn, None, None)
+            raise
+        finally:
+            pending.granted = None
+            if not granted.done():
+                self._admission.leave(pending.conversation_id)
+            # The head may have gone: the next one may fit.
+            self._room.admit()
+
+    def _over_limit(self, tenant: TurnTenant | None, over: Over) -> Refusal:
+        assert tenant is not None
+        self._accounts.over_limit(tenant.name, over)
+        return refusals.over_limit(tenant.name, over)

@@ -1,0 +1,135 @@
+"""Turns under way: with which router and which decoder each is, and how it ends."""
+
+from conserve.clock import unix_s
+from conserve.conversation import Conversation, TurnKey, TurnStats
+from conserve.conversations import ConversationTable
+from conserve.recognition import Digest
+from conserve.settings import Settings
+from deployments.messages import Prefilled, TurnPlan
+from deployments.table.accounts import Accounts
+from deployments.table.registry import Registry
+from deployments.table.room import Room
+
+# Under these policies a later turn is its decoder's alone.
+_DIRECT = ("conversation", "collocated", "elastic")
+
+
+class RunningTurns:
+    """Keeps what a router or a decoder that dies leaves behind.
+
+    Args:
+        room: comes free as turns end.
+
+    Attributes:
+        routers, decoders: of each turn.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        table: ConversationTable,
+        registry: Registry,
+        accounts: Accounts,
+        room: Room,
+    ) -> None:
+        self._settings = settings
+        self._table = table
+        self._registry = registry
+        self._accounts = accounts
+        self._room = room
+        self.routers: dict[TurnKey, str] = {}
+        self.decoders: dict[TurnKey, str] = {}
+
+    # --- they begin --------------------------------------------------------------------------
+
+    def plan(
+        self,
+        turn: TurnKey,
+        conversation: Conversation,
+        prefiller_id: str | None,
+        router_id: str,
+        later: bool = False,
+    ) -> TurnPlan:
+        """Where a turn that has just begun goes."""
+        assert conversation.decoder_id is not None
+        engines = self._registry.engines
+        prefiller = engines.get(prefiller_id) if prefiller_id else None
+        plan = TurnPlan(
+            turn=turn,
+            decoder_id=conversation.decoder_id,
+            decoder_url=engines[conversation.decoder_id].url,
+            prefiller_id=prefiller.id if prefiller else None,
+            prefiller_url=prefiller.url if prefiller else None,
+            later=later,
+            root=None if later else conversation.root,
+            points=b"" if later else conversation.points,
+            # Under `per_turn` prefillers read the history from there.
+            parks=self._settings.placement == "per_turn" or self._table.park(conversation),
+            direct=self._settings.placement in _DIRECT,
+        )
+        self.begins(plan, router_id)
+        return plan
+
+    def begins(self, plan: TurnPlan, router_id: str) -> None:
+        """A turn is under way."""
+        self.routers[plan.turn], self.decoders[plan.turn] = router_id, plan.decoder_id
+        self._accounts.turn_begins(plan)
+
+    def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
+        """See `TableService.prefilled`."""
+        self._table.prefilled(plan.turn, 0 if done is None else done.prompt_tokens)
+        self._accounts.prefilled(plan, done, goes_on=plan.turn in self.routers)
+
+    # --- they end ----------------------------------------------------------------------------
+
+    def advance(
+        self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
+    ) -> bool:
+        """See `TableService.advance`."""
+        self.ends(turn, stats)
+        if decoder_id not in self._registry.engines:
+            # A new table: the decoder will register, with this turn among its holdings.
+            return True
+        if self._table.advance(turn, decoder_id, stats, tails, unix_s()):
+            self._accounts.advanced(turn, stats, decoder_id)
+        still_has = self._table.holds(turn, decoder_id)
+        self._room.relieve(decoder_id)
+        self._room.admit()
+        return still_has
+
+    def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
+        """See `TableService.abandon`."""
+        if turn in self.routers:
+            # Decoder and router may both tell of it.
+            self._accounts.cut(turn, decoder_id, stats)
+        self.ends(turn, stats)
+        if stats is not None:
+            self._accounts.handed_off(stats)
+        ended = self._table.abandon(turn, decoder_id, stats, unix_s())
+        if ended is not None:
+            self._room.has_ended(ended, "first_turn_failed")
+        self._room.relieve(decoder_id)
+        self._room.admit()
+
+    def ends(self, turn: TurnKey, stats: TurnStats | None) -> None:
+        """A turn is not under way any more."""
+        self.routers.pop(turn, None)
+        self.decoders.pop(turn, None)
+        self._accounts.turn_ends(turn, stats)
+
+    def router_lost(self, router_id: str) -> None:
+        """End what a lost router had begun; decoders report the turns that got to them."""
+        for turn, router in list(self.routers.items()):
+            if router == router_id:
+                self.abandon(turn, None, None)
+
+    def engine_lost(self, engine_id: str) -> None:
+        """Of what a lost engine had under way, or has ended last, it tells nothing any more."""
+        for turn in [turn for turn, on in self.decoders.items() if on == engine_id]:
+            history = self._table.get(turn.conversation_id)
+            if history is not None:
+                if history.prefiller_id is not None:
+                    # It may not have come there yet: its router tells.
+                    continue
+                self._accounts.cut(turn, engine_id, None)
+            self.ends(turn, None)
