@@ -1,14 +1,14 @@
 """What others feel of a large append: it is prefilled at home, or where all wait least for it.
 
-    python -m benchmarks.experiments.appends [--rounds 20] [--tokens 8000] [--json PATH]
+    python -m benchmarks.experiments.appends [--rounds 10] [--tokens 8000] [--json PATH]
 
 One application with elastic placement (one prefiller, one decoder, float32, 512 tokens in a step),
-and before it two routers, one of which never asks where a turn that appends much is prefilled. In
-each round, through each of them in random order, a conversation that has had its first turn appends
-so many tokens while others' answers are streamed. Reported are the others' times between tokens
-from when that turn is sent until its first token, the turn's own TTFT, what its decoder took over,
-and whether it gave the same answer through both. Ratios are medians over rounds, with a bootstrap
-interval of 95 %.
+and before it two routers, one of which never asks where a turn that appends much is prefilled. On
+the decoder others' answers are streamed all the time. In each round, through each router in random
+order, a conversation that lives there, too, and has had its first turn, appends so many tokens.
+Reported are the others' times between tokens from when that turn is sent until its first token, the
+turn's own TTFT, what its decoder took over, and whether it gave the same answer through both.
+Ratios are medians over rounds, with a bootstrap interval of 95 %.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -43,9 +42,11 @@ _SETTINGS = (
 )
 _FIRST_TOKENS = 1_000
 _ANSWER_TOKENS = 16
-# Of each of the others': none ends while a turn is measured.
-_OTHERS_TOKENS = 8_000
-_SETTLE_S = 2.0
+# Of each of the others': as many as there is room for, so that they last.
+_OTHERS_TOKENS = 30_000
+# New conversations go elsewhere for a while after an engine has computed much for its own.
+_AGAIN_S = 5.0
+_MOST_TRIES = 30
 
 
 @dataclass
@@ -64,10 +65,29 @@ class Appended:
     answers: list[str] = field(default_factory=list)
 
 
-async def _stream(
-    session: aiohttp.ClientSession, url: str, name: str, messages: list[Any], tokens: int
-) -> AsyncIterator[str]:
-    """The parts of an answer's text as they come."""
+@dataclass
+class Answer:
+    """An answer as it is streamed.
+
+    Attributes:
+        engine: where its conversation lives; empty before it has begun.
+        arrivals_s: of its parts that have text.
+    """
+
+    engine: str = ""
+    text: str = ""
+    arrivals_s: list[float] = field(default_factory=list)
+
+
+async def say(
+    session: aiohttp.ClientSession,
+    url: str,
+    name: str,
+    messages: list[Any],
+    tokens: int,
+    answer: Answer,
+) -> Answer:
+    """Have a conversation's messages answered; the answer, which grows meanwhile."""
     body = {
         "model": MODEL,
         "messages": messages,
@@ -83,93 +103,125 @@ async def _stream(
     async with session.post(url + "/v1/chat/completions", json=body, headers=headers) as response:
         if response.status != 200:
             raise RuntimeError(f"{url}: {response.status} {await response.text()}")
+        answer.engine = response.headers["x-conserve-decoder"]
         async for line in response.content:
             if line.startswith(b"data: {"):
                 for choice in json.loads(line[6:])["choices"]:
-                    yield choice["delta"].get("content") or ""
+                    if text := choice["delta"].get("content"):
+                        answer.text += text
+                        answer.arrivals_s.append(time.perf_counter())
+    return answer
 
 
 class Others:
-    """Answers that are streamed meanwhile, and when their tokens came."""
+    """Answers that are streamed all the time."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, seed: str, count: int) -> None:
-        self._arrivals: list[list[float]] = [[] for _ in range(count)]
-        self._tasks = [
-            asyncio.create_task(self._stream(session, url, f"{seed}-other-{n}", n))
-            for n in range(count)
-        ]
+    def __init__(self, session: aiohttp.ClientSession, url: str, count: int) -> None:
+        self._answers = [Answer() for _ in range(count)]
+        self._tasks = []
+        for number, answer in enumerate(self._answers):
+            name = f"other-{number}"
+            messages = [{"role": "user", "content": f"{name}: go on and on"}]
+            saying = say(session, url, name, messages, _OTHERS_TOKENS, answer)
+            self._tasks.append(asyncio.create_task(saying))
 
-    async def under_way(self) -> None:
-        """Return when all have put something out."""
-        while not all(len(arrivals) > 1 for arrivals in self._arrivals):
-            for task in self._tasks:
-                if task.done():
-                    task.result()
+    async def engine(self) -> str:
+        """Where they live, once all have begun.
+
+        Raises:
+            RuntimeError: one has ended, or they are apart.
+        """
+        while not all(answer.arrivals_s for answer in self._answers):
             await asyncio.sleep(0.05)
+            self.require_all()
+        engines = {answer.engine for answer in self._answers}
+        if len(engines) > 1:
+            raise RuntimeError("the others live on several engines; start again with fewer")
+        return engines.pop()
+
+    def require_all(self) -> None:
+        """Make sure that all go on.
+
+        Raises:
+            RuntimeError: one has ended.
+        """
+        for task in self._tasks:
+            if task.done():
+                task.result()
+                raise RuntimeError("an answer has come to its end; measure fewer rounds")
 
     def gaps_s(self, from_s: float, to_s: float) -> list[float]:
-        """Times between tokens that ended in between."""
+        """Times between tokens that were over, or begun, in between."""
         return [
-            later - earlier
-            for arrivals in self._arrivals
-            for earlier, later in pairwise(arrivals)
-            if later >= from_s and earlier <= to_s
+            later_s - earlier_s
+            for answer in self._answers
+            for earlier_s, later_s in pairwise(answer.arrivals_s)
+            if later_s >= from_s and earlier_s <= to_s
         ]
 
     async def stop(self) -> None:
+        """Leave them."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _stream(
-        self, session: aiohttp.ClientSession, url: str, name: str, number: int
+
+class Appending:
+    """Turns that append much, where the others live."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, others: Others, options: argparse.Namespace
     ) -> None:
-        messages = [{"role": "user", "content": f"{name}: go on and on"}]
-        async for _ in _stream(session, url, name, messages, _OTHERS_TOKENS):
-            self._arrivals[number].append(time.perf_counter())
+        self._session = session
+        self._others = others
+        self._options = options
 
+    async def measure(self, url: str, mark: str, round_: int, result: Appended | None) -> None:
+        """One such turn through a router.
 
-async def append(
-    session: aiohttp.ClientSession, url: str, seed: str, round_: int, options: argparse.Namespace
-) -> tuple[float, list[float], int, str]:
-    """One turn that appends much, while others' answers are streamed.
+        Args:
+            mark: tells the conversations of different routers apart.
+            round_: says what is appended.
+            result: gets what is found; None: it does not count.
+        """
+        rng = random.Random(f"{self._options.seed}-{round_}")
 
-    Args:
-        seed: tells conversations of different routers apart.
+        def prompt(tokens: int) -> dict[str, str]:
+            return {"role": "user", "content": " ".join(rng.choices(WORDS, k=tokens))}
 
-    Returns:
-        Its TTFT, the others' times between tokens, what its decoder took over, and the answer.
-    """
-    rng = random.Random(f"{options.seed}-{round_}")
-    name = f"{seed}-{options.seed}-{round_}"
-
-    def prompt(tokens: int) -> dict[str, str]:
-        return {"role": "user", "content": " ".join(rng.choices(WORDS, k=tokens))}
-
-    messages = [prompt(_FIRST_TOKENS)]
-    said = [part async for part in _stream(session, url, name, messages, _ANSWER_TOKENS)]
-    messages += [{"role": "assistant", "content": "".join(said)}, prompt(options.tokens)]
-    others = Others(session, url, name, options.others)
-    try:
-        await others.under_way()
-        await asyncio.sleep(_SETTLE_S)
+        first, more = prompt(_FIRST_TOKENS), prompt(self._options.tokens)
+        name, answer = await self._begin(url, f"{mark}-{round_}", first)
+        messages = [first, {"role": "assistant", "content": answer.text}, more]
         sent_s = time.perf_counter()
-        first_s, answer = None, ""
-        async for part in _stream(session, url, name, messages, _ANSWER_TOKENS):
-            first_s = first_s or time.perf_counter()
-            answer += part
-        assert first_s is not None
-        # A gap that the turn has made ends with the next token.
-        await asyncio.sleep(0.2)
-        gaps_s = others.gaps_s(sent_s, first_s)
-    finally:
-        await others.stop()
-    async with session.get(f"{url}/v1/conversations/{name}") as response:
-        seen = await response.json()
-    for one in (name, *(f"{name}-other-{n}" for n in range(options.others))):
-        async with session.delete(f"{url}/v1/conversations/{one}") as response:
+        answer = await say(self._session, url, name, messages, _ANSWER_TOKENS, Answer())
+        first_s = answer.arrivals_s[0]
+        gaps_s = self._others.gaps_s(sent_s, first_s)
+        self._others.require_all()
+        async with self._session.get(f"{url}/v1/conversations/{name}") as response:
+            seen = await response.json()
+        await self._end(url, name)
+        if result is not None:
+            result.ttft_s.append(first_s - sent_s)
+            result.others_p95_s.append(percentile(gaps_s, 0.95))
+            result.others_most_s.append(max(gaps_s))
+            result.taken_tokens.append(int(seen["last_turn"]["lmcache_tokens"]))
+            result.answers.append(answer.text)
+
+    async def _begin(self, url: str, name: str, first: dict[str, str]) -> tuple[str, Answer]:
+        """A conversation where the others live; its name, and its first answer."""
+        wanted = await self._others.engine()
+        for number in range(_MOST_TRIES):
+            own = f"{name}-{number}"
+            answer = await say(self._session, url, own, [first], _ANSWER_TOKENS, Answer())
+            if answer.engine == wanted:
+                return own, answer
+            await self._end(url, own)
+            await asyncio.sleep(_AGAIN_S)
+        raise RuntimeError(f"of {_MOST_TRIES} conversations none came to where the others live")
+
+    async def _end(self, url: str, name: str) -> None:
+        async with self._session.delete(f"{url}/v1/conversations/{name}") as response:
             await response.read()
-    return first_s - sent_s, gaps_s, int(seen["last_turn"]["lmcache_tokens"]), answer
 
 
 async def measure(
@@ -179,25 +231,23 @@ async def measure(
     order = random.Random(options.seed)
     results = {name: Appended() for name in urls}
     task = progress.add_task("rounds", total=options.rounds)
-    timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        for round_ in range(options.rounds + 1):
-            names = list(urls)
-            order.shuffle(names)
-            for name in names:
-                seed = f"door{list(urls).index(name)}"
-                found = await append(session, urls[name], seed, round_, options)
-                ttft_s, gaps_s, taken_tokens, answer = found
-                if round_ == 0:
-                    continue
-                result = results[name]
-                result.ttft_s.append(ttft_s)
-                result.others_p95_s.append(percentile(gaps_s, 0.95))
-                result.others_most_s.append(max(gaps_s))
-                result.taken_tokens.append(taken_tokens)
-                result.answers.append(answer)
-            if round_:
-                progress.advance(task)
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        others = Others(session, urls[HOME], options.others)
+        try:
+            appending = Appending(session, others, options)
+            for round_ in range(options.rounds + 1):
+                names = list(urls)
+                order.shuffle(names)
+                for name in names:
+                    mark = f"door{list(urls).index(name)}"
+                    result = results[name] if round_ else None
+                    await appending.measure(urls[name], mark, round_, result)
+                if round_:
+                    progress.advance(task)
+        finally:
+            await others.stop()
     return results
 
 
@@ -232,10 +282,10 @@ def report(results: dict[str, Appended], tokens: int, console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=8_000, help="that a turn appends")
-    parser.add_argument("--others", type=int, default=6, help="answers that are streamed meanwhile")
+    parser.add_argument("--others", type=int, default=4, help="answers that are streamed meanwhile")
     parser.add_argument(
         "--cores", metavar="0,1", help="cores to pin engines to, one each, as if they were apart"
     )
