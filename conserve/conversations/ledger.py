@@ -30,6 +30,7 @@ class Ledger:
         self._engines = engines
         self._activity = Activity()
         self.live = LiveHistories(self._charge)
+        self._sharing = self.live.kinship.sharing
         self.reasoning = 0
         self.usage = UsageBook()
         self.tools = RunningTools()
@@ -58,8 +59,8 @@ class Ledger:
             return None
         self.tools.forget(history_id)
         self._engines.leave_queue(history)
-        self.hold(history, 0)
         if history.decoder_id is not None:
+            self._sharing.hold(history, 0)
             self._decoders[history.decoder_id].conversations -= 1
         usage = self.usage.of(history_id)
         usage.conversations -= self.live.remove(history)
@@ -76,17 +77,17 @@ class Ledger:
         """A history that was bound nowhere is bound to this decoder, and holds so much there."""
         history.decoder_id = decoder_id
         self._decoders[decoder_id].conversations += 1
-        self.hold(history, tokens)
+        self._sharing.hold(history, tokens)
 
     def hold(self, history: Conversation, tokens: int) -> None:
         """A history holds so much now, if it is bound."""
         if history.decoder_id is not None:
-            self.live.kinship.sharing.hold(history, tokens)
+            self._sharing.hold(history, tokens)
 
     def unbind(self, history: Conversation) -> None:
         """A history is bound nowhere, and its decoder is told so."""
-        self.hold(history, 0)
         if history.decoder_id is not None:
+            self._sharing.hold(history, 0)
             self._decoders[history.decoder_id].conversations -= 1
             self.give_up(history)
         history.decoder_id = None
@@ -100,7 +101,7 @@ class Ledger:
 
     def lose(self, history: Conversation) -> None:
         """A history's decoder is lost, and with it all its turns."""
-        self.hold(history, 0)
+        self._sharing.hold(history, 0)
         self.usage.of(history.id).turns -= len(history.running)
         history.decoder_id = None
         self._activity.not_idle(history.id)
