@@ -81,7 +81,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
     settings = with_profile(settings)
     gpu = _on_gpu(settings)
     wait_for_tiers(settings, gpu, tier_timeout_s)
-    settings = _with_chunk(settings, gpu)
+    settings = _for_device(settings, gpu)
     settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
     engines = [_engines("decoder", settings, settings.decoders, gpu)]
     if settings.prefiller_replicas:
@@ -102,7 +102,7 @@ def _on_gpu(settings: Settings) -> bool:
     return bool(ray.cluster_resources().get("GPU", 0))
 
 
-def _with_chunk(settings: Settings, gpu: bool) -> Settings:
+def _for_device(settings: Settings, gpu: bool) -> Settings:
     chunk = settings.lmcache.chunk_tokens
     # vLLM's CPU backend has blocks of 128 tokens, and a chunk is a whole number of blocks.
     if chunk is None:
@@ -110,7 +110,8 @@ def _with_chunk(settings: Settings, gpu: bool) -> Settings:
     elif not gpu and chunk % 128:
         raise SettingsError(f"lmcache.chunk_tokens: {chunk} is not a multiple of 128 (CPU blocks)")
     lmcache = settings.lmcache.model_copy(update={"chunk_tokens": chunk})
-    return settings.model_copy(update={"lmcache": lmcache})
+    device = "gpu" if gpu else "cpu"
+    return settings.model_copy(update={"lmcache": lmcache, "device": device})
 
 
 def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Application:

@@ -19,7 +19,7 @@ from conserve_cli.doctor.environments import observe_environments
 from conserve_cli.doctor.facts import GpuFacts, MachineFacts, NodeFacts, PortFacts, SoftwareFacts
 from conserve_cli.doctor.listeners import observe_listeners
 from conserve_cli.doctor.software import ENGINES, PACKAGES
-from deployments.node.lmcache_server import SERVER_MODULE, SHARING_SERVER_MODULE
+from deployments.node.lmcache_server import SERVER_MODULE
 from hetero.nvml import NoDriver, Nvml, NvmlError
 
 _CAP_SYS_ADMIN = 21
@@ -163,8 +163,7 @@ def _holder(port: int) -> tuple[str, bool]:
 
 def is_ours(command_line: str) -> bool:
     """Whether a process that listens is ConServe's own: a router's, or LMCache's server."""
-    servers = (f"-m {module} server " for module in (SERVER_MODULE, SHARING_SERVER_MODULE))
-    return "ray::ServeReplica:" in command_line or any(one in command_line for one in servers)
+    return "ray::ServeReplica:" in command_line or f"-m {SERVER_MODULE} server " in command_line
 
 
 def observe_gpus() -> GpuFacts:

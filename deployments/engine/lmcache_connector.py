@@ -29,6 +29,7 @@ from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
 
 from conserve.wire import PARK, STORED_TOKENS
+from deployments.node import kv_pool
 from deployments.node.lmcache_server import START_TIMEOUT_S
 
 logger = init_logger(__name__)
@@ -56,6 +57,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         _wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
+        kv_pool.accept()
         super().__init__(vllm_config, *args, **kwargs)
         self._parks = vllm_config.kv_transfer_config.kv_role == "kv_both"
         # Stores that are not waited for any more.

@@ -1,8 +1,9 @@
-"""Starts an LMCache server that shares KV with others, without a core being taken for it.
+"""Starts an LMCache server: one that shares KV with other nodes', or its memory with engines.
 
-NIXL's thread for UCX's progress sleeps until something arrives, but for at most a time that its
-Python API sets to zero: so it never sleeps, and takes a whole core of an idle machine (measured:
-98 %; with the time below: 0 %). What arrives still wakes it at once.
+Sharing with other nodes is not to take a core. NIXL's thread for UCX's progress sleeps until
+something arrives, but for at most a time that its Python API sets to zero: so it never sleeps, and
+takes a whole core of an idle machine (measured: 98 %; with the time below: 0 %). What arrives still
+wakes it at once.
 
 It reaches into internals of nixl 1.5 (``nixlBind.nixlAgentConfig``, as its ``_api`` module uses
 it): check it when that version changes.
@@ -12,6 +13,10 @@ import importlib
 import sys
 from types import ModuleType
 
+from deployments.node import kv_pool
+
+# For `--shm-name`: memory of the server's own, see `kv_pool`.
+OWN_POOL = "own"
 # The packages in the order in which LMCache tries them.
 NIXL_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 _LONGEST_SLEEP_US = 10_000
@@ -57,7 +62,10 @@ def main() -> None:
     """``python -m deployments.node.lmcache_main server ...``: as ``lmcache server ...``."""
     from lmcache.cli.main import main as lmcache
 
-    let_progress_thread_sleep(nixl_api())
+    if "nixl" in sys.argv:
+        let_progress_thread_sleep(nixl_api())
+    if OWN_POOL in sys.argv:
+        sys.argv[sys.argv.index(OWN_POOL)] = kv_pool.offer()
     lmcache()
 
 

@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from conserve.settings import LMCacheSettings, Settings
 from deployments.messages import NodeCache
 from deployments.node import lmcache_main
-from deployments.node.lmcache_main import NIXL_MODULES
+from deployments.node.lmcache_main import NIXL_MODULES, OWN_POOL
 
 logger = logging.getLogger("conserve.node")
 
-# What is run: LMCache's own command, or ours, which shares KV with other nodes.
-SERVER_MODULE = "lmcache.cli.main"
-SHARING_SERVER_MODULE = lmcache_main.__name__
+# What is run: LMCache's own command, as `lmcache_main` has it.
+SERVER_MODULE = lmcache_main.__name__
 
 START_TIMEOUT_S = 120.0
 # A predecessor's port is free once its process is gone; another program's stays taken.
@@ -128,16 +127,18 @@ def lmcache_command(
     address: Address,
     cache: NodeCache | None = None,
     directory_url: str | None = None,
+    gpu: bool = True,
 ) -> list[str]:
     """The LMCache server's command line.
 
     Args:
         cache: how the server presents itself to those of other nodes; None: it shares with none.
         directory_url: where it learns of those.
+        gpu: it copies from and to GPUs' memory. Else engines copy, from and to its own; where it is
+            shared with other nodes, whose transfers want memory of another kind, it is sent.
     """
-    module = SERVER_MODULE if cache is None else SHARING_SERVER_MODULE
     command = [
-        sys.executable, "-m", module, "server",
+        sys.executable, "-m", SERVER_MODULE, "server",
         "--host", address.host,
         "--port", str(address.port),
         "--http-host", "127.0.0.1",
@@ -149,7 +150,7 @@ def lmcache_command(
         "--max-workers", "4",
     ]  # fmt: skip
     if cache is None:
-        return command
+        return command if gpu else [*command, "--no-l1-use-lazy", "--shm-name", OWN_POOL]
     assert directory_url is not None
     return [
         *command,
@@ -183,15 +184,21 @@ class LMCacheServer:
 
     Args:
         directory_url: where it learns of other nodes' servers; None: it shares with none.
+        gpu: whether engines run on GPUs.
     """
 
     def __init__(
-        self, settings: LMCacheSettings, address: Address, directory_url: str | None = None
+        self,
+        settings: LMCacheSettings,
+        address: Address,
+        directory_url: str | None = None,
+        gpu: bool = True,
     ) -> None:
         self.address = address
         self.restarts = -1
         self._settings = settings
         self._directory_url = directory_url
+        self._gpu = gpu
         self._process: asyncio.subprocess.Process | None = None
         self._cache: NodeCache | None = None
         self._launched = asyncio.Event()
@@ -267,7 +274,9 @@ class LMCacheServer:
             started_s = time.monotonic()
             self._cache = new_node_cache(self.address) if self._directory_url else None
             self._process = await asyncio.create_subprocess_exec(
-                *lmcache_command(self._settings, self.address, self._cache, self._directory_url),
+                *lmcache_command(
+                    self._settings, self.address, self._cache, self._directory_url, self._gpu
+                ),
                 env=lmcache_environment(),
                 stdin=asyncio.subprocess.DEVNULL,
                 # Its access log, a line for every health check.

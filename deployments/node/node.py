@@ -164,7 +164,10 @@ class NodeService:
                     require_nixl()
                     directory_url = await CacheDirectory(self._caches).start()
                     jobs.append(self._follow_caches())
-                self._server = LMCacheServer(self._settings.lmcache, self._address, directory_url)
+                gpu = self._settings.device != "cpu"
+                self._server = LMCacheServer(
+                    self._settings.lmcache, self._address, directory_url, gpu
+                )
                 jobs.append(self._server.keep_running())
                 loop = asyncio.get_running_loop()
                 self._tasks = [loop.create_task(job) for job in jobs]

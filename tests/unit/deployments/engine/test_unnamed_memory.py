@@ -1,14 +1,12 @@
-"""Memory that an engine's processes share: found by name while its maker lives, in no folder."""
+"""Memory that an engine's processes share is in no folder."""
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from deployments.engine import unnamed_memory
-from deployments.engine.unnamed_memory import UnnamedMemory
 
 _SIZE = 100_000
 
@@ -22,39 +20,6 @@ buffer = ShmRingBuffer(1, {_SIZE}, 2, sys.argv[1])
 with buffer.get_data(1) as data:
     data[:5] = bytes(reversed(data[:5]))
 """
-
-
-@pytest.fixture
-def memory() -> Iterator[UnnamedMemory]:
-    memory = UnnamedMemory(create=True, size=_SIZE)
-    yield memory
-    memory.close()
-
-
-def test_one_makes_it_and_others_open_it(memory: UnnamedMemory) -> None:
-    assert memory.buf is not None
-    assert memory.size == _SIZE
-    assert bytes(memory.buf) == bytes(_SIZE)
-    other = UnnamedMemory(memory.name)
-    assert other.buf is not None
-    assert (other.name, other.size) == (memory.name, _SIZE)
-    memory.buf[7] = 42
-    assert other.buf[7] == 42
-    # It stays for the other one.
-    memory.unlink()
-    memory.close()
-    memory.close()
-    other.buf[7] += 1
-    assert other.buf[7] == 43
-    other.close()
-
-
-def test_there_is_none_of_a_name_that_nobody_has(memory: UnnamedMemory) -> None:
-    """vLLM expects this error, of a reader on another node."""
-    memory.close()
-    for name in (memory.name, "psm_other", "/proc/4194305/fd/3"):
-        with pytest.raises(FileNotFoundError):
-            UnnamedMemory(name)
 
 
 def test_what_vllm_shares_is_in_no_folder() -> None:

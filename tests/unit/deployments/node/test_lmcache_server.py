@@ -75,6 +75,15 @@ def test_one_node_stays_on_loopback() -> None:
     assert not [flag for flag in command if "p2p" in flag or "coordinator" in flag]
 
 
+def test_engines_without_a_gpu_copy_from_the_servers_memory() -> None:
+    lmcache, address = LMCacheSettings(), Address("127.0.0.1", 7610, 7611)
+    assert "--shm-name" not in lmcache_command(lmcache, address)
+    assert "--shm-name" in lmcache_command(lmcache, address, gpu=False)
+    # NIXL moves the memory that LMCache makes for it.
+    shared = lmcache_command(lmcache, address, OTHER, "http://127.0.0.1:5", gpu=False)
+    assert "--shm-name" not in shared
+
+
 def test_several_nodes_reach_each_other_but_not_the_admin_interface() -> None:
     lmcache = LMCacheSettings(size_gb=4, chunk_tokens=128, timeout_s=7)
     settings = Settings(nodes="several", lmcache=lmcache)
