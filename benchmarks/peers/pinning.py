@@ -14,6 +14,26 @@ from pathlib import Path
 import psutil
 
 _ENGINE = "VLLM::EngineCore"
+_AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
+
+
+def warning() -> str | None:
+    """What to change on this machine before engines are pinned, if there is something.
+
+    Where the kernel shares out cores by session, a load generator is in another one than engines.
+    It was seen to wait three seconds for a core while two pinned engines had both to themselves,
+    and that reads as if they had given no tokens.
+    """
+    try:
+        grouped = _AUTOGROUP.read_text().strip() == "1"
+    except OSError:
+        return None
+    if not grouped:
+        return None
+    return (
+        "this kernel shares out cores by session, so that whoever measures may wait seconds for "
+        "one: turn that off (sysctl kernel.sched_autogroup_enabled=0) before believing what follows"
+    )
 
 
 def engine_processes() -> list[psutil.Process]:
