@@ -17,7 +17,7 @@ from tests.engines.processes import processes
 _WHOLE_S = 240.0
 _DECODERS = ("decoder", "engine core", "both decoders")
 _PATTERNS: dict[Victim, str] = {
-    "lmcache": r"lmcache\.cli\.main server",
+    "lmcache": r"deployments\.node\.lmcache_main server",
     "table": "ray::TableService",
     "router": "ray::ServeReplica:default:Router",
     "node": "ray::NodeService",

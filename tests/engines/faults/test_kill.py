@@ -25,6 +25,7 @@ from tests.engines.processes import kill, processes
 from tests.engines.stage import Stage
 from tests.engines.waiting import eventually
 
+LMCACHE = r"deployments\.node\.lmcache_main server"
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN, last=True)]
 
 OUTPUT_TOKENS = 16
@@ -217,7 +218,7 @@ async def test_the_lmcache_server(
     """Engines recompute while it is down, and use it again when it is back."""
     stage.wait_for_lone()
     (agent,) = await _start(client, rng, ["cached"])
-    (server,) = processes(r"lmcache\.cli\.main server")
+    (server,) = processes(LMCACHE)
     running = [
         asyncio.ensure_future(
             Agent(client, f"during-{n}").say(prose(rng, 2000), tokens=OUTPUT_TOKENS)
@@ -241,7 +242,7 @@ async def test_the_lmcache_server(
         await asyncio.sleep(0.5)
     else:
         pytest.fail("LMCache was not used again within 30 s of being killed")
-    (restarted,) = processes(r"lmcache\.cli\.main server")
+    (restarted,) = processes(LMCACHE)
     assert restarted.pid != server.pid
 
 
@@ -321,11 +322,11 @@ async def test_the_node_actor(
 ) -> None:
     """Its LMCache server goes with it, and both come back."""
     (actor,) = processes("ray::NodeService")
-    (server,) = processes(r"lmcache\.cli\.main server")
+    (server,) = processes(LMCACHE)
     kill(actor.pid)
     await eventually(
         "the server has gone with it",
-        lambda: server.pid not in [p.pid for p in processes(r"lmcache\.cli\.main server")],
+        lambda: server.pid not in [p.pid for p in processes(LMCACHE)],
     )
     await _start(client, rng, ["orphaned"])
     for attempt in range(60):

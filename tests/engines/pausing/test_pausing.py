@@ -46,18 +46,21 @@ async def test_chats_that_are_over_keep_nobody_waiting(
     assert too_full() == []
     paused = metric("conserve_conversations", phase="paused")
     assert 60 < paused < 90
-    assert (await shown(client, application, "chat-0"))["phase"] == "paused"
+    # Where all came within seconds, lengths and chunks decide who goes, more than who was first.
+    phases = [(await shown(client, application, agent.id))["phase"] for agent in agents]
+    assert phases.count("paused") == paused
+    gone = agents[phases.index("paused")]
     # Of each, whose turn comes again, the history is found; its prompt is in host memory yet.
     prefills = metric("conserve_cold_prefills_total")
     reloaded = metric("conserve_restores_total", where="reloaded")
-    agents[0].messages.append({"role": "user", "content": "and then?"})
-    again = await agents[0].ask(tokens=24)
-    assert (again.status, again.conversation) == (200, "chat-0")
+    gone.messages.append({"role": "user", "content": "and then?"})
+    again = await gone.ask(tokens=24)
+    assert (again.status, again.conversation) == (200, gone.id)
     assert metric("conserve_cold_prefills_total") == prefills
     assert metric("conserve_restores_total", where="reloaded") == reloaded + 1
-    back = await shown(client, application, "chat-0")
+    back = await shown(client, application, gone.id)
     assert (back["phase"], back["turns"]) == ("acting", 2)
-    await answered_alike(client, agents[0], again)
+    await answered_alike(client, gone, again)
 
 
 async def answered_alike(client: httpx.AsyncClient, agent: Agent, again: Reply) -> None:
