@@ -5,11 +5,12 @@ then has KV pickled by one process, sent, and unpickled by the other, while the 
 Here both map the same memory: the server says where in it a chunk is, and the engine copies. The
 memory has no name in /dev/shm, and goes with the last process that has it mapped.
 
-It reaches into internals of lmcache 0.5.6 (what ``torch_ops.mem_alloc`` and
-``transfer_context.shm`` import, and the prefix that a pool's name has to have): check it when that
-version changes.
+It reaches into internals of lmcache 0.5.6 (what ``torch_ops.mem_alloc``, ``multiprocess.server``
+and ``transfer_context.shm`` import, and the prefix that a pool's name has to have): check it when
+that version changes.
 """
 
+import math
 from types import SimpleNamespace
 
 from deployments.node.unnamed_memory import UnnamedMemory, reserve
@@ -19,9 +20,12 @@ _PREFIX = "lmcache_l1_pool_"
 
 def offer() -> str:
     """Have this process, an LMCache server, make its pool so; returns the pool's name for it."""
+    from lmcache.v1.multiprocess import server
     from lmcache.v1.platform.torch_ops import mem_alloc
 
     mem_alloc.shared_memory = SimpleNamespace(SharedMemory=KVPool)
+    # It shares nothing where /dev/shm is too small for it, as in containers; this is not there.
+    server.shutil = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=math.inf))
     _, _, pid, _, file = reserve().split("/")
     return f"{_PREFIX}{pid}-{file}"
 

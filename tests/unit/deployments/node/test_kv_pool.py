@@ -35,16 +35,19 @@ chunk = (ctypes.c_float * 5).from_address(pointer + 4096)
 chunk[:] = [1, 2, 3, 4, 5]
 done = subprocess.run([sys.executable, "-c", {_WORKER!r}, name], capture_output=True, text=True)
 in_folder = any(file.startswith("lmcache") for file in os.listdir("/dev/shm"))
-print(done.stdout.strip(), list(chunk), name, in_folder)
+from lmcache.v1.multiprocess import server
+fits = server.shutil.disk_usage("/dev/shm").free > 1 << 60
+print(done.stdout.strip(), list(chunk), name, in_folder, fits)
 print(done.stderr, file=sys.stderr)
 """
 
 
 def test_an_engine_writes_where_the_server_reads() -> None:
     done = subprocess.run([sys.executable, "-c", _SERVER], capture_output=True, text=True)
-    seen, after, name, in_folder = done.stdout.replace(", ", ",").split()
+    seen, after, name, in_folder, fits = done.stdout.replace(", ", ",").split()
     assert (seen, after) == ("[1.0,2.0,3.0,4.0,5.0]", "[2.0,3.0,4.0,5.0,6.0]"), done.stderr
-    assert in_folder == "False"
+    # It is nowhere in /dev/shm, and is not kept from being by its size.
+    assert (in_folder, fits) == ("False", "True")
     # Nothing complains of memory that it has not heard of.
     assert "Traceback" not in done.stderr
     # And it has gone with its processes.
