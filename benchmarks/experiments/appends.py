@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.experiments import doors
 from benchmarks.experiments.doors import Door
 from benchmarks.experiments.warm import MODEL, WORDS, paired_ratio, percentile
-from benchmarks.peers.pinning import engine_processes, pin, warning
+from benchmarks.peers.pinning import autogroup_warning, engine_processes, pin
 from conserve.console import new_console
 from conserve.settings import Settings
 
@@ -298,7 +298,7 @@ def main() -> None:
         doors.serve(options.door, Settings(placement="elastic", parking=not options.home))
         return
     console = new_console(least_width=150)
-    if options.cores is not None and (problem := warning()):
+    if options.cores is not None and (problem := autogroup_warning()):
         console.print(f"[yellow]{problem}[/yellow]", highlight=False)
     both = [Door(HOME, 8191, ("--home",)), Door(WHEREVER, 8192)]
     folder = doors.new_folder("appends")

@@ -17,7 +17,7 @@ _ENGINE = "VLLM::EngineCore"
 _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 
-def warning() -> str | None:
+def autogroup_warning() -> str | None:
     """What to change on this machine before engines are pinned, if there is something.
 
     Where the kernel shares out cores by session, a load generator is in another one than engines.

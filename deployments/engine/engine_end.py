@@ -3,7 +3,7 @@
 vLLM's core is a process that its replica starts, and that ends when the replica says so. If the
 replica is killed, Ray's node manager kills what it left. If that is killed too, or the whole of Ray
 is stopped, the core goes on for ever: without anybody to ask it, and with its GPU's memory.
-What they had in shared memory goes with them: see `unnamed_memory`.
+What they had in shared memory goes with them: see `engine_memory`.
 
 vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
 pyproject.toml). ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import threading
 
-from deployments.engine import unnamed_memory
+from deployments.engine import engine_memory
 
 logger = logging.getLogger("vllm.conserve")
 
@@ -23,7 +23,7 @@ _armed = False
 
 def register() -> None:
     """Have nothing stay of this process when its engine ends. May be called repeatedly."""
-    unnamed_memory.register()
+    engine_memory.register()
     end_with_parent()
 
 

@@ -29,7 +29,7 @@ from benchmarks.experiments.suite.results import results
 from benchmarks.experiments.suite.systems import FIRST, SYSTEMS, names, numbers, variants
 from benchmarks.experiments.suite.turns import Comparing, Measured, Plan, Unavailable
 from benchmarks.peers import Options, PeerUnavailable
-from benchmarks.peers.pinning import warning
+from benchmarks.peers.pinning import autogroup_warning
 from benchmarks.plots import draw_all, draw_ratios
 from benchmarks.selection import Selection
 from benchmarks.workloads import WorkloadError
@@ -133,7 +133,7 @@ def main(
         selection.workload()
         out.mkdir(parents=True, exist_ok=True)
         plan = Plan(chosen, against, loads, selection, rounds, out, rates_per_s)
-        if cores is not None and (problem := warning()):
+        if cores is not None and (problem := autogroup_warning()):
             console.print(f"[yellow]{problem}[/yellow]", highlight=False)
         _measure(plan)
     except (WorkloadError, ValueError, OSError) as error:

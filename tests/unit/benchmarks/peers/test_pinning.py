@@ -15,6 +15,6 @@ def test_cores_that_are_shared_out_by_session_are_told_of(
     if written is not None:
         file.write_text(written)
     monkeypatch.setattr(pinning, "_AUTOGROUP", file)
-    problem = pinning.warning()
+    problem = pinning.autogroup_warning()
     assert (problem is not None) == warned
     assert problem is None or "kernel.sched_autogroup_enabled=0" in problem

@@ -28,7 +28,7 @@ def register() -> None:
     if not hasattr(shm_broadcast, "shared_memory"):
         logger.warning(
             "this vLLM has no shared_memory to replace: what its processes share may stay in "
-            "/dev/shm; deployments/engine/unnamed_memory.py has to be adapted to it"
+            "/dev/shm; deployments/engine/engine_memory.py has to be adapted to it"
         )
         return
     shm_broadcast.shared_memory = SimpleNamespace(SharedMemory=UnnamedMemory)
