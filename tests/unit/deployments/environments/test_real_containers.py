@@ -37,10 +37,20 @@ def engine() -> str:
             link = tarfile.TarInfo(f"bin/{name}")
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
             tar.addfile(link)
-    for words, given in (
-        (["import", "-", IMAGE], layer.getvalue()),
-        (["run", "--rm", "--init", "--network", "none", "--memory", "64m", IMAGE, "sh", "-c", ":"], b""),
-    ):  # fmt: skip
+    trial = [
+        "run",
+        "--rm",
+        "--init",
+        "--network",
+        "none",
+        "--memory",
+        "64m",
+        IMAGE,
+        "sh",
+        "-c",
+        ":",
+    ]
+    for words, given in ((["import", "-", IMAGE], layer.getvalue()), (trial, b"")):
         done = subprocess.run(
             [engine, *words], input=given, capture_output=True, timeout=60, check=False
         )
