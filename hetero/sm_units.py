@@ -66,7 +66,8 @@ class SmSplit:
         self.units = sm_count // self.unit_sms
         self.rest_sms = sm_count % self.unit_sms
         # How many SMs the units before each have, and all.
-        self._before: tuple[int, ...] = (*range(0, sm_count - self.rest_sms, self.unit_sms), sm_count)
+        starts = range(0, sm_count - self.rest_sms, self.unit_sms)
+        self._before: tuple[int, ...] = (*starts, sm_count)
 
     def sms_of(self, units: range) -> int:
         """How many SMs these units have together, the rest included where they have the last."""
