@@ -86,7 +86,7 @@ test-peers: $(INSTALLED) $(PEERS) ## Start every peer of the benchmarks, and tal
 		tests/engines/peers tests/engines/every_peer $(ARGS)
 
 test-gpu: $(INSTALLED) ## Settle what one GPU can, in ten minutes (skips by name where there is none)
-	@$(BIN)/python -m pytest tests/engines/gpu -m 'long or not long' -o log_cli=true -o log_cli_level=INFO $(ARGS)
+	@$(BIN)/python -m pytest tests/engines/gpu -v -o log_cli=true -o log_cli_level=INFO $(ARGS)
 
 test-vision: $(INSTALLED) ## Show images to a model of random weights, and see them handed off (minutes)
 	@$(BIN)/python -m pytest tests/engines/vision $(ARGS)

@@ -221,7 +221,7 @@ class Nvml:
         return int(self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, self._handle(uuid)).used)
 
     def memory_free_bytes(self, uuid: str) -> int:
-        """Memory that can be had now; less than what is not taken, by what the driver reserves."""
+        """Memory that nobody has."""
         return int(self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, self._handle(uuid)).free)
 
     def processes(self, uuid: str) -> list[GpuProcess]:
