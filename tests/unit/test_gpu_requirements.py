@@ -118,7 +118,7 @@ def test_torch_for_cpus_is_not_taken_for_newer(tmp_path: Path) -> None:
 
     assert picked("torch==2.13.0") == "2.13.0+cpu"  # What has to be kept from happening.
     assert picked(str(_lines("requirements-gpu.txt")["torch"])) == "2.13.0"
-    (extra,) = (one for one in PROJECT["optional-dependencies"]["cuda"] if one.startswith("torch"))
+    (extra,) = (one for one in PROJECT["optional-dependencies"]["cuda"] if one.startswith("torch!"))
     assert picked("torch==2.13.0", extra) == "2.13.0"
 
 
