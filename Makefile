@@ -3,10 +3,15 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What .venv is for: CPUs, unless `make install-gpu` began it.
+FOR_GPUS := $(VENV)/.for-gpus
+KIND := $(if $(wildcard $(FOR_GPUS)),gpu,cpu)
 REQUIREMENTS := $(VENV)/.requirements-installed
 INSTALLED := $(VENV)/.installed
-# The pinned versions are for Python 3.11; give another interpreter of that version with PYTHON=path.
+# The pinned versions are for Python 3.11, those for GPUs for 3.12 as well; give another interpreter
+# of that version with PYTHON=path.
 PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3) python3.11)
+VERSIONS := 3.11$(if $(filter gpu,$(KIND)), or 3.12)
 # What is given to the program behind a target: make test ARGS='-k recognition -x'
 ARGS ?=
 # Other people's clients, which tests drive, each in an environment of its own: those that
@@ -25,12 +30,12 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-unit test-engines lint format bench \
+.PHONY: help install install-gpu demo serve test test-unit test-engines lint format bench \
 	bench-overhead bench-later-turns bench-appends bench-keys bench-overcommit \
 	bench-tenants bench-unkind bench-table bench-energy bench-sm-slots \
 	bench-simulator bench-scale bench-elastic test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
-	test-compatibility test-fuzz test-long test-peers test-vision test-cluster clean
+	test-compatibility test-fuzz test-gpu test-long test-peers test-vision test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -38,6 +43,12 @@ help: ## Show this list
 
 install: $(INSTALLED) ## Make .venv with the pinned CPU set-up and the embedded model
 	@echo "conserve: .venv is ready"
+
+install-gpu: ## Make .venv with the pinned set-up for NVIDIA GPUs (4.3 GB to fetch)
+	@test ! -e $(BIN)/python -o -e $(FOR_GPUS) || { \
+		echo "conserve: $(VENV) is for CPUs; run make clean first." >&2; exit 1; }
+	@mkdir -p $(VENV) && touch $(FOR_GPUS)
+	@$(MAKE) --no-print-directory install
 
 demo: $(INSTALLED) ## Have a few agents work and show where each turn ran (JSON=path: also as JSON)
 	@$(BIN)/conserve demo $(if $(JSON),--json '$(JSON)') $(ARGS)
@@ -73,6 +84,9 @@ test-cancelling: $(INSTALLED) ## Cancel up to 300 first turns at a time, at seve
 test-peers: $(INSTALLED) $(PEERS) ## Start every peer of the benchmarks, and talk to it (minutes)
 	@$(BIN)/python -m pytest -m 'long or not long' \
 		tests/engines/peers tests/engines/every_peer $(ARGS)
+
+test-gpu: $(INSTALLED) ## Settle what one GPU can, in ten minutes (skips by name where there is none)
+	@$(BIN)/python -m pytest tests/engines/gpu -v -o log_cli=true -o log_cli_level=INFO $(ARGS)
 
 test-vision: $(INSTALLED) ## Show images to a model of random weights, and see them handed off (minutes)
 	@$(BIN)/python -m pytest tests/engines/vision $(ARGS)
@@ -151,10 +165,10 @@ clean: ## Remove .venv, caches and build products
 
 $(BIN)/python:
 	@command -v '$(PYTHON)' >/dev/null || { \
-		echo "conserve: Python 3.11 is needed and was not found." \
+		echo "conserve: Python $(VERSIONS) is needed and was not found." \
 			"Install it (Debian: python3.11), or say where it is: make PYTHON=path" >&2; exit 1; }
-	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
-		echo "conserve: Python 3.11 is needed, and $(PYTHON) is $$('$(PYTHON)' --version)." \
+	@'$(PYTHON)' -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] not in "$(VERSIONS)".split())' || { \
+		echo "conserve: Python $(VERSIONS) is needed, and $(PYTHON) is $$('$(PYTHON)' --version)." \
 			"Say where it is: make PYTHON=path" >&2; exit 1; }
 	@'$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "conserve: $(PYTHON) cannot make virtual environments." \
@@ -162,12 +176,12 @@ $(BIN)/python:
 	@echo "conserve: making $(VENV) with $$('$(PYTHON)' --version)"
 	@'$(PYTHON)' -m venv $(VENV)
 
-$(REQUIREMENTS): requirements-cpu.txt | $(BIN)/python
-	@echo "conserve: installing $$(grep -c == $<) packages, about 3 GB;" \
+$(REQUIREMENTS): requirements-$(KIND).txt | $(BIN)/python
+	@echo "conserve: installing $$(grep -c '^[^#].*==' $<) packages, about $(if $(filter gpu,$(KIND)),4.3,3) GB;" \
 		"the first time this takes a few minutes"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps -r $< \
 		2> $(VENV)/pip-messages.log \
-		| awk -v total="$$(grep -c == $<)" ' \
+		| awk -v total="$$(grep -c '^[^#].*==' $<)" ' \
 			/^(Collecting|Requirement)/ { \
 				if (++seen % 20 == 0) print "conserve:   " seen " of " total " fetched"; fflush() } \
 			/^Installing/ { print "conserve:   unpacking, about a minute"; fflush() }' || { \

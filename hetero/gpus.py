@@ -5,6 +5,7 @@ has one. Everything here blocks and is for one thread: the node's actor gives it
 """
 
 import logging
+import time
 import uuid as ids
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from hetero.energy import EnergyMeter, EngineEnergy, GpuReading, divide
 from hetero.guard import CapsOutcome, Guard, GuardLost
 from hetero.nvml import GpuLost, NotSupported, Nvml, NvmlError
 from hetero.power import Cap, default_directory
-from hetero.sm_slots import SmSlotLedger, SmSlots, sm_granularity
+from hetero.sm_slots import SmSlotLedger
+from hetero.sm_units import SmSlots, sm_granularity
 
 logger = logging.getLogger("conserve.node")
 
@@ -151,7 +153,8 @@ class GpuKeeper:
                     slots[part.uuid] = SmSlots(part.sm_count, allowed)
             if gpu.sm_count and not gpu.mig_devices:
                 slots[gpu.uuid] = SmSlots(gpu.sm_count, allowed)
-        self.sm_ledger = SmSlotLedger(slots)
+        # By the clock: ids that an earlier actor gave are lower.
+        self.sm_ledger = SmSlotLedger(slots, first_id=time.time_ns())
 
     def _of(self, use: EngineUse) -> list[str]:
         """The whole GPUs that an engine runs on, each once."""

@@ -1,99 +1,26 @@
-"""SM slots: a GPU's streaming multiprocessors in tenths, and who has leased them.
+"""Who has leased which SMs of a GPU: a ledger for the engines, and the halves of engines, on it.
 
-AgentServe (§III-C) makes ten CUDA green contexts before it serves, of 10 % to 100 % of a GPU's
-SMs, and binds decoding to the smallest that has at least the SMs it needs; prefill gets the
-complement. Here is the arithmetic of that, and a ledger of leases for several engines on one
-GPU. Making the contexts, and binding threads to them, is the engine's work.
+AgentServe (§III-C) binds decoding to the smallest of ten slots that has at least the SMs it needs;
+prefill gets the complement. A lease says which units of the GPU's split its SMs are
+(`hetero.sm_units`), so that engines in different processes take different ones. Making the
+contexts, and binding threads to them, is the engine's work.
 
 Pure: no clock, no driver, one thread at a time.
 """
 
 import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-SM_SLOTS = 10
+from hetero.sm_units import SmSlots
 
 
 class NoFreeSms(Exception):
-    """Fewer SMs are free on that GPU than were asked for; nothing has changed."""
+    """Fewer SMs are free on that GPU, in one piece, than were asked for; nothing has changed."""
 
 
 class UnknownSmLease(KeyError):
     """There is no such lease (any more): its owner may have been taken for dead."""
-
-
-@dataclass(frozen=True, slots=True)
-class SmGranularity:
-    """The SM counts that a GPU can be partitioned into: a multiple, and at least a minimum."""
-
-    minimum: int
-    multiple: int
-
-
-def sm_granularity(compute_capability: tuple[int, int]) -> SmGranularity:
-    """What green contexts round to, by architecture.
-
-    Source: "Green Contexts" in NVIDIA's CUDA Driver API reference, its guideline for
-    ``cuDevSmResourceSplitByCount``: 1 SM on 6.x, 2 in steps of 2 on 7.x, 4 in steps of 2 on 8.x,
-    8 in steps of 8 from 9.0 on. The driver has the last word
-    (``sm.minSmPartitionSize`` and ``sm.smCoscheduledAlignment`` of the device's resource).
-    """
-    major = compute_capability[0]
-    if major >= 9:
-        return SmGranularity(8, 8)
-    return {8: SmGranularity(4, 2), 7: SmGranularity(2, 2)}.get(major, SmGranularity(1, 1))
-
-
-class SmSlots:
-    """The ten slots of one GPU, or of one MIG device.
-
-    Slot ``k`` has at least ``k`` tenths of the SMs, rounded up to what the architecture allows,
-    and at most all of them. Its complement is the rest: what a split leaves over, which may be
-    of any size.
-
-    Args:
-        sm_count: SMs of the whole GPU or MIG device, at least 1.
-        allowed: the sizes into which it can be partitioned.
-
-    Attributes:
-        sizes: how many SMs each of the slots 0 (none) to 10 (all) has, non-decreasing.
-    """
-
-    def __init__(self, sm_count: int, allowed: SmGranularity) -> None:
-        if sm_count < 1:
-            raise ValueError(f"a GPU with {sm_count} SMs has no slots")
-        self.sm_count = sm_count
-        self.allowed = allowed
-        self.sizes = tuple(self._size(tenths) for tenths in range(SM_SLOTS + 1))
-
-    def _size(self, tenths: int) -> int:
-        if tenths in (0, SM_SLOTS):
-            return self.sm_count * tenths // SM_SLOTS
-        least = max(self.allowed.minimum, -(-self.sm_count * tenths // SM_SLOTS))
-        rounded = -(-least // self.allowed.multiple) * self.allowed.multiple
-        return min(rounded, self.sm_count)
-
-    def complement(self, slot: int) -> int:
-        """SMs outside of this slot: prefill's, where decoding has the slot."""
-        return self.sm_count - self.sizes[slot]
-
-    def smallest(self, asked_sms: int) -> int:
-        """The smallest slot with at least so many SMs.
-
-        Raises:
-            ValueError: the GPU has fewer, or fewer than one was asked for.
-        """
-        if not 1 <= asked_sms <= self.sm_count:
-            raise ValueError(f"asked for {asked_sms} of {self.sm_count} SMs")
-        return bisect.bisect_left(self.sizes, asked_sms)
-
-    def sms(self, share: float) -> int:
-        """A share of the SMs, from 0 to 1, as a number of them: rounded up, at least 1."""
-        if not 0 <= share <= 1:
-            raise ValueError(f"a share of {share} is not between 0 and 1")
-        # Less a little, so that 0.3 * 10 is 3.
-        return max(1, -int(-(share * self.sm_count - 1e-9) // 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,93 +29,132 @@ class SmLease:
 
     Attributes:
         gpu: the GPU's UUID, or a MIG device's.
-        slots: tenths of the GPU, from 1 to 10; 0 for a prefill side that decoding has squeezed out.
-        sms: how many SMs those are.
+        units: the numbers of its units, one after the other; none for a prefill side that decoding
+            has squeezed out.
+        slots: the largest of the ten slots that fits into them, 0 to 10.
+        sms: how many SMs those units are.
     """
 
     id: int
     gpu: str
     owner: str
-    slots: int
-    sms: int
-
-
-@dataclass(slots=True)
-class _Free:
+    units: range
     slots: int
     sms: int
 
 
 class SmSlotLedger:
-    """Who has leased which SMs of which GPU. Never more is leased than there is.
+    """Who has leased which SMs of which GPU. No unit is leased twice.
 
-    A lease gets the smallest slot with at least the SMs asked for; one that needs all that is
-    left gets all that is left, so that ten tenths are all SMs, whatever the rounding.
+    A lease gets units next to each other: as few as make the smallest slot with at least the SMs
+    asked for. They are taken beside the owner's others if there is room, so that the border between
+    the two can move (`split`); else from the smallest free run that has enough, so that large ones
+    stay. Where no run has room for the slot, but one for what was asked, the largest is given
+    whole: so ten tenths are all SMs, whatever the rounding.
+
+    Live leases are never moved by others: what is free may lie in pieces, none of them enough for
+    what all of them would be. Engines that lease when they start and leave when they end, as ours
+    do, meet that only where their shares differ.
 
     Args:
         gpus: the slots of each GPU or MIG device, by UUID.
+        first_id: of the leases' ids; higher than any that an earlier ledger gave, so that none of
+            those passes for another's.
     """
 
-    def __init__(self, gpus: Mapping[str, SmSlots]) -> None:
+    def __init__(self, gpus: Mapping[str, SmSlots], first_id: int = 1) -> None:
         self._gpus = dict(gpus)
-        self._free = {uuid: _Free(SM_SLOTS, gpu.sm_count) for uuid, gpu in self._gpus.items()}
+        # Those with units, by where they begin.
+        self._placed: dict[str, list[SmLease]] = {uuid: [] for uuid in self._gpus}
         self._leases: dict[int, SmLease] = {}
         self._owned: dict[str, set[int]] = {}
-        self._next_id = 1
+        self._next_id = first_id
 
     def lease(self, gpu: str, owner: str, asked_sms: int) -> SmLease:
         """Lease at least so many SMs of a GPU.
 
         Raises:
-            NoFreeSms: they are not free.
+            NoFreeSms: they are not free in one piece.
             KeyError: there is no such GPU here.
             ValueError: the GPU has fewer.
         """
-        slots, sms = self._fit(gpu, asked_sms, self._free[gpu])
-        lease = SmLease(self._next_id, gpu, owner, slots, sms)
+        units = self._fit(gpu, owner, asked_sms, self._placed[gpu])
+        lease = self._made(self._next_id, gpu, owner, units)
         self._next_id += 1
         self._put(lease)
         return lease
 
+    def restore(self, lease: SmLease) -> None:
+        """Take in a lease that an earlier ledger gave, since its owner has its contexts still.
+
+        Raises:
+            NoFreeSms: somebody has been given units of it since: the owner has to lease anew.
+            KeyError: there is no such GPU here.
+            ValueError: the GPU has not these units, or the id is another's.
+        """
+        split = self._gpus[lease.gpu].split
+        if not 0 <= lease.units.start <= lease.units.stop <= split.units:
+            raise ValueError(f"{lease.gpu} has {split.units} units, and not {_shown(lease.units)}")
+        known = self._leases.get(lease.id)
+        if known == lease:
+            return
+        if known is not None:
+            raise ValueError(f"lease {lease.id} is another one")
+        for other in self._placed[lease.gpu]:
+            if _meet(other.units, lease.units):
+                raise NoFreeSms(
+                    f"{lease.gpu}: units {_shown(lease.units)} are not free, since {other.owner} "
+                    f"has {_shown(other.units)}"
+                )
+        self._next_id = max(self._next_id, lease.id + 1)
+        self._put(self._made(lease.id, lease.gpu, lease.owner, lease.units))
+
     def rebind(self, lease_id: int, asked_sms: int) -> SmLease:
         """Change a lease to the smallest slot with at least so many SMs; it keeps its id.
 
+        It keeps its units, or grows from them, where there is room.
+
         Raises:
-            NoFreeSms: they are not free; the lease stays as it was.
+            NoFreeSms: they are not free in one piece; the lease stays as it was.
             UnknownSmLease: it is gone.
         """
         old = self.get(lease_id)
-        free = self._free[old.gpu]
-        slots, sms = self._fit(
-            old.gpu, asked_sms, _Free(free.slots + old.slots, free.sms + old.sms)
-        )
+        others = [lease for lease in self._placed[old.gpu] if lease.id != lease_id]
+        units = self._fit(old.gpu, old.owner, asked_sms, others, old.units)
         self._take(old)
-        lease = SmLease(old.id, old.gpu, old.owner, slots, sms)
+        lease = self._made(old.id, old.gpu, old.owner, units)
         self._put(lease)
         return lease
 
     def split(self, decode_id: int, prefill_id: int, asked_sms: int) -> tuple[SmLease, SmLease]:
-        """Move the border between two leases of one GPU (AgentServe's rebinding).
+        """Move the border between two neighbouring leases of one GPU (AgentServe's rebinding).
 
         Decoding gets the smallest slot with at least so many SMs of what the two have together,
-        prefill the rest of it, which may be none.
+        prefill the rest of it, which may be none. Decoding keeps its end.
 
         Raises:
             NoFreeSms: they have not so many together; both stay as they were.
             UnknownSmLease: one is gone.
-            ValueError: they are not two leases of one GPU.
+            ValueError: they are not two leases of one GPU, or something lies between them.
         """
         decode, prefill = self.get(decode_id), self.get(prefill_id)
         if decode.gpu != prefill.gpu or decode_id == prefill_id:
             raise ValueError("a border is between two leases of one GPU")
-        both = _Free(decode.slots + prefill.slots, decode.sms + prefill.sms)
-        slots, sms = self._fit(decode.gpu, asked_sms, both)
+        both = _joined(decode.units, prefill.units)
+        gpu = self._gpus[decode.gpu]
+        wanted, have = gpu.smallest(asked_sms), gpu.split.sms_of(both)
+        if have < asked_sms:
+            raise NoFreeSms(f"{decode.gpu}: asked for {asked_sms} SMs, {have} are the two's")
+        if decode.units.start <= prefill.units.start or not prefill.units:
+            mine = gpu.split.lowest(both, gpu.sizes[wanted])
+            rest = range(mine.stop, both.stop)
+        else:
+            mine = gpu.split.highest(both, gpu.sizes[wanted])
+            rest = range(both.start, mine.start)
         self._take(decode)
         self._take(prefill)
-        decode = SmLease(decode.id, decode.gpu, decode.owner, slots, sms)
-        prefill = SmLease(
-            prefill.id, prefill.gpu, prefill.owner, both.slots - slots, both.sms - sms
-        )
+        decode = self._made(decode.id, decode.gpu, decode.owner, mine)
+        prefill = self._made(prefill.id, prefill.gpu, prefill.owner, rest)
         self._put(decode)
         self._put(prefill)
         return decode, prefill
@@ -233,37 +199,90 @@ class SmSlotLedger:
         """All leases, the oldest first."""
         return sorted(self._leases.values(), key=lambda lease: lease.id)
 
-    def free(self, gpu: str) -> tuple[int, int]:
-        """Slots and SMs of a GPU that nobody has."""
-        left = self._free[gpu]
-        return left.slots, left.sms
+    def free(self, gpu: str) -> list[range]:
+        """Units of a GPU that nobody has, in runs, from the lowest on."""
+        return list(self._runs(gpu, self._placed[gpu]))
 
-    def _fit(self, gpu: str, asked_sms: int, free: _Free) -> tuple[int, int]:
+    def free_sms(self, gpu: str) -> int:
+        """SMs of a GPU that nobody has, in however many pieces."""
+        return sum(map(self._gpus[gpu].split.sms_of, self.free(gpu)))
+
+    def _runs(self, gpu: str, placed: Iterable[SmLease]) -> Iterator[range]:
+        start = 0
+        for lease in placed:
+            if lease.units.start > start:
+                yield range(start, lease.units.start)
+            start = lease.units.stop
+        if start < self._gpus[gpu].split.units:
+            yield range(start, self._gpus[gpu].split.units)
+
+    def _fit(
+        self, gpu: str, owner: str, asked_sms: int, others: list[SmLease], own: range = range(0)
+    ) -> range:
+        """Units for so many SMs that none of the others has; `own` are those that are kept."""
         slots = self._gpus[gpu]
-        wanted = slots.smallest(asked_sms)
-        if wanted < free.slots and slots.sizes[wanted] <= free.sms:
-            return wanted, slots.sizes[wanted]
-        if free.slots and free.sms >= max(asked_sms, slots.allowed.minimum):
-            return free.slots, free.sms
-        if wanted == SM_SLOTS == free.slots:  # A GPU of fewer SMs than the minimum, whole.
-            return SM_SLOTS, slots.sm_count
-        raise NoFreeSms(
-            f"{gpu}: asked for {asked_sms} SMs, {free.sms} of {slots.sm_count} are free"
-        )
+        split, size = slots.split, slots.sizes[slots.smallest(asked_sms)]
+        runs = list(self._runs(gpu, others))
+        around = next((run for run in runs if own and own.start in run), range(0))
+        enough = [run for run in runs if split.sms_of(run) >= size]
+        if not enough:
+            largest = max(runs, key=split.sms_of, default=range(0))
+            for run in (around, largest):
+                if split.sms_of(run) >= asked_sms:
+                    return run
+            free_sms = sum(map(split.sms_of, runs))
+            raise NoFreeSms(
+                f"{gpu}: asked for {asked_sms} SMs, {free_sms} of {slots.sm_count} are free, "
+                f"{split.sms_of(largest)} in one piece"
+            )
+        if around in enough:
+            from_here = split.lowest(range(own.start, around.stop), size)
+            return from_here if split.sms_of(from_here) >= size else split.highest(around, size)
+        beside = [one.units for one in others if one.owner == owner]
+        ends = {end for units in beside for end in (units.start, units.stop)}
+        for run in enough:
+            if run.start in ends:
+                return split.lowest(run, size)
+            if run.stop in ends:
+                return split.highest(run, size)
+        return split.lowest(min(enough, key=len), size)
+
+    def _made(self, lease_id: int, gpu: str, owner: str, units: range) -> SmLease:
+        slots = self._gpus[gpu]
+        sms = slots.split.sms_of(units)
+        return SmLease(lease_id, gpu, owner, units, slots.within(sms), sms)
 
     def _put(self, lease: SmLease) -> None:
-        free = self._free[lease.gpu]
-        free.slots -= lease.slots
-        free.sms -= lease.sms
+        if lease.units:
+            bisect.insort(self._placed[lease.gpu], lease, key=lambda one: one.units.start)
         self._leases[lease.id] = lease
         self._owned.setdefault(lease.owner, set()).add(lease.id)
 
     def _take(self, lease: SmLease) -> None:
-        free = self._free[lease.gpu]
-        free.slots += lease.slots
-        free.sms += lease.sms
+        if lease.units:
+            self._placed[lease.gpu].remove(lease)
         del self._leases[lease.id]
         owned = self._owned[lease.owner]
         owned.discard(lease.id)
         if not owned:
             del self._owned[lease.owner]
+
+
+def _meet(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
+def _joined(one: range, other: range) -> range:
+    """Both, where one begins where the other ends, or is empty."""
+    if not one or not other:
+        return one or other
+    low, high = sorted((one, other), key=lambda units: units.start)
+    if low.stop != high.start:
+        raise ValueError(
+            f"a border is between neighbours: units {_shown(low)} and {_shown(high)} are none"
+        )
+    return range(low.start, high.stop)
+
+
+def _shown(units: range) -> str:
+    return f"{units.start} to {units.stop - 1}" if units else "none"

@@ -2,8 +2,9 @@
 
 One GPU of 132 SMs (steps of 8), four owners that come and go at random. An operation is a lease,
 a rebinding, a move of the border between two leases, or a release; one that is refused for want
-of room counts, since a caller waits for that as well. Seconds are of CPU time, which other work on
-the machine does not lengthen. No Ray: a call to the node's actor costs more.
+of room, or since two leases are no neighbours, counts: a caller waits for that as well. Seconds are
+of CPU time, which other work on the machine does not lengthen. No Ray: a call to the node's actor
+costs more.
 """
 
 import argparse
@@ -15,7 +16,8 @@ from rich.progress import track
 from rich.table import Table
 
 from conserve.console import new_console
-from hetero.sm_slots import NoFreeSms, SmSlotLedger, SmSlots, sm_granularity
+from hetero.sm_slots import NoFreeSms, SmSlotLedger
+from hetero.sm_units import SmSlots, sm_granularity
 
 TARGET_PER_S = 100_000
 
@@ -42,10 +44,10 @@ def run(operations: int, rng: random.Random) -> tuple[float, float]:
                 ledger.split(live[0], live[-1], asked)
             else:
                 ledger.release(live.pop(asked % len(live)))
-        except NoFreeSms:
+        except (NoFreeSms, ValueError):
             refused += 1
     spent_s = time.process_time() - started_s
-    if sum(lease.sms for lease in ledger.leases()) + ledger.free(_GPU)[1] != gpu.sm_count:
+    if sum(lease.sms for lease in ledger.leases()) + ledger.free_sms(_GPU) != gpu.sm_count:
         raise RuntimeError("the ledger lost count; this measurement means nothing")
     return operations / spent_s, refused / operations
 

@@ -4,6 +4,21 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class TorchFacts:
+    """What PyTorch says, imported in a process of its own.
+
+    Attributes:
+        problem: why it cannot be imported; empty if it can.
+        cuda: the CUDA that it is built for, as major and minor number; None: for none.
+        cuda_ops: why LMCache's CUDA operations cannot be imported beside it; empty if they can.
+    """
+
+    problem: str = ""
+    cuda: tuple[int, int] | None = None
+    cuda_ops: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SoftwareFacts:
     """Python and the packages that have to fit together.
 
@@ -12,12 +27,14 @@ class SoftwareFacts:
         packages: versions by distribution name; what is not installed is absent.
         requires: what each of these distributions says it needs.
         string_hash: hash of a fixed string, in a process with the engines' hash seed.
+        torch: None where it was not asked: it is not installed, or there is no GPU.
     """
 
     python: str
     packages: dict[str, str]
     requires: dict[str, tuple[str, ...]]
     string_hash: int
+    torch: TorchFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +112,43 @@ class EnvironmentFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class HolderFacts:
+    """A process that has memory of a GPU.
+
+    Attributes:
+        pid: its id outside of containers.
+        name: empty where it is not visible from here.
+        memory_bytes: None where the driver does not say.
+        owner: whose it is, as in `ListenerFacts`; empty: nobody's here.
+    """
+
+    pid: int
+    name: str = ""
+    memory_bytes: int | None = None
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """A GPU, or a MIG device.
+
+    Attributes:
+        label: ``GPU 0``, as NVML numbers them; ``MIG device 1 of GPU 0``.
+        holders: who has memory of it, as far as the driver says; of MIG devices, not of their GPU.
+        mig: whether it is in MIG mode, and so of use by its MIG devices alone.
+        parts: those.
+    """
+
+    label: str
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    holders: tuple[HolderFacts, ...] = ()
+    mig: bool = False
+    parts: tuple["CardFacts", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GpuFacts:
     """What NVML says.
 
@@ -103,7 +157,7 @@ class GpuFacts:
         problem: why NVML cannot be used; empty if it can.
         driver: its version.
         cuda: the newest CUDA that the driver runs.
-        names: GPUs that answer.
+        cards: GPUs that answer.
         lost: indices of GPUs that do not.
         may_cap_power: whether this process may change power limits.
     """
@@ -112,7 +166,7 @@ class GpuFacts:
     problem: str = ""
     driver: str = ""
     cuda: tuple[int, int] = (0, 0)
-    names: tuple[str, ...] = ()
+    cards: tuple[CardFacts, ...] = ()
     lost: tuple[int, ...] = ()
     may_cap_power: bool = False
 

@@ -1,8 +1,14 @@
-"""GPUs: driver, NVML, and what may be done with them."""
+"""GPUs: driver, NVML, who has their memory, and what may be done with them."""
 
 from conserve.settings import Settings
-from conserve_cli.doctor.facts import GpuFacts
-from conserve_cli.doctor.findings import Finding
+from conserve_cli.doctor.facts import CardFacts, GpuFacts, HolderFacts
+from conserve_cli.doctor.findings import Finding, gibibytes
+
+# vLLM takes this share of a GPU's memory where nobody says otherwise, and does not start where it
+# is not free (`gpu_memory_utilization` in vllm/config/cache.py).
+_ENGINES_SHARE = 0.92
+# With less, there is no room for an engine of whatever share.
+_LEAST_SHARE = 0.1
 
 
 def check_gpus(
@@ -27,7 +33,8 @@ def check_gpus(
         return [Finding("ok", "GPU", "none; engines run on the CPU")]
     if facts.problem:
         return [Finding("wrong", "GPU", "NVML cannot be used", facts.problem)]
-    named = ", ".join(f"{facts.names.count(name)} x {name}" for name in dict.fromkeys(facts.names))
+    names = [card.name for card in facts.cards]
+    named = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     runs = f"driver {facts.driver}, CUDA up to {facts.cuda[0]}.{facts.cuda[1]}"
     findings = [Finding("ok", "GPU", f"{named or 'none answers'}; {runs}")]
     findings += [
@@ -37,6 +44,10 @@ def check_gpus(
         )
         for index in facts.lost
     ]  # fmt: skip
+    if has_engines and settings.device != "cpu":
+        for card in facts.cards:
+            findings += _mig(card) if card.mig else []
+            findings += [one for part in card.parts or (card,) for one in _memory(part)]
     if caps_power and not facts.may_cap_power:
         findings.append(
             Finding(
@@ -45,3 +56,59 @@ def check_gpus(
             )
         )  # fmt: skip
     return findings
+
+
+def _mig(card: CardFacts) -> list[Finding]:
+    number = card.label.split()[-1]
+    leave = f"leave the mode (nvidia-smi -i {number} -mig 0)"
+    if not card.parts:
+        return [
+            Finding(
+                "wrong", "MIG", f"{card.label} is in MIG mode and has no MIG device: no engine can "
+                "use it", f"make one (nvidia-smi mig -i {number} -cgi ... -C), or {leave}",
+            )
+        ]  # fmt: skip
+    if len(card.parts) == 1:
+        size = gibibytes(card.parts[0].memory_bytes)
+        return [Finding("ok", "MIG", f"{card.label} is in MIG mode, with one device of {size}")]
+    sizes = ", ".join(gibibytes(part.memory_bytes) for part in card.parts)
+    return [
+        Finding(
+            "warning", "MIG",
+            f"{card.label} is in MIG mode, with {len(card.parts)} devices ({sizes}): CUDA shows a "
+            "process one of them, so LMCache's server reaches no engine on another",
+            "have all engines on one, by CUDA_VISIBLE_DEVICES=MIG-... before Ray starts; or "
+            + leave,
+        )
+    ]  # fmt: skip
+
+
+def _memory(card: CardFacts) -> list[Finding]:
+    if card.mig or card.free_bytes >= _ENGINES_SHARE * card.memory_bytes:
+        return []
+    free = f"{gibibytes(card.free_bytes)} of {gibibytes(card.memory_bytes)}"
+    held = ", ".join(_held(one) for one in card.holders)
+    seen = f"{card.label} has {free} free; {held or 'who has the rest cannot be seen from here'}"
+    if card.holders and all(one.owner for one in card.holders):
+        return [
+            Finding(
+                "note", "GPU memory", seen,
+                "nothing, if that is the application; else end it before another starts",
+            )
+        ]  # fmt: skip
+    full = card.free_bytes < _LEAST_SHARE * card.memory_bytes
+    return [
+        Finding(
+            "wrong" if full else "warning", "GPU memory",
+            f"{seen}; " + ("no engine starts there" if full else "an engine of vLLM's usual share "
+            f"of {_ENGINES_SHARE:.0%} does not start there"),
+            "end what has it" + (" (nvidia-smi lists it)" if not held else "")
+            + ", or keep engines off that GPU by CUDA_VISIBLE_DEVICES"
+            + ("" if full else ", or set a smaller engine.gpu_memory_utilization"),
+        )
+    ]  # fmt: skip
+
+
+def _held(one: HolderFacts) -> str:
+    has = "some" if one.memory_bytes is None else gibibytes(one.memory_bytes)
+    return f"{one.name or 'a process not visible from here'} (pid {one.pid}) has {has}"

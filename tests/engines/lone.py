@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -13,13 +14,15 @@ from tests.engines.applications import START_S
 LONE_PORT = 8190
 
 
-def lone_engine(log: Path, model: str = EMBEDDED_MODEL) -> Launch:
+def lone_engine(log: Path, model: str = EMBEDDED_MODEL, gpu: bool = False) -> Launch:
     """vLLM's own server on the same model, without ConServe: what outputs are compared with."""
-    arguments = {"dtype": "float32", "enforce_eager": True}
+    arguments: dict[str, Any] = {"enforce_eager": True}
+    if not gpu:
+        arguments["dtype"] = "float32"
     if model == EMBEDDED_MODEL:
         arguments["max_model_len"] = 16384
     command = server_command(model_source(model), "conserve-embedded", LONE_PORT, arguments)
-    environment = engine_environment(model, gpu=False)
+    environment = engine_environment(model, gpu)
     launch = Launch([], log, environment, command)
     launch.__enter__()
     return launch

@@ -24,7 +24,7 @@ class Stage:
         if self._application != application:
             self.clear()
             require_free(URL)
-            model = self._model_of(application)
+            model = self.model_of(application)
             launch = self._launch_of(application, model)
             launch.__enter__()
             self._launch = launch
@@ -34,7 +34,8 @@ class Stage:
         self.wait_until_whole()
         return URL
 
-    def _model_of(self, application: Application) -> str:
+    def model_of(self, application: Application) -> str:
+        """The model that it serves, made now if it has to be."""
         if application.make_model is None:
             return EMBEDDED_MODEL
         folder = self._logs / f"{application.name}-model"

@@ -33,11 +33,12 @@ typedef struct {
     int64_t memory_bytes, used_bytes, cores, major, minor, utilisation, temperature;
     int64_t mig_enabled, mig_devices, mig_sms;
     int64_t lost, denied, unsupported, set_calls, fail_set;
-    int64_t processes, pids[PROCESSES];
+    int64_t processes, pids[PROCESSES], process_bytes[PROCESSES];
 } gpu_t;
 
 typedef struct {
-    int64_t count, real_time, now_us, init_error;
+    int64_t count, real_time, now_us, init_error, cuda;
+    char driver[32];
     gpu_t gpus[GPUS];
 } state_t;
 
@@ -106,12 +107,18 @@ const char *nvmlErrorString(int code) {
 }
 
 int nvmlSystemGetDriverVersion(char *text, unsigned length) {
-    return snprintf(text, length, "550.54.15") < (int)length ? OK : TOO_SMALL;
+    if (!state) return UNINITIALIZED;
+    return snprintf(text, length, "%s", state->driver) < (int)length ? OK : TOO_SMALL;
 }
 int nvmlSystemGetNVMLVersion(char *text, unsigned length) {
-    return snprintf(text, length, "12.550.54.15") < (int)length ? OK : TOO_SMALL;
+    if (!state) return UNINITIALIZED;
+    return snprintf(text, length, "12.%s", state->driver) < (int)length ? OK : TOO_SMALL;
 }
-int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12040; return OK; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    if (!state) return UNINITIALIZED;
+    *version = (int)state->cuda;
+    return OK;
+}
 int nvmlDeviceGetCount_v2(unsigned *count) {
     if (!state) return UNINITIALIZED;
     *count = (unsigned)state->count;
@@ -259,7 +266,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(device_t device, unsigned *count, pr
     if (room < *count) return unlock(TOO_SMALL);
     for (unsigned index = 0; index < *count; index++) {
         list[index].pid = (unsigned)gpu->pids[index];
-        list[index].memory = 1ULL << 30;
+        list[index].memory = (unsigned long long)gpu->process_bytes[index];
         list[index].gpu_instance = list[index].compute_instance = 0xFFFFFFFFu;
     }
     return unlock(OK);

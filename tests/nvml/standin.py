@@ -34,6 +34,7 @@ class StandInGpu(ctypes.Structure):
         ("uuid", ctypes.c_char * 96),
         *((name, ctypes.c_int64) for name in _INTEGERS),
         ("pids", ctypes.c_int64 * 8),
+        ("process_bytes", ctypes.c_int64 * 8),
     )
 
     @property
@@ -44,11 +45,21 @@ class StandInGpu(ctypes.Structure):
     def draw_mw(self) -> int:
         return int(min(self.load_mw, self.limit_mw))
 
-    def run(self, *pids: int) -> None:
-        """Have these processes on it."""
+    def run(self, *pids: int, memory_bytes: int = 1 << 30) -> None:
+        """Have these processes on it, each with so much memory; `used_bytes` is not changed."""
         for place, pid in enumerate(pids):
             self.pids[place] = pid
+            self.process_bytes[place] = memory_bytes
         self.processes = len(pids)
+
+    def be_an_h100(self) -> None:
+        """132 SMs of compute capability 9.0, 80 GiB, and MIG, which is off."""
+        self.name = b"NVIDIA H100 80GB HBM3"
+        self.memory_bytes = 80 << 30
+        self.cores, self.major, self.minor = 132 * 128, 9, 0
+        self.limit_mw = self.default_mw = self.max_mw = 700_000
+        self.min_mw = 200_000
+        self.unsupported = 0
 
 
 class _State(ctypes.Structure):
@@ -57,6 +68,8 @@ class _State(ctypes.Structure):
         ("real_time", ctypes.c_int64),
         ("now_us", ctypes.c_int64),
         ("init_error", ctypes.c_int64),
+        ("cuda", ctypes.c_int64),
+        ("driver", ctypes.c_char * 32),
         ("gpus", StandInGpu * 8),
     )
 
@@ -81,6 +94,7 @@ class Machine:
         if fresh:
             self._state.count = gpus
             self._state.real_time = int(real_time)
+            self.have_driver("550.54.15", (12, 4))
             for index in range(gpus):
                 self._make(self._state.gpus[index], index)
 
@@ -98,6 +112,15 @@ class Machine:
     @property
     def gpus(self) -> list[StandInGpu]:
         return [self._state.gpus[index] for index in range(self._state.count)]
+
+    def keep_gpus(self, count: int) -> None:
+        """Have the first so many alone."""
+        self._state.count = count
+
+    def have_driver(self, version: str, cuda: tuple[int, int]) -> None:
+        """Which driver there is, and the newest CUDA that it runs."""
+        self._state.driver = version.encode()
+        self._state.cuda = cuda[0] * 1000 + cuda[1] * 10
 
     def advance(self, seconds: float) -> None:
         """Move time, with the loads as they are; counters follow."""

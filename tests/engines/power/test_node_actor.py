@@ -47,7 +47,7 @@ while True:
         actor = client._actor
         if energy and leased is None:
             lease = ray.get(actor.lease_sm_slots.remote(gpu, "decoder", 50), timeout=30)
-            leased = [lease.slots, lease.sms]
+            leased = [lease.slots, lease.sms, *lease.units[:1]]
             try:
                 ray.get(actor.lease_sm_slots.remote(gpu, "prefiller", 50), timeout=30)
             except NoFreeSms:
@@ -126,8 +126,8 @@ def test_caps_energy_and_slots_live_and_die_with_the_actor(
     assert limits(machine) == [200, 300]
     assert records(folder)[0].previous_w == 300
     assert found["gpus"]["caps_w"] == {first.id: 200}
-    # Six tenths of 84 SMs, rounded to pairs; nobody gets what it has; then one tenth.
-    assert found["leased"] == [6, 52, "no room", 10]
+    # Six tenths of 84 SMs, in fours, from the first on; nobody gets what it has; then one tenth.
+    assert found["leased"] == [6, 52, 0, "no room", 12]
     # Killed, the actor leaves no cap behind; Ray starts it again, and beats bring the cap back.
     set_calls, killed = first.set_calls, found["agent_pid"]
     os.kill(killed, signal.SIGKILL)

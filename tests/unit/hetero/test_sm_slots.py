@@ -1,82 +1,18 @@
-"""SM slots: their arithmetic, and a ledger that never leases what it has not."""
+"""A ledger of SMs that never leases a unit twice."""
+
+from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hetero.sm_slots import (
-    SM_SLOTS,
-    NoFreeSms,
-    SmGranularity,
-    SmSlotLedger,
-    SmSlots,
-    UnknownSmLease,
-    sm_granularity,
-)
-
-# A busy machine is no failure.
-without_deadline = settings(deadline=None)
-
-CAPABILITIES = st.sampled_from([(6, 1), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
-GPUS = st.builds(
-    lambda sms, capability: SmSlots(sms, sm_granularity(capability)),
-    st.integers(1, 200),
-    CAPABILITIES,
-)
+from hetero.sm_slots import NoFreeSms, SmLease, SmSlotLedger, UnknownSmLease
+from hetero.sm_units import SM_SLOTS, SmGranularity, SmSlots, sm_granularity
 
 
-@without_deadline
-@given(GPUS)
-def test_a_slot_and_its_complement_are_all_sms(gpu: SmSlots) -> None:
-    for slot in range(SM_SLOTS + 1):
-        assert gpu.sizes[slot] + gpu.complement(slot) == gpu.sm_count
-    assert (gpu.sizes[0], gpu.sizes[SM_SLOTS]) == (0, gpu.sm_count)
-
-
-@without_deadline
-@given(GPUS)
-def test_a_slot_has_at_least_its_tenths_in_sizes_that_are_allowed(gpu: SmSlots) -> None:
-    for slot in range(1, SM_SLOTS):
-        size = gpu.sizes[slot]
-        assert size * SM_SLOTS >= gpu.sm_count * slot
-        if size < gpu.sm_count:
-            assert size % gpu.allowed.multiple == 0
-            assert size >= gpu.allowed.minimum
-            # Rounded up no further than it must be.
-            assert (
-                size - gpu.allowed.multiple
-            ) * SM_SLOTS < gpu.sm_count * slot or size - gpu.allowed.multiple < gpu.allowed.minimum
-    assert list(gpu.sizes) == sorted(gpu.sizes)
-
-
-@without_deadline
-@given(GPUS, st.data())
-def test_the_smallest_slot_that_is_enough(gpu: SmSlots, data: st.DataObject) -> None:
-    asked = data.draw(st.integers(1, gpu.sm_count))
-    more = data.draw(st.integers(asked, gpu.sm_count))
-    slot = gpu.smallest(asked)
-    assert gpu.sizes[slot] >= asked > gpu.sizes[slot - 1]
-    assert gpu.sizes[gpu.smallest(more)] >= gpu.sizes[slot]
-
-
-def test_the_papers_example() -> None:
-    """AgentServe §III-C: a target of 37 % selects the 40 % context. On its GPUs: 64, 128 SMs."""
-    for sms, capability in ((64, (8, 6)), (128, (12, 0))):
-        gpu = SmSlots(sms, sm_granularity(capability))
-        assert gpu.smallest(gpu.sms(0.37)) == 4
-
-
-def test_sizes_of_an_h100() -> None:
-    gpu = SmSlots(132, sm_granularity((9, 0)))
-    assert gpu.sizes == (0, 16, 32, 40, 56, 72, 80, 96, 112, 120, 132)
-
-
-def test_shares_are_rounded_up() -> None:
-    gpu = SmSlots(10, SmGranularity(1, 1))
-    assert [gpu.sms(share) for share in (0, 0.05, 0.3, 0.31, 1)] == [1, 1, 3, 4, 10]
-    with pytest.raises(ValueError, match="not between"):
-        gpu.sms(1.1)
+def h100() -> SmSlots:
+    return SmSlots(132, sm_granularity((9, 0)))
 
 
 @pytest.mark.parametrize("asked", [0, 85])
@@ -86,45 +22,114 @@ def test_what_no_gpu_has_is_refused(asked: int) -> None:
         SmSlotLedger({"a": gpu}).lease("a", "x", asked)
 
 
+def test_two_engines_that_ask_for_the_same_get_different_sms() -> None:
+    ledger = SmSlotLedger({"a": h100()})
+    one, other = ledger.lease("a", "one", 16), ledger.lease("a", "other", 16)
+    assert (one.sms, other.sms) == (16, 16)
+    assert (one.units, other.units) == (range(2), range(2, 4))
+
+
 def test_ten_tenths_are_all_sms_whatever_the_rounding() -> None:
-    ledger = SmSlotLedger({"h100": SmSlots(132, sm_granularity((9, 0)))})
-    sizes = [ledger.lease("h100", "x", asked).sms for asked in (40, 40, 52)]
-    assert sizes == [40, 40, 52]  # The last is what is left: no multiple of 8.
-    assert ledger.free("h100") == (0, 0)
+    ledger = SmSlotLedger({"h100": h100()})
+    leases = [ledger.lease("h100", "x", asked) for asked in (40, 40, 52)]
+    assert [lease.sms for lease in leases] == [40, 40, 52]  # The last is what is left: no slot.
+    assert [lease.slots for lease in leases] == [3, 3, 3]
+    assert ledger.free("h100") == []
     with pytest.raises(NoFreeSms, match="0 of 132"):
         ledger.lease("h100", "y", 1)
+
+
+def test_what_is_freed_can_be_leased_again() -> None:
+    ledger = SmSlotLedger({"a": h100()})
+    leases = [ledger.lease("a", str(number), 16) for number in range(8)]
+    assert ledger.free("a") == []
+    ledger.release(leases[3].id)
+    assert ledger.lease("a", "new", 16).units == leases[3].units
+    for lease in ledger.leases():
+        ledger.release(lease.id)
+    assert ledger.lease("a", "whole", 132).units == range(16)
+
+
+def test_pieces_are_not_put_together_and_large_ones_are_spared() -> None:
+    ledger = SmSlotLedger({"a": h100()})
+    leases = [ledger.lease("a", str(number), 16) for number in range(8)]
+    for number in (1, 3, 4):
+        ledger.release(leases[number].id)
+    assert ledger.free("a") == [range(2, 4), range(6, 10)]
+    with pytest.raises(NoFreeSms, match="48 of 132 are free, 32 in one piece"):
+        ledger.lease("a", "large", 40)
+    # Into the small gap, although the large one is enough as well; then the large one is whole yet.
+    assert ledger.lease("a", "small", 10).units == range(2, 4)
+    assert ledger.lease("a", "larger", 30).units == range(6, 10)
+
+
+def test_an_owners_leases_lie_beside_each_other_if_there_is_room() -> None:
+    ledger = SmSlotLedger({"a": h100()})
+    gap = ledger.lease("a", "gone", 16)
+    mine = ledger.lease("a", "me", 16)
+    ledger.release(gap.id)
+    assert ledger.lease("a", "me", 32).units == range(4, 8)  # There is no room for it below.
+    assert ledger.lease("a", "me", 8).units == range(2)
+    assert mine.units == range(2, 4)
 
 
 def test_rebinding_keeps_the_lease_and_refuses_what_others_have() -> None:
     ledger = SmSlotLedger({"a": SmSlots(100, SmGranularity(2, 2))})
     mine, other = ledger.lease("a", "me", 40), ledger.lease("a", "other", 30)
-    assert ledger.rebind(mine.id, 61).sms == 70
-    assert ledger.rebind(mine.id, 11).sms == 20
+    assert ledger.rebind(mine.id, 21).units == range(15)
     with pytest.raises(NoFreeSms):
-        ledger.rebind(mine.id, 71)
-    assert ledger.get(mine.id).sms == 20
+        ledger.rebind(mine.id, 41)
+    assert ledger.get(mine.id).sms == 30
     assert ledger.get(other.id) == other
-    assert ledger.free("a") == (5, 50)
+    # Where the other has gone it grows from where it is.
+    ledger.release(other.id)
+    assert ledger.rebind(mine.id, 61).units == range(35)
+    assert ledger.rebind(mine.id, 11).units == range(10)
+    assert ledger.free_sms("a") == 80
+
+
+def test_rebinding_moves_where_it_has_no_room_to_grow() -> None:
+    ledger = SmSlotLedger({"a": h100()})
+    mine = ledger.lease("a", "me", 16)
+    ledger.lease("a", "other", 16)
+    assert ledger.rebind(mine.id, 32).units == range(4, 8)
+    # At the upper end it grows downwards.
+    assert ledger.rebind(mine.id, 90).units == range(4, 16)
+    assert ledger.rebind(mine.id, 16).units == range(4, 6)
 
 
 def test_the_border_between_decoding_and_prefill_moves() -> None:
     """What one gives the other gets, and a third's lease is not touched."""
     ledger = SmSlotLedger({"a": SmSlots(64, sm_granularity((8, 6)))})
-    decode, prefill = ledger.lease("a", "engine", 26), ledger.lease("a", "engine", 26)
+    decode, prefill = ledger.lease("a", "engine", 26), ledger.lease("a", "engine", 20)
     third = ledger.lease("a", "third", 6)
     together = decode.sms + prefill.sms
     for asked in (1, 7, 24, 26, 40, together):
         decode, prefill = ledger.split(decode.id, prefill.id, asked)
         assert decode.sms >= asked
         assert decode.sms + prefill.sms == together
+        assert decode.units.start == 0
+        assert prefill.units.start == decode.units.stop
         assert ledger.get(third.id) == third
-    assert (prefill.slots, prefill.sms) == (0, 0)
+    assert (len(prefill.units), prefill.slots, prefill.sms) == (0, 0, 0)
     decode, prefill = ledger.split(decode.id, prefill.id, 8)
     assert prefill.sms == together - 8
     with pytest.raises(NoFreeSms):
         ledger.split(decode.id, prefill.id, together + 1)
     with pytest.raises(ValueError, match="two leases"):
         ledger.split(decode.id, decode.id, 8)
+    # The other way round, decoding keeps the upper end.
+    prefill, decode = ledger.split(prefill.id, decode.id, 20)
+    assert decode.units.stop < prefill.units.stop
+
+
+def test_a_border_is_between_neighbours() -> None:
+    ledger = SmSlotLedger({"a": h100()})
+    decode, between = ledger.lease("a", "engine", 16), ledger.lease("a", "other", 16)
+    prefill = ledger.lease("a", "engine", 16)
+    with pytest.raises(ValueError, match="units 0 to 1 and 4 to 5 are none"):
+        ledger.split(decode.id, prefill.id, 8)
+    assert ledger.leases() == [decode, between, prefill]
 
 
 def test_an_owner_that_died_holds_nothing() -> None:
@@ -137,7 +142,45 @@ def test_an_owner_that_died_holds_nothing() -> None:
         ledger.release(first.id)
     assert ledger.release_owner("dead") == []
     assert ledger.release_owner("alive") == [kept]
-    assert ledger.free("a") == (SM_SLOTS, 84)
+    assert ledger.free_sms("a") == 84
+
+
+def test_a_new_ledger_takes_in_what_an_earlier_one_has_leased() -> None:
+    earlier = SmSlotLedger({"a": h100()})
+    gone, kept = earlier.lease("a", "gone", 40), earlier.lease("a", "kept", 40)
+    squeezed = earlier.split(kept.id, earlier.lease("a", "kept", 8).id, 50)[1]
+    kept = earlier.get(kept.id)
+    ledger = SmSlotLedger({"a": h100()}, first_id=100)
+    ledger.restore(kept)
+    ledger.restore(kept)  # Said twice, once meant.
+    ledger.restore(squeezed)
+    assert ledger.leases() == [kept, squeezed]
+    # Nobody is given what was taken in, and whoever comes too late has to lease anew.
+    new = ledger.lease("a", "new", 40)
+    assert (new.id, new.units) == (100, range(5))
+    with pytest.raises(NoFreeSms, match="units 0 to 4 are not free, since new has 0 to 4"):
+        ledger.restore(gone)
+    assert ledger.leases() == [kept, squeezed, new]
+    with pytest.raises(UnknownSmLease):
+        ledger.rebind(gone.id, 8)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda lease: SmLease(7, "a", "x", range(14, 17), 2, 24), ValueError),
+        (lambda lease: SmLease(7, "b", "x", range(2), 1, 16), KeyError),
+        (lambda lease: SmLease(lease.id, "a", "x", range(4, 6), 1, 16), ValueError),
+    ],
+)
+def test_a_lease_that_no_ledger_gave_is_not_taken_in(
+    spoil: Callable[[SmLease], SmLease], error: type[Exception]
+) -> None:
+    ledger = SmSlotLedger({"a": h100()})
+    lease = ledger.lease("a", "x", 16)
+    with pytest.raises(error):
+        ledger.restore(spoil(lease))
+    assert ledger.leases() == [lease]
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -146,23 +189,29 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.gpus = {
-            "h100": SmSlots(132, sm_granularity((9, 0))),
+            "h100": h100(),
             "a40": SmSlots(84, sm_granularity((8, 6))),
             "small": SmSlots(10, sm_granularity((9, 0))),
         }
         self.ledger = SmSlotLedger(self.gpus)
+
+    def _largest_sms(self, gpu: str) -> int:
+        return max(map(self.gpus[gpu].split.sms_of, self.ledger.free(gpu)), default=0)
 
     @rule(
         gpu=st.sampled_from(["h100", "a40", "small"]), owner=st.sampled_from("abc"), data=st.data()
     )
     def lease(self, gpu: str, owner: str, data: st.DataObject) -> None:
         asked = data.draw(st.integers(1, self.gpus[gpu].sm_count))
-        slots, sms = self.ledger.free(gpu)
+        before, largest_sms = self.ledger.leases(), self._largest_sms(gpu)
         try:
-            assert self.ledger.lease(gpu, owner, asked).sms >= asked
+            lease = self.ledger.lease(gpu, owner, asked)
         except NoFreeSms:
-            assert sms < max(asked, self.gpus[gpu].allowed.minimum) or not slots
-            assert self.ledger.free(gpu) == (slots, sms)
+            assert largest_sms < asked
+            assert self.ledger.leases() == before
+        else:
+            assert asked <= lease.sms <= largest_sms
+            assert self.ledger.leases() == [*before, lease]
 
     @precondition(lambda self: self.ledger.leases())
     @rule(data=st.data())
@@ -172,6 +221,8 @@ class LedgerMachine(RuleBasedStateMachine):
         try:
             new = self.ledger.rebind(old.id, asked)
         except NoFreeSms:
+            assert self._largest_sms(old.gpu) < asked
+            assert old.sms < asked
             assert self.ledger.get(old.id) == old
         else:
             assert new.sms >= asked
@@ -188,12 +239,11 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         prefill = data.draw(st.sampled_from(beside))
         asked = data.draw(st.integers(1, self.gpus[decode.gpu].sm_count))
-        free = self.ledger.free(decode.gpu)
+        before, free = self.ledger.leases(), self.ledger.free(decode.gpu)
         try:
             new, rest = self.ledger.split(decode.id, prefill.id, asked)
-        except NoFreeSms:
-            assert self.ledger.get(decode.id) == decode
-            assert self.ledger.get(prefill.id) == prefill
+        except (NoFreeSms, ValueError):
+            assert self.ledger.leases() == before
         else:
             assert new.sms >= asked
             assert new.sms + rest.sms == decode.sms + prefill.sms
@@ -203,24 +253,36 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.ledger.leases()))
-        slots, sms = self.ledger.free(lease.gpu)
+        free_sms = self.ledger.free_sms(lease.gpu)
         self.ledger.release(lease.id)
-        assert self.ledger.free(lease.gpu) == (slots + lease.slots, sms + lease.sms)
+        assert self.ledger.free_sms(lease.gpu) == free_sms + lease.sms
 
     @rule(owner=st.sampled_from("abc"))
     def owner_dies(self, owner: str) -> None:
         self.ledger.release_owner(owner)
         assert all(lease.owner != owner for lease in self.ledger.leases())
 
+    @rule(data=st.data())
+    def its_actor_dies(self, data: st.DataObject) -> None:
+        """Its owners say what they have, in any order, and nothing is lost."""
+        before = self.ledger.leases()
+        self.ledger = SmSlotLedger(self.gpus, first_id=1000)
+        for lease in data.draw(st.permutations(before)):
+            self.ledger.restore(lease)
+        assert self.ledger.leases() == before
+
     @invariant()
-    def nothing_is_leased_twice(self) -> None:
+    def no_unit_is_leased_twice(self) -> None:
         for uuid, gpu in self.gpus.items():
             here = [lease for lease in self.ledger.leases() if lease.gpu == uuid]
-            slots, sms = self.ledger.free(uuid)
-            assert 0 <= slots == SM_SLOTS - sum(lease.slots for lease in here)
-            assert 0 <= sms == gpu.sm_count - sum(lease.sms for lease in here)
-            if slots == 0:
-                assert sms == 0
+            units = [unit for lease in here for unit in lease.units]
+            units += [unit for run in self.ledger.free(uuid) for unit in run]
+            assert sorted(units) == list(range(gpu.split.units))
+            assert sum(lease.sms for lease in here) + self.ledger.free_sms(uuid) == gpu.sm_count
+            for lease in here:
+                assert lease.sms == gpu.split.sms_of(lease.units)
+                assert gpu.sizes[lease.slots] <= lease.sms
+                assert lease.slots == SM_SLOTS or gpu.sizes[lease.slots + 1] > lease.sms
 
 
 TestLedger = LedgerMachine.TestCase

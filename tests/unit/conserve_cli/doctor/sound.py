@@ -4,13 +4,23 @@ import dataclasses
 from typing import Any
 
 from conserve.settings import Settings
-from conserve_cli.doctor.facts import GpuFacts, MachineFacts, NodeFacts, SoftwareFacts
+from conserve_cli.doctor.facts import (
+    CardFacts,
+    GpuFacts,
+    MachineFacts,
+    NodeFacts,
+    SoftwareFacts,
+    TorchFacts,
+)
 from conserve_cli.doctor.findings import Finding
 
 GIB = 2**30
 SETTINGS = Settings()
 NO_GPU = GpuFacts(devices=False)
-H100 = GpuFacts(True, "", "580.1", (13, 0), ("NVIDIA H100", "NVIDIA H100"), (), True)
+CARDS = tuple(
+    CardFacts(f"GPU {index}", "NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB) for index in range(2)
+)
+H100 = GpuFacts(True, "", "580.95.05", (13, 0), CARDS, (), True)
 MACHINE = MachineFacts(
     memory_total_bytes=64 * GIB,
     memory_available_bytes=60 * GIB,
@@ -38,6 +48,16 @@ CPU = SoftwareFacts(
         ),
     },
     string_hash=42,
+)
+CUDA = dataclasses.replace(
+    CPU,
+    packages={
+        **{name: CPU.packages[name] for name in ("conserve", "ray", "lmcache")},
+        "vllm": "0.29.0",
+        "torch": "2.13.0",
+    },
+    requires={"conserve": CPU.requires["conserve"], "vllm": ("torch==2.13.0",)},
+    torch=TorchFacts(cuda=(13, 0)),
 )
 NODE = NodeFacts(CPU, MACHINE, NO_GPU)
 HEAD = dataclasses.replace(NODE, name="10.0.0.1", resources={"CPU": 8.0, "node:10.0.0.1": 1.0})

