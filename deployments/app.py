@@ -183,12 +183,23 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
                 **engine_environment(settings.model, gpu),
                 # A domain that is allowed must not lead to one that is not.
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+                **(worker_share(own.num_gpus) if gpu else {}),
                 **own.env,
             }
         },
         # The connector's histograms and Ray's wrapper for them disagree on an argument's name.
         log_engine_metrics=False,
     )
+
+
+def worker_share(num_gpus: float) -> dict[str, str]:
+    """What of a GPU an engine's core is to ask Ray for, for each of its workers.
+
+    A whole one by default, which no bundle with less has to give, so that it would wait for ever.
+    Ray Serve LLM derives this variable from the bundles too, but for the tasks that it starts
+    itself: the core is the replica's child, and inherits the replica's environment.
+    """
+    return {"VLLM_RAY_PER_WORKER_GPUS": str(num_gpus)} if num_gpus < 1 else {}
 
 
 def _kv_role(role: Role, settings: Settings) -> str:
