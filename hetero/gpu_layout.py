@@ -109,7 +109,7 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
     Raises:
         SettingsError: engines of several workers cannot share GPUs.
     """
-    if settings.tiers or any("num_gpus" in own.model_fields_set for _, own in roles(settings)):
+    if laid_out_by_hand(settings):
         return settings
     cards = settings.gpus or gpus
     if not cards:
@@ -203,6 +203,13 @@ def roles(settings: Settings) -> list[tuple[str, RoleSettings]]:
     """The roles that have engines, by their settings' names."""
     found = [("prefillers", settings.prefillers)] if settings.prefiller_replicas else []
     return [*found, ("decoders", settings.decoders)]
+
+
+def laid_out_by_hand(settings: Settings) -> bool:
+    """Whether tiers or ``num_gpus`` say where engines go."""
+    return bool(settings.tiers) or any(
+        own.tier is not None or "num_gpus" in own.model_fields_set for _, own in roles(settings)
+    )
 
 
 def most_replicas(role: RoleSettings) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conserve.settings import RoleSettings, Settings, SettingsError
-from hetero.gpu_layout import roles, workers
+from hetero.gpu_layout import laid_out_by_hand, roles, workers
 from hetero.tiers import NodeOffer, is_offered, role_tier
 
 # Ray counts GPUs in ten-thousandths.
@@ -67,7 +67,8 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
     said = f"GPUs: {' + '.join(terms)} = {wanted:g} asked for, and there are {there:g}"
     if wanted <= there:
         said += ", which do not hold them: an engine's workers are on one node, and a part is of one GPU"
-    hint = "" if settings.gpus else f", or have engines share them (gpus={max(1, int(there))})"
+    by_hand = settings.gpus is not None or laid_out_by_hand(settings)
+    hint = "" if by_hand or not there else f", or have engines share them (gpus={int(there)})"
     return [f"{said}; ask for fewer engines{hint}"]
 
 
