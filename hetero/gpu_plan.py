@@ -98,6 +98,7 @@ def plan(
         notes.append("the weights' size is computed from config.json: their files were not seen")
     if any(one.num_gpus < 1 for one in engines):
         notes += _taken_by_others(nodes)
+    notes += _short(engines)
     notes += _idle(chosen, engines, nodes)
     chosen, kept, warning = _with_host_memory(chosen, shape, engines, nodes)
     if warning:
@@ -127,12 +128,23 @@ def _card_bytes(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, int |
 
 def _taken_by_others(nodes: Sequence[GpuNode]) -> list[str]:
     return [
-        f"{card.name}, node {node.offer.name}: {gib(card.used_bytes)} GiB of "
-        f"{gib(card.memory_bytes)} are taken by others; engines that find too little do not start"
+        f"{card.name}, node {node.offer.name}: {gib(card.used_bytes)} of "
+        f"{gib(card.memory_bytes)} GiB are taken by others; engines that find too little do not start"
         for node in nodes
         for card in node.cards
         if card.used_bytes > _OTHERS_SHARE * card.memory_bytes
     ]
+
+
+def _short(engines: Sequence[EnginePlan]) -> list[str]:
+    """Of engines that measure: those that may find too little for the longest sequence."""
+    return [
+        f"{one.role}: room for some {one.kv_tokens:,} tokens, and vLLM does not start with less "
+        f"than the longest sequence's {one.needs.least_tokens:,}; set engine.max_model_len"
+        for one in engines
+        if one.needs is not None and one.kv_tokens is not None and not one.fixed
+        and one.kv_tokens < one.needs.least_tokens
+    ]  # fmt: skip
 
 
 def _idle(

@@ -58,13 +58,13 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
     if _all_placed(engines, nodes):
         return []
     terms = [
-        f"{own.replicas} {name} x {workers(settings, own) * own.num_gpus:g}"
+        f"{own.replicas} {name if own.replicas > 1 else name[:-1]} x {workers(settings, own) * own.num_gpus:g}"
         for name, own in asked.items()
     ]
     wanted = sum(own.replicas * workers(settings, own) * own.num_gpus for own in asked.values())
     within = {index for engine in engines for index in engine.nodes}
     there = sum(nodes[index].resources.get("GPU", 0) for index in within)
-    said = f"GPUs: {' + '.join(terms)} = {wanted:g} asked for, and there are {there:g}"
+    said = f"GPUs: {' + '.join(terms)} = {wanted:g} are asked for, and Ray has {there:g}"
     if wanted <= there:
         said += ", which do not hold them: an engine's workers are on one node, and a part is of one GPU"
     by_hand = settings.gpus is not None or laid_out_by_hand(settings)
@@ -91,6 +91,8 @@ def _take(cards: list[float], engine: _Engine) -> bool:
         return bool(fitting)
     whole = [one for one, left in enumerate(cards) if left >= 1]
     count = int(engine.workers * engine.num_gpus)
+    if len(whole) < count:
+        return False
     for one in whole[:count]:
         cards[one] = 0.0
-    return len(whole) >= count
+    return True
