@@ -74,7 +74,7 @@ class EnginePlan:
         num_gpus: of each worker.
         budget_bytes: what each worker may take of its GPU; None: not known.
         needs: None: not known.
-        kv_bytes: each worker's; measured by vLLM when it starts, and estimated here, unless `fixed`.
+        kv_bytes: each worker's; an estimate of what vLLM measures at start, unless `fixed`.
         fixed: whether it is told to the engine.
     """
 

@@ -129,7 +129,8 @@ def _card_bytes(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, int |
 def _taken_by_others(nodes: Sequence[GpuNode]) -> list[str]:
     return [
         f"{card.name}, node {node.offer.name}: {gib(card.used_bytes)} of "
-        f"{gib(card.memory_bytes)} GiB are taken by others; engines that find too little do not start"
+        f"{gib(card.memory_bytes)} GiB are taken by others; an engine that finds too little does "
+        "not start"
         for node in nodes
         for card in node.cards
         if card.used_bytes > _OTHERS_SHARE * card.memory_bytes
@@ -147,9 +148,7 @@ def _short(engines: Sequence[EnginePlan]) -> list[str]:
     ]  # fmt: skip
 
 
-def _idle(
-    settings: Settings, engines: Sequence[EnginePlan], nodes: Sequence[GpuNode]
-) -> list[str]:
+def _idle(settings: Settings, engines: Sequence[EnginePlan], nodes: Sequence[GpuNode]) -> list[str]:
     there = int(sum(node.offer.resources.get("GPU", 0) for node in nodes))
     if any(one.num_gpus < 1 for one in engines):
         used = settings.gpus or there

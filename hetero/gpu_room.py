@@ -58,7 +58,8 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
     if _all_placed(engines, nodes):
         return []
     terms = [
-        f"{own.replicas} {name if own.replicas > 1 else name[:-1]} x {workers(settings, own) * own.num_gpus:g}"
+        f"{own.replicas} {name if own.replicas > 1 else name[:-1]} x "
+        f"{workers(settings, own) * own.num_gpus:g}"
         for name, own in asked.items()
     ]
     wanted = sum(own.replicas * workers(settings, own) * own.num_gpus for own in asked.values())
@@ -66,7 +67,9 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
     there = sum(nodes[index].resources.get("GPU", 0) for index in within)
     said = f"GPUs: {' + '.join(terms)} = {wanted:g} are asked for, and Ray has {there:g}"
     if wanted <= there:
-        said += ", which do not hold them: an engine's workers are on one node, and a part is of one GPU"
+        said += (
+            ", which do not hold them: an engine's workers are on one node, a part is of one GPU"
+        )
     by_hand = settings.gpus is not None or laid_out_by_hand(settings)
     hint = "" if by_hand or not there else f", or have engines share them (gpus={int(there)})"
     return [f"{said}; ask for fewer engines{hint}"]

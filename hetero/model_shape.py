@@ -139,7 +139,8 @@ def _step_width(
     """Values of a token that are there at a time within a layer, at most.
 
     Around a feed-forward part: its input and output, the residual, both gates and their product;
-    with experts those of each that a token goes to. Around attention: queries, keys, values, output.
+    with experts those of each that a token goes to. Around attention: queries, keys, values and
+    output.
     """
     attention = (2 * heads + 2 * kv_heads) * head_values + 2 * hidden
     if _experts(config):
@@ -168,8 +169,8 @@ def _parameters(
 def _parameter_bytes(config: Mapping[str, Any], value_bytes: int) -> float:
     quantised = config.get("quantization_config")
     if not quantised:
-        return value_bytes
-    bits = quantised.get("bits") or quantised.get("weight_bits")
+        return float(value_bytes)
+    bits: float | None = quantised.get("bits") or quantised.get("weight_bits")
     method = str(quantised.get("quant_method", ""))
     if bits is None:
         bits = 8 if "fp8" in method or "int8" in method else 4 if "4" in method else None

@@ -61,9 +61,7 @@ def test_parts_do_not_add_up_to_more_than_a_gpu() -> None:
 def test_whatever_starts_first_the_sizes_are_the_same() -> None:
     """They follow from the card's size: nothing in them is measured."""
     first, _ = laid_out({}, 1, H100)
-    assert all(
-        "kv_cache_memory_bytes" in own.engine for own in (first.prefillers, first.decoders)
-    )
+    assert all("kv_cache_memory_bytes" in own.engine for own in (first.prefillers, first.decoders))
     second, _ = laid_out({}, 1, H100)
     assert first == second
 

@@ -56,7 +56,10 @@ def test_gpus_of_another_tier_do_not_count() -> None:
     settings = load(
         {"tiers": tiers, "prefillers.tier": "fast", "decoders.tier": "slow", "decoders": 3}
     )
-    nodes = [node(8, "a", **{"accelerator_type:H100": 1}), node(2, "b", **{"accelerator_type:A40": 1})]
+    nodes = [
+        node(8, "a", **{"accelerator_type:H100": 1}),
+        node(2, "b", **{"accelerator_type:A40": 1}),
+    ]
     (said,) = short_of_gpus(settings, nodes)
     assert "1 prefiller x 1 + 3 decoders x 1 = 4" in said
     settings = load(
