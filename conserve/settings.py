@@ -55,7 +55,8 @@ class RoleSettings(_Strict):
     num_gpus: float = Field(
         default=1,
         ge=0,
-        description="Ray GPUs reserved for each worker of an engine; ignored on CPUs.",
+        description="Ray GPUs reserved for each worker of an engine; ignored on CPUs. With a part "
+        "of one, an engine is told to take that part of its memory. Unset: as `gpus` has it.",
     )
     resources: dict[str, float] = Field(
         default_factory=dict, description="Ray custom resources for each worker of an engine."
@@ -119,7 +120,8 @@ class LMCacheSettings(_Strict):
         default=2.0,
         gt=0,
         description="Host memory on each node for KV in transit, and of parked conversations, in "
-        "GiB. When it is full, the KV unused for longest is dropped.",
+        "GiB. When it is full, the KV unused for longest is dropped. Unset, on GPUs: by the "
+        "model's KV and decoders' room for it, at most half of what is free.",
     )
     chunk_tokens: int | None = Field(
         default=None,
@@ -226,13 +228,22 @@ class Settings(_Strict):
         default="auto",
         description="What engines run on. `auto`: GPUs if the Ray cluster has any, else CPUs.",
     )
+    gpus: int | None = Field(
+        default=None,
+        ge=1,
+        le=8192,
+        description="How many GPUs the engines have; where there are more engines, they share "
+        "them, with parts of their memory by the model's size. Unset: all that Ray has; shared "
+        "only if there is one, and no role's number of engines is set.",
+    )
     prefillers: RoleSettings = Field(
         default_factory=RoleSettings,
         description="How many engines prefill conversations' first turns.",
     )
     decoders: RoleSettings = Field(
         default_factory=lambda: RoleSettings(replicas=2),
-        description="How many engines do everything else: decode, and prefill later turns.",
+        description="How many engines do everything else: decode, and prefill later turns. "
+        "Unset, on GPUs: one for each GPU that no prefiller has, and at least one.",
     )
     tiers: dict[str, TierSettings] = Field(
         default_factory=dict,
@@ -242,7 +253,7 @@ class Settings(_Strict):
         default=600.0,
         ge=0,
         description="How long the start waits, on a Ray cluster that runs already, for a node of "
-        "each role's tier; after that it fails.",
+        "each role's tier, and for as many GPUs as engines ask for; after that it fails.",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
@@ -408,6 +419,21 @@ class Settings(_Strict):
     def _role_arguments(self) -> Self:
         _without_reserved(self.prefillers.engine, "prefillers.engine")
         _without_reserved(self.decoders.engine, "decoders.engine")
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_are_laid_out_once(self) -> Self:
+        if self.gpus is None:
+            return self
+        if self.device == "cpu":
+            raise ValueError("gpus: device is cpu; leave one of the two out")
+        if self.tiers:
+            raise ValueError("gpus: with tiers, say by num_gpus what engines get")
+        for name, role in (("prefillers", self.prefillers), ("decoders", self.decoders)):
+            if role.tier is not None:
+                raise ValueError(f"gpus: with {name}.tier, say by num_gpus what engines get")
+            if "num_gpus" in role.model_fields_set:
+                raise ValueError(f"{name}.num_gpus: gpus lays engines out; give one of the two")
         return self
 
     @field_validator("keys_file", mode="after")
@@ -579,12 +605,20 @@ _RESERVED = {
     "kv_transfer_config": "ConServe sets the handoff's connector",
     "enable_prefix_caching": "conversations live in the prefix cache, so it is always on",
 }
+# Each has vLLM allocate KV by its own allocator (cumem); sleep mode does so unasked.
+_NOT_SHARED = ("enable_sleep_mode", "enable_cumem_allocator")
 
 
 def _without_reserved(arguments: dict[str, Any], field: str) -> dict[str, Any]:
     for name, why in _RESERVED.items():
         if name in arguments:
             raise ValueError(f"{field}.{name} cannot be set: {why}")
+    for name in _NOT_SHARED:
+        if arguments.get(name):
+            raise ValueError(
+                f"{field}.{name} cannot be set: memory of vLLM's own allocator cannot be shared "
+                "with other processes, and LMCache copies KV from and to the engine's (CUDA IPC)"
+            )
     return arguments
 
 

@@ -14,7 +14,8 @@ from rich.markup import escape
 
 from conserve.console import new_console
 from conserve.launch import Launch, LaunchError, require_free
-from conserve.settings import Settings
+from conserve.settings import RoleSettings, Settings
+from conserve_cli.gpu_plan import looked_at, show
 
 console = new_console()
 
@@ -33,8 +34,10 @@ def launched(
         log: where the application's log goes; None: a file among the temporary ones.
 
     Raises:
-        typer.Exit: it did not come up (status 1), or was interrupted (status 130); either is said.
+        typer.Exit: it did not come up (status 1), was interrupted (status 130), or has no place on
+            these GPUs (status 2); each is said.
     """
+    settings = _laid_out(settings)
     path = log or Path(tempfile.gettempdir()) / f"conserve-{os.getpid()}.log"
     url = f"http://{_reachable(settings.host)}:{settings.port}"
     started_s = time.monotonic()
@@ -57,6 +60,20 @@ def launched(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _laid_out(settings: Settings) -> Settings:
+    if os.environ.get("RAY_ADDRESS"):
+        # Nodes may join that cluster, so the application alone can say. If it chooses how many
+        # decoders there are, one is enough to serve.
+        if "decoders" in settings.model_fields_set or settings.device == "cpu":
+            return settings
+        return settings.model_copy(update={"decoders": RoleSettings(replicas=1)})
+    found = looked_at(settings)
+    if found is None:
+        return settings
+    show(*found)
+    return found[0]
 
 
 def _wait_until_serving(application: Launch, settings: Settings, url: str) -> None:

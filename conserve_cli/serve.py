@@ -1,8 +1,11 @@
 """``conserve serve``: start the application, and stay until it ends or is interrupted."""
 
+from typing import Annotated
+
 import typer
 
 from conserve.console import new_console
+from conserve_cli.gpu_plan import looked_at, show, without_gpus
 from conserve_cli.launching import LogFile, launched
 from conserve_cli.setting_arguments import SettingArguments, settings_from
 
@@ -11,9 +14,22 @@ console = new_console()
 
 
 @cli.command()
-def serve(settings: SettingArguments = None, log: LogFile = None) -> None:
+def serve(
+    settings: SettingArguments = None,
+    log: LogFile = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what would run on which GPUs, and start nothing.")
+    ] = False,
+) -> None:
     """Start the application, say when it is ready, and stay until Ctrl-C."""
     chosen = settings_from(settings)
+    if plan:
+        found = looked_at(chosen)
+        if found is None:
+            without_gpus(chosen)
+        else:
+            show(*found)
+        return
     with launched(chosen, settings or [], log) as (application, url):
         console.print(f"[bold green]Ready[/bold green] at {url}/v1, model {chosen.model_id!r}:")
         key = " -H 'Authorization: Bearer KEY'" if chosen.keys_file else ""

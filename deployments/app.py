@@ -16,10 +16,15 @@ from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import Role
 from deployments.engine.engine import EngineServer
 from deployments.engine.gpu_worker import EXTENSION
+from deployments.gpu_nodes import nodes_with_gpus
+from deployments.gpu_plans import planned
 from deployments.loopback import start_on_loopback
 from deployments.router.access import require_keys
 from deployments.router.router import Router
-from deployments.tier_nodes import wait_for_tiers
+from deployments.tier_nodes import wait_for_nodes
+from hetero.cards import cards_here
+from hetero.gpu_layout import most_replicas, with_counts
+from hetero.gpu_room import require_shares
 from hetero.tiers import role_tier
 
 logger = logging.getLogger("ray.serve")
@@ -57,6 +62,8 @@ def start_ray(settings: Settings) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     options: dict[str, Any] = {}
     if not os.environ.get("RAY_ADDRESS"):
+        if settings.device != "cpu":
+            settings = with_counts(settings, len(cards_here()))
         # Ray's CPUs are a book-keeping of reservations; a small machine must not refuse to start.
         reserved = most_replicas(settings.decoders) * settings.decoders.num_cpus
         if settings.prefiller_replicas:
@@ -73,14 +80,25 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
     """The application for these settings, on the cluster that Ray is connected to.
 
     Args:
-        tier_timeout_s: longest wait for a node of each role's tier.
+        tier_timeout_s: longest wait for a node of each role's tier, and for enough GPUs.
 
     Raises:
-        SettingsError: a tier is offered by no node; says what the cluster has.
+        SettingsError: a tier is offered by no node, or there are too few GPUs, or engines do not
+            fit on them; says what the cluster has.
     """
     settings = with_profile(settings)
     gpu = _on_gpu(settings)
-    wait_for_tiers(settings, gpu, tier_timeout_s)
+    if gpu:
+        _require_cuda_build()
+        settings = with_counts(settings, int(ray.cluster_resources().get("GPU", 0)))
+        require_shares(settings)
+    wait_for_nodes(settings, gpu, tier_timeout_s)
+    if gpu:
+        settings, laid_out = planned(settings, nodes_with_gpus())
+        for line in laid_out.lines():
+            logger.info("%s", line)
+        for note in laid_out.notes:
+            logger.warning("%s", note)
     settings = _for_device(settings, gpu)
     settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
     engines = [_engines("decoder", settings, settings.decoders, gpu)]
@@ -91,15 +109,26 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
     return router.bind(settings, *engines)
 
 
-def most_replicas(role: RoleSettings) -> int:
-    """Engines of a role at most."""
-    return role.max_replicas or role.replicas
-
-
 def _on_gpu(settings: Settings) -> bool:
     if settings.device != "auto":
         return settings.device == "gpu"
     return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def _require_cuda_build() -> None:
+    """Refuse engines on GPUs by a PyTorch that has no CUDA.
+
+    Raises:
+        SettingsError: says how to install the other.
+    """
+    import torch
+
+    if torch.version.cuda is None:
+        raise SettingsError(
+            f"device: engines are to run on GPUs, and PyTorch {torch.__version__} here is a build "
+            "without CUDA: in a fresh environment, pip install '.[cuda]' (and leave PyTorch's CPU "
+            "index out); or set device=cpu"
+        )
 
 
 def _for_device(settings: Settings, gpu: bool) -> Settings:
@@ -183,12 +212,23 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
                 **engine_environment(settings.model, gpu),
                 # A domain that is allowed must not lead to one that is not.
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+                **(worker_share(own.num_gpus) if gpu else {}),
                 **own.env,
             }
         },
         # The connector's histograms and Ray's wrapper for them disagree on an argument's name.
         log_engine_metrics=False,
     )
+
+
+def worker_share(num_gpus: float) -> dict[str, str]:
+    """What of a GPU an engine's core is to ask Ray for, for each of its workers.
+
+    A whole one by default, which no bundle with less has to give.
+    Ray Serve LLM derives this variable from the bundles too, but for the tasks that it starts
+    itself: the core is the replica's child, and inherits the replica's environment.
+    """
+    return {"VLLM_RAY_PER_WORKER_GPUS": str(num_gpus)} if num_gpus < 1 else {}
 
 
 def _kv_role(role: Role, settings: Settings) -> str:

@@ -8,6 +8,8 @@ from ray.autoscaler.sdk import request_resources
 
 from conserve.settings import Settings, SettingsError
 from hetero import tiers
+from hetero.gpu_layout import roles, workers
+from hetero.gpu_room import short_of_gpus
 from hetero.tiers import role_tier
 
 logger = logging.getLogger("ray.serve")
@@ -15,11 +17,11 @@ logger = logging.getLogger("ray.serve")
 _LOOK_S = 1.0
 
 
-def wait_for_tiers(settings: Settings, gpu: bool, timeout_s: float) -> None:
-    """Return when each role's tier is offered by a node that is alive, busy or not.
+def wait_for_nodes(settings: Settings, gpu: bool, timeout_s: float) -> None:
+    """Return when nodes that are alive, busy or not, offer each role's tier, and enough GPUs.
 
     Raises:
-        SettingsError: one is not, after so long; says what the cluster has.
+        SettingsError: they do not, after so long; says what the cluster has.
     """
     deadline_s = time.monotonic() + timeout_s
     asked = False
@@ -27,6 +29,8 @@ def wait_for_tiers(settings: Settings, gpu: bool, timeout_s: float) -> None:
         while True:
             nodes = tiers.offers(ray.nodes())
             absent = tiers.missing(settings, gpu, nodes)
+            if gpu:
+                absent += short_of_gpus(settings, nodes)
             if not absent:
                 break
             left_s = deadline_s - time.monotonic()
@@ -35,7 +39,7 @@ def wait_for_tiers(settings: Settings, gpu: bool, timeout_s: float) -> None:
             if left_s <= 0:
                 raise SettingsError(
                     f"no place for ConServe on this cluster\n  {problems}\nIt has:\n  {there}\n"
-                    "Start such a node, or name another tier."
+                    "Start such a node, or change these settings."
                 )
             if not asked:
                 asked = True
@@ -54,9 +58,12 @@ def wait_for_tiers(settings: Settings, gpu: bool, timeout_s: float) -> None:
 
 
 def _ask_autoscaler(settings: Settings, gpu: bool) -> None:
-    wanted = [settings.decoders] + ([settings.prefillers] if settings.prefiller_replicas else [])
-    places = [role_tier(settings, own, gpu) for own in wanted]
-    request_resources(
-        bundles=[{"CPU": 1, **({"GPU": 1} if gpu else {}), **place.resources} for place in places],
-        bundle_label_selectors=[dict(place.labels) for place in places],
-    )
+    bundles, labels = [], []
+    for _, own in roles(settings):
+        place = role_tier(settings, own, gpu)
+        gpus = {"GPU": own.num_gpus} if gpu else {}
+        # Without GPUs to count, one node of each tier is enough to place all its engines.
+        for _ in range(own.replicas * workers(settings, own) if gpu else 1):
+            bundles.append({"CPU": 1, **gpus, **place.resources})
+            labels.append(dict(place.labels))
+    request_resources(bundles=bundles, bundle_label_selectors=labels)

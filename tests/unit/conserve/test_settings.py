@@ -190,6 +190,7 @@ def test_nothing_is_suggested_where_nothing_is_close() -> None:
         ({"decoders": "\u00b2"}, "decoders"),
         ({"decoders": True}, "decoders"),
         ({"decoders": None}, "decoders"),
+        ({"gpus": 0}, "gpus"),
         ({"decoders": {"num_gpus": -1}}, "decoders.num_gpus"),
         ({"prefillers": {"tier": "a b"}}, "prefillers.tier"),
         ({"lmcache": {"chunk_tokens": 1}}, "lmcache.chunk_tokens"),
@@ -227,6 +228,28 @@ def test_settings_that_another_placement_would_ignore_are_refused(
     arguments: dict[str, Any], said: str
 ) -> None:
     assert said in refusal_of(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"gpus": 1, "device": "cpu"}, "gpus: device is cpu"),
+        ({"gpus": 1, "decoders": {"num_gpus": 1}}, "decoders.num_gpus: gpus lays engines out"),
+        ({"gpus": 1, "decoders": {"tier": "a"}}, "gpus: with decoders.tier"),
+        ({"gpus": 1, "tiers": {"a": {"resource": "b"}}}, "gpus: with tiers"),
+        ({"engine": {"enable_sleep_mode": True}}, "engine.enable_sleep_mode cannot be set"),
+        (
+            {"decoders": {"engine": {"enable_cumem_allocator": True}}},
+            "decoders.engine.enable_cumem_allocator cannot be set: memory of vLLM's own allocator",
+        ),
+    ],
+)
+def test_what_gpus_cannot_be_is_refused(arguments: dict[str, Any], said: str) -> None:
+    assert said in refusal_of(arguments)
+
+
+def test_an_allocator_that_is_off_is_no_matter() -> None:
+    assert load({"engine.enable_sleep_mode": "false"}).engine == {"enable_sleep_mode": False}
 
 
 def test_a_placement_brings_its_policy_and_its_engines() -> None:

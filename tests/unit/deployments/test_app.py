@@ -1,10 +1,14 @@
-"""Which engines store KV for others, and which only take it."""
+"""What engines are started with: who stores KV for others, and their parts of GPUs."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from conserve.settings import Settings
+from conserve.settings import Settings, SettingsError, load
+from hetero.gpu_layout import with_counts, with_memory
+from hetero.model_shape import shape_of
+from tests.unit.hetero.shapes import QWEN3_8B
 
 
 @pytest.mark.parametrize(
@@ -33,3 +37,49 @@ def test_a_prefiller_that_hosts_stores_what_it_is_told_to(parking: bool, decoder
 
     chosen = Settings(placement="elastic", parking=parking)
     assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_both", decoders)
+
+
+def _config(gpu: bool = True, **arguments: Any) -> Any:
+    from deployments.app import llm_config
+
+    settings = load(arguments)
+    return llm_config("decoder", settings, settings.decoders, gpu)
+
+
+def test_an_engine_on_a_part_of_a_gpu_asks_for_no_more() -> None:
+    """Its core has the replica's environment, by which alone vLLM learns of the part."""
+    shared = _config(decoders={"num_gpus": 0.65})
+    assert shared.runtime_env["env_vars"]["VLLM_RAY_PER_WORKER_GPUS"] == "0.65"
+    assert shared.placement_group_config["bundles"] == [{"CPU": 0.5, "GPU": 0.65}]
+    # It has a GPU of its own, and nothing to add to what vLLM asks for anyway.
+    assert "VLLM_RAY_PER_WORKER_GPUS" not in _config().runtime_env["env_vars"]
+    on_cpu = _config(gpu=False, decoders={"num_gpus": 0.65})
+    assert "VLLM_RAY_PER_WORKER_GPUS" not in on_cpu.runtime_env["env_vars"]
+
+
+def test_what_the_plan_tells_engines_reaches_vllm() -> None:
+    card = 80 << 30
+    settings = with_counts(load({"device": "gpu"}), 1)
+    shape = shape_of(QWEN3_8B, 16_381_470_720)
+    settings, plans = with_memory(settings, shape, {"prefillers": card, "decoders": card})
+    from deployments.app import llm_config
+
+    arguments = llm_config("decoder", settings, settings.decoders, True).engine_kwargs
+    assert arguments["kv_cache_memory_bytes"] == plans[-1].kv_bytes
+    # vLLM takes both by these names.
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert {"kv_cache_memory_bytes", "gpu_memory_utilization"} <= fields & set(arguments)
+
+
+def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from deployments.app import _require_cuda_build
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(SettingsError, match=r"device: .* build without CUDA: .*\.\[cuda\]"):
+        _require_cuda_build()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    _require_cuda_build()

@@ -49,7 +49,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def test_it_is_refused_at_once_where_no_node_will_join(cluster: Cluster) -> None:
     with pytest.raises(SettingsError) as caught:
-        tier_nodes.wait_for_tiers(SETTINGS, True, 0.0)
+        tier_nodes.wait_for_nodes(SETTINGS, True, 0.0)
     said = str(caught.value)
     assert "decoders.tier: no node offers 'frugal' (accelerator type A40, label zone=b)" in said
     assert "node 10.0.0.1: 8 CPU; 4 GPU; accelerator type H100" in said
@@ -57,8 +57,8 @@ def test_it_is_refused_at_once_where_no_node_will_join(cluster: Cluster) -> None
 
 
 def test_a_node_that_joins_is_waited_for_and_asked_for(cluster: Cluster) -> None:
-    cluster.joins[3] = node("10.0.0.2", {"GPU": 1.0, "accelerator_type:A40": 1.0}, zone="b")
-    tier_nodes.wait_for_tiers(SETTINGS, True, 60.0)
+    cluster.joins[3] = node("10.0.0.2", {"GPU": 2.0, "accelerator_type:A40": 1.0}, zone="b")
+    tier_nodes.wait_for_nodes(SETTINGS, True, 60.0)
     (wanted, labels), (nothing, _) = cluster.asked
     assert {"CPU": 1, "GPU": 1, "accelerator_type:A40": 0.001} in wanted
     assert {"zone": "b"} in labels
@@ -67,7 +67,7 @@ def test_a_node_that_joins_is_waited_for_and_asked_for(cluster: Cluster) -> None
 
 def test_the_wait_has_a_bound(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SettingsError, match="Start such a node"):
-        tier_nodes.wait_for_tiers(SETTINGS, True, 0.05)
+        tier_nodes.wait_for_nodes(SETTINGS, True, 0.05)
     assert cluster.looks > 2
     (said,) = caplog.messages  # At once, and once.
     assert "no node offers 'frugal'" in said
@@ -78,6 +78,25 @@ def test_the_wait_has_a_bound(cluster: Cluster, caplog: pytest.LogCaptureFixture
 
 def test_nothing_is_asked_where_every_role_has_a_place(cluster: Cluster) -> None:
     kinds = load({"tiers": {"a": {"accelerator_type": "A40"}}, "decoders": {"tier": "a"}})
-    tier_nodes.wait_for_tiers(kinds, False, 0.0)  # Without GPUs there are no kinds of them.
-    tier_nodes.wait_for_tiers(load({}), True, 0.0)
+    tier_nodes.wait_for_nodes(kinds, False, 0.0)  # Without GPUs there are no kinds of them.
+    tier_nodes.wait_for_nodes(load({}), True, 0.0)
     assert cluster.asked == []
+
+
+def test_too_few_gpus_are_refused_with_the_sum(cluster: Cluster) -> None:
+    """Serve would wait for them for ever."""
+    with pytest.raises(SettingsError) as caught:
+        tier_nodes.wait_for_nodes(load({"decoders": 4}), True, 0.0)
+    said = str(caught.value)
+    assert "GPUs: 1 prefiller x 1 + 4 decoders x 1 = 5 are asked for, and Ray has 4" in said
+    assert "gpus=4" in said
+    tier_nodes.wait_for_nodes(load({"decoders": 4}), False, 0.0)  # On CPUs nobody wants any.
+    assert cluster.asked == []
+
+
+def test_gpus_that_are_to_join_are_asked_for_each(cluster: Cluster) -> None:
+    cluster.joins[3] = node("10.0.0.2", {"GPU": 1.0})
+    tier_nodes.wait_for_nodes(load({"decoders": 4}), True, 60.0)
+    (wanted, _), (nothing, _) = cluster.asked
+    assert wanted == [{"CPU": 1, "GPU": 1}] * 5
+    assert nothing == []

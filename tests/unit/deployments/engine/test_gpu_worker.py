@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deployments.engine.gpu_worker import GpuWorker
+from deployments.engine.gpu_worker import GpuWorker, nvml_name
+from hetero.nvml import Gpu, MigDevice, Nvml
+from tests.nvml.standin import NO_MIG, Machine
 
 BARE = "3a4bd4a5-6d5b-4f2c-9d7d-1a1b0e8f2c11"
 
@@ -18,3 +20,30 @@ def test_a_worker_names_its_own_gpu(said: str, monkeypatch: pytest.MonkeyPatch) 
     worker = GpuWorker()
     worker.device = torch.device("cuda", 3)
     assert worker.conserve_gpu_uuid() == f"GPU-{BARE}"
+
+
+PART = "5e0c3a52-7f5c-5f3e-8a5b-0f5d0b1c9a77"
+
+
+def test_a_part_of_a_gpu_has_its_own_name() -> None:
+    """By a whole GPU's prefix NVML knows no MIG device, so that none would be metered."""
+    part = MigDevice(f"MIG-{PART}", f"GPU-{BARE}", "NVIDIA H100 MIG 3g.40gb", 60, 40 << 30)
+    gpu = Gpu(0, f"GPU-{BARE}", "NVIDIA H100", 80 << 30, 132, (9, 0), True, (part,))
+    assert nvml_name(PART, [gpu]) == f"MIG-{PART}"
+    assert nvml_name(BARE, [gpu]) == f"GPU-{BARE}"
+    assert nvml_name(f"MIG-{PART}", [gpu]) == f"MIG-{PART}"
+
+
+def test_a_worker_names_its_part_as_the_driver_does(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machine.gpus[0]
+    first.unsupported &= ~NO_MIG
+    first.mig_enabled, first.mig_devices, first.mig_sms = 1, 2, 14
+    with Nvml() as nvml:
+        parts = [part.uuid for part in nvml.inventory()[0].mig_devices]
+    said = SimpleNamespace(uuid=parts[1].removeprefix("MIG-"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: said)
+    worker = GpuWorker()
+    worker.device = torch.device("cuda", 0)
+    assert worker.conserve_gpu_uuid() == parts[1]

@@ -1,0 +1,46 @@
+"""The GPUs of this machine, as far as engines may use them."""
+
+import logging
+import os
+from dataclasses import dataclass
+
+from hetero.nvml import Gpu, Nvml, NvmlError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU, or a MIG device, that engines may run on; ``used_bytes`` by whomever, now."""
+
+    name: str
+    memory_bytes: int
+    used_bytes: int = 0
+
+
+def cards_here() -> tuple[Card, ...]:
+    """Those that CUDA is shown (``CUDA_VISIBLE_DEVICES``); none where there is no driver."""
+    found: list[tuple[int | None, str, Card]] = []
+    try:
+        with Nvml() as nvml:
+            for gpu in nvml.inventory():
+                found += _parts(gpu, nvml.memory_used_bytes(gpu.uuid))
+    except NvmlError as error:
+        logger.info("GPUs cannot be looked at: %s", error)
+        return ()
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        return tuple(card for _, _, card in found)
+    names = [name.strip() for name in shown.split(",") if name.strip()]
+    return tuple(
+        card
+        for index, uuid, card in found
+        if any(name == str(index) or uuid.startswith(name) for name in names)
+    )
+
+
+def _parts(gpu: Gpu, used_bytes: int) -> list[tuple[int | None, str, Card]]:
+    """The GPU, or the MIG devices that it is divided into, which have no number."""
+    if not gpu.mig_enabled:
+        return [(gpu.index, gpu.uuid, Card(gpu.name, gpu.memory_bytes, used_bytes))]
+    return [(None, part.uuid, Card(part.name, part.memory_bytes)) for part in gpu.mig_devices]

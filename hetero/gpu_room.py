@@ -1,0 +1,101 @@
+"""Whether a cluster has as many GPUs as its engines ask for. Pure, as `hetero.tiers` is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from conserve.settings import RoleSettings, Settings, SettingsError
+from hetero.gpu_layout import laid_out_by_hand, roles, workers
+from hetero.tiers import NodeOffer, is_offered, role_tier
+
+# Ray counts GPUs in ten-thousandths.
+_LEAST = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """An engine to be placed: all its workers on one of these nodes."""
+
+    name: str
+    workers: int
+    num_gpus: float
+    nodes: tuple[int, ...]
+
+
+def require_shares(settings: Settings) -> None:
+    """Refuse parts of GPUs that Ray or vLLM cannot give.
+
+    Raises:
+        SettingsError: names the setting.
+    """
+    for name, own in roles(settings):
+        asked = own.num_gpus
+        if asked < _LEAST or (asked > 1 and asked != int(asked)):
+            raise SettingsError(
+                f"{name}.num_gpus: {asked:g}: on GPUs give a part of one, over 0, or whole ones"
+            )
+        if asked < 1 and workers(settings, own) > 1:
+            raise SettingsError(
+                f"{name}.num_gpus: {asked:g}: the workers of an engine with tensor_parallel_size "
+                "or pipeline_parallel_size over 1 could get parts of the same GPU; give each 1"
+            )
+
+
+def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
+    """A sentence with the sum, if not every engine can have the GPUs that it asks for; else none.
+
+    GPUs that others use count as there: they may be given back. Of a role that scales, the fewest
+    engines count. A role whose tier no node offers is left out: `tiers.missing` names it.
+    """
+    engines: list[_Engine] = []
+    asked: dict[str, RoleSettings] = {}
+    for name, own in roles(settings):
+        tier = role_tier(settings, own, gpu=True)
+        places = tuple(index for index, node in enumerate(nodes) if is_offered(tier, node))
+        if places:
+            asked[name] = own
+            one = _Engine(name, workers(settings, own), own.num_gpus, places)
+            engines += [one] * own.replicas
+    if _all_placed(engines, nodes):
+        return []
+    terms = [
+        f"{own.replicas} {name if own.replicas > 1 else name[:-1]} x "
+        f"{workers(settings, own) * own.num_gpus:g}"
+        for name, own in asked.items()
+    ]
+    wanted = sum(own.replicas * workers(settings, own) * own.num_gpus for own in asked.values())
+    within = {index for engine in engines for index in engine.nodes}
+    there = sum(nodes[index].resources.get("GPU", 0) for index in within)
+    said = f"GPUs: {' + '.join(terms)} = {wanted:g} are asked for, and Ray has {there:g}"
+    if wanted <= there:
+        said += (
+            ", which do not hold them: an engine's workers are on one node, a part is of one GPU"
+        )
+    by_hand = settings.gpus is not None or laid_out_by_hand(settings)
+    hint = "" if by_hand or not there else f", or have engines share them (gpus={int(there)})"
+    return [f"{said}; ask for fewer engines{hint}"]
+
+
+def _all_placed(engines: Sequence[_Engine], nodes: Sequence[NodeOffer]) -> bool:
+    """Whether they fit when those with least choice, and the largest, are placed first."""
+    free = [[1.0] * int(node.resources.get("GPU", 0)) for node in nodes]
+    for engine in sorted(engines, key=lambda one: (len(one.nodes), -one.workers * one.num_gpus)):
+        places = sorted(engine.nodes, key=lambda index: sum(free[index]))
+        if not any(_take(free[index], engine) for index in places):
+            return False
+    return True
+
+
+def _take(cards: list[float], engine: _Engine) -> bool:
+    if engine.num_gpus < 1:
+        fitting = [one for one, left in enumerate(cards) if left >= engine.num_gpus - _LEAST / 2]
+        if fitting:
+            fullest = min(fitting, key=lambda one: cards[one])
+            cards[fullest] -= engine.num_gpus
+        return bool(fitting)
+    whole = [one for one, left in enumerate(cards) if left >= 1]
+    count = int(engine.workers * engine.num_gpus)
+    if len(whole) < count:
+        return False
+    for one in whole[:count]:
+        cards[one] = 0.0
+    return True

@@ -1,0 +1,90 @@
+"""`conserve serve` on a machine with GPUs: what it says before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from conserve.settings import load
+from conserve_cli import launching
+from conserve_cli.serve import cli
+from tests.nvml.standin import Machine
+from tests.unit.hetero.shapes import QWEN3_8B
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "qwen3-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    index = {"metadata": {"total_size": 16_381_470_720}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return f"model={folder}"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cluster about, and nothing is started."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def launch(*arguments: object) -> None:
+        raise AssertionError("something is started")
+
+    monkeypatch.setattr(launching, "Launch", launch)
+
+
+def said(*arguments: str, status: int = 0) -> str:
+    outcome = CliRunner().invoke(cli, ["--plan", *arguments])
+    assert outcome.exit_code == status, outcome.output
+    return outcome.output
+
+
+def test_two_cards_have_an_engine_each(machine: Machine, model: str) -> None:
+    text = said(model)
+    assert "2 x NVIDIA A40 (48.0 GiB)" in text
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    assert [row.split()[1:3] for row in rows] == [["1", "prefiller"], ["1", "decoder"]]
+    # 48 GiB, of which 44.2 are for the engine: 15.3 of weights, 3.2 of reserve, the rest KV.
+    assert all("15.3" in row and "~25.7" in row and "~187,279" in row for row in rows)
+    assert "estimated" in text
+    assert "Host memory for handoffs:" in text
+
+
+def test_one_card_is_shared(machine: Machine, model: str) -> None:
+    for gpu in machine.gpus:
+        gpu.memory_bytes, gpu.name = 81_559 << 20, b"NVIDIA H100 80GB HBM3"
+    text = said(model, "gpus=1", "decoders=1")
+    assert "0.3847" in text
+    assert "0.6152" in text
+    assert "184,4" in text
+    assert "1 of 2 GPUs have no engine" in text
+
+
+def test_what_does_not_fit_is_refused_with_the_sums(machine: Machine, model: str) -> None:
+    machine.gpus[0].memory_bytes = machine.gpus[1].memory_bytes = 24 << 30
+    text = said(model, "gpus=1", "decoders=1", status=2)
+    assert "together 48.1 GiB" in text
+
+
+def test_too_few_cards_are_refused_with_the_sum(machine: Machine, model: str) -> None:
+    assert "= 4 are asked for, and Ray has 2" in said(model, "decoders=3", status=2)
+
+
+def test_without_a_gpu_it_says_so(machine: Machine) -> None:
+    machine.fail_to_open(9)
+    assert "1 prefillers and 2 decoders run on the CPU" in said()
+    assert "run on the CPU" in said("device=cpu")
+
+
+def test_a_start_waits_for_the_engines_of_the_plan(machine: Machine, model: str) -> None:
+    """The application counts the same ones by itself (deployments/app.py)."""
+    settings = launching._laid_out(load({"model": model.removeprefix("model=")}))
+    assert (settings.prefiller_replicas, settings.decoders.replicas) == (1, 1)
+
+
+def test_on_a_cluster_the_application_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert launching._laid_out(load({})).decoders.replicas == 1
+    assert launching._laid_out(load({"decoders": 3})).decoders.replicas == 3

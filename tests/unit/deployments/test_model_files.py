@@ -1,0 +1,72 @@
+"""Where a model's configuration and the size of its weights are found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conserve.settings import load
+from deployments.model_files import model_shape
+from hetero.model_shape import ModelUnknown
+from tests.unit.hetero.shapes import QWEN3_8B
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    return tmp_path
+
+
+def test_weights_are_those_of_the_files(folder: Path) -> None:
+    (folder / "model-00001-of-00002.safetensors").write_bytes(bytes(3000))
+    (folder / "model-00002-of-00002.safetensors").write_bytes(bytes(1000))
+    (folder / "consolidated.safetensors").write_bytes(bytes(4000))
+    shape = model_shape(load({"model": str(folder)}))
+    assert (shape.weights_bytes, shape.estimated) == (4000, False)
+
+
+def test_an_index_says_it_without_them(folder: Path) -> None:
+    index = {"metadata": {"total_size": 16_381_470_720}, "weight_map": {}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert model_shape(load({"model": str(folder)})).weights_bytes == 16_381_470_720
+
+
+def test_with_neither_they_are_computed(folder: Path) -> None:
+    assert model_shape(load({"model": str(folder)})).estimated
+
+
+def test_the_embedded_model_is_measured() -> None:
+    shape = model_shape(load({}))
+    assert not shape.estimated
+    assert 1_000_000 < shape.weights_bytes < 100_000_000
+
+
+def test_the_cache_of_the_hub_is_looked_into(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "hub"
+    snapshot = hub / "models--acme--agent" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(QWEN3_8B))
+    (snapshot / "model.safetensors").write_bytes(bytes(500))
+    refs = hub / "models--acme--agent" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(hub), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    assert model_shape(load({"model": "acme/agent"})).weights_bytes == 500
+
+
+@pytest.mark.parametrize("model", ["acme/none", "s3://bucket/model", "/no/such/folder"])
+def test_what_is_not_to_be_had_is_said(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The hub is not asked, as with HF_HUB_OFFLINE.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelUnknown) as caught:
+        model_shape(load({"model": model}))
+    assert f"config.json of {model!r} is not to be had" in str(caught.value)
+    assert "download the model, and give its folder or its id" in str(caught.value)
+
+
+def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnknown, match=r"config\.json cannot be read"):
+        model_shape(load({"model": str(tmp_path)}))

@@ -1,0 +1,198 @@
+"""Engines on GPUs: how many, and what of a GPU each gets. Figures are worked out by hand."""
+
+from typing import Any
+
+import pytest
+
+from conserve.settings import Settings, SettingsError, load
+from hetero.gpu_layout import EnginePlan, with_counts, with_memory
+from hetero.model_shape import ModelShape, shape_of
+from tests.unit.hetero.shapes import QWEN3_8B
+
+MIB, GIB = 2**20, 2**30
+H100, A40, RTX_4090 = 81_559 * MIB, 46_068 * MIB, 24_564 * MIB
+SHAPE = shape_of(QWEN3_8B)
+# Parameters, without norms, in 16 bits: two tables, and 36 layers of attention and gates.
+WEIGHTS = 2 * (2 * 151_936 * 4096 + 36 * (2 * 4096 * 40 * 128 + 3 * 4096 * 12_288))
+TOKEN = 147_456
+# 1 GiB of context, 1 of graphs; 8,192 tokens of three times what they are between layers, and of
+# both gates and their product; the sampler's three rows of 32 bits for each sequence.
+STEP = 8192 * (3 * 4096 + 3 * 12_288) * 2
+LARGE_RESERVE = 2 * GIB + STEP + 1024 * 151_936 * 12
+RESERVE = 2 * GIB + STEP + 256 * 151_936 * 12
+
+
+def laid_out(
+    arguments: dict[str, Any], gpus: int, card: int | None, shape: ModelShape | None = SHAPE
+) -> tuple[Settings, list[EnginePlan]]:
+    settings = with_counts(load({"model": "m", **arguments}), gpus)
+    return with_memory(settings, shape, {"decoders": card, "prefillers": card})
+
+
+def test_a_prefiller_and_a_decoder_share_one_h100() -> None:
+    settings, (prefiller, decoder) = laid_out({}, 1, H100)
+    assert (settings.prefillers.replicas, settings.decoders.replicas) == (1, 1)
+    usable = int(H100 * 0.92)
+    # 73.3 GiB, less two times 15.3 of weights and 4.5 of reserve, are 33.8 GiB: 246,025 tokens.
+    pool = usable - 2 * (WEIGHTS + LARGE_RESERVE)
+    assert pool // TOKEN == 246_025
+    assert prefiller.kv_tokens == pytest.approx(246_025 / 4, abs=60)
+    assert decoder.kv_tokens == pytest.approx(246_025 * 3 / 4, abs=60)
+    told = settings.decoders.engine
+    assert told["kv_cache_memory_bytes"] == decoder.kv_bytes
+    # Each is started when the other has what it will have: vLLM wants its part free.
+    assert told["gpu_memory_utilization"] == pytest.approx(0.92 * decoder.num_gpus, abs=1e-4)
+
+
+def test_parts_do_not_add_up_to_more_than_a_gpu() -> None:
+    """By Ray's account, by vLLM's check at start, and by what they will have taken."""
+    settings, plans = laid_out({"gpus": 1, "decoders": 2, "engine.max_model_len": 16384}, 1, H100)
+    assert sum(one.replicas * one.num_gpus for one in plans) <= 1
+    usable = 0.0
+    for one, own in zip(plans, (settings.prefillers, settings.decoders), strict=True):
+        assert one.needs is not None
+        assert one.kv_bytes is not None
+        taken = one.needs.fixed_bytes + one.kv_bytes
+        assert taken <= own.engine["gpu_memory_utilization"] * H100 + 1e-4 * H100
+        usable += one.replicas * taken
+    assert usable <= 0.92 * H100
+
+
+def test_whatever_starts_first_the_sizes_are_the_same() -> None:
+    """They follow from the card's size: nothing in them is measured."""
+    first, _ = laid_out({}, 1, H100)
+    assert all("kv_cache_memory_bytes" in own.engine for own in (first.prefillers, first.decoders))
+    second, _ = laid_out({}, 1, H100)
+    assert first == second
+
+
+def test_two_a40s_are_for_one_engine_each() -> None:
+    settings, plans = laid_out({}, 2, A40)
+    assert [(one.role, one.replicas, one.num_gpus) for one in plans] == [
+        ("prefiller", 1, 1),
+        ("decoder", 1, 1),
+    ]
+    # It measures by itself; 41.4 GiB less weights and 3.2 of reserve are some 22.9 GiB.
+    assert settings.decoders.engine == {}
+    assert plans[1].kv_tokens == (int(A40 * 0.92) - WEIGHTS - RESERVE) // TOKEN == 167_107
+    assert not plans[1].fixed
+
+
+def test_more_gpus_are_for_more_decoders() -> None:
+    settings, _ = laid_out({}, 8, H100)
+    assert (settings.prefillers.replicas, settings.decoders.replicas) == (1, 7)
+    settings, _ = laid_out({"prefillers": 2}, 8, H100)
+    assert (settings.prefillers.replicas, settings.decoders.replicas) == (2, 6)
+    settings, plans = laid_out({"engine.tensor_parallel_size": 2}, 8, H100)
+    assert settings.decoders.replicas == 3
+    assert plans[1].workers == 2
+    settings, _ = laid_out({"placement": "collocated"}, 4, H100)
+    assert settings.decoders.replicas == 4
+    settings, _ = laid_out({"decoders": 2}, 8, H100)
+    assert settings.decoders.replicas == 2
+
+
+def test_two_engines_do_not_fit_on_24_gb_and_the_sums_are_said() -> None:
+    with pytest.raises(SettingsError) as caught:
+        laid_out({}, 1, RTX_4090)
+    said = str(caught.value)
+    assert "do not fit on one GPU of 24.0 GiB, of which they may take 22.1" in said
+    assert "1 x decoder: 15.3 weights + 3.2 reserve + 5.6 KV" in said
+    assert "(40,960 tokens) = 24.1 GiB" in said
+    assert "together 48.1 GiB" in said
+    assert "placement=collocated" in said
+
+
+def test_where_shorter_sequences_would_fit_their_length_is_said() -> None:
+    with pytest.raises(SettingsError, match=r"set engine.max_model_len=33536, which fits"):
+        laid_out({"gpus": 1, "decoders": 2}, 1, H100)
+    laid_out({"gpus": 1, "decoders": 2, "engine.max_model_len": 33536}, 1, H100)
+
+
+def test_a_prefiller_has_room_for_the_longest_sequence() -> None:
+    longest = {"engine.max_model_len": 100_000}
+    _, (prefiller, decoder) = laid_out(longest, 1, H100)
+    assert prefiller.kv_tokens is not None
+    assert decoder.kv_tokens is not None
+    assert 100_000 <= prefiller.kv_tokens < 100_200
+    assert decoder.kv_tokens == pytest.approx(146_000, abs=200)
+
+
+def test_prefillers_that_host_get_as_much() -> None:
+    _, (prefiller, decoder) = laid_out({"placement": "elastic"}, 1, H100)
+    assert prefiller.kv_tokens == pytest.approx(decoder.kv_tokens, abs=100)
+
+
+def test_several_engines_on_each_of_two_gpus_get_like_parts() -> None:
+    """Ray chooses who shares with whom, so a part is the same for all."""
+    settings, plans = laid_out({"gpus": 2, "decoders": 3, "engine.max_model_len": 8192}, 4, H100)
+    assert [one.num_gpus for one in plans] == [0.5, 0.5]
+    half = int(H100 * 0.92 * 0.5) - WEIGHTS - LARGE_RESERVE
+    assert settings.decoders.engine["kv_cache_memory_bytes"] == half
+
+
+def test_engines_that_are_to_scale_have_their_parts_from_the_start() -> None:
+    arguments = {"gpus": 1, "decoders.max_replicas": 2, "engine.max_model_len": 16384}
+    settings, (_, decoder) = laid_out({**arguments, "decoders.replicas": 1}, 1, H100)
+    assert decoder.replicas == 2
+    assert settings.decoders.replicas == 1
+
+
+def test_gpus_are_shared_by_those_alone_who_were_asked_to() -> None:
+    """Else they are too few, which is refused with the sum (test_gpu_room)."""
+    settings, plans = laid_out({"decoders": 1}, 1, H100)
+    assert [one.num_gpus for one in plans] == [1, 1]
+    assert settings.gpus is None
+
+
+def test_parts_by_hand_are_kept_and_measured_out() -> None:
+    arguments = {"prefillers.num_gpus": 0.4, "decoders.num_gpus": 0.6, "decoders": 1}
+    settings, (_, decoder) = laid_out(arguments, 1, H100)
+    assert settings.decoders.num_gpus == 0.6
+    assert decoder.kv_bytes == int(H100 * 0.92 * 0.6) - WEIGHTS - LARGE_RESERVE
+    # What all of a GPU's engines may take is for the operator to say, and so is KV.
+    settings, (_, decoder) = laid_out({**arguments, "engine.gpu_memory_utilization": 0.8}, 1, H100)
+    assert decoder.kv_bytes == int(H100 * 0.8 * 0.6) - WEIGHTS - LARGE_RESERVE
+    assert settings.decoders.engine["gpu_memory_utilization"] == 0.48
+    settings, _ = laid_out({**arguments, "engine.kv_cache_memory_bytes": GIB}, 1, None, None)
+    assert settings.decoders.engine["kv_cache_memory_bytes"] == GIB
+
+
+def test_engines_on_gpus_of_their_own_are_told_nothing() -> None:
+    settings, _ = laid_out({}, 2, None, None)
+    assert settings.decoders.engine == {}
+
+
+def test_who_shares_has_to_be_known() -> None:
+    with pytest.raises(SettingsError, match="kv_cache_memory_bytes"):
+        laid_out({}, 1, H100, None)
+    with pytest.raises(SettingsError, match="kv_cache_memory_bytes"):
+        laid_out({}, 1, None)
+
+
+def test_a_part_that_is_too_small_is_refused_with_its_sum() -> None:
+    arguments = {"prefillers.num_gpus": 0.8, "decoders.num_gpus": 0.2, "decoders": 1}
+    with pytest.raises(SettingsError, match=r"decoders: .* 0\.2 of a GPU.* 14\.7 GiB"):
+        laid_out(arguments, 1, H100)
+
+
+def test_weights_that_are_larger_than_a_gpu_are_refused() -> None:
+    with pytest.raises(SettingsError, match="prefillers: the model does not fit on a GPU"):
+        laid_out({}, 2, 12 * GIB)
+
+
+def test_workers_of_one_engine_want_gpus_of_their_own() -> None:
+    with pytest.raises(SettingsError, match="2 engines want GPUs of their own"):
+        laid_out({"gpus": 2, "engine.tensor_parallel_size": 2}, 2, H100)
+
+
+def test_a_step_without_graphs_and_with_fewer_sequences_takes_less() -> None:
+    smaller = {"engine.enforce_eager": True, "engine.max_num_seqs": 64}
+    _, plans = laid_out(smaller, 2, H100)
+    assert plans[0].needs is not None
+    assert plans[0].needs.reserve_bytes == GIB + STEP + 64 * 151_936 * 12
+
+
+def test_without_gpus_nothing_is_laid_out() -> None:
+    settings = load({"model": "m"})
+    assert with_counts(settings, 0) is settings

@@ -1,0 +1,84 @@
+"""GPUs that engines ask for, against those that there are."""
+
+from typing import Any
+
+import pytest
+
+from conserve.settings import SettingsError, load
+from hetero.gpu_room import require_shares, short_of_gpus
+from hetero.tiers import NodeOffer
+
+
+def node(gpus: float, name: str = "10.0.0.1", **resources: float) -> NodeOffer:
+    return NodeOffer(name, {"CPU": 8.0, "GPU": gpus, **resources}, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nodes"),
+    [
+        ({}, [3]),
+        ({}, [1, 1, 1]),
+        ({"placement": "collocated"}, [2]),
+        ({"engine.tensor_parallel_size": 2, "decoders": 1}, [2, 2]),
+        ({"prefillers.num_gpus": 0.35, "decoders.num_gpus": 0.65, "decoders": 1}, [1]),
+        ({"prefillers.num_gpus": 0.3333, "decoders.num_gpus": 0.3333, "decoders": 5}, [2]),
+        # Decoders that may come later find their GPUs then.
+        ({"decoders": {"replicas": 1, "max_replicas": 9}}, [2]),
+        # Large ones first: else a small one would be in their way.
+        ({"prefillers.num_gpus": 0.5, "decoders.num_gpus": 2, "decoders": 1}, [2, 1]),
+    ],
+)
+def test_enough_is_nothing_to_speak_of(arguments: dict[str, Any], nodes: list[float]) -> None:
+    assert short_of_gpus(load(arguments), [node(gpus) for gpus in nodes]) == []
+
+
+def test_the_sum_is_said_with_what_to_do() -> None:
+    (said,) = short_of_gpus(load({"decoders": 3}), [node(1), node(1)])
+    assert "1 prefiller x 1 + 3 decoders x 1 = 4 are asked for, and Ray has 2" in said
+    assert said.endswith("ask for fewer engines, or have engines share them (gpus=2)")
+
+
+def test_an_engine_is_on_one_node() -> None:
+    arguments = {"engine.tensor_parallel_size": 4, "decoders": 1, "placement": "collocated"}
+    (said,) = short_of_gpus(load(arguments), [node(2), node(2)])
+    assert "1 decoder x 4 = 4 are asked for, and Ray has 4, which do not hold them" in said
+
+
+def test_a_part_is_of_one_gpu() -> None:
+    arguments = {"prefillers.num_gpus": 0.6, "decoders.num_gpus": 0.6, "decoders": 2}
+    (said,) = short_of_gpus(load(arguments), [node(2)])
+    assert "= 1.8 are asked for, and Ray has 2, which do not hold them" in said
+    assert "gpus=" not in said
+
+
+def test_gpus_of_another_tier_do_not_count() -> None:
+    tiers = {"fast": {"accelerator_type": "H100"}, "slow": {"accelerator_type": "A40"}}
+    settings = load(
+        {"tiers": tiers, "prefillers.tier": "fast", "decoders.tier": "slow", "decoders": 3}
+    )
+    nodes = [
+        node(8, "a", **{"accelerator_type:H100": 1}),
+        node(2, "b", **{"accelerator_type:A40": 1}),
+    ]
+    (said,) = short_of_gpus(settings, nodes)
+    assert "1 prefiller x 1 + 3 decoders x 1 = 4" in said
+    settings = load(
+        {"tiers": tiers, "prefillers.tier": "fast", "decoders.tier": "slow", "decoders": 2}
+    )
+    assert short_of_gpus(settings, nodes) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"decoders.num_gpus": 0}, "decoders.num_gpus: 0: "),
+        ({"prefillers.num_gpus": 1.5}, "prefillers.num_gpus: 1.5: "),
+        (
+            {"decoders.num_gpus": 0.5, "decoders.engine.tensor_parallel_size": 2},
+            "decoders.num_gpus: 0.5: the workers of an engine",
+        ),
+    ],
+)
+def test_parts_that_nobody_can_give_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        require_shares(load(arguments))
