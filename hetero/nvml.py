@@ -220,6 +220,10 @@ class Nvml:
         """Memory that is taken, by whichever process."""
         return int(self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, self._handle(uuid)).used)
 
+    def memory_free_bytes(self, uuid: str) -> int:
+        """Memory that nobody has."""
+        return int(self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, self._handle(uuid)).free)
+
     def processes(self, uuid: str) -> list[GpuProcess]:
         """Processes with a CUDA context on it, by their ids outside of containers."""
         handle = self._handle(uuid)

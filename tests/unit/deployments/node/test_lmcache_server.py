@@ -1,5 +1,6 @@
 """Where a node's LMCache server listens, and what it is told of others."""
 
+import argparse
 import asyncio
 import socket
 from typing import Any
@@ -73,6 +74,19 @@ def test_one_node_stays_on_loopback() -> None:
     command = options(lmcache_command(settings.lmcache, address))
     assert command["--host"] == command["--http-host"] == "127.0.0.1"
     assert not [flag for flag in command if "p2p" in flag or "coordinator" in flag]
+
+
+def test_what_a_dead_engine_had_is_let_go_of_soon() -> None:
+    """As LMCache's own parser has it, which refuses what is too soon."""
+    from lmcache.v1.multiprocess.config import add_mp_server_args, parse_args_to_mp_server_config
+
+    command = lmcache_command(LMCacheSettings(), Address("127.0.0.1", 7610, 7611))
+    parser = add_mp_server_args(argparse.ArgumentParser())
+    given, _ = parser.parse_known_args(command[command.index("server") + 1 :])
+    config = parse_args_to_mp_server_config(given)
+    assert config.worker_reap_timeout_seconds == 30
+    # By its first heartbeat, too: an engine may die before that.
+    assert config.worker_registration_grace_seconds == 30
 
 
 def test_engines_without_a_gpu_copy_from_the_servers_memory() -> None:
