@@ -139,8 +139,8 @@ _STATS = "cached_token_stats"
 _OWN = "num_vllm_cached_tokens"
 # It counts what lies beyond the engine's own tokens; num_lmcache_cached_tokens counts those too.
 _LOADED = "num_lmcache_extra_cached_tokens"
-# ConServe's connector adds, of a prompt that was said to be stored: tokens of whole chunks that were
-# found nowhere, and whether they were looked up more than once.
+# ConServe's connector adds, of a prompt that was said to be stored: tokens of whole chunks that
+# were found nowhere, and whether they were looked up more than once.
 MISSED = "conserve.missed_tokens"
 LATE = "conserve.late"
 

@@ -21,8 +21,8 @@ def wait_for_memory(
 ) -> bool:
     """Wait until so much of a GPU's memory is free; says in the log what is waited for.
 
-    The memory of an engine that has died is not free while LMCache's server has its KV space mapped,
-    though no process on the GPU accounts for it.
+    The memory of an engine that has died is not free while LMCache's server has its KV space
+    mapped, though no process on the GPU accounts for it.
 
     Args:
         needed_bytes: at least so much.

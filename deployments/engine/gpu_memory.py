@@ -4,9 +4,9 @@ vLLM 0.29 ends an engine at once that finds less memory free than it wants. What
 was killed is free once LMCache's server misses its heartbeats; until then every replacement would
 fail, and load its model again.
 
-vLLM loads this in each of its processes, with the plugin in `engine_end`. What it takes the place of
-is ``request_memory`` in vLLM 0.29.0's ``v1/worker/utils`` and ``v1/worker/gpu_worker``: check it when
-that version changes.
+vLLM loads this in each of its processes, with the plugin in `engine_end`. What it takes the place
+of is ``request_memory`` in vLLM 0.29.0's ``v1/worker/utils`` and ``v1/worker/gpu_worker``: check it
+when that version changes.
 """
 
 import functools
@@ -42,7 +42,7 @@ def register() -> None:
     if request is None:
         logger.warning(
             "this vLLM has no request_memory to replace: an engine may not start while its "
-            "predecessor's memory is mapped; deployments/engine/gpu_memory.py has to be adapted to it"
+            "predecessor's memory is mapped; deployments/engine/gpu_memory.py has to be adapted"
         )
         return
     if hasattr(request, "__wrapped__"):

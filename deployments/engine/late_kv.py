@@ -3,8 +3,8 @@
 On a GPU a store is done, for the engine that asked for it, when its copy is. LMCache's server
 announces it after that, within 5 ms (it looks for copies that are done so often). A decoder that
 asks in between would compute all of the prompt again. So where a prefiller has said that it has
-stored a prompt, what is not found is looked up again a few times. Meanwhile the scheduler goes on with
-other requests: it is told that the answer is not known yet.
+stored a prompt, what is not found is looked up again a few times. Meanwhile the scheduler goes on
+with other requests: it is told that the answer is not known yet.
 """
 
 import time

@@ -1,13 +1,13 @@
 """LMCache's connector for vLLM, made to outlive its server.
 
 LMCacheMPConnector as it comes waits for a dead server for up to its message timeout in every
-engine step, never registers again after a quick restart, or once it was forgotten, and lets a failed
-store end the engine. Here a lost connection is noticed when it breaks, whatever was under way fails
-at once (vLLM then recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the
-connection back, run from the start. A server that is only busy is not taken for lost. What a
+engine step, never registers again after a quick restart, or once it was forgotten, and lets a
+failed store end the engine. Here a lost connection is noticed when it breaks, whatever was under
+way fails at once (vLLM then recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring
+the connection back, run from the start. A server that is only busy is not taken for lost. What a
 broken-off forward pass left behind is not stored, nor is what was computed after it; and what is
-stored is not written over before it is. A prompt that a prefiller has just stored is looked up until
-the server tells of it. A request that is aborted before it was looked up does not end the
+stored is not written over before it is. A prompt that a prefiller has just stored is looked up
+until the server tells of it. A request that is aborted before it was looked up does not end the
 engine, nor does one for its prompt's log-probabilities. Prompts of embeddings, which no key tells
 apart, are neither stored nor loaded. Later turns, which find their history in the decoder's own
 cache, do not ask the server. And a decoder stores prompts that it is told to park, and no others.
@@ -17,7 +17,8 @@ media) is replaced by a value of that item's hash (``LMCacheMPRequestTracker.get
 
 It reaches into internals of lmcache 0.5.6 (``_health_event``, ``_ensure_heartbeat_started``,
 ``_reregister_kv_caches_callback``, ``store_futures``, ``retrieve_futures``, ``_create_key``,
-``_can_store``, the request trackers; `lmcache_client` has more): check it when that version changes.
+``_can_store``, the request trackers; `lmcache_client` has more): check it when that version
+changes.
 """
 
 import sys
@@ -46,8 +47,8 @@ logger = init_logger(__name__)
 
 # Until a prefill that is not stored by then counts as done all the same.
 _STORE_TIMEOUT_S = 30.0
-# A load that is given up while the server may still write would spoil what the engine puts there next.
-# So on a GPU a silent server is not taken for lost before it would have been killed for that.
+# A load that is given up while the server may still write would spoil what the engine puts there
+# next. So on a GPU a silent server is not taken for lost before it would have been killed for that.
 _GPU_PING_TIMEOUT_S = 60.0
 _UNREGISTER_TIMEOUT_S = 2.0
 
@@ -80,7 +81,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     def _prepare_scheduler(self) -> None:
         self._late = LateKV()
         self._step = 0
-        # Requests of which something was stored, and those of them that are over since the last step.
+        # Requests of which something was stored, and those of them that ended since the last step.
         self._storing: set[str] = set()
         self._ended: set[str] = set()
 
@@ -120,8 +121,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         """Have this step's KV stored; return when prompts that end here are, to their last chunk.
 
         So a prefill counts as done when its KV is stored. Other steps do not wait: blocks are kept
-        until their stores are over (`request_finished`). A lost store costs a recomputation and must
-        not cost the engine.
+        until their stores are over (`request_finished`). A lost store costs a recomputation and
+        must not cost the engine.
 
         vLLM's older runner calls this from a ``finally``, so also when the forward pass was broken
         off, by a SIGTERM for instance. What is in the blocks then is not the prompt's KV, and
@@ -239,7 +240,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return self._look_again(request, num_computed_tokens) or matched
 
     def _look_again(self, request: Any, num_computed_tokens: int) -> tuple[None, bool] | None:
-        """That the answer is not known yet, where a prompt that is stored was not found; or None."""
+        """That the answer is not known yet, where a stored prompt was not found; or None."""
         adapter, tracker = self.scheduler_adapter, self.request_trackers[request.request_id]
         chunk, ids = adapter.lmcache_tokens_per_chunk, tracker.get_token_ids()
         stored_tokens = (len(ids) - self._reserve_last_token_for_lookup) // chunk * chunk

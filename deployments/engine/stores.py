@@ -13,8 +13,8 @@ from lmcache.logging import init_logger
 
 logger = init_logger(__name__)
 
-# A server that hangs is killed before that (deployments/node), which breaks the connection. One that
-# lives, and has not answered by then, has failed at the store, and reads nothing.
+# A server that hangs is killed before that (deployments/node), which breaks the connection. One
+# that lives, and has not answered by then, has failed at the store, and reads nothing.
 FORGOTTEN_S = 120.0
 _LOOKS_EVERY_S = 0.5
 

@@ -35,8 +35,8 @@ START_TIMEOUT_S = 120.0
 # A predecessor's port is free once its process is gone; another program's stays taken.
 TAKEN_TIMEOUT_S = 10.0
 # What is silent for so long has died, and its KV space, which the server has mapped, is let go of.
-# It is the least that LMCache takes, and 30 heartbeats (`lmcache.mp.heartbeat_interval`). Workers send
-# those from their registration on, so that it holds for the first one as well.
+# It is the least that LMCache takes, and 30 heartbeats (`lmcache.mp.heartbeat_interval`). Workers
+# send those from their registration on, so that it holds for the first one as well.
 REAP_TIMEOUT_S = 30.0
 # It looks four times in that time.
 REAPED_S = REAP_TIMEOUT_S * 1.25

@@ -115,7 +115,7 @@ def test_a_worker_that_the_server_may_have_forgotten_registers_again(registers: 
     assert registered == []
     # A server that does not answer is lost, which LMCache itself sees to.
     assert not ping(1, alive=False)
-    # It may have handled the one before just after that was sent, and this one just before it answers.
+    # It may have handled the one before when that was sent, and this one when it is answered.
     assert ping(REAP_TIMEOUT_S - 2, 1)
     assert ping(REAP_TIMEOUT_S - 1, 2) is registers
     assert len(registered) == 1

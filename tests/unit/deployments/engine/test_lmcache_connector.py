@@ -194,7 +194,7 @@ def test_a_decoder_stores_what_it_is_told_to_and_asks_for_what_it_has_not(
 
 
 class LateServer:
-    """In the place of LMCache's scheduler adapter: tells of a prompt's chunks when it is asked again."""
+    """In the place of LMCache's scheduler adapter: tells of a prompt when it is asked again."""
 
     lmcache_tokens_per_chunk = 128
     is_healthy = True
@@ -461,7 +461,7 @@ def test_a_step_waits_for_the_stores_of_prompts_that_end_in_it_alone(
 def test_blocks_are_kept_until_every_store_of_their_request_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """LMCache's own account is of a request's last store, and the server may answer in any order."""
+    """LMCache's own account is of a request's last store; the server answers in any order."""
     connector, stores = _worker(monkeypatch)
     _newer_runner(connector, _metadata(0, "a", "b"))
     _newer_runner(connector, _metadata(1, "a"))

@@ -80,7 +80,8 @@ def test_what_a_dead_engine_had_is_let_go_of_soon() -> None:
     """As LMCache's own parser has it, which refuses what is too soon."""
     from lmcache.v1.multiprocess.config import add_mp_server_args, parse_args_to_mp_server_config
 
-    command = lmcache_command(LMCacheSettings(), Address("127.0.0.1", 7610, 7611))
+    settings = LMCacheSettings(chunk_tokens=256)
+    command = lmcache_command(settings, Address("127.0.0.1", 7610, 7611))
     parser = add_mp_server_args(argparse.ArgumentParser())
     given, _ = parser.parse_known_args(command[command.index("server") + 1 :])
     config = parse_args_to_mp_server_config(given)
