@@ -3,8 +3,8 @@
 vLLM's core is a process that its replica starts, and that ends when the replica says so. If the
 replica is killed, Ray's node manager kills what it left. If that is killed too, or the whole of Ray
 is stopped, the core goes on for ever: without anybody to ask it, and with its GPU's memory.
-What they had in shared memory goes with them: see `engine_memory`. LMCache's server is told to let go
-of what it has mapped of a GPU's memory.
+What they had in shared memory goes with them: see `engine_memory`. LMCache's server is told to let
+go of what it has mapped of a GPU's memory.
 
 vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
 pyproject.toml). ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
