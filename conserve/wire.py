@@ -132,6 +132,8 @@ PREFILL_PREFIX = "/conserve/prefill"
 STORED_TOKENS = "conserve.stored_tokens"
 # Whether this request leaves its prompt's KV there.
 PARK = "conserve.park"
+# In the connector's configuration: LMCache's chunk, which its server is started with.
+CHUNK_TOKENS = "conserve.chunk_tokens"
 # Set where a prefiller has just computed the prompt, and said that it is stored.
 PREFILLED = "conserve.prefilled"
 # LMCacheMPConnector answers a request that carries it with an object of the same name.

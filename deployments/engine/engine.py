@@ -27,6 +27,7 @@ from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, CHECK_PREFIX, Role
 from deployments.engine.check import RequestCheck, make_checkable
+from deployments.engine.cuda_ops import require_cuda_ops
 from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.load import measure
@@ -77,6 +78,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._scales = own.max_replicas is not None
         # What the table has said last.
         self._heard: Heard | None = None
+        if settings.device == "gpu":
+            require_cuda_ops()
         self._node = NodeClient(context.app_name, settings)
         _use_server(llm_config, await self._node.launch())
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240

@@ -30,7 +30,8 @@ from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
 
-from conserve.wire import LATE, MISSED, PARK, PREFILLED, STORED_TOKENS
+from conserve.wire import CHUNK_TOKENS, LATE, MISSED, PARK, PREFILLED, STORED_TOKENS
+from deployments.engine.kv_layers import require_whole_blocks
 from deployments.engine.late_kv import LateKV
 from deployments.engine.lmcache_client import (
     PING_TIMEOUT_S,
@@ -61,6 +62,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        layers = args[1] if len(args) > 1 else kwargs.get("kv_cache_config")
+        require_whole_blocks(vllm_config, layers, extra.get(CHUNK_TOKENS))
         wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
         kv_pool.accept()
         super().__init__(vllm_config, *args, **kwargs)

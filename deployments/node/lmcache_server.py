@@ -157,6 +157,10 @@ def lmcache_command(
         "--worker-reap-timeout-seconds", str(REAP_TIMEOUT_S),
         "--worker-registration-grace-seconds", str(REAP_TIMEOUT_S),
     ]  # fmt: skip
+    if gpu:
+        # Layers that look back no further than a window, or at one state, are stored apart from
+        # others; where all layers are alike, it is the same.
+        command.append("--separate-object-groups")
     if cache is None:
         return command if gpu else [*command, "--no-l1-use-lazy", "--shm-name", OWN_POOL]
     assert directory_url is not None
