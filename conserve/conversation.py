@@ -39,6 +39,9 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         lmcache_tokens: prompt tokens taken from LMCache.
         tool: what the answer calls (`conserve.pausing.tool_called`); None: it was not read.
         decode_s: from the first token to the last, by the engine's clock; None: it does not say.
+        missed_tokens: prompt tokens that a prefiller had just stored in LMCache, and that the
+            decoder did not find there.
+        late: whether it looked them up more than once.
     """
 
     prompt_tokens: int
@@ -47,6 +50,8 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
     lmcache_tokens: int
     tool: str | None = None
     decode_s: float | None = None
+    missed_tokens: int = 0
+    late: bool = False
 
     def pack(self) -> bytes:
         """The numbers in one small object, not five, for a table of a million conversations."""

@@ -37,6 +37,17 @@ class Metrics:
         self.handoff_tokens = self._counter(
             "conserve_handoff_tokens", "Tokens of KV that decoders took from LMCache."
         )
+        self.handoffs_late = self._counter(
+            "conserve_handoffs_late",
+            "Prompts that a prefiller had just stored, and that were looked up more than once.",
+        )
+        self.handoffs_missed = self._counter(
+            "conserve_handoffs_missed",
+            "Prompts that a prefiller had just stored, and of which a decoder did not find all.",
+        )
+        self.handoff_missed_tokens = self._counter(
+            "conserve_handoff_missed_tokens", "What they did not find, in tokens: computed twice."
+        )
         self.cold_prefills = self._counter(
             "conserve_cold_prefills", "First turns' prompts prefilled on a prefiller."
         )

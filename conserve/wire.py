@@ -132,11 +132,19 @@ PREFILL_PREFIX = "/conserve/prefill"
 STORED_TOKENS = "conserve.stored_tokens"
 # Whether this request leaves its prompt's KV there.
 PARK = "conserve.park"
+# In the connector's configuration: LMCache's chunk, which its server is started with.
+CHUNK_TOKENS = "conserve.chunk_tokens"
+# Set where a prefiller has just computed the prompt, and said that it is stored.
+PREFILLED = "conserve.prefilled"
 # LMCacheMPConnector answers a request that carries it with an object of the same name.
 _STATS = "cached_token_stats"
 _OWN = "num_vllm_cached_tokens"
 # It counts what lies beyond the engine's own tokens; num_lmcache_cached_tokens counts those too.
 _LOADED = "num_lmcache_extra_cached_tokens"
+# ConServe's connector adds, of a prompt that was said to be stored: tokens of whole chunks that
+# were found nowhere, and whether they were looked up more than once.
+MISSED = "conserve.missed_tokens"
+LATE = "conserve.late"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,23 +154,32 @@ class CachedTokens:
     Attributes:
         own_tokens: tokens found in the engine's own prefix cache.
         lmcache_tokens: tokens beyond those, loaded from LMCache.
+        missed_tokens: tokens that a prefiller had just stored, and that were not found.
+        late: whether what it had stored was looked up more than once.
     """
 
     own_tokens: int | None
     lmcache_tokens: int | None
+    missed_tokens: int = 0
+    late: bool = False
 
 
-def transfer_params(stored_tokens: int | None = None, park: bool = False) -> dict[str, Any]:
+def transfer_params(
+    stored_tokens: int | None = None, park: bool = False, prefilled: bool = False
+) -> dict[str, Any]:
     """``kv_transfer_params`` of a request whose `CachedTokens` are wanted.
 
     Args:
         stored_tokens: set where the conversation had a turn on this engine before; see
             `STORED_TOKENS`.
         park: see `PARK`.
+        prefilled: see `PREFILLED`.
     """
     known: dict[str, Any] = {} if stored_tokens is None else {STORED_TOKENS: stored_tokens}
     if park:
         known[PARK] = True
+    if prefilled:
+        known[PREFILLED] = True
     return {_STATS: True, **known}
 
 
@@ -170,4 +187,9 @@ def cached_tokens(params: Mapping[str, Any] | None) -> CachedTokens:
     """What the ``kv_transfer_params`` of an engine's answer say."""
     stats = (params or {}).get(_STATS) or {}
     own, loaded = stats.get(_OWN), stats.get(_LOADED)
-    return CachedTokens(None if own is None else int(own), None if loaded is None else int(loaded))
+    return CachedTokens(
+        None if own is None else int(own),
+        None if loaded is None else int(loaded),
+        int(stats.get(MISSED, 0)),
+        bool(stats.get(LATE)),
+    )

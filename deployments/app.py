@@ -1,6 +1,7 @@
 """Builds the application: ``serve run conserve.app``."""
 
 import logging
+import math
 import os
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from autoscale.capacity.served import with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
-from conserve.wire import Role
+from conserve.wire import CHUNK_TOKENS, Role
 from deployments.engine.engine import EngineServer
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.gpu_nodes import nodes_with_gpus
@@ -132,12 +133,17 @@ def _require_cuda_build() -> None:
 
 
 def _for_device(settings: Settings, gpu: bool) -> Settings:
+    # A chunk is a whole number of blocks. vLLM's CPU backend has blocks of 128 tokens. On a GPU it
+    # has small ones unless it is told otherwise, or a model has Mamba layers: see `kv_layers`.
+    block = 1
+    for arguments in (settings.engine, settings.decoders.engine, settings.prefillers.engine):
+        block = math.lcm(block, int(arguments.get("block_size") or (1 if gpu else 128)))
     chunk = settings.lmcache.chunk_tokens
-    # vLLM's CPU backend has blocks of 128 tokens, and a chunk is a whole number of blocks.
     if chunk is None:
-        chunk = 256 if gpu else 128
-    elif not gpu and chunk % 128:
-        raise SettingsError(f"lmcache.chunk_tokens: {chunk} is not a multiple of 128 (CPU blocks)")
+        chunk = -(-(256 if gpu else 128) // block) * block
+    elif chunk % block:
+        whose = "engine.block_size" if gpu else "CPU blocks"
+        raise SettingsError(f"lmcache.chunk_tokens: {chunk} is not a multiple of {block} ({whose})")
     lmcache = settings.lmcache.model_copy(update={"chunk_tokens": chunk})
     device = "gpu" if gpu else "cpu"
     return settings.model_copy(update={"lmcache": lmcache, "device": device})
@@ -188,6 +194,7 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
         "kv_connector_extra_config": {
             "lmcache.mp.mq_timeout": settings.lmcache.timeout_s,
             "lmcache.mp.heartbeat_interval": 1,
+            CHUNK_TOKENS: settings.lmcache.chunk_tokens,
         },
     }
     resources = {**own.resources, **role_tier(settings, own, gpu).resources}

@@ -27,6 +27,7 @@ from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, CHECK_PREFIX, Role
 from deployments.engine.check import RequestCheck, make_checkable
+from deployments.engine.cuda_ops import require_cuda_ops
 from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.load import measure
@@ -36,7 +37,7 @@ from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.sockets import unnamed_afterwards
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, Heard
-from deployments.node.lmcache_server import Address
+from deployments.node.lmcache_server import REAPED_S, Address
 from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
@@ -46,6 +47,8 @@ from hetero.tiers import RoleTier
 logger = logging.getLogger("ray.serve")
 
 WARM_UP_TIMEOUT_S = 300.0
+# Serve gives an engine that does not scale ten seconds to end (deployments/app.py).
+_LETTING_GO_S = 5.0
 # LMCache's server drops a fifth of what it holds when it is full to four fifths.
 _HOST_SHARE = 0.64
 
@@ -75,6 +78,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._scales = own.max_replicas is not None
         # What the table has said last.
         self._heard: Heard | None = None
+        if settings.device == "gpu":
+            require_cuda_ops()
         self._node = NodeClient(context.app_name, settings)
         _use_server(llm_config, await self._node.launch())
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
@@ -167,7 +172,23 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         # does not wait for long (deployments/app.py).
         if getattr(self, "_beating", None) is not None and self._scales:
             await self._drain()
+        await self._let_go()
         await super().__del__()
+
+    async def _let_go(self) -> None:
+        """Have workers give back their memory, also what LMCache's server has mapped of it.
+
+        Ray ends them without a word, and the server would keep it until it misses them.
+        """
+        if getattr(self, "engine", None) is None:
+            return
+        try:
+            await asyncio.wait_for(self.collective_rpc("shutdown"), _LETTING_GO_S)
+            logger.info("%s %s has let go of its KV space", self._role, self._id)
+        except Exception as error:
+            # It may be dead already.
+            logger.warning("%s %s: its KV space is free in %g s at the latest (%s)", self._role,
+                           self._id, REAPED_S, error or type(error).__name__)  # fmt: skip
 
     async def _drain(self) -> None:
         """Stay while the conversation table has anything for this engine, unless it is dead."""

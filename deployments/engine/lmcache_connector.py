@@ -1,11 +1,13 @@
 """LMCache's connector for vLLM, made to outlive its server.
 
 LMCacheMPConnector as it comes waits for a dead server for up to its message timeout in every
-engine step, never registers again after a quick restart, and lets a failed store end the engine.
-Here a lost connection is noticed when it breaks, whatever was under way fails at once (vLLM then
-recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring the connection back, run
-from the start. A server that is only busy is not taken for lost. What a broken-off forward pass
-left behind is not stored. A request that is aborted before it was looked up does not end the
+engine step, never registers again after a quick restart, or once it was forgotten, and lets a
+failed store end the engine. Here a lost connection is noticed when it breaks, whatever was under
+way fails at once (vLLM then recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring
+the connection back, run from the start. A server that is only busy is not taken for lost. What a
+broken-off forward pass left behind is not stored, nor is what was computed after it; and what is
+stored is not written over before it is. A prompt that a prefiller has just stored is looked up
+until the server tells of it. A request that is aborted before it was looked up does not end the
 engine, nor does one for its prompt's log-probabilities. Prompts of embeddings, which no key tells
 apart, are neither stored nor loaded. Later turns, which find their history in the decoder's own
 cache, do not ask the server. And a decoder stores prompts that it is told to park, and no others.
@@ -13,39 +15,43 @@ cache, do not ask the server. And a decoder stores prompts that it is told to pa
 Keys are made of the ``cache_salt`` and of token ids, where each placeholder of an image (or other
 media) is replaced by a value of that item's hash (``LMCacheMPRequestTracker.get_token_ids``).
 
-It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
-``_health_event``, ``_ensure_heartbeat_started``, ``_can_store``, the request trackers): check it
-when that version changes.
+It reaches into internals of lmcache 0.5.6 (``_health_event``, ``_ensure_heartbeat_started``,
+``_reregister_kv_caches_callback``, ``store_futures``, ``retrieve_futures``, ``_create_key``,
+``_can_store``, the request trackers; `lmcache_client` has more): check it when that version
+changes.
 """
 
-import socket
 import sys
-import time
 from typing import Any
 from urllib.parse import urlsplit
 
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
 
-from conserve.wire import PARK, STORED_TOKENS
+from conserve.wire import CHUNK_TOKENS, LATE, MISSED, PARK, PREFILLED, STORED_TOKENS
+from deployments.engine.kv_layers import require_whole_blocks
+from deployments.engine.late_kv import LateKV
+from deployments.engine.lmcache_client import (
+    PING_TIMEOUT_S,
+    Connection,
+    be_patient,
+    fail_fast,
+    register_after_silence,
+    wait_for_server,
+)
+from deployments.engine.stores import StepNotes, Steps, Stores
 from deployments.node import kv_pool
-from deployments.node.lmcache_server import START_TIMEOUT_S
 
 logger = init_logger(__name__)
 
-# The requests that bring a connection back, and so must pass while it is down.
-_ALWAYS = (
-    "ping",
-    "get_chunk_size",
-    "get_experimental",
-    "register_kv_cache",
-    "register_kv_cache_engine_driven_context",
-)
+# Until a prefill that is not stored by then counts as done all the same.
 _STORE_TIMEOUT_S = 30.0
-# LMCache waits for a heartbeat's answer as long as it waits between two of them.
-_PING_TIMEOUT_S = 5.0
-_LOOKS_EVERY_S = 0.5
+# A load that is given up while the server may still write would spoil what the engine puts there
+# next. So on a GPU a silent server is not taken for lost before it would have been killed for that.
+_GPU_PING_TIMEOUT_S = 60.0
+_UNREGISTER_TIMEOUT_S = 2.0
 
 
 class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache ships no types.
@@ -56,26 +62,131 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        _wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
+        layers = args[1] if len(args) > 1 else kwargs.get("kv_cache_config")
+        require_whole_blocks(vllm_config, layers, extra.get(CHUNK_TOKENS))
+        wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
         kv_pool.accept()
         super().__init__(vllm_config, *args, **kwargs)
         self._parks = vllm_config.kv_transfer_config.kv_role == "kv_both"
-        # Stores that are not waited for any more.
-        self._not_stored: set[MessagingFuture[Any]] = set()
         if hasattr(self, "scheduler_adapter"):
+            self._prepare_scheduler()
             adapter = self.scheduler_adapter
             for url, client in adapter.req_clients.items():
-                _fail_fast(client, adapter._health_events[url])
-                _be_patient(client)
+                fail_fast(client, adapter._health_events[url])
+                be_patient(client)
             adapter._ensure_heartbeat_started()
         else:
-            _fail_fast(self.worker_adapter.req_client, self.worker_adapter._health_event)
-            _be_patient(self.worker_adapter.req_client)
+            worker = self.worker_adapter
+            self._prepare_worker(fail_fast(worker.req_client, worker._health_event))
+            on_gpu = vllm_config.device_config.device_type != "cpu"
+            be_patient(worker.req_client, _GPU_PING_TIMEOUT_S if on_gpu else PING_TIMEOUT_S)
+
+    def _prepare_scheduler(self) -> None:
+        self._late = LateKV()
+        self._step = 0
+        # Requests of which something was stored, and those of them that ended since the last step.
+        self._storing: set[str] = set()
+        self._ended: set[str] = set()
+
+    def _prepare_worker(self, connection: Connection) -> None:
+        self._steps = Steps()
+        self._stores = Stores(lambda: connection.losses)
+        # Requests that are over, and whose blocks are not free yet.
+        self._kept: set[str] = set()
+
+    # --- a worker's side --------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Also start the heartbeat, which otherwise waits for a first request."""
+        adapter = self.worker_adapter
+        register_after_silence(adapter.req_client, adapter._reregister_kv_caches_callback)
         super().register_kv_caches(kv_caches)
-        self.worker_adapter._ensure_heartbeat_started()
+        adapter._ensure_heartbeat_started()
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Before a step in which blocks may have changed hands: wait for the stores from them."""
+        if kv_connector_metadata.need_flush_before_forward:
+            self._stores.wait()
+        super().handle_preemptions(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._steps.begin(connector_metadata.notes.step)
+
+    def clear_connector_metadata(self) -> None:
+        """A step is done, or vLLM's older runner tidies up after one that was broken off."""
+        if sys.exc_info()[0] is None and self._connector_metadata is not None:
+            self._steps.end(self._connector_metadata.notes.step)
+        super().clear_connector_metadata()
+
+    def wait_for_save(self) -> None:
+        """Have this step's KV stored; return when prompts that end here are, to their last chunk.
+
+        So a prefill counts as done when its KV is stored. Other steps do not wait: blocks are kept
+        until their stores are over (`request_finished`). A lost store costs a recomputation and
+        must not cost the engine.
+
+        vLLM's older runner calls this from a ``finally``, so also when the forward pass was broken
+        off, by a SIGTERM for instance. What is in the blocks then is not the prompt's KV, and
+        storing it would give every later conversation with this prompt wrong answers. The newer one
+        does not, and may go on with the next step; see `Steps`.
+        """
+        if self._steps.broken or sys.exc_info()[0] is not None:
+            return
+        metadata = self._get_connector_metadata()
+        try:
+            super().wait_for_save()
+        except Exception:
+            logger.exception("KV was not stored; it will be computed again where it is needed")
+        finally:
+            self._take_stores()
+        if not self._stores.wait(metadata.notes.last, _STORE_TIMEOUT_S):
+            logger.warning("KV was perhaps not stored: there is no answer from LMCache")
+
+    def _take_stores(self) -> None:
+        """Keep account of every store; LMCache's adapter has one a request, the last."""
+        adapter = self.worker_adapter
+        for request_id, future in adapter.store_futures.items():
+            self._stores.add(request_id, future, adapter.store_events.pop(request_id, None))
+        adapter.store_futures.clear()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose blocks are needed no more, for a store or a load.
+
+        LMCacheMPConnector 0.5.6 tells of the end of every request of an engine that may store, also
+        of one that is aborted while it loads: vLLM 0.29 is then told of two ends, and fails on the
+        second. And it tells of a store's end when the last of a request's stores is over, or the
+        server has been silent for a while. Here it is those alone that `request_finished` has kept.
+        """
+        self._fail_lost_loads()
+        _, loaded = super().get_finished(set())
+        metadata = self._connector_metadata
+        if metadata is not None:
+            self._kept |= metadata.notes.ended
+        stored = {one for one in self._kept if not self._stores.under_way(one)}
+        self._kept -= stored
+        return stored, loaded
+
+    def _fail_lost_loads(self) -> None:
+        """Have loads whose connection was lost fail, and not the engine that asks after them."""
+        loads = self.worker_adapter.retrieve_futures
+        for request_id, (future, block_ids) in list(loads.items()):
+            try:
+                future.query()
+            except Exception:
+                failed: MessagingFuture[bool] = MessagingFuture()
+                failed.set_result(False)
+                loads[request_id] = (failed, block_ids)
+
+    def let_go(self) -> None:
+        """Have the server let go of this engine's memory, without waiting for anything else."""
+        context = self.worker_adapter.transfer_ctx
+        answer = None if context is None else context.unregister()
+        if answer is not None:
+            answer.wait(_UNREGISTER_TIMEOUT_S)
+
+    # --- the scheduler's side ---------------------------------------------------------------------
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -119,15 +230,64 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
                 alignment = self._hit_alignment_tokens
                 tracker.num_vllm_hit_tokens = num_computed_tokens // alignment * alignment
                 return 0, False
+        if self._late.waits(request.request_id):
+            return None, True
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
-        return matched
+        if matched[0] is None or not params.get(PREFILLED) or request.num_preemptions:
+            return matched
+        # Else it was loaded before, and that failed.
+        if self.request_trackers[request.request_id].state != LMCacheMPRequestState.PREFETCHING:
+            return matched
+        return self._look_again(request, num_computed_tokens) or matched
+
+    def _look_again(self, request: Any, num_computed_tokens: int) -> tuple[None, bool] | None:
+        """That the answer is not known yet, where a stored prompt was not found; or None."""
+        adapter, tracker = self.scheduler_adapter, self.request_trackers[request.request_id]
+        chunk, ids = adapter.lmcache_tokens_per_chunk, tracker.get_token_ids()
+        stored_tokens = (len(ids) - self._reserve_last_token_for_lookup) // chunk * chunk
+        found_tokens = tracker.num_lmcache_hit_tokens
+        missed_tokens = max(0, stored_tokens - max(found_tokens, num_computed_tokens))
+        if not adapter.is_healthy or not self._late.looks_again(request.request_id, missed_tokens):
+            return None
+        if found_tokens:
+            key = adapter._create_key(
+                ids, 0, found_tokens, request.request_id, tracker.cache_salt,
+                tracker.request_configs,
+            ).no_worker_id_version()  # fmt: skip
+            clients = adapter.req_clients.values()
+            freeing = [client.free_lookup_locks(key, adapter.tp_size) for client in clients]
+            self._late.frees(request.request_id, freeing)
+        adapter.cleanup_lookup_result(request.request_id)
+        tracker.num_stored_tokens = tracker.num_lmcache_hit_tokens = 0
+        return None, True
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """What workers are told with a step: see `StepNotes`."""
+        metadata = super().build_connector_meta(scheduler_output)
+        # Their blocks are others' from this step on; workers wait for their stores before it.
+        self._storing -= set(scheduler_output.preempted_req_ids or ())
+        chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
+        last = set()
+        for one in metadata.requests:
+            if one.direction != "STORE":
+                continue
+            self._storing.add(one.request_id)
+            prompt_tokens = self.request_trackers[one.request_id].num_prompt_tokens
+            if prompt_tokens - one.op.end < chunk:
+                last.add(one.request_id)
+        metadata.notes = StepNotes(self._step, frozenset(last), frozenset(self._ended))
+        self._step += 1
+        self._ended.clear()
+        return metadata
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended, however it did; whether its blocks are still needed, and statistics.
+
+        They are where something of it was stored: workers say when that is done.
 
         LMCacheMPConnector 0.5.6 makes a tracker when the scheduler looks a request up, and fails
         without one where ``cached_token_stats`` are asked for ("Request tracker ... not found"). So
@@ -136,114 +296,14 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         a preemption, which keeps it until the next look-up.
         """
         self._get_or_create_request_tracker(request)
-        sends, params = super().request_finished(request, block_ids)
-        return sends and not self._parks, params
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose blocks are needed no more, for a store or a load.
-
-        A decoder's are free as they end, since `wait_for_save` has waited for their stores. For
-        LMCacheMPConnector 0.5.6 whoever may store delays all of them: of a request that is aborted
-        while it loads, vLLM 0.29 would then be told of two ends, and fail on the second.
-        """
-        ended: tuple[set[str] | None, set[str] | None]
-        ended = super().get_finished(set() if self._parks else finished_req_ids)
-        if self._parks:
-            # Kept for who asks; nobody will.
-            self.worker_adapter.finished_stores.clear()
-        return ended
-
-    def wait_for_save(self) -> None:
-        """Return when this step's KV is stored, so that the decoder's look-up finds all of it.
-
-        On a CPU stores are synchronous already; on CUDA they are not. A lost store costs a
-        recomputation and must not cost the engine.
-
-        vLLM calls this from a ``finally``, so also when the forward pass was broken off, by a
-        SIGTERM for instance. What is in the blocks then is not the prompt's KV, and storing it
-        would give every later conversation with this prompt wrong answers.
-        """
-        if sys.exc_info()[0] is not None:
-            return
-        try:
-            super().wait_for_save()
-            stores = list(self.worker_adapter.store_futures.values())
-            self._not_stored.intersection_update(stores)
-            for future in stores:
-                if future not in self._not_stored:
-                    self._wait_for_store(future)
-        except Exception:
-            logger.exception("KV was not stored; it will be computed again where it is needed")
-
-    def _wait_for_store(self, future: "MessagingFuture[Any]") -> None:
-        """Return when it is stored, or will not be: the server is lost, or does not answer."""
-        deadline_s = time.monotonic() + _STORE_TIMEOUT_S
-        while not future.wait(_LOOKS_EVERY_S):
-            if not self.worker_adapter.is_healthy or time.monotonic() >= deadline_s:
-                # Every step would wait for it again.
-                self._not_stored.add(future)
-                logger.warning("KV was perhaps not stored: there is no answer from LMCache")
-                return
-
-
-def _wait_for_server(host: str | None, port: int, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Return when something listens there: the server starts while the engine loads.
-
-    Raises:
-        RuntimeError: nothing listens there in time.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host or "", port), timeout=5).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= deadline_s:
-                raise RuntimeError(
-                    f"no LMCache server at {host}:{port} after {timeout_s:g} s ({error}); see the "
-                    "node actor's log"
-                ) from None
-        time.sleep(0.1)
-
-
-def _fail_fast(client: Any, healthy: Any) -> None:
-    """End every open call when the connection is lost, and refuse new ones until it is back."""
-    queue = client._message_queue_client
-    submit, cancel_streams = queue.submit_request, queue.cancel_streams
-    lost = TimeoutError("the connection to the LMCache server is lost")
-
-    def connection_lost() -> None:
-        # Called in the thread that owns pending_futures.
-        healthy.clear()
-        for future, _ in queue.pending_futures.values():
-            future.set_exception(lost)
-        queue.pending_futures.clear()
-        cancel_streams()
-
-    def submit_request(operation: str, payloads: Any) -> Any:
-        if healthy.is_set() or operation in _ALWAYS:
-            return submit(operation, payloads)
-        future = MessagingFuture()
-        future.set_exception(lost)
-        return future
-
-    queue.cancel_streams = connection_lost
-    queue.submit_request = submit_request
-
-
-def _be_patient(client: Any) -> None:
-    """Have heartbeats wait longer for their answers.
-
-    A server that moves KV on a busy machine may take more than a second for one. Taken for lost,
-    it would be asked for nothing until the next heartbeat, and first prompts computed twice. Where
-    it is lost, the connection breaks, which ends the wait.
-    """
-    ping = client.ping
-
-    def patient_ping(instance_id: int | None) -> Any:
-        answer = ping(instance_id)
-        result = answer.result
-        answer.result = lambda timeout=None: result(max(timeout or 0.0, _PING_TIMEOUT_S))
-        return answer
-
-    client.ping = patient_ping
+        _, params = super().request_finished(request, block_ids)
+        late, missed_tokens = self._late.over(request.request_id)
+        if params and missed_tokens:
+            params["cached_token_stats"][MISSED] = missed_tokens
+        if params and late:
+            params["cached_token_stats"][LATE] = True
+        kept = request.request_id in self._storing
+        if kept:
+            self._storing.remove(request.request_id)
+            self._ended.add(request.request_id)
+        return kept, params

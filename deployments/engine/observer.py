@@ -49,6 +49,8 @@ class _Observation:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     lmcache_tokens: int = 0
+    missed_tokens: int = 0
+    late: bool = False
     output_tokens: dict[tuple[str, int], int] = field(default_factory=dict)
     decode_s: float | None = None
     # For streams that may have to be continued: whether to note what is put out, what of it is
@@ -70,6 +72,8 @@ class _Observation:
             self.cached_tokens, self.lmcache_tokens = found.own_tokens, found.lmcache_tokens
         elif output.num_cached_tokens is not None and not self.lmcache_tokens:
             self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
+        self.missed_tokens = max(self.missed_tokens, found.missed_tokens)
+        self.late |= found.late
         times = output.metrics
         if times is not None and 0 < times.first_token_ts <= times.last_token_ts:
             self.decode_s = max(self.decode_s or 0.0, times.last_token_ts - times.first_token_ts)
@@ -102,6 +106,8 @@ class _Observation:
             self.cached_tokens,
             self.lmcache_tokens,
             decode_s=self.decode_s,
+            missed_tokens=self.missed_tokens,
+            late=self.late,
         )
 
 
@@ -131,7 +137,11 @@ def observe_engine(client: Any, meter: LoadMeter) -> None:
         extra = dict(sampling_params.extra_args or {})
         extra["kv_transfer_params"] = {
             **(extra.get("kv_transfer_params") or {}),
-            **wire.transfer_params(observation.stored_tokens, observation.parks),
+            **wire.transfer_params(
+                observation.stored_tokens,
+                observation.parks,
+                prefilled=observation.prefill_cached_tokens is not None,
+            ),
         }
         sampling_params.extra_args = extra
         observation.started += 1

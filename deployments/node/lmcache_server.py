@@ -34,6 +34,12 @@ SERVER_MODULE = lmcache_main.__name__
 START_TIMEOUT_S = 120.0
 # A predecessor's port is free once its process is gone; another program's stays taken.
 TAKEN_TIMEOUT_S = 10.0
+# What is silent for so long has died, and its KV space, which the server has mapped, is let go of.
+# It is the least that LMCache takes, and 30 heartbeats (`lmcache.mp.heartbeat_interval`). Workers
+# send those from their registration on, so that it holds for the first one as well.
+REAP_TIMEOUT_S = 30.0
+# It looks four times in that time.
+REAPED_S = REAP_TIMEOUT_S * 1.25
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
 _UNHEALTHY_AFTER = 5
@@ -148,7 +154,13 @@ def lmcache_command(
         "--supported-transfer-mode", "auto",
         "--chunk-size", str(lmcache.chunk_tokens),
         "--max-workers", "4",
+        "--worker-reap-timeout-seconds", str(REAP_TIMEOUT_S),
+        "--worker-registration-grace-seconds", str(REAP_TIMEOUT_S),
     ]  # fmt: skip
+    if gpu:
+        # Layers that look back no further than a window, or at one state, are stored apart from
+        # others; where all layers are alike, it is the same.
+        command.append("--separate-object-groups")
     if cache is None:
         return command if gpu else [*command, "--no-l1-use-lazy", "--shm-name", OWN_POOL]
     assert directory_url is not None

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -219,6 +220,7 @@ async def test_the_lmcache_server(
     stage.wait_for_lone()
     (agent,) = await _start(client, rng, ["cached"])
     (server,) = processes(LMCACHE)
+    lost = await _shared_with_engines(server.pid)
     running = [
         asyncio.ensure_future(
             Agent(client, f"during-{n}").say(prose(rng, 2000), tokens=OUTPUT_TOKENS)
@@ -244,6 +246,25 @@ async def test_the_lmcache_server(
         pytest.fail("LMCache was not used again within 30 s of being killed")
     (restarted,) = processes(LMCACHE)
     assert restarted.pid != server.pid
+    await _shared_with_engines(restarted.pid)
+    # What the dead one had would stay taken, if an engine kept it.
+    assert not [one.pid for one in processes("VLLM::Worker") if lost in _memory_of(one.pid)]
+
+
+async def _shared_with_engines(server: int) -> int:
+    """Make sure that the engines have this LMCache server's memory mapped; its inode."""
+    (pool,) = _memory_of(server)
+    await eventually(
+        "the prefiller and both decoders copy from and to the server's memory",
+        lambda: sum(pool in _memory_of(one.pid) for one in processes("VLLM::Worker")) == 3,
+    )
+    return pool
+
+
+def _memory_of(pid: int) -> set[int]:
+    """Inodes of the memory without a name that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if "/memfd:conserve" in line}
 
 
 async def test_the_conversation_table(

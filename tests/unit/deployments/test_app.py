@@ -1,4 +1,4 @@
-"""What engines are started with: who stores KV for others, and their parts of GPUs."""
+"""What engines are started with: who stores KV for others, LMCache's chunks, parts of GPUs."""
 
 import dataclasses
 from typing import Any
@@ -83,3 +83,46 @@ def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch
         _require_cuda_build()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     _require_cuda_build()
+
+
+@pytest.mark.parametrize(
+    ("given", "gpu", "chunk"),
+    [
+        ({}, True, 256),
+        ({}, False, 128),
+        # Blocks that an operator asks for: a model with Mamba layers has large ones.
+        ({"engine.block_size": 544}, True, 544),
+        ({"engine.block_size": 96}, True, 288),
+        ({"decoders.engine.block_size": 64, "prefillers.engine.block_size": 96}, True, 384),
+        ({"engine.block_size": 544, "lmcache.chunk_tokens": 1088}, True, 1088),
+    ],
+)
+def test_a_chunk_is_a_whole_number_of_every_engines_blocks(
+    given: dict[str, Any], gpu: bool, chunk: int
+) -> None:
+    from deployments.app import _for_device, llm_config
+
+    settings = _for_device(load(given), gpu)
+    assert settings.lmcache.chunk_tokens == chunk
+    # Engines are told, to say what to set where their blocks turn out to be others.
+    engine = llm_config("decoder", settings, settings.decoders, gpu).engine_kwargs
+    extra = engine["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra["conserve.chunk_tokens"] == chunk
+
+
+@pytest.mark.parametrize(
+    ("given", "gpu", "why"),
+    [
+        ({"lmcache.chunk_tokens": 200}, False, r"200 is not a multiple of 128 \(CPU blocks\)"),
+        (
+            {"lmcache.chunk_tokens": 256, "engine.block_size": 544},
+            True,
+            r"256 is not a multiple of 544 \(engine.block_size\)",
+        ),
+    ],
+)
+def test_a_chunk_of_broken_blocks_is_refused(given: dict[str, Any], gpu: bool, why: str) -> None:
+    from deployments.app import _for_device
+
+    with pytest.raises(SettingsError, match=why):
+        _for_device(load(given), gpu)

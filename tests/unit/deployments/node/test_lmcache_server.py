@@ -1,5 +1,6 @@
 """Where a node's LMCache server listens, and what it is told of others."""
 
+import argparse
 import asyncio
 import socket
 from typing import Any
@@ -21,11 +22,12 @@ from deployments.node.lmcache_server import (
     require_nixl,
 )
 
+SEPARATE = "--separate-object-groups"
 OTHER = NodeCache("b", "10.0.0.2", 7610, 41000)
 
 
 def options(command: list[str]) -> dict[str, str]:
-    flags = command[command.index("server") + 1 :]
+    flags = [one for one in command[command.index("server") + 1 :] if one != SEPARATE]
     return dict(zip(flags[::2], flags[1::2], strict=True))
 
 
@@ -73,6 +75,27 @@ def test_one_node_stays_on_loopback() -> None:
     command = options(lmcache_command(settings.lmcache, address))
     assert command["--host"] == command["--http-host"] == "127.0.0.1"
     assert not [flag for flag in command if "p2p" in flag or "coordinator" in flag]
+
+
+def test_what_a_dead_engine_had_is_let_go_of_soon() -> None:
+    """As LMCache's own parser has it, which refuses what is too soon."""
+    from lmcache.v1.multiprocess.config import add_mp_server_args, parse_args_to_mp_server_config
+
+    settings = LMCacheSettings(chunk_tokens=256)
+    command = lmcache_command(settings, Address("127.0.0.1", 7610, 7611))
+    parser = add_mp_server_args(argparse.ArgumentParser())
+    given, _ = parser.parse_known_args(command[command.index("server") + 1 :])
+    config = parse_args_to_mp_server_config(given)
+    assert config.worker_reap_timeout_seconds == 30
+    # By its first heartbeat, too: an engine may die before that.
+    assert config.worker_registration_grace_seconds == 30
+
+
+def test_layers_of_several_kinds_are_stored_apart_on_gpus() -> None:
+    lmcache, address = LMCacheSettings(chunk_tokens=256), Address("127.0.0.1", 7610, 7611)
+    assert SEPARATE in lmcache_command(lmcache, address)
+    assert SEPARATE in lmcache_command(lmcache, address, OTHER, "http://127.0.0.1:5")
+    assert SEPARATE not in lmcache_command(lmcache, address, gpu=False)
 
 
 def test_engines_without_a_gpu_copy_from_the_servers_memory() -> None:

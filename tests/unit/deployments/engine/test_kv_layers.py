@@ -1,0 +1,89 @@
+"""Models whose layers are of several kinds, by vLLM's own sizes of their blocks."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.engine.kv_layers import require_whole_blocks
+
+
+def _config(device: str = "cuda") -> Any:
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(block_size=16),
+    )
+
+
+def _groups(*blocks: int) -> Any:
+    """As vLLM groups layers: full attention, and Mamba's, with blocks of so many tokens."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+
+    specs: list[Any] = [
+        FullAttentionSpec(block_size=blocks[0], num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    ]
+    specs += [
+        MambaSpec(
+            block_size=block, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+        )
+        for block in blocks[1:]
+    ]
+    return SimpleNamespace(
+        kv_cache_groups=[KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(specs)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "chunk"), [((16,), 256), ((544, 544), 544), ((1024, 1024), 2048)]
+)
+def test_a_chunk_of_whole_blocks_is_taken(blocks: tuple[int, ...], chunk: int) -> None:
+    require_whole_blocks(_config(), _groups(*blocks), chunk)
+
+
+def test_another_chunk_is_refused_with_what_to_set() -> None:
+    with pytest.raises(ValueError, match=r"lmcache\.chunk_tokens is 256") as refused:
+        require_whole_blocks(_config(), _groups(784, 784), 256)
+    assert re.findall(r"(\S+) to (\d+)", str(refused.value)) == [
+        ("lmcache.chunk_tokens", "784"),
+        ("engine.block_size", "1024"),
+    ]
+
+
+def test_engines_on_a_cpu_hand_over_one_kind_of_layers() -> None:
+    require_whole_blocks(_config("cpu"), _groups(128), 128)
+    with pytest.raises(ValueError, match="2 kinds of layers"):
+        require_whole_blocks(_config("cpu"), _groups(544, 544), 544)
+
+
+def test_vllm_takes_a_hybrid_models_block_size_from_the_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself it makes blocks as large as a Mamba state, whatever number that is."""
+    from transformers import GraniteMoeHybridConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    hybrid = GraniteMoeHybridConfig(
+        vocab_size=4096, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=1, layer_types=["mamba", "mamba", "mamba", "attention"],
+        mamba_n_heads=8, mamba_d_head=64, mamba_d_state=128, mamba_expand=2, num_local_experts=0,
+        shared_intermediate_size=512, position_embedding_type="nope", max_position_embeddings=8192,
+    )  # fmt: skip
+    hybrid.architectures = ["GraniteMoeHybridForCausalLM"]
+    hybrid.save_pretrained(tmp_path)
+    blocks = {}
+    for given in (None, 1024):
+        config = EngineArgs(
+            str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
+            enable_prefix_caching=True, **({"block_size": given} if given else {}),
+        ).create_engine_config()  # fmt: skip
+        current_platform._align_hybrid_block_size(config, CPUAttentionBackend)
+        blocks[given] = (config.cache_config.block_size, config.cache_config.mamba_block_size)
+    assert blocks == {None: (640, 640), 1024: (1024, 1024)}
