@@ -149,3 +149,29 @@ def register_after_silence(
         return answer
 
     client.ping = watched_ping
+
+
+def say_less(adapter: Any) -> None:
+    """Leave out what a turn would tell the server though nobody needs it.
+
+    LMCache 0.5.6 sends the token ids of each prompt's blocks, all of a long history at every turn,
+    for metrics of its own; and the end of each request, also of one that the server was not asked
+    about, which it warns of. Both take the server's time, and with few cores the engine's.
+
+    Args:
+        adapter: the scheduler's.
+    """
+    asked: set[str] = set()
+    look_up, end = adapter.maybe_submit_lookup_request, adapter.end_session
+
+    def look_up_known(request_id: str, *given: Any, **named: Any) -> None:
+        asked.add(request_id)
+        look_up(request_id, *given, **named)
+
+    def end_known(request_id: str) -> None:
+        if request_id in asked:
+            asked.remove(request_id)
+            end(request_id)
+
+    adapter.maybe_submit_lookup_request = look_up_known
+    adapter.end_session = end_known

@@ -10,15 +10,16 @@ stored is not written over before it is. A prompt that a prefiller has just stor
 until the server tells of it. A request that is aborted before it was looked up does not end the
 engine, nor does one for its prompt's log-probabilities. Prompts of embeddings, which no key tells
 apart, are neither stored nor loaded. Later turns, which find their history in the decoder's own
-cache, do not ask the server. And a decoder stores prompts that it is told to park, and no others.
+cache, neither ask the server nor tell it anything. And a decoder stores prompts that it is told to
+park, and no others.
 
 Keys are made of the ``cache_salt`` and of token ids, where each placeholder of an image (or other
 media) is replaced by a value of that item's hash (``LMCacheMPRequestTracker.get_token_ids``).
 
 It reaches into internals of lmcache 0.5.6 (``_health_event``, ``_ensure_heartbeat_started``,
 ``_reregister_kv_caches_callback``, ``store_futures``, ``retrieve_futures``, ``_create_key``,
-``_can_store``, the request trackers; `lmcache_client` has more): check it when that version
-changes.
+``_can_store``, ``_report_block_allocation_deltas``, the request trackers; `lmcache_client` has
+more): check it when that version changes.
 """
 
 import sys
@@ -39,6 +40,7 @@ from deployments.engine.lmcache_client import (
     be_patient,
     fail_fast,
     register_after_silence,
+    say_less,
     wait_for_server,
 )
 from deployments.engine.stores import StepNotes, Steps, Stores
@@ -71,6 +73,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         if hasattr(self, "scheduler_adapter"):
             self._prepare_scheduler()
             adapter = self.scheduler_adapter
+            say_less(adapter)
             for url, client in adapter.req_clients.items():
                 fail_fast(client, adapter._health_events[url])
                 be_patient(client)
@@ -281,6 +284,9 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         self._step += 1
         self._ended.clear()
         return metadata
+
+    def _report_block_allocation_deltas(self, scheduler_output: Any) -> None:
+        """Nothing: it would be for metrics of the server's, and costs every turn (`say_less`)."""
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -121,3 +121,36 @@ def test_a_worker_that_the_server_may_have_forgotten_registers_again(registers: 
     assert len(registered) == 1
     assert ping(1)
     assert len(registered) == 1
+
+
+def test_the_server_hears_of_the_end_of_what_it_was_asked_about() -> None:
+    from deployments.engine.lmcache_client import say_less
+
+    said: list[tuple[str, str]] = []
+
+    class Adapter:
+        def maybe_submit_lookup_request(self, request_id: str, token_ids: list[int]) -> None:
+            said.append(("asked", request_id))
+
+        def end_session(self, request_id: str) -> None:
+            said.append(("ended", request_id))
+
+    adapter = Adapter()
+    say_less(adapter)
+    for _ in range(2):  # It is asked until the answer is there.
+        adapter.maybe_submit_lookup_request("cold", token_ids=[1, 2])
+    adapter.end_session("later turn")
+    adapter.end_session("cold")
+    adapter.end_session("cold")
+    assert said == [("asked", "cold"), ("asked", "cold"), ("ended", "cold")]
+
+
+def test_the_server_is_told_nothing_for_its_metrics() -> None:
+    """The name is LMCache's: if it changes, every turn sends its whole prompt again."""
+    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+
+    from deployments.engine.lmcache_connector import ResilientMPConnector
+
+    name = "_report_block_allocation_deltas"
+    assert name in LMCacheMPConnector.build_connector_meta.__code__.co_names
+    assert getattr(ResilientMPConnector, name) is not getattr(LMCacheMPConnector, name)
