@@ -1,9 +1,9 @@
 """Where all conversations together wait least for a prefill."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from conserve.placement.handing_over import Price
 from conserve.placement.load import Loads, Work
 from conserve.placement.state import NOTHING_SHARED, Appended, Decoder, Placement, Prefiller, Shared
 
@@ -31,7 +31,8 @@ class ElasticPlacement:
 
     - the prompt's own time until it is done: what waits there before it, itself, the iterations
       that it shares with running decodes (its chunks take one each), and the way of the KV: to the
-      home, or from host memory,
+      home, with what prompts that were handed over took beyond their estimates (`HandingOver`),
+      or from host memory,
     - the delay of others: of each decode that runs there, by as much as prefills hold up its
       iterations; and of the turns that come while it runs, at the rate at which they came of late.
 
@@ -126,7 +127,7 @@ class ElasticPlacement:
                 or (one.id in may_have_it and one.occupancy <= emptiest + self.most_uneven)
             )
         }
-        return cheapest(turn1_tokens, near, pool, shared, work)
+        return cheapest(turn1_tokens, near, pool, shared, work, self.loads.price(now_s))
 
     def prefill_later_turn(
         self,
@@ -141,7 +142,7 @@ class ElasticPlacement:
         parked_tokens = min(appended.parked_tokens, held_tokens)
         new_tokens = appended.tokens - held_tokens
         least_s = prefill_cost_s(home, new_tokens, held_tokens)
-        back_s = home.costs.handoff_s(new_tokens)
+        back_s = home.costs.handoff_s(new_tokens) + self.loads.price(now_s).of(new_tokens)
         best = None
         for one in prefillers:
             if one.id == appended.decoder_id:
@@ -191,6 +192,7 @@ def cheapest(
     prefillers: Sequence[str],
     shared: Shared,
     work: dict[str, Work],
+    price: Price,
 ) -> Placement | None:
     """Of all pairs of a home and where it has its prompt prefilled, the one of the least cost.
 
@@ -198,6 +200,7 @@ def cheapest(
 
     Args:
         homes: their loads, by id.
+        price: of handing over, beyond what work and ways are estimated to take.
     """
     elsewhere = {}
     for one in prefillers:
@@ -209,7 +212,7 @@ def cheapest(
         there = shared.there(home)
         past = min(shared.found(home), tokens - 1)
         here_s = costs.handoff_s(past - there) + prefill_cost_s(work[home], tokens - past, past)
-        moved_s = costs.handoff_s(tokens - there)
+        moved_s = costs.handoff_s(tokens - there) + price.of(tokens - there)
         places: list[tuple[float, str | None]] = [(here_s, None)]
         places += [(elsewhere[one] + moved_s, one) for one in prefillers if one != home]
         for cost_s, prefiller in places:
@@ -222,11 +225,6 @@ def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int) -> float:
     """Until a prefill is done at an engine, and what others there are delayed by it, in seconds."""
     costs = work.costs
     own_s = costs.prefill_s(new_tokens, cached_tokens)
-    if work.decodes:
-        chunks = math.ceil((work.backlog_tokens + new_tokens) / costs.chunk_tokens)
-        wait_s = costs.prefill_share * (work.backlog_s + own_s) + chunks * work.step_s
-    else:
-        wait_s = work.backlog_s + own_s + costs.prefill_constant_s
     running_s = costs.prefill_share * work.decodes * own_s
     coming_s = work.turns_per_s * own_s * own_s / 2
-    return wait_s + running_s + coming_s
+    return work.prefill_wait_s(new_tokens, cached_tokens) + running_s + coming_s

@@ -9,6 +9,7 @@ import msgspec
 
 from conserve.conversation import Conversation, TurnStats
 from conserve.placement.engine_costs import EngineCosts
+from conserve.placement.handing_over import HandingOver, Price
 from conserve.placement.state import Placement, Shared
 
 # Over so many seconds turns and prefills are averaged, and first prompts of the whole pool.
@@ -16,6 +17,8 @@ _LATE_S = 30.0
 _DEMAND_S = 60.0
 # Copies of what was handed over stay in a prefiller's cache for about so long.
 _LENT_S = 10.0
+# So many prompts are remembered of which the first token has not come, the newest.
+_MOST_PLACED = 1_024
 # A prompt's length, to tell seconds from tokens before any was computed.
 _USUAL_TOKENS = 1_000
 
@@ -62,6 +65,28 @@ class Work(NamedTuple):
     own_share: float = 0.0
     lent_tokens: int = 0
 
+    def prefill_wait_s(self, new_tokens: int, cached_tokens: int) -> float:
+        """Until a prefill that comes there now is done, in seconds."""
+        costs = self.costs
+        own_s = costs.prefill_s(new_tokens, cached_tokens)
+        if not self.decodes:
+            return self.backlog_s + own_s + costs.prefill_constant_s
+        chunks = math.ceil((self.backlog_tokens + new_tokens) / costs.chunk_tokens)
+        return costs.prefill_share * (self.backlog_s + own_s) + chunks * self.step_s
+
+
+class _Placed(NamedTuple):
+    """A prompt whose first token has not come.
+
+    Attributes:
+        moves_tokens: what is handed over of it, or would be.
+    """
+
+    at_s: float
+    estimated_s: float
+    moves_tokens: int
+    handed_over: bool
+
 
 class Loads:
     """What is known of all engines' work: what they say, and what was sent to them since.
@@ -71,6 +96,9 @@ class Loads:
     is nearly as good as a new one. Older words, or none, are no error: what was sent then counts
     for as long as it should take. A prompt that is on its way while its engine speaks is not
     counted for the second until it speaks again.
+
+    Of prompts that were placed it is kept in mind how long they should take until their first
+    token, and learned what those that are handed over take beyond that (`HandingOver`).
 
     Args:
         costs: engines' measured costs; None: each one's own pace, as it says it.
@@ -87,6 +115,8 @@ class Loads:
         self._costs = costs
         self._engines: dict[str, _Engine] = {}
         self._demand = _Late(_DEMAND_S)
+        self._placed: dict[str, _Placed] = {}
+        self._handing_over = HandingOver()
 
     def says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
         """An engine says what it does."""
@@ -109,6 +139,8 @@ class Loads:
             engine, past = self._of(where), shared.there(where)
             engine.lent.append((now_s, tokens))
         past = min(past, tokens - 1)
+        there = shared.there(placement.decoder_id)
+        self._expect(history_id, tokens, past, there, placement, now_s)
         seconds = engine.prefills(tokens - past, past, now_s)
         engine.queue.add(history_id, tokens - past, seconds, now_s)
         if where is None:
@@ -152,8 +184,11 @@ class Loads:
         Args:
             stats: what its engine did; None if that is not known.
         """
+        placed = self._placed.pop(history.id, None)
         if history.decoder_id is None:
             return
+        if stats is not None and placed is not None:
+            self._first_token_came(placed, stats, now_s)
         if stats is not None and not history.promised:
             cached_tokens = stats.decoder_cached_tokens + stats.lmcache_tokens
             new_tokens = max(0, stats.prompt_tokens - cached_tokens)
@@ -192,9 +227,51 @@ class Loads:
             engine.lent_tokens(now_s),
         )
 
+    def price(self, now_s: float) -> Price:
+        """What it takes to hand a prompt over, beyond what is estimated."""
+        return self._handing_over.price(now_s)
+
     def demand(self, prefillers: int, now_s: float) -> float:
         """Of so many prefillers' time, the share that first prompts ask for, wherever they run."""
         return self._demand.per_s(now_s) / max(1, prefillers)
+
+    def _expect(
+        self,
+        history_id: str,
+        tokens: int,
+        past: int,
+        there: int,
+        placement: Placement,
+        now_s: float,
+    ) -> None:
+        """Keep in mind how long a prompt that is placed now should take.
+
+        Args:
+            past: what of it is not computed.
+            there: what of it its home has.
+        """
+        where = placement.prefiller_id
+        home = self.work(placement.decoder_id, now_s)
+        engine = home if where is None else self.work(where, now_s)
+        comes_tokens = past - there if where is None else tokens - there
+        seconds = home.costs.handoff_s(comes_tokens) + engine.prefill_wait_s(tokens - past, past)
+        self._placed.pop(history_id, None)
+        self._placed[history_id] = _Placed(now_s, seconds, tokens - there, where is not None)
+        if len(self._placed) > _MOST_PLACED:
+            del self._placed[next(iter(self._placed))]
+
+    def _first_token_came(self, placed: _Placed, stats: TurnStats, now_s: float) -> None:
+        # What should have been handed over, and was not, was computed twice: that is no price.
+        arrived = stats.lmcache_tokens > 0 or not placed.handed_over
+        if stats.decode_s is not None and arrived:
+            seconds = now_s - stats.decode_s - placed.at_s
+            self._handing_over.took(
+                seconds,
+                placed.estimated_s,
+                placed.moves_tokens,
+                now_s,
+                handed_over=placed.handed_over,
+            )
 
     def _of(self, engine_id: str) -> "_Engine":
         engine = self._engines.get(engine_id)
