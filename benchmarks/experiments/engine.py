@@ -35,12 +35,14 @@ from conserve.wire import scheduled_turn
 
 VLLM, OURS, NO_AGEING = "vllm", "conversation", "conversation, no ageing"
 # The model is small, and so are its prompts: what counts as much is so, too.
-_FEEDBACK = {"quota_tokens": 512, "age_s": 0.3}
+_FEEDBACK = {"quota_tokens": 512, "age_s": 1.0}
 _POLICIES: dict[str, dict[str, Any]] = {
     OURS: {"feedback": _FEEDBACK},
     NO_AGEING: {"feedback": {**_FEEDBACK, "age_s": 1e9}},
 }
 _BLOCK_TOKENS = 32
+# Of the conversations in the first scene, between turns.
+_THINK_S = 0.5
 _BLOCKS = 800
 
 
@@ -212,7 +214,7 @@ def light_beside_heavy(engine: Engine, scheduler: str) -> dict[str, float]:
             key, number = name.split(".")
             history[key] = history[key] + engine.answers[name]
             if int(number) + 1 < len(sizes[key]):
-                due.append((engine.now_s() + 0.05, key, int(number) + 1))
+                due.append((engine.now_s() + _THINK_S, key, int(number) + 1))
     light = [engine.latency_s(name) for name in engine.answers if "light" in name]
     heavy = [engine.latency_s(name) for name in engine.answers if "heavy" in name]
     return {

@@ -103,7 +103,7 @@ class StandIn:
         self.token_times_s: dict[str, list[float]] = {}
         self.said: dict[str, Any] = {}
         self.cached: dict[str, int] = {}
-        self.preempted = 0
+        self.preempted: list[str] = []
 
     def add(
         self,
@@ -148,7 +148,7 @@ class StandIn:
         scheduler = self.scheduler
         if scheduler.has_requests():
             output = scheduler.schedule()
-            self.preempted += len(output.preempted_req_ids or ())
+            self.preempted += sorted(output.preempted_req_ids or ())
             cached = output.scheduled_cached_reqs
             starts = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
             starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

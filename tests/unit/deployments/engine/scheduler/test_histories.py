@@ -37,7 +37,7 @@ def test_a_history_is_found_after_others_have_filled_the_cache(kind: str) -> Non
     engine.add("again", [*history, *tokens(1)], 4, "mine")
     engine.drain()
     assert engine.cached["again"] == 10 * BLOCK_TOKENS
-    assert engine.preempted == 0
+    assert not engine.preempted
     engine.require_no_leak()
 
 
@@ -70,7 +70,7 @@ def test_what_is_kept_gives_way_before_anybody_is_preempted_and_the_least_worth_
     engine.turn("third", tokens(8))
     assert command(engine, "observe")["free_blocks"] == 16
     engine.turn("needs", tokens(20), last=True)
-    assert engine.preempted == 0
+    assert not engine.preempted
     # Just enough, of its end, and of nobody else.
     first, served, third = cached_blocks(engine, "first", "served", "third")
     assert (first, third) == (8, 8)
