@@ -4,10 +4,13 @@
 
 One engine with the embedded model, in this process, stepped by hand; between runs its scheduler is
 replaced, so that all compare on the same model and KV. Times are CPU seconds of this process: other
-programs on the machine do not count, and there is one thread. In each round, in random order:
+programs on the machine do not count, and there is one thread. How fast it is differs all the same,
+so what agents wait, and the ageing, are in units of a prefill of 1,000 tokens, which is measured
+first. In each round, in random order:
 
 - *Light beside heavy*: six conversations with short prompts and appends beside three with long
-  ones, two calls at a time. Also without ageing, as a warning.
+  ones, two calls at a time, with 2 units between turns; a level up each 1.5 units. Also without
+  ageing, as a warning.
 - *Long prompts beside decodes*: three prompts of 3,000 tokens, one after the other, beside four
   answers; the times between the answers' tokens, and to the prompts' first.
 - *Found again*: a history's next turn, after five other conversations have filled the KV and ended.
@@ -35,14 +38,10 @@ from conserve.wire import scheduled_turn
 
 VLLM, OURS, NO_AGEING = "vllm", "conversation", "conversation, no ageing"
 # The model is small, and so are its prompts: what counts as much is so, too.
-_FEEDBACK = {"quota_tokens": 512, "age_s": 1.0}
-_POLICIES: dict[str, dict[str, Any]] = {
-    OURS: {"feedback": _FEEDBACK},
-    NO_AGEING: {"feedback": {**_FEEDBACK, "age_s": 1e9}},
-}
+_QUOTA_TOKENS = 512
+# In units of a prefill of 1,000 tokens.
+_AGE_UNITS, _THINK_UNITS, _SPREAD_UNITS = 1.5, 2.0, 0.3
 _BLOCK_TOKENS = 32
-# Of the conversations in the first scene, between turns.
-_THINK_S = 0.5
 _BLOCKS = 800
 
 
@@ -58,6 +57,7 @@ class Engine:
     was slept through."""
 
     slept_s: float = 0.0
+    unit_s: float = 1.0
     answers: dict[str, list[int]] = field(default_factory=dict)
     added_s: dict[str, float] = field(default_factory=dict)
     times_s: dict[str, list[float]] = field(default_factory=dict)
@@ -123,7 +123,9 @@ class Engine:
         config.cache_config.num_gpu_blocks = blocks
         ours = scheduler != VLLM
         config.scheduler_config.policy = "priority" if ours else "fcfs"
-        config.additional_config = {"conserve": _POLICIES.get(scheduler, {})}
+        age_s = 1e9 if scheduler == NO_AGEING else _AGE_UNITS * self.unit_s
+        feedback = {"quota_tokens": _QUOTA_TOKENS, "age_s": age_s}
+        config.additional_config = {"conserve": {"feedback": feedback}}
         kv = before.kv_cache_config
         kv.num_blocks = blocks
         made: Any = (conversation_scheduler if ours else Scheduler)(
@@ -190,13 +192,13 @@ class Engine:
 def light_beside_heavy(engine: Engine, scheduler: str) -> dict[str, float]:
     """Turns' latencies of both, in seconds."""
     engine.begin(scheduler, calls=2, step_tokens=512)
-    sizes = {f"heavy{n}": (1_100, 700, 700) for n in range(3)}
+    sizes: dict[str, tuple[int, ...]] = {f"heavy{n}": (900, 500, 400) for n in range(3)}
     sizes |= {f"light{n}": (90, 40, 40, 40) for n in range(6)}
     began_s = engine.now_s()
-    due = [
-        (began_s if "heavy" in key else began_s + 0.02 + 0.15 * (n - 3), key, 0)
-        for n, key in enumerate(sizes)
-    ]
+    due = [(began_s, key, 0) for key in sizes if "heavy" in key]
+    for light in range(6):
+        after_s = (0.05 + _SPREAD_UNITS * light) * engine.unit_s
+        due.append((began_s + after_s, f"light{light}", 0))
     history: dict[str, list[int]] = {}
     under_way = 0
     while due or under_way:
@@ -214,7 +216,8 @@ def light_beside_heavy(engine: Engine, scheduler: str) -> dict[str, float]:
             key, number = name.split(".")
             history[key] = history[key] + engine.answers[name]
             if int(number) + 1 < len(sizes[key]):
-                due.append((engine.now_s() + _THINK_S, key, int(number) + 1))
+                after_s = _THINK_UNITS * engine.unit_s
+                due.append((engine.now_s() + after_s, key, int(number) + 1))
     light = [engine.latency_s(name) for name in engine.answers if "light" in name]
     heavy = [engine.latency_s(name) for name in engine.answers if "heavy" in name]
     return {
@@ -298,6 +301,8 @@ def measure(rounds: int, seed: int = 0) -> dict[str, dict[str, dict[str, list[fl
     engine, chance = Engine(), random.Random(seed)
     engine.begin(VLLM)
     engine.turn("warm up", words(0, 500), 8, "warm up")
+    engine.turn("unit", words(1, 1_000), 1, "unit")
+    engine.unit_s = engine.first_s("unit")
     seen: dict[str, dict[str, dict[str, list[float]]]] = {}
     for round_number in range(rounds):
         for scene, (play, schedulers) in SCENES.items():
@@ -333,7 +338,7 @@ def show(seen: dict[str, dict[str, dict[str, list[float]]]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
