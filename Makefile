@@ -31,7 +31,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-later-turns bench-appends bench-keys bench-overcommit \
+	bench-overhead bench-later-turns bench-appends bench-engine bench-keys bench-overcommit \
 	bench-tenants bench-unkind bench-table bench-energy bench-sm-slots \
 	bench-simulator bench-scale bench-elastic test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
@@ -126,6 +126,9 @@ bench-later-turns: $(INSTALLED) ## Measure what asking nobody saves a warm turn:
 
 bench-appends: $(INSTALLED) ## Measure what others feel of a large append, at home and elsewhere, on two cores
 	@$(BIN)/python -m benchmarks.experiments.appends --cores 0,1 $(ARGS)
+
+bench-engine: $(INSTALLED) ## Compare the scheduler that knows conversations with vLLM's own, on one engine (minutes)
+	@$(BIN)/python -m benchmarks.experiments.engine $(ARGS)
 
 bench-keys: $(INSTALLED) ## Measure what keys cost a warm turn: two routers before the same engines
 	@$(BIN)/python -m benchmarks.experiments.keys $(ARGS)

@@ -328,6 +328,13 @@ class Settings(_Strict):
         "conversations, too. `collocated`, `full_disaggregation` and `per_turn` are baselines to "
         "compare them with.",
     )
+    engine_scheduler: Literal["conversation", "vllm"] = Field(
+        default="vllm",
+        description="Who decides within a decoder what its next step runs. `conversation`: who "
+        "asks for little, and had little, goes first; prefills are cut so that no answer's tokens "
+        "come late; and a history's KV is kept between turns. `vllm`: as vLLM does it, first come "
+        "first served.",
+    )
     wrong_decision_rate: float = Field(
         default=0.0,
         ge=0,
@@ -494,6 +501,22 @@ class Settings(_Strict):
         return self
 
     @model_validator(mode="after")
+    def _scheduler_has_its_arguments(self) -> Self:
+        if self.engine_scheduler != "conversation":
+            return self
+        for name, given in (
+            ("engine", self.engine),
+            ("prefillers.engine", self.prefillers.engine),
+            ("decoders.engine", self.decoders.engine),
+        ):
+            for argument in ("scheduler_cls", "scheduling_policy", "disable_cascade_attn"):
+                if argument in given:
+                    raise ValueError(
+                        f"{name}.{argument} cannot be set: engine_scheduler=conversation sets it"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _router_has_its_port(self) -> Self:
         if self.port in (self.lmcache.port, self.lmcache.http_port):
             raise ValueError(f"port: {self.port} is the LMCache server's; they must differ")
@@ -558,6 +581,11 @@ class Settings(_Strict):
     def prefillers_host(self) -> bool:
         """Whether conversations are bound to prefillers, too."""
         return self.placement == "elastic"
+
+    @property
+    def schedules_conversations(self) -> bool:
+        """Whether engines that host conversations schedule by them."""
+        return self.engine_scheduler == "conversation"
 
     @property
     def moves_appends(self) -> bool:

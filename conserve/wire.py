@@ -193,3 +193,31 @@ def cached_tokens(params: Mapping[str, Any] | None) -> CachedTokens:
         int(stats.get(MISSED, 0)),
         bool(stats.get(LATE)),
     )
+
+
+# --- What an engine's own scheduler is told of a turn, and tells of its history -------------------
+
+# Set by the decoder, over anything that a client gives: kv_transfer_params are ours.
+TURN = "conserve.turn"
+# With a turn's last token: what of its history stays with the engine.
+KEPT = "conserve.kept"
+# Set where the client said so: in how many seconds after the answer it expects the next turn, and
+# that there will be none.
+RESUME_HEADER = "x-conserve-resume-s"
+LAST_HEADER = "x-conserve-last"
+
+
+def history_key(history_id: str, incarnation: int) -> str:
+    """A history by one word, which another one of the same id later on does not have."""
+    return f"{incarnation} {history_id}"
+
+
+def scheduled_turn(key: str, resume_s: float | None, last: bool) -> dict[str, Any]:
+    """``kv_transfer_params`` that tell an engine's scheduler whose turn a request is.
+
+    Args:
+        key: `history_key`.
+        resume_s: in how many seconds the client expects the next turn; None: it does not say.
+        last: whether it says that there will be none.
+    """
+    return {TURN: {"key": key, "resume_s": resume_s, "last": last}}

@@ -33,6 +33,7 @@ logger = logging.getLogger("ray.serve")
 _CONNECTOR = "ResilientMPConnector"
 _NO_DOMAIN = "no domain: this server takes media in data: URLs only"
 _CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
+_SCHEDULER = "deployments.engine.scheduler.scheduling.conversation_scheduler"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
 # For a replica to end, once it is empty.
@@ -184,6 +185,9 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
     engine["allowed_media_domains"] = settings.allowed_media_domains or [_NO_DOMAIN]
     engine |= settings.engine | own.engine
     engine["enable_prefix_caching"] = True
+    if settings.schedules_conversations and (role == "decoder" or settings.prefillers_host):
+        # The policy by which vLLM's own scheduler looks at priorities, which ours sets.
+        engine |= {"scheduler_cls": _SCHEDULER, "scheduling_policy": "priority"}
     engine["kv_transfer_config"] = {
         "kv_connector": _CONNECTOR,
         "kv_connector_module_path": _CONNECTOR_MODULE,

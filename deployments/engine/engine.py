@@ -22,7 +22,7 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
 from autoscale.serve import DECIDED_S, WANTED_REPLICAS
-from conserve.direct import Desk
+from conserve.direct import Desk, Notice
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, CHECK_PREFIX, Role
@@ -34,6 +34,8 @@ from deployments.engine.load import measure
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.reporter import Reporter
 from deployments.engine.response_store import ResponseKeeper
+from deployments.engine.scheduler.client import SchedulerClient
+from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.sockets import unnamed_afterwards
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, Heard
@@ -71,7 +73,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._table = TableClient(context.app_name, settings)
         self._holdings = Holdings()
         self._desk = Desk(self._holdings, settings.idle_timeout_s)
-        self._reporter = Reporter(self._id, self._table, self._desk)
+        self._scheduler: SchedulerClient | None = None
+        self._reporter = Reporter(self._id, self._table, self._desk, self._obey)
         self._beating: asyncio.Task[None] | None = None
         self._leaving = False
         own = settings.decoders if role == "decoder" else settings.prefillers
@@ -81,6 +84,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if settings.device == "gpu":
             require_cuda_ops()
         self._node = NodeClient(context.app_name, settings)
+        hosts = role == "decoder" or settings.prefillers_host
+        schedules = settings.schedules_conversations and hosts
+        if schedules:
+            # Before minutes of loading, and in a line of its own.
+            require_doors()
         _use_server(llm_config, await self._node.launch())
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download: spares a process that loads vLLM to find that out.
@@ -88,7 +96,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await self._load_engine(llm_config)
         client = self.engine._engine_client
         self._meter = measure(client)
-        observe_engine(client, self._meter)
+        observe_engine(client, self._meter, schedules)
+        if schedules:
+            self._scheduler = SchedulerClient(client)
         gpus = await self._gpus(llm_config)
         if gpus:
             self._node.use = EngineUse(self._id, gpus, tier.cap)
@@ -289,6 +299,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 if response.status >= 500:
                     raise RuntimeError(f"the engine failed its first turn ({response.status})")
 
+    def _obey(self, notice: Notice) -> None:
+        if self._scheduler is not None:
+            self._scheduler.hear(notice)
+
     async def _register(self) -> None:
         registration = self._reporter.registering() if self._info.hosts else 0
         info = dataclasses.replace(
@@ -313,15 +327,18 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
                 continue
             try:
-                heard = await self._table.call(
-                    "beat", self._id, self._node.energy, self._meter.load(time.monotonic())
-                )
+                told: list[Any] = [self._node.energy, self._meter.load(time.monotonic())]
+                if self._scheduler is not None:
+                    told.append(await self._scheduler.load())
+                heard = await self._table.call("beat", self._id, *told)
                 if heard is None or not self._reporter.is_registered:
                     await self._register()
                     continue
                 self._heard = heard
                 for conversation_id, incarnation in heard.ended:
                     self._holdings.drop(conversation_id, incarnation)
+                if self._scheduler is not None:
+                    self._scheduler.release(heard.ended, "front")
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)
             except Exception:

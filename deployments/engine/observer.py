@@ -40,6 +40,10 @@ _SMALL_BYTES = 16 * 1024
 class _Observation:
     stored_tokens: int | None = None
     parks: bool = False
+    # Of the turn, for the engine's scheduler: whose it is, and what its client has said.
+    key: TurnKey | None = None
+    resume_s: float | None = None
+    last: bool = False
     # Where a prefiller has computed the prompt: what it had found of it.
     prefill_cached_tokens: int | None = None
     # Of its prompt, what caches should have.
@@ -114,11 +118,12 @@ class _Observation:
 _current: ContextVar[_Observation | None] = ContextVar("conserve_observation", default=None)
 
 
-def observe_engine(client: Any, meter: LoadMeter) -> None:
+def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> None:
     """Have an ``AsyncLLM`` report what it does for the turn in whose context it is called.
 
     Args:
         meter: of its load; is told what turns expect in caches.
+        schedules: whether its scheduler is told whose turn each request is.
     """
     generate = client.generate
 
@@ -143,6 +148,11 @@ def observe_engine(client: Any, meter: LoadMeter) -> None:
                 prefilled=observation.prefill_cached_tokens is not None,
             ),
         }
+        if schedules and (key := observation.key) is not None:
+            whose = wire.history_key(key.conversation_id, key.incarnation)
+            extra["kv_transfer_params"] |= wire.scheduled_turn(
+                whose, observation.resume_s, observation.last
+            )
         sampling_params.extra_args = extra
         observation.started += 1
         # An answer in one piece says nothing before its end, and may not come to it.
@@ -271,6 +281,10 @@ class TurnObserver:
         turn = _Turn(self._holdings, self._desk, self._has_more, key, path, straight)
         turn.beginning = beginning
         seen = turn.observation
+        seen.key = key
+        if wire.RESUME_HEADER in headers:
+            seen.resume_s = float(headers[wire.RESUME_HEADER])
+        seen.last = wire.LAST_HEADER in headers
         seen.sent = sent
         seen.notes = wire.NOTES_HEADER in headers
         if wire.PREFILL_CACHED_HEADER in headers:

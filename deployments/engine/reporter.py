@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from conserve.clock import unix_s
 from conserve.direct import Desk, Notice
@@ -19,14 +20,24 @@ class Reporter:
     Reports are one at a time, so that they come in order; what happens meanwhile goes with the next
     one.
 
+    Args:
+        obey: told each notice, too, where the engine itself has something to do.
+
     Attributes:
         tasks: in which it does so, from `start` on.
     """
 
-    def __init__(self, engine_id: str, table: TableClient, desk: Desk) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        table: TableClient,
+        desk: Desk,
+        obey: Callable[[Notice], None] = lambda _: None,
+    ) -> None:
         self._engine_id = engine_id
         self._table = table
         self._desk = desk
+        self._obey = obey
         self._due = asyncio.Event()
         self._registered = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
@@ -86,6 +97,7 @@ class Reporter:
                 continue
             assert isinstance(notice, Notice)
             self._desk.hear(notice, asked_s)
+            self._obey(notice)
             self._due.set()
 
     async def _answered(self, method: str, *arguments: object) -> tuple[bool, object]:

@@ -356,6 +356,10 @@ class Turn:
             headers[wire.RECOGNISE_HEADER] = "1"
         if asked.request_id:
             headers["x-request-id"] = asked.request_id
+        if asked.hints.expected_resume_s is not None:
+            headers[wire.RESUME_HEADER] = str(asked.hints.expected_resume_s)
+        if asked.hints.last_step:
+            headers[wire.LAST_HEADER] = "1"
         if self._answer.record is not None:
             headers[wire.NOTES_HEADER] = "1"
         return headers

@@ -19,6 +19,7 @@ from conserve.tenants.metrics import TenantMetrics
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
 from deployments.table.load_metrics import EngineLoads
 from deployments.table.registry import Registry
+from deployments.table.scheduler_metrics import EngineSchedulers
 from hetero.energy import EnergyBook, EngineEnergy
 from hetero.metrics import EnergyMetrics
 
@@ -48,6 +49,7 @@ class Accounts:
         self.metrics.add(LineMetrics(admission, unix_s))
         self.metrics.add(EventCounts(events))
         self.metrics.add(EngineLoads(registry))
+        self.metrics.add(EngineSchedulers(registry))
         self.metrics.add(EnergyMetrics(self._energy))
         self._costs = SpaceTimeCosts()
         self.metrics.add(SpaceTimeMetrics(self._costs, self.look))

@@ -4,6 +4,7 @@ from urllib.parse import urlsplit
 
 from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
+from conserve.engine_scheduling import SchedulerLoad
 from conserve.placement.load import EngineLoad
 from conserve.wire import SILENCE_S, Role
 from deployments.messages import EngineInfo
@@ -18,6 +19,7 @@ class Registry:
     Attributes:
         engines: those that live, by id.
         loads: what those have told last of their work.
+        schedulers: what their schedulers have, of those that know conversations.
         last_beat_s: when anybody was heard of.
     """
 
@@ -25,6 +27,7 @@ class Registry:
         self._table = table
         self.engines: dict[str, EngineInfo] = {}
         self.loads: dict[str, EngineLoad] = {}
+        self.schedulers: dict[str, SchedulerLoad] = {}
         self.last_beat_s = now_s
         self._engine_beats_s: dict[str, float] = {}
         self._router_beats_s: dict[str, float] = {}
@@ -71,6 +74,7 @@ class Registry:
         self._engine_beats_s.pop(engine.id, None)
         self._ended.pop(engine.id, None)
         self.loads.pop(engine.id, None)
+        self.schedulers.pop(engine.id, None)
         # A prefiller that hosts is both.
         self._table.remove_prefiller(engine.id)
         return self._table.remove_decoder(engine.id)

@@ -25,6 +25,7 @@ from conserve.clock import unix_s
 from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.direct import Notice, Report
+from conserve.engine_scheduling import SchedulerLoad
 from conserve.environments.pressure import HostPressure
 from conserve.events import EventLog, Kind
 from conserve.hints import Hints
@@ -143,13 +144,18 @@ class TableService:
         return self._membership.register(engine)
 
     async def beat(
-        self, engine_id: str, energy: EngineEnergy | None = None, load: EngineLoad | None = None
+        self,
+        engine_id: str,
+        energy: EngineEnergy | None = None,
+        load: EngineLoad | None = None,
+        scheduler: SchedulerLoad | None = None,
     ) -> Heard | None:
         """Note that an engine lives. Returns what it has to know, or None: register again.
 
         Args:
             energy: what its GPUs have used, where that is known.
             load: of its work.
+            scheduler: what its scheduler does, where that knows conversations.
         """
         engine = self._registry.engine_beat(engine_id, time.monotonic())
         if engine is None:
@@ -159,6 +165,8 @@ class TableService:
         if load is not None:
             self._registry.loads[engine_id] = load
             self._table.engine_says(engine_id, load, unix_s())
+        if scheduler is not None:
+            self._registry.schedulers[engine_id] = scheduler
         ended = self._registry.take_ended(engine_id)
         return Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s)
 

@@ -89,6 +89,19 @@ ELASTIC = Application(
     lone_engine=True,
 )
 
+# A decoder whose scheduler knows conversations, and which is full soon.
+SCHEDULED = Application(
+    "scheduled",
+    (
+        *_COMMON,
+        "engine_scheduler=conversation",
+        "decoders=1",
+        "engine.max_model_len=4096",
+        "decoders.engine.num_gpu_blocks_override=56",
+    ),
+    lone_engine=True,
+)
+
 # Several of what the others have one of; turn 1 is prefilled remotely from 200 tokens.
 WIDE = Application(
     "wide",
@@ -227,6 +240,7 @@ APPLICATIONS = (
         SMALL,
         PAUSING,
         ELASTIC,
+        SCHEDULED,
         WIDE,
         SCALING,
         BURSTS,

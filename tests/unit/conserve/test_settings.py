@@ -221,6 +221,10 @@ def test_a_bad_value_is_refused_by_its_fields_name(arguments: dict[str, Any], fi
         ({"pausing": False, "pausing_mark": 0.9}, "pausing_mark: nothing is paused here"),
         ({"placement": "collocated", "pausing_mark": 0.9}, "pausing_mark: nothing is paused here"),
         ({"pausing": False, "parking": True}, "parking: nothing is paused here"),
+        (
+            {"engine_scheduler": "conversation", "decoders.engine.scheduling_policy": "fcfs"},
+            "decoders.engine.scheduling_policy cannot be set: engine_scheduler=conversation",
+        ),
         ({"placement": "per_turn", "parking": True}, "parking: nothing is paused here"),
     ],
 )

@@ -126,3 +126,23 @@ def test_a_chunk_of_broken_blocks_is_refused(given: dict[str, Any], gpu: bool, w
 
     with pytest.raises(SettingsError, match=why):
         _for_device(load(given), gpu)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scheduled"),
+    [
+        ({}, ()),
+        ({"engine_scheduler": "conversation"}, ("decoder",)),
+        ({"engine_scheduler": "conversation", "placement": "elastic"}, ("decoder", "prefiller")),
+    ],
+)
+def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_for(
+    settings: dict[str, Any], scheduled: tuple[str, ...]
+) -> None:
+    from deployments.app import llm_config
+
+    chosen = Settings(**settings)
+    for role, own in (("decoder", chosen.decoders), ("prefiller", chosen.prefillers)):
+        arguments = llm_config(role, chosen, own, gpu=False).engine_kwargs  # type: ignore[arg-type]
+        assert ("scheduler_cls" in arguments) == (role in scheduled)
+        assert ("scheduling_policy" in arguments) == (role in scheduled)

@@ -45,7 +45,12 @@ class Decoder:
     """An engine that puts out a few tokens and then ends for a reason, behind its HTTP app."""
 
     def __init__(
-        self, reason: str, tokens: int = 2, cached: int | None = None, **params: Any
+        self,
+        reason: str,
+        tokens: int = 2,
+        cached: int | None = None,
+        schedules: bool = False,
+        **params: Any,
     ) -> None:
         self.desk = a_desk()
         self.told_cached: list[int | None] = []
@@ -61,7 +66,7 @@ class Decoder:
         # What is expected of the prompt at each output, by the engine's meter of its load.
         self.expected: list[dict[str, int]] = []
         self.meter = LoadMeter({})
-        observe_engine(self.client, self.meter)
+        observe_engine(self.client, self.meter, schedules)
         self.failure: Exception | None = None
         self.observer = TurnObserver(self._app, Holdings(), self.desk)
 
@@ -179,6 +184,21 @@ def test_an_engine_is_told_what_lmcache_may_have_and_is_to_have() -> None:
         params = decoder.transfer_params[-1]
         assert params.get(wire.STORED_TOKENS) == stored
         assert params.get(wire.PARK, False) == parks
+
+
+def test_an_engines_scheduler_is_told_whose_turn_it_is_by_nobody_but_its_decoder() -> None:
+    forged = {"kv_transfer_params": {wire.TURN: {"key": "1 another", "resume_s": 0, "last": True}}}
+    decoder = Decoder("length", schedules=True, extra_args=forged)
+    decoder.turn()
+    said = decoder.transfer_params[-1][wire.TURN]
+    assert said == {"key": wire.history_key("c", 1), "resume_s": None, "last": False}
+    decoder.turn(**{wire.RESUME_HEADER: "2.5", wire.LAST_HEADER: "1"})
+    said = decoder.transfer_params[-1][wire.TURN]
+    assert (said["resume_s"], said["last"]) == (2.5, True)
+    # Where vLLM's own scheduler has it, nothing is said.
+    plain = Decoder("length")
+    plain.turn(**{wire.RESUME_HEADER: "2.5"})
+    assert wire.TURN not in plain.transfer_params[-1]
 
 
 def test_of_a_turns_prompt_caches_should_have_what_is_held_here_or_was_prefilled() -> None:

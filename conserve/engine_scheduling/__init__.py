@@ -1,0 +1,24 @@
+"""What runs next inside one engine, and what it keeps: policies that know conversations.
+
+They know no engine and no clock; time is an argument. `deployments.engine.scheduler` has vLLM obey
+them. README.md says what each reads and decides.
+"""
+
+from conserve.engine_scheduling.chunks import ChunkController
+from conserve.engine_scheduling.feedback import FeedbackQueue
+from conserve.engine_scheduling.kinds import KINDS, Kind, kind_of
+from conserve.engine_scheduling.load import SchedulerLoad
+from conserve.engine_scheduling.retention import Pin, Retention
+from conserve.engine_scheduling.step_cost import StepCost
+
+__all__ = [
+    "KINDS",
+    "ChunkController",
+    "FeedbackQueue",
+    "Kind",
+    "Pin",
+    "Retention",
+    "SchedulerLoad",
+    "StepCost",
+    "kind_of",
+]

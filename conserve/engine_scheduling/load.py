@@ -1,0 +1,38 @@
+"""What an engine's scheduler says of itself, with each beat."""
+
+import msgspec
+
+from conserve.engine_scheduling.kinds import Kind
+
+
+class SchedulerLoad(msgspec.Struct, frozen=True):
+    """What is with a scheduler now, and what it has done since its engine's start.
+
+    Attributes:
+        waiting, running: calls on each level, 0 first.
+        running_kinds: those that run, by what they are.
+        begun: calls that have begun, by what they were.
+        cut: chunks that were made smaller, or put off, for those who decode.
+        parts: prompts that began without room for all of them.
+        preempted: calls, by level.
+        reclaimed_blocks: given up between turns before their time.
+        pinned_blocks: kept between turns now.
+        free_blocks, blocks: of the engine's KV.
+        tpot_s, tpot_bound_s: time per output token of late, and its bound.
+        budget_tokens: what a step may prefill beside decodes.
+    """
+
+    waiting: list[int]
+    running: list[int]
+    running_kinds: dict[Kind, int]
+    begun: dict[Kind, int]
+    cut: dict[Kind, int]
+    parts: int
+    preempted: list[int]
+    reclaimed_blocks: int
+    pinned_blocks: int
+    free_blocks: int
+    blocks: int
+    tpot_s: float
+    tpot_bound_s: float
+    budget_tokens: int

@@ -1,0 +1,389 @@
+"""The scheduler itself: vLLM's two, each with what knows conversations over it.
+
+vLLM decides as before what a step can hold; it is told, through what it looks at anyway, in which
+order to look at calls (priorities), how long their chunks may be, and whom to preempt. What is
+answered does not depend on it: which tokens are computed together changes nothing of what they are.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from conserve.engine_scheduling import ChunkController, FeedbackQueue, Retention, kind_of
+from conserve.wire import KEPT
+from deployments.engine.scheduler.commands import obey, offer_commands
+from deployments.engine.scheduler.counts import Counts
+from deployments.engine.scheduler.doors import require_doors
+from deployments.engine.scheduler.histories import Histories
+from deployments.engine.scheduler.parts import Parts
+from deployments.engine.scheduler.turn import Turn, turn_of
+
+# Levels change with waiting and service, which take longer than that. A queue of thousands is not
+# to be sorted in every step.
+_RANKS_EVERY_S = 0.05
+# Beyond a block, a usual append.
+_APPEND_TOKENS = 128
+# Above any number of blocks.
+_LEVEL = 1 << 32
+
+
+class ConversationScheduling:
+    """What is laid over vLLM's ``Scheduler``. Settings are ``additional_config["conserve"]``:
+    ``feedback``, ``chunks`` and ``retention`` have the arguments of `FeedbackQueue`,
+    `ChunkController` and `Retention`, where they are not to be the defaults.
+
+    Attributes:
+        clock: whose time counts; monotonic.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require_doors()
+        super().__init__(*args, **kwargs)
+        scheduler: Any = self
+        if scheduler.policy != SchedulingPolicy.PRIORITY:
+            raise ValueError("scheduling_policy: it has to be priority, by which calls are ordered")
+        if not scheduler.vllm_config.model_config.disable_cascade_attn:
+            # Blocks that are kept count as used by one more request than has them.
+            raise ValueError("disable_cascade_attn: it has to be true where blocks are kept")
+        given = (scheduler.vllm_config.additional_config or {}).get("conserve", {})
+        self._block_tokens = int(scheduler.block_size)
+        capacity_tokens = scheduler.cache_config.num_gpu_blocks * self._block_tokens
+        self.queue = FeedbackQueue(capacity_tokens, **given.get("feedback", {}))
+        most = int(scheduler.max_num_scheduled_tokens)
+        least = min(most, self._block_tokens + _APPEND_TOKENS)
+        bounds = {"least_tokens": least, "most_tokens": most}
+        self.chunks = ChunkController(**{**bounds, **given.get("chunks", {})})
+        self.histories = Histories(
+            scheduler.kv_cache_manager,
+            int(scheduler.hash_block_size),
+            Retention(**given.get("retention", {})),
+        )
+        self.parts = Parts(self, self._block_tokens)
+        self.counts = Counts(self.queue.levels)
+        self.clock: Callable[[], float] = time.monotonic
+        self.turns: dict[str, Turn] = {}
+        # With layers of several kinds blocks cannot be counted so simply; and states of some have
+        # to end where vLLM says.
+        groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        self._counts_blocks = groups == 1 and not scheduler.is_encoder_decoder
+        self._cuts = not scheduler.need_mamba_block_aligned_split
+        # A chunk that is no longer is a decode's.
+        self._decode_tokens = 1 + int(scheduler.num_spec_tokens)
+        self._rank_at_s = 0.0
+        self._limit: int | None = None
+        self._left = 0
+        # Left to those who wait on a better level than who runs, by level.
+        self._left_to_waiting: list[int] = []
+        self._decoding = False
+        # Steps under way: when each began, and what it prefills and decodes.
+        self._steps: dict[int, tuple[float, int, int]] = {}
+        self._updated_s = 0.0
+        scheduler.kv_cache_manager.allocate_slots = self._giving_way(
+            scheduler.kv_cache_manager.allocate_slots
+        )
+
+    # --- a step ------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """One step, with calls ordered, and prefills limited where somebody waits for them."""
+        now_s = self.clock()
+        scheduler: Any = self
+        self.histories.expire(now_s)
+        self.parts.new_step()
+        waits = bool(scheduler.waiting or scheduler.skipped_waiting)
+        if waits and now_s >= self._rank_at_s:
+            self._rank(now_s)
+            self._rank_at_s = now_s + _RANKS_EVERY_S
+        self._set_limit(waits, now_s)
+        output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        self._note(output, now_s)
+        return output
+
+    def _set_limit(self, waits: bool, now_s: float) -> None:
+        scheduler: Any = self
+        running = scheduler.running
+        self._decoding = any(not one.is_prefill_chunk for one in running)
+        prefills = [one for one in running if one.is_prefill_chunk]
+        if not self._cuts or not (prefills or waits) or not (self._decoding or waits):
+            self._limit = None
+            return
+        most = int(scheduler.max_num_scheduled_tokens)
+        self._limit = self._left = self.chunks.allowed_tokens() if self._decoding else most
+        self._left_to_waiting = [0] * (self.queue.levels + 1)
+        if not prefills:
+            return
+        # Those who decode first, so that a step that is full leaves none of them out; then as those
+        # who wait go.
+        running.sort(key=lambda one: self._rank_running(one, now_s))
+        if waits and len(running) < scheduler.max_num_running_reqs:
+            self._leave_to_waiting()
+
+    def _rank_running(self, request: Any, now_s: float) -> tuple[int, float]:
+        if not request.is_prefill_chunk:
+            return -1, 0.0
+        return self.level(request, now_s), request.arrival_time
+
+    def _leave_to_waiting(self) -> None:
+        """How much of the step is left to those who wait on a better level than each."""
+        scheduler: Any = self
+        wanted = self._left_to_waiting
+        for queue in (scheduler.waiting, scheduler.skipped_waiting):
+            for request in queue._heap:
+                if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                    missing_tokens = self.turns[request.request_id].missing_tokens
+                    wanted[request.priority + 1] += missing_tokens
+        for level in range(1, len(wanted)):
+            wanted[level] += wanted[level - 1]
+
+    def _note(self, output: Any, now_s: float) -> None:
+        scheduler: Any = self
+        began: set[str] = {one.req_id for one in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        began.update(cached.resumed_req_ids)
+        prefill_tokens = decodes = 0
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            if tokens <= self._decode_tokens and request_id not in began:
+                decodes += 1
+                continue
+            request, turn = scheduler.requests[request_id], self.turns[request_id]
+            done = request.num_computed_tokens
+            if request_id in began:
+                self._begins(request, turn, done - tokens)
+            prefill_tokens += tokens
+            # What is computed again is no service that it asked for.
+            new = done - max(turn.charged_tokens, done - tokens)
+            if new > 0:
+                self.queue.serve(turn.key, new, 0, now_s)
+                turn.charged_tokens = done
+        if output.num_scheduled_tokens:
+            self._steps[id(output)] = (now_s, prefill_tokens, decodes)
+
+    def _begins(self, request: Any, turn: Turn, found_tokens: int) -> None:
+        turn.runs = True
+        if turn.is_known:
+            self.histories.runs(turn)
+        if request.num_preemptions == 0:
+            missing = request.num_tokens - found_tokens
+            turn.kind = kind_of(False, found_tokens, missing, self.chunks.budget_tokens)
+            self.counts.begun[turn.kind] += 1
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Also note how long the step has taken."""
+        now_s = self.clock()
+        began_s, prefill_tokens, decodes = self._steps.pop(id(scheduler_output), (now_s, 0, 0))
+        if decodes:
+            # With two under way the second begins when the first is over.
+            lasted_s = now_s - max(began_s, self._updated_s)
+            self.chunks.step(lasted_s, prefill_tokens, now_s)
+        self._updated_s = now_s
+        return super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+
+    # --- order -------------------------------------------------------------------------------
+
+    def level(self, request: Any, now_s: float) -> int:
+        """A call's level now; 0 goes first."""
+        turn = self.turns[request.request_id]
+        waited_s = 0.0 if request.status == RequestStatus.RUNNING else now_s - turn.since_s
+        return self.queue.level(turn.key, request.num_tokens, waited_s, now_s)
+
+    def _rank(self, now_s: float) -> None:
+        scheduler: Any = self
+        for queue in (scheduler.waiting, scheduler.skipped_waiting):
+            requests = list(queue._heap)
+            levels = [self.level(one, now_s) for one in requests]
+            if all(one.priority == level for one, level in zip(requests, levels, strict=True)):
+                continue
+            # A heap does not notice that what is in it changes.
+            queue.remove_requests(requests)
+            for request, level in zip(requests, levels, strict=True):
+                request.priority = level
+                queue.add_request(request)
+
+    def _rank_victims(self) -> None:
+        """vLLM preempts who has the highest priority number: the lowest level, then the largest."""
+        scheduler: Any = self
+        now_s = self.clock()
+        for request in scheduler.running:
+            blocks = -(-request.num_computed_tokens // self._block_tokens)
+            self._charge_decodes(request, now_s)
+            request.priority = self.level(request, now_s) * _LEVEL + blocks
+
+    def _charge_decodes(self, request: Any, now_s: float) -> None:
+        turn = self.turns[request.request_id]
+        new = request.num_computed_tokens - turn.charged_tokens
+        if not request.is_prefill_chunk and new > 0 and turn.charged_tokens:
+            self.queue.serve(turn.key, 0, new, now_s)
+            turn.charged_tokens = request.num_computed_tokens
+
+    def add_request(self, request: Any) -> None:
+        """Take a request in, at its level."""
+        now_s = self.clock()
+        scheduler: Any = self
+        if request.request_id not in scheduler.requests:
+            turn = self.turns[request.request_id] = turn_of(request, now_s)
+            turn.missing_tokens = request.num_tokens
+            if turn.is_known:
+                self.histories.comes(turn, now_s)
+                found_tokens = self.histories.cached_tokens(turn.key)
+                turn.missing_tokens = max(1, request.num_tokens - found_tokens)
+            # Whatever its client gave.
+            request.priority = self.level(request, now_s)
+        super().add_request(request)  # type: ignore[misc]
+
+    def _preempt_request(
+        self, request: Any, timestamp: float, drop_stale_output: bool = False
+    ) -> None:
+        now_s, turn = self.clock(), self.turns[request.request_id]
+        self._charge_decodes(request, now_s)
+        level = self.level(request, now_s)
+        self.counts.preempted[level] += 1
+        turn.since_s, turn.runs, turn.missing_tokens = now_s, False, request.num_tokens
+        # In the queue of those who wait it is compared by its level.
+        request.priority = level
+        if turn.is_known:
+            self.histories.waits_again(turn)
+        super()._preempt_request(request, timestamp, drop_stale_output)  # type: ignore[misc]
+
+    # --- chunks ------------------------------------------------------------------------------
+
+    def _reserve_prefill_lookahead(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """vLLM asks this for every chunk, before it finds room for it."""
+        tokens = int(
+            super()._reserve_prefill_lookahead(  # type: ignore[misc]
+                request, num_computed_tokens, num_new_tokens
+            )
+        )
+        if tokens <= self._decode_tokens:
+            return tokens
+        if self._limit is not None and not request.has_encoder_inputs:
+            tokens = self._limited(request, num_computed_tokens, tokens)
+        if tokens and self._counts_blocks and self._cuts and not request.has_encoder_inputs:
+            before = self.parts.current
+            tokens = self.parts.fitting(
+                request, num_computed_tokens, tokens, self.histories.keeps_any
+            )
+            self.counts.parts += self.parts.current not in (None, before)
+        if self._limit is not None:
+            self._left = max(0, self._left - tokens)
+        return tokens
+
+    def _limited(self, request: Any, start: int, tokens: int) -> int:
+        limit = self._left
+        if request.status == RequestStatus.RUNNING:
+            level = self.level(request, self.clock())
+            left_to_others = self._left_to_waiting[level]
+            # It never stands still for them.
+            limit = min(limit, max(self._block_tokens, self._left - left_to_others))
+        if tokens <= limit:
+            return tokens
+        if limit < self._block_tokens and self._left < (self._limit or 0):
+            # A part of a block is not worth a step's overhead, where others have had theirs.
+            allowed = 0
+        else:
+            allowed = self.parts.whole_blocks(start, tokens, limit)
+        if self._decoding:
+            self.chunks.was_cut()
+            self.counts.cut[self.turns[request.request_id].kind] += 1
+        return allowed
+
+    # --- room --------------------------------------------------------------------------------
+
+    def _giving_way(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
+        """Where there is no room, what is kept gives way before anybody is preempted."""
+
+        def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
+            if request.request_id == self.parts.current:
+                options["full_sequence_must_fit"] = False
+            blocks = allocate(request, num_new_tokens, *args, **options)
+            if blocks is not None:
+                return blocks
+            runs = request.status == RequestStatus.RUNNING
+            if runs or self._would_fit(request):
+                own, now_s, count = self.turns[request.request_id].key, self.clock(), 1
+                while blocks is None and self.histories.give_up(count, now_s, but=own):
+                    # Just enough, found in few steps.
+                    count *= 2
+                    blocks = allocate(request, num_new_tokens, *args, **options)
+            if blocks is None and runs:
+                self._rank_victims()
+            return blocks
+
+        return allocate_slots
+
+    def _would_fit(self, request: Any) -> bool:
+        """Whether a call that waits would find room if nothing were kept."""
+        if not self.histories.keeps_any:
+            return False
+        if not self._counts_blocks or request.request_id == self.parts.current:
+            return True
+        scheduler: Any = self
+        hits = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
+        used = sum(int(block.ref_cnt > 0) for block in hits)
+        need = -(-request.num_tokens // self._block_tokens) - used
+        return bool(need <= self.histories.free_without_kept())
+
+    # --- ends --------------------------------------------------------------------------------
+
+    def _free_request(self, request: Any, delay_free_blocks: bool = False) -> Any:
+        """Also answer what of its history stays, and for how long."""
+        turn = self.turns[request.request_id]
+        params, encoder_params = super()._free_request(  # type: ignore[misc]
+            request, delay_free_blocks
+        )
+        if turn.is_known:
+            kept = {
+                "tokens": self.histories.cached_tokens(turn.key),
+                "for_s": self.histories.kept_for_s(turn.key, self.clock()),
+            }
+            params = {**(params or {}), KEPT: kept}
+        return params, encoder_params
+
+    def _free_blocks(self, request: Any) -> None:
+        now_s, turn = self.clock(), self.turns[request.request_id]
+        self._charge_decodes(request, now_s)
+        if turn.is_known:
+            level = self.queue.level(turn.key, request.num_tokens, 0.0, now_s)
+            self.histories.ends(turn, request, level, now_s)
+        else:
+            self.queue.forget(turn.key)
+        super()._free_blocks(request)  # type: ignore[misc]
+        del self.turns[request.request_id]
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Also let go what is kept, or it could not be done."""
+        self.histories.release_all()
+        return bool(
+            super().reset_prefix_cache(  # type: ignore[misc]
+                reset_running_requests, reset_connector
+            )
+        )
+
+    def conserve(self, name: str, given: dict[str, Any]) -> Any:
+        """Obey a command; see `commands`."""
+        return obey(self, name, given)
+
+
+class ConversationScheduler(ConversationScheduling, Scheduler):  # type: ignore[misc]
+    """Where steps are scheduled one at a time: on CPUs, always."""
+
+
+class AsyncConversationScheduler(ConversationScheduling, AsyncScheduler):  # type: ignore[misc]
+    """Where the next step is scheduled while one runs: on GPUs."""
+
+
+def conversation_scheduler(*args: Any, **kwargs: Any) -> ConversationScheduling:
+    """What vLLM is given as its ``scheduler_cls``: by then it knows which of both it needs."""
+    offer_commands()
+    asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
+    return (AsyncConversationScheduler if asynchronous else ConversationScheduler)(*args, **kwargs)

@@ -1,0 +1,42 @@
+"""What the scheduler knows of a request: whose turn it is, and how far it has come."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from conserve.engine_scheduling import Kind
+from conserve.wire import TURN
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request. Times are of the scheduler's clock.
+
+    Attributes:
+        key: its history's; of a request that is nobody's turn, its own id.
+        is_known: whether it is a history's turn, of which something is worth keeping.
+        since_s: when it came, or was preempted: it waits since then.
+        resume_s: in how many seconds after it its client expects the next turn.
+        last: whether its client says that it is the last one.
+        kind: what it was when it began to run.
+        missing_tokens: what caches did not have of it when it came.
+        charged_tokens: up to where in its sequence it has been charged.
+        runs: whether it has begun to, and was not preempted since.
+    """
+
+    key: str
+    is_known: bool
+    since_s: float
+    resume_s: float | None = None
+    last: bool = False
+    kind: Kind = "cold"
+    missing_tokens: int = 0
+    charged_tokens: int = 0
+    runs: bool = False
+
+
+def turn_of(request: Any, now_s: float) -> Turn:
+    """What a request says of itself (`conserve.wire.scheduled_turn`)."""
+    said = (request.kv_transfer_params or {}).get(TURN)
+    if not isinstance(said, dict):
+        return Turn(request.request_id, False, now_s)
+    return Turn(str(said["key"]), True, now_s, said["resume_s"], bool(said["last"]))

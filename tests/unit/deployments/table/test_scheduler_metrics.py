@@ -1,0 +1,51 @@
+"""What engines' schedulers tell is shown while their engines live."""
+
+import asyncio
+
+from conserve.engine_scheduling import SchedulerLoad
+from tests.unit.deployments.table.test_hosts import a_service, says
+
+LOAD = SchedulerLoad(
+    waiting=[1, 0, 0, 2],
+    running=[3, 0, 0, 0],
+    running_kinds={"cold": 1, "resume": 0, "decode": 2},
+    begun={"cold": 5, "resume": 7, "decode": 0},
+    cut={"cold": 9, "resume": 1, "decode": 0},
+    parts=2,
+    preempted=[0, 0, 0, 4],
+    reclaimed_blocks=11,
+    pinned_blocks=12,
+    free_blocks=13,
+    blocks=40,
+    tpot_s=0.02,
+    tpot_bound_s=0.05,
+    budget_tokens=288,
+)
+
+
+def test_what_a_scheduler_tells_is_shown_by_level_and_kind() -> None:
+    async def scenario() -> None:
+        service = await a_service("d")
+        await service.beat("d")
+        assert b"conserve_engine_waiting" not in await service.metrics()
+        await service.beat("d", None, None, LOAD)
+        for line in (
+            'waiting{engine="d",level="3"} 2.0',
+            'running{engine="d",level="0"} 3.0',
+            'running_kinds{engine="d",kind="decode"} 2.0',
+            'begun_total{engine="d",kind="resume"} 7.0',
+            'cut_total{engine="d",kind="cold"} 9.0',
+            'preempted_total{engine="d",level="3"} 4.0',
+            'parts_total{engine="d"} 2.0',
+            'reclaimed_blocks_total{engine="d"} 11.0',
+            'pinned_blocks{engine="d"} 12.0',
+            'free_blocks{engine="d"} 13.0',
+            'tpot_seconds{engine="d"} 0.02',
+            'tpot_bound_seconds{engine="d"} 0.05',
+            'prefill_budget_tokens{engine="d"} 288.0',
+        ):
+            assert await says(service, f"conserve_engine_{line}"), line
+        await service.engine_lost("d", "it died")
+        assert b"conserve_engine_waiting" not in await service.metrics()
+
+    asyncio.run(scenario())
