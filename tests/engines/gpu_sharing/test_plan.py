@@ -44,7 +44,9 @@ def test_engines_share_the_one_gpu_or_are_refused(machine_alone: None, tmp_path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     # What the log says of the first: the embedded model on an A40 of 48 GiB.
-    plan = [line.partition(" -- ")[2] for line in done.stderr.splitlines() if "GPU a worker" in line]
+    plan = [
+        line.partition(" -- ")[2] for line in done.stderr.splitlines() if "GPU a worker" in line
+    ]
     assert [line.split(", weights")[0] for line in plan] == [
         "1 x prefiller, 0.2697 GPU a worker",
         "1 x decoder, 0.7302 GPU a worker",
