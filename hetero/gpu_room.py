@@ -29,9 +29,10 @@ def require_shares(settings: Settings) -> None:
     """
     for name, own in roles(settings):
         asked = own.num_gpus
-        if asked < _LEAST or (asked > 1 and asked != int(asked)):
+        if not _LEAST <= asked <= 1:
             raise SettingsError(
-                f"{name}.num_gpus: {asked:g}: on GPUs give a part of one, over 0, or whole ones"
+                f"{name}.num_gpus: {asked:g}: a worker has one GPU, or a part of one; for more, "
+                "set engine.tensor_parallel_size"
             )
         if asked < 1 and workers(settings, own) > 1:
             raise SettingsError(
@@ -93,9 +94,8 @@ def _take(cards: list[float], engine: _Engine) -> bool:
             cards[fullest] -= engine.num_gpus
         return bool(fitting)
     whole = [one for one, left in enumerate(cards) if left >= 1]
-    count = int(engine.workers * engine.num_gpus)
-    if len(whole) < count:
+    if len(whole) < engine.workers:
         return False
-    for one in whole[:count]:
+    for one in whole[: engine.workers]:
         cards[one] = 0.0
     return True

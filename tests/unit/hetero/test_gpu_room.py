@@ -25,7 +25,14 @@ def node(gpus: float, name: str = "10.0.0.1", **resources: float) -> NodeOffer:
         # Decoders that may come later find their GPUs then.
         ({"decoders": {"replicas": 1, "max_replicas": 9}}, [2]),
         # Large ones first: else a small one would be in their way.
-        ({"prefillers.num_gpus": 0.5, "decoders.num_gpus": 2, "decoders": 1}, [2, 1]),
+        (
+            {
+                "prefillers.num_gpus": 0.5,
+                "decoders": 1,
+                "decoders.engine.tensor_parallel_size": 2,
+            },
+            [2, 1],
+        ),
     ],
 )
 def test_enough_is_nothing_to_speak_of(arguments: dict[str, Any], nodes: list[float]) -> None:
@@ -72,7 +79,7 @@ def test_gpus_of_another_tier_do_not_count() -> None:
     ("arguments", "said"),
     [
         ({"decoders.num_gpus": 0}, "decoders.num_gpus: 0: "),
-        ({"prefillers.num_gpus": 1.5}, "prefillers.num_gpus: 1.5: "),
+        ({"prefillers.num_gpus": 2}, "prefillers.num_gpus: 2: .* set engine.tensor_parallel_size"),
         (
             {"decoders.num_gpus": 0.5, "decoders.engine.tensor_parallel_size": 2},
             "decoders.num_gpus: 0.5: the workers of an engine",
