@@ -37,16 +37,16 @@ class Metrics:
         self.handoff_tokens = self._counter(
             "conserve_handoff_tokens", "Tokens of KV that decoders took from LMCache."
         )
-        self.handoffs_late = self._counter(
-            "conserve_handoffs_late",
+        self.late_handoffs = self._counter(
+            "conserve_late_handoffs",
             "Prompts that a prefiller had just stored, and that were looked up more than once.",
         )
-        self.handoffs_missed = self._counter(
-            "conserve_handoffs_missed",
+        self.missed_handoffs = self._counter(
+            "conserve_missed_handoffs",
             "Prompts that a prefiller had just stored, and of which a decoder did not find all.",
         )
-        self.handoff_missed_tokens = self._counter(
-            "conserve_handoff_missed_tokens", "What they did not find, in tokens: computed twice."
+        self.missed_handoff_tokens = self._counter(
+            "conserve_missed_handoff_tokens", "What they did not find, in tokens: computed twice."
         )
         self.cold_prefills = self._counter(
             "conserve_cold_prefills", "First turns' prompts prefilled on a prefiller."

@@ -127,7 +127,8 @@ class LMCacheSettings(_Strict):
         default=None,
         ge=16,
         description="Tokens in a chunk. Only whole chunks are handed over; the decoder computes "
-        "the rest. Unset: 128 on a CPU, 256 on a GPU.",
+        "the rest. Unset: 128 on a CPU, 256 on a GPU, and more where `engine.block_size` is set "
+        "and wants it.",
     )
     port: int = Field(
         default=7610,

@@ -187,10 +187,10 @@ class Accounts:
             self.metrics.handoffs.inc()
             self.metrics.handoff_tokens.inc(stats.lmcache_tokens)
         if stats.late:
-            self.metrics.handoffs_late.inc()
+            self.metrics.late_handoffs.inc()
         if stats.missed_tokens:
-            self.metrics.handoffs_missed.inc()
-            self.metrics.handoff_missed_tokens.inc(stats.missed_tokens)
+            self.metrics.missed_handoffs.inc()
+            self.metrics.missed_handoff_tokens.inc(stats.missed_tokens)
 
     def observed(self, timing: TurnTiming) -> None:
         """A router saw a turn end."""

@@ -27,3 +27,10 @@ def test_a_request_asks_for_it_and_says_what_lmcache_may_hold() -> None:
         "conserve.stored_tokens": 900,
     }
     assert wire.transfer_params() == {"cached_token_stats": True}
+
+
+def test_what_was_to_be_there_and_was_not_is_said() -> None:
+    stats = {"num_vllm_cached_tokens": 0, "num_lmcache_extra_cached_tokens": 128}
+    said = {"cached_token_stats": {**stats, wire.MISSED: 256, wire.LATE: True}}
+    assert wire.cached_tokens(said) == CachedTokens(0, 128, missed_tokens=256, late=True)
+    assert wire.transfer_params(prefilled=True)[wire.PREFILLED] is True

@@ -55,6 +55,8 @@ class Decoder:
         self.desk = a_desk()
         self.told_cached: list[int | None] = []
         self.told_created: list[int | None] = []
+        # What the engine says of its prompt's KV.
+        self.found: dict[str, Any] = {}
         self.transfer_params: list[dict[str, Any]] = []
         self._cached = cached
         self._reason = reason
@@ -83,7 +85,7 @@ class Decoder:
             yield RequestOutput(
                 "r", None, given, None, [choice], reason is not None,
                 num_cached_tokens=self._cached, num_cache_creation_tokens=5,
-                kv_transfer_params={"cached_token_stats": {}},
+                kv_transfer_params={"cached_token_stats": self.found},
             )  # fmt: skip
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -199,6 +201,21 @@ def test_an_engines_scheduler_is_told_whose_turn_it_is_by_nobody_but_its_decoder
     plain = Decoder("length")
     plain.turn(**{wire.RESUME_HEADER: "2.5"})
     assert wire.TURN not in plain.transfer_params[-1]
+
+
+def test_an_engine_is_told_of_a_prefill_and_the_table_what_was_not_found_of_it() -> None:
+    """None was found missing where nobody had stored anything."""
+    decoder = Decoder("length")
+    decoder.turn()
+    assert wire.PREFILLED not in decoder.transfer_params[-1]
+    decoder.found = {wire.MISSED: 256, wire.LATE: True}
+    decoder.turn(prefill_cached=0)
+    assert decoder.transfer_params[-1][wire.PREFILLED] is True
+    first, second = (ended.stats for ended in told(decoder.desk))
+    assert first is not None
+    assert second is not None
+    assert (first.missed_tokens, first.late) == (0, False)
+    assert (second.missed_tokens, second.late) == (256, True)
 
 
 def test_of_a_turns_prompt_caches_should_have_what_is_held_here_or_was_prefilled() -> None:

@@ -618,3 +618,18 @@ def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPatch) -
         assert await costs(service) == {}
 
     asyncio.run(scenario())
+
+
+def test_handoffs_that_came_late_or_not_are_counted() -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        (history,) = service._table.live()
+        turn = TurnKey("full", history.incarnation, history.running[-1])
+        stats = TurnStats(TOKENS, 100, 0, 256, missed_tokens=256, late=True)
+        assert await service.advance(turn, "decoder#1", stats, ())
+        shown = (await service.metrics()).decode()
+        assert "conserve_late_handoffs_total 1.0" in shown
+        assert "conserve_missed_handoffs_total 1.0" in shown
+        assert "conserve_missed_handoff_tokens_total 256.0" in shown
+
+    asyncio.run(scenario())

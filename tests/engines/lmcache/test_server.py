@@ -1,0 +1,231 @@
+"""LMCache's own server, and those that it serves: who dies, who is only silent, and who is early.
+
+Workers are processes without a model. In the mode ``lmcache_driven`` the server copies from and to
+their memory, and announces what it has after that, as it does on GPUs.
+"""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from conserve import wire
+from conserve.settings import LMCacheSettings
+from deployments.node.lmcache_server import (
+    Address,
+    free_port,
+    lmcache_command,
+    lmcache_environment,
+)
+from tests.engines.lmcache import worker as bare_worker
+from tests.engines.lmcache.worker import CHUNK_TOKENS, MODEL
+from tests.engines.waiting import eventually
+
+pytestmark = pytest.mark.anyio
+
+MODES = ("engine_driven", "lmcache_driven")
+
+
+@dataclass
+class Server:
+    """A server that runs, and workers of it."""
+
+    address: Address
+    workers: list["Worker"]
+
+    def worker(self, mode: str) -> "Worker":
+        """Start one; it has registered."""
+        worker = Worker(self.address.port, mode)
+        self.workers.append(worker)
+        worker.id = int(worker.answer())
+        return worker
+
+    def registered(self) -> list[int]:
+        """Workers whose memory it knows."""
+        status = json.dumps(self._get("status"))
+        return [one.id for one in self.workers if str(one.id) in status]
+
+    def up(self) -> bool:
+        try:
+            self._get("healthcheck")
+        except OSError:
+            return False
+        return True
+
+    def _get(self, path: str) -> Any:
+        url = f"http://127.0.0.1:{self.address.http_port}/{path}"
+        return json.load(urllib.request.urlopen(url, timeout=5))
+
+
+class Worker:
+    """A worker's process."""
+
+    def __init__(self, port: int, mode: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", bare_worker.__name__, str(port), mode],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        # What the server knows it by, once it has registered.
+        self.id = 0
+
+    def do(self, *line: object) -> str:
+        assert self.process.stdin is not None
+        print(*line, file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        # Logs go there, too.
+        for line in self.process.stdout:
+            if line.startswith(bare_worker.SAYS):
+                return line.removeprefix(bare_worker.SAYS).strip()
+        raise AssertionError("the worker has ended")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def server(machine_alone: None) -> Iterator[Server]:
+    address = Address("127.0.0.1", free_port("127.0.0.1"), free_port("127.0.0.1"))
+    settings = LMCacheSettings(size_gb=0.2, chunk_tokens=CHUNK_TOKENS)
+    process = subprocess.Popen(
+        lmcache_command(settings, address, gpu=False),
+        env=lmcache_environment(), stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    server = Server(address, [])
+    try:
+        deadline_s = time.monotonic() + 180
+        while not server.up():
+            assert time.monotonic() < deadline_s, "the server does not answer"
+            time.sleep(0.2)
+        yield server
+    finally:
+        for worker in server.workers:
+            worker.kill()
+        process.terminate()
+        process.communicate()
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_dead_workers_memory_is_let_go_of_and_a_silent_ones_is_not_lost(
+    server: Server, mode: str
+) -> None:
+    ends, killed, silent = (server.worker(mode) for _ in range(3))
+    assert server.registered() == [ends.id, killed.id, silent.id]
+    # An orderly end is heard of at once.
+    assert ends.do("end") == "done"
+    assert server.registered() == [killed.id, silent.id]
+    killed.kill()
+    await eventually("the killed one is missed", lambda: server.registered() == [silent.id], 90)
+    # One that was missed by mistake, as if it were dead: the server takes nothing from it any more.
+    _forget(server, silent.id, mode)
+    assert server.registered() == []
+    silent.do("sleep")
+    await eventually("it registers again", lambda: server.registered() == [silent.id])
+    assert silent.do("store", "prompt", 400) == "True"
+
+
+def _forget(server: Server, instance_id: int, mode: str) -> None:
+    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
+    url = f"tcp://127.0.0.1:{server.address.port}"
+    client = RequestClientFactory.create(url, context=zmq.Context.instance())
+    if mode == "engine_driven":
+        client.unregister_kv_cache_engine_driven_context(instance_id).result(30)
+    else:
+        client.unregister_kv_cache(instance_id).result(30)
+    client.close()
+
+
+@pytest.fixture
+def decoder(server: Server) -> Iterator[tuple[Any, Callable[[float], None]]]:
+    """A decoder's connector, as its scheduler has it, and what moves its clock."""
+    from lmcache.integration.vllm.vllm_multi_process_adapter import (
+        LMCacheMPSchedulerAdapter,
+        ParallelStrategy,
+    )
+
+    from deployments.engine.late_kv import LateKV
+    from deployments.engine.lmcache_connector import ResilientMPConnector
+
+    connector = object.__new__(ResilientMPConnector)
+    connector.request_trackers = {}
+    connector.lazy_offload = connector._can_store = False
+    connector._reserve_last_token_for_lookup = False
+    connector._hit_alignment_tokens = CHUNK_TOKENS
+    connector._connector_stats = SimpleNamespace(record_lookup=lambda took_s: None)
+    connector._prepare_scheduler()
+    now_s = 0.0
+
+    def advance(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    connector._late = LateKV(lambda: now_s)
+    adapter = LMCacheMPSchedulerAdapter(
+        [f"tcp://127.0.0.1:{server.address.port}"],
+        zmq.Context.instance(),
+        MODEL,
+        CHUNK_TOKENS,
+        ParallelStrategy(False, 1, 0, 1, 1, 1),
+        extra_config=bare_worker.options("auto"),
+    )
+    connector.scheduler_adapter = adapter
+    yield connector, advance
+    adapter.shutdown()
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_decoder_that_asks_early_finds_what_is_announced_late(
+    server: Server, decoder: tuple[Any, Callable[[float], None]], mode: str
+) -> None:
+    """And without the word that it is stored, it takes it that there is nothing."""
+    connector, advance = decoder
+    prefiller = server.worker(mode)
+    for name, prefilled in (("told", True), ("untold", False)):
+        request = _request(name, 400, prefilled)
+        matched = await _matched(connector, request)
+        # The prefiller's prompt has its last chunk when the first look-up is over.
+        assert prefiller.do("store", request.request_id, 400) == "True"
+        if not prefilled:
+            assert matched == (0, False)
+            continue
+        assert matched == (None, True)
+        while matched == (None, True):
+            advance(0.006)
+            matched = await _matched(connector, request)
+        assert matched == (384, True)
+
+
+async def _matched(connector: Any, request: Any) -> tuple[int | None, bool]:
+    """What the scheduler is told once the server has answered."""
+    matched: tuple[int | None, bool] = (None, True)
+
+    def answered() -> bool:
+        nonlocal matched
+        matched = connector.get_num_new_matched_tokens(request, 0)
+        wait = connector._late._waits.get(request.request_id)
+        return matched[0] is not None or (wait is not None and wait.again_s is not None)
+
+    await eventually("the look-up is answered", answered)
+    return matched
+
+
+def _request(name: str, tokens: int, prefilled: bool) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    asked = {"kv_transfer_params": wire.transfer_params(prefilled=prefilled)}
+    parameters = SamplingParams(max_tokens=1, extra_args=asked)
+    # As the worker has it: prompts differ by the lengths of their names.
+    return Request(name, [len(name)] * tokens, parameters, None)

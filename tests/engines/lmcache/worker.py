@@ -1,0 +1,86 @@
+"""An engine's worker without the engine: LMCache's own adapter, made as the connector makes it.
+
+Lines on its standard input tell it what to do; each is answered by a line.
+"""
+
+import sys
+import time
+from types import SimpleNamespace
+
+import torch
+import zmq
+
+from deployments.engine.lmcache_client import be_patient, fail_fast, register_after_silence
+from deployments.engine.lmcache_connector import ResilientMPConnector
+from deployments.node import kv_pool
+from deployments.node.lmcache_server import REAP_TIMEOUT_S
+
+CHUNK_TOKENS = 128
+MODEL = "worker"
+# Before each answer.
+SAYS = "says: "
+
+
+def options(mode: str) -> dict[str, object]:
+    """LMCache's configuration of a worker, and of a scheduler."""
+    return {
+        "lmcache.mp.heartbeat_interval": 1,
+        "lmcache.mp.mq_timeout": 10,
+        "lmcache.mp.mp_transfer_mode": mode,
+    }
+
+
+def main(port: str, mode: str) -> None:
+    kv_pool.accept()
+    from lmcache.integration.vllm.vllm_multi_process_adapter import (
+        LMCacheMPWorkerAdapter,
+        LoadStoreOp,
+        ParallelStrategy,
+    )
+
+    adapter = LMCacheMPWorkerAdapter(
+        f"tcp://127.0.0.1:{port}",
+        zmq.Context.instance(),
+        MODEL,
+        CHUNK_TOKENS,
+        ParallelStrategy(False, 1, 0, 1, 1, 1),
+        extra_config=options(mode),
+    )
+    late_s = 0.0
+    fail_fast(adapter.req_client, adapter._health_event)
+    be_patient(adapter.req_client)
+    register_after_silence(
+        adapter.req_client,
+        adapter._reregister_kv_caches_callback,
+        lambda: time.monotonic() + late_s,
+    )
+    # Keys and values of 16 blocks.
+    blocks = torch.zeros(2, 16, 1, CHUNK_TOKENS, 64, dtype=torch.bfloat16)
+    adapter.register_kv_caches({"layer.0": blocks}, layout_hints={"kv_layout": "HND"})
+    adapter._ensure_heartbeat_started()
+    _say(adapter.instance_id)
+    for line in sys.stdin:
+        does, *given = line.split()
+        said: object = "done"
+        if does == "store":
+            name, tokens = given[0], int(given[1])
+            chunks = tokens // CHUNK_TOKENS
+            ids = [len(name)] * tokens
+            op = LoadStoreOp(ids, [list(range(1, 1 + chunks))], 0, chunks * CHUNK_TOKENS)
+            adapter.submit_store_request(name, op, adapter.create_recorded_event())
+            said = adapter.store_futures[name].result(30)
+        elif does == "sleep":
+            # As if it had been stopped for longer than the server waits for it.
+            late_s += REAP_TIMEOUT_S
+        elif does == "end":
+            ResilientMPConnector.let_go(SimpleNamespace(worker_adapter=adapter))
+        _say(said)
+
+
+def _say(what: object) -> None:
+    sys.stdout.write(f"{SAYS}{what}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
