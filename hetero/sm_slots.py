@@ -11,6 +11,7 @@ Pure: no clock, no driver, one thread at a time.
 import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from hetero.sm_units import SmSlots
 
@@ -222,22 +223,23 @@ class SmSlotLedger:
         """Units for so many SMs that none of the others has; `own` are those that are kept."""
         slots = self._gpus[gpu]
         split, size = slots.split, slots.sizes[slots.smallest(asked_sms)]
-        runs = list(self._runs(gpu, others))
-        around = next((run for run in runs if own and own.start in run), range(0))
-        enough = [run for run in runs if split.sms_of(run) >= size]
+        runs = [(split.sms_of(run), run) for run in self._runs(gpu, others)]
+        around = next((one for one in runs if own and own.start in one[1]), (0, range(0)))
+        enough = [run for sms, run in runs if sms >= size]
         if not enough:
-            largest = max(runs, key=split.sms_of, default=range(0))
-            for run in (around, largest):
-                if split.sms_of(run) >= asked_sms:
+            largest = max(runs, key=itemgetter(0), default=(0, range(0)))
+            for sms, run in (around, largest):
+                if sms >= asked_sms:
                     return run
-            free_sms = sum(map(split.sms_of, runs))
+            free_sms = sum(sms for sms, _ in runs)
             raise NoFreeSms(
                 f"{gpu}: asked for {asked_sms} SMs, {free_sms} of {slots.sm_count} are free, "
-                f"{split.sms_of(largest)} in one piece"
+                f"{largest[0]} in one piece"
             )
-        if around in enough:
-            from_here = split.lowest(range(own.start, around.stop), size)
-            return from_here if split.sms_of(from_here) >= size else split.highest(around, size)
+        if around[0] >= size:
+            from_here = split.lowest(range(own.start, around[1].stop), size)
+            fits = split.sms_of(from_here) >= size
+            return from_here if fits else split.highest(around[1], size)
         beside = [one.units for one in others if one.owner == owner]
         ends = {end for units in beside for end in (units.start, units.stop)}
         for run in enough:
@@ -254,18 +256,23 @@ class SmSlotLedger:
 
     def _put(self, lease: SmLease) -> None:
         if lease.units:
-            bisect.insort(self._placed[lease.gpu], lease, key=lambda one: one.units.start)
+            bisect.insort(self._placed[lease.gpu], lease, key=_start)
         self._leases[lease.id] = lease
         self._owned.setdefault(lease.owner, set()).add(lease.id)
 
     def _take(self, lease: SmLease) -> None:
         if lease.units:
-            self._placed[lease.gpu].remove(lease)
+            placed = self._placed[lease.gpu]
+            del placed[bisect.bisect_left(placed, lease.units.start, key=_start)]
         del self._leases[lease.id]
         owned = self._owned[lease.owner]
         owned.discard(lease.id)
         if not owned:
             del self._owned[lease.owner]
+
+
+def _start(lease: SmLease) -> int:
+    return lease.units.start
 
 
 def _meet(one: range, other: range) -> bool:

@@ -9,6 +9,8 @@ from hetero.nvml import Gpu, Nvml, NvmlError
 
 # Shown as tests run (`make test-gpu`): what is measured is printed, and not asserted.
 seen = logging.getLogger("tests.gpu")
+# Each request would be, too.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def _missing() -> str:
