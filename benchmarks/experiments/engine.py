@@ -196,9 +196,9 @@ def light_beside_heavy(engine: Engine, scheduler: str) -> dict[str, float]:
     sizes |= {f"light{n}": (90, 40, 40, 40) for n in range(6)}
     began_s = engine.now_s()
     due = [(began_s, key, 0) for key in sizes if "heavy" in key]
-    for light in range(6):
-        after_s = (0.05 + _SPREAD_UNITS * light) * engine.unit_s
-        due.append((began_s + after_s, f"light{light}", 0))
+    for later in range(6):
+        after_s = (0.05 + _SPREAD_UNITS * later) * engine.unit_s
+        due.append((began_s + after_s, f"light{later}", 0))
     history: dict[str, list[int]] = {}
     under_way = 0
     while due or under_way:

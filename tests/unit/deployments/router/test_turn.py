@@ -241,6 +241,27 @@ def test_decoders_are_told_what_lmcache_is_to_be_asked_and_given(
     assert (wire.LOOK_UP_HEADER in sent, wire.PARK_HEADER in sent) == (look_up, parks)
 
 
+@pytest.mark.parametrize(
+    ("given", "resume_s", "last"),
+    [
+        ({}, None, False),
+        ({"x-conserve-expected-resume-s": "2.5"}, 2.5, False),
+        ({"x-conserve-last-step": "true"}, None, True),
+        ({"x-conserve-last-step": "false"}, None, False),
+    ],
+)
+def test_decoders_are_told_when_the_client_expects_the_next_turn(
+    given: dict[str, str], resume_s: float | None, last: bool
+) -> None:
+    """In words of our own: what a client puts into them goes no further than the router."""
+    engines = Engines(die=set())
+    forged = {wire.RESUME_HEADER: "99", wire.LAST_HEADER: "1"}
+    exchange(Table(), engines, PROMPT, headers={**forged, **given})
+    sent, _ = engines.got[-1]
+    told = sent.get(wire.RESUME_HEADER)
+    assert (None if told is None else float(told), wire.LAST_HEADER in sent) == (resume_s, last)
+
+
 def test_engines_get_the_tenants_salt_and_nothing_of_its_key(tmp_path: Path) -> None:
     content, key = KeyFile.new().with_key("acme", "2026-01-31")
     content = content.with_tenant("acme", Tenant(Limits(turns=3)))
