@@ -9,11 +9,12 @@ so what agents wait, and the ageing, are in units of a prefill of 1,000 tokens, 
 first. In each round, in random order:
 
 - *Light beside heavy*: six conversations with short prompts and appends beside three with long
-  ones, two calls at a time, with 2 units between turns; a level up each 1.5 units. Also without
+  ones, two calls at a time, with 2 units between turns; a level up each 2.5 units. Also without
   ageing, as a warning.
 - *Long prompts beside decodes*: three prompts of 3,000 tokens, one after the other, beside four
   answers; the times between the answers' tokens, and to the prompts' first.
 - *Found again*: a history's next turn, after five other conversations have filled the KV and ended.
+  Its client has said that it comes within ten seconds.
 - *Nothing presses*: warm turns of one conversation alone.
 
 Answers are greedy, and have to be the same under each scheduler.
@@ -40,7 +41,7 @@ VLLM, OURS, NO_AGEING = "vllm", "conversation", "conversation, no ageing"
 # The model is small, and so are its prompts: what counts as much is so, too.
 _QUOTA_TOKENS = 512
 # In units of a prefill of 1,000 tokens.
-_AGE_UNITS, _THINK_UNITS, _SPREAD_UNITS = 1.5, 2.0, 0.3
+_AGE_UNITS, _THINK_UNITS, _SPREAD_UNITS = 2.5, 2.0, 0.3
 _BLOCK_TOKENS = 32
 _BLOCKS = 800
 
@@ -142,14 +143,20 @@ class Engine:
         self.found, self.preempted = {}, 0
 
     def add(
-        self, name: str, prompt: Sequence[int], tokens: int, key: str, last: bool = False
+        self,
+        name: str,
+        prompt: Sequence[int],
+        tokens: int,
+        key: str,
+        last: bool = False,
+        resume_s: float | None = None,
     ) -> None:
         """A conversation's turn comes."""
         from vllm import SamplingParams
 
         params = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False,
-            extra_args={"kv_transfer_params": scheduled_turn(key, None, last)},
+            extra_args={"kv_transfer_params": scheduled_turn(key, resume_s, last)},
         )  # fmt: skip
         self.added_s[name] = self.now_s()
         self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
@@ -169,10 +176,16 @@ class Engine:
         return ended
 
     def turn(
-        self, name: str, prompt: Sequence[int], tokens: int, key: str, last: bool = False
+        self,
+        name: str,
+        prompt: Sequence[int],
+        tokens: int,
+        key: str,
+        last: bool = False,
+        resume_s: float | None = None,
     ) -> list[int]:
         """A turn alone; its prompt and answer."""
-        self.add(name, prompt, tokens, key, last)
+        self.add(name, prompt, tokens, key, last, resume_s)
         while name not in self.step():
             pass
         return [*prompt, *self.answers[name]]
@@ -264,7 +277,7 @@ def long_beside_decodes(engine: Engine, scheduler: str) -> dict[str, float]:
 def found_again(engine: Engine, scheduler: str) -> dict[str, float]:
     """How much of a history is found after others, and how long its turn's first token takes."""
     engine.begin(scheduler, calls=4, step_tokens=1024, blocks=101)
-    history = engine.turn("mine.1", words(1, 960), 24, "mine")
+    history = engine.turn("mine.1", words(1, 960), 24, "mine", resume_s=10.0)
     for number in range(5):
         name = f"other{number}"
         engine.turn(name, words(10 + number, 900), 24, name, last=True)
