@@ -62,7 +62,7 @@ def test_the_docs_have_each_reason_and_how_many_cases_it_is_for(file: Path) -> N
 
 def test_the_tests_are_of_the_version_that_engines_run() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["cuda"] == [f"vllm=={vllm_suite.VERSION}"]
+    assert f"vllm=={vllm_suite.VERSION}" in project["optional-dependencies"]["cuda"]
 
 
 def test_each_file_of_vllm_is_tried_or_left_out() -> None:
