@@ -22,10 +22,11 @@ class ElasticPlacement:
     *Homes*: those with room whose load is near the least. The load is what makes a token slow
     there: ``(1 + 4 occupancy) / (1 - share)``, the prompt included, where the share of time that
     prefills take is a decoder's own (the mean of all decoders': one engine's is noise), and for a
-    prefiller that of its own conversations and what first prompts ask of each prefiller. A
-    prefiller's counts up to twice, the emptier the emptiest decoder is. The engines that hold the
-    prompt's beginning, or should have what a paused history has left there, are homes too, unless
-    they are much fuller than the emptiest.
+    prefiller what first prompts ask of each prefiller and what its own conversations append. A
+    prefiller's is greater, the emptier the emptiest decoder is and the more of the engines are
+    decoders: the fewer prefillers there are, the less it spares decoders that they host. The
+    engines that hold the prompt's beginning, or should have what a paused history has left there,
+    are homes too, unless they are much fuller than the emptiest.
 
     *Prefill*: at the home or at any prefiller, by the least sum, in seconds, of
 
@@ -172,7 +173,8 @@ def home_loads(
     """
     decoders = [one for one in homes if one.id not in pool]
     share = sum(work[one.id].own_share for one in decoders) / max(1, len(decoders))
-    fullest_spared = 1 - min((one.occupancy for one in decoders), default=1.0)
+    spared = 1 - min((one.occupancy for one in decoders), default=1.0)
+    premium = max(0.0, spared) * len(decoders) / max(1, len(decoders) + len(pool))
     loads = {}
     for one in homes:
         new_tokens = shared.beyond(tokens, one.id)
@@ -180,9 +182,9 @@ def home_loads(
             continue
         held = (one.held_tokens + new_tokens) / one.capacity_tokens
         hosts = one.id in pool
-        busy = min(_BUSIEST, demand + work[one.id].own_share if hosts else share)
+        busy = min(_BUSIEST, demand + work[one.id].append_share if hosts else share)
         load = (1 + occupancy_weight * held) / (1 - busy)
-        loads[one.id] = load * (1 + max(0.0, fullest_spared)) if hosts else load
+        loads[one.id] = load * (1 + premium) if hosts else load
     return loads
 
 

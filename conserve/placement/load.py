@@ -53,6 +53,7 @@ class Work(NamedTuple):
         step_s: how long an iteration without prefill takes.
         turns_per_s: turns that have come there to be answered, of late.
         own_share: of its time, what prefills for conversations of its own have taken of late.
+        append_share: of that, what later turns have appended.
         lent_tokens: prefilled for other engines in the last ten seconds.
     """
 
@@ -63,6 +64,7 @@ class Work(NamedTuple):
     step_s: float = 0.0
     turns_per_s: float = 0.0
     own_share: float = 0.0
+    append_share: float = 0.0
     lent_tokens: int = 0
 
     def prefill_wait_s(self, new_tokens: int, cached_tokens: int) -> float:
@@ -144,7 +146,7 @@ class Loads:
         seconds = engine.prefills(tokens - past, past, now_s)
         engine.queue.add(history_id, tokens - past, seconds, now_s)
         if where is None:
-            home.own.add(seconds, now_s)
+            home.first_prompts.add(seconds, now_s)
         self._demand.add(seconds, now_s)
 
     def appended(
@@ -198,7 +200,7 @@ class Loads:
     def computed(self, engine_id: str, tokens: int, cached_tokens: int, now_s: float) -> None:
         """An engine has computed what a later turn has added."""
         engine = self._of(engine_id)
-        engine.own.add(engine.prefills(tokens, cached_tokens, now_s), now_s)
+        engine.appends.add(engine.prefills(tokens, cached_tokens, now_s), now_s)
 
     def done(self, engine_id: str, history_id: str) -> None:
         """The prefill of a history that was placed is over there, if it is not known yet."""
@@ -223,7 +225,8 @@ class Loads:
             engine.load.decodes,
             engine.load.step_s,
             engine.turns.per_s(now_s),
-            min(1.0, engine.own.per_s(now_s)),
+            min(1.0, engine.first_prompts.per_s(now_s) + engine.appends.per_s(now_s)),
+            min(1.0, engine.appends.per_s(now_s)),
             engine.lent_tokens(now_s),
         )
 
@@ -354,14 +357,18 @@ class _Queue:
 class _Engine:
     """One engine's."""
 
-    __slots__ = ("_seconds", "_tokens", "costs", "lent", "load", "own", "queue", "turns")
+    __slots__ = (
+        "_seconds", "_tokens", "appends", "costs", "first_prompts", "lent", "load", "queue", "turns"
+    )  # fmt: skip
 
     def __init__(self, costs: EngineCosts) -> None:
         self.costs = costs
         self.load = EngineLoad()
         self.queue = _Queue()
         self.turns = _Late(_LATE_S)
-        self.own = _Late(_LATE_S)
+        # What prefills for its own conversations take.
+        self.first_prompts = _Late(_LATE_S)
+        self.appends = _Late(_LATE_S)
         self.lent: deque[tuple[float, int]] = deque()
         self._seconds = _Late(_LATE_S)
         self._tokens = _Late(_LATE_S)

@@ -4,6 +4,7 @@ import doctest
 import math
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -113,9 +114,10 @@ def load_of(one: Decoder, tokens: int, decoders: list[Decoder], loads: Loads, po
     shares = [loads.work(d.id, NOW_S).own_share for d in decoders]
     if one in decoders:
         return (1 + 4 * occupancy) / (1 - min(0.95, sum(shares) / len(shares)))
-    share = loads.demand(pool, NOW_S) + loads.work(one.id, NOW_S).own_share
+    share = loads.demand(pool, NOW_S) + loads.work(one.id, NOW_S).append_share
     emptiest = min((d.occupancy for d in decoders), default=1.0)
-    return (1 + 4 * occupancy) / (1 - min(0.95, share)) * (1 + max(0.0, 1 - emptiest))
+    premium = max(0.0, 1 - emptiest) * len(decoders) / (len(decoders) + pool)
+    return (1 + 4 * occupancy) / (1 - min(0.95, share)) * (1 + premium)
 
 
 @given(st.integers(1, 4_000), HOMES, POOL, SHARED, LOADS, SENT)
@@ -288,6 +290,37 @@ def test_what_first_prompts_ask_of_prefillers_makes_them_slower_homes() -> None:
     busy = ElasticPlacement(loads).place(500, homes, [Prefiller("p1")], now_s=NOW_S)
     assert busy is not None
     assert busy.decoder_id == "d1"
+
+
+def test_the_more_of_the_engines_are_decoders_the_less_a_prefiller_hosts() -> None:
+    def home_of(decoders: int, held_tokens: int) -> str:
+        homes = [Decoder(f"d{i}", 10_000, held_tokens, 5) for i in range(decoders)]
+        homes.append(Decoder("p1", 10_000, 0, 0))
+        choice = ElasticPlacement(Loads(COSTS)).place(100, homes, [Prefiller("p1")])
+        assert choice is not None
+        return choice.decoder_id
+
+    # So full decoders are when it begins to.
+    begins = {
+        decoders: next(held for held in range(0, 9_000, 50) if home_of(decoders, held) == "p1")
+        for decoders in (1, 3, 9)
+    }
+    assert begins[1] < begins[3] < begins[9] < 4_000
+
+
+def test_a_hosted_prompt_counts_once_in_its_prefillers_time() -> None:
+    homes = [Decoder("d1", 10_000, 3_500, 5), Decoder("p1", 100_000, 0, 1)]
+    loads = Loads(COSTS)
+    # Prompts of 3.9 s, which the prefiller computes for conversations of its own.
+    for number in range(6):
+        loads.placed(f"{number}", 3_000, Placement("p1", None), NOTHING_SHARED, NOW_S)
+    demand = loads.demand(1, NOW_S)
+    assert demand == pytest.approx(0.39)
+    assert loads.work("p1", NOW_S).own_share > 0.7
+    # With both counted it would be the slower home.
+    choice = ElasticPlacement(loads).place(500, homes, [Prefiller("p1")], now_s=NOW_S)
+    assert choice is not None
+    assert choice.decoder_id == "p1"
 
 
 def test_a_large_append_leaves_running_decodes_to_a_prefiller_that_finds_its_history() -> None:

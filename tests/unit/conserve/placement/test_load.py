@@ -101,6 +101,7 @@ def test_shares_and_rates_fade() -> None:
     work = loads.work("d", 299.0)
     assert work.turns_per_s == pytest.approx(2.0, rel=0.05)
     assert work.own_share == pytest.approx(0.6, rel=0.05)
+    assert work.append_share == pytest.approx(0.1, rel=0.05)
     assert loads.demand(1, 299.0) == pytest.approx(0.5, rel=0.05)
     assert loads.demand(2, 299.0) == pytest.approx(0.25, rel=0.05)
     assert loads.demand(0, 1299.0) < 0.001
