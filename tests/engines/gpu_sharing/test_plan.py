@@ -3,9 +3,12 @@
 A real Ray of two nodes, of which the other one has a GPU, by Ray's account and a stand-in's.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.checkout import ROOT
 from tests.nvml.standin import Machine, compile_library
@@ -43,14 +46,11 @@ def test_engines_share_the_one_gpu_or_are_refused(machine_alone: None, tmp_path:
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    # What the log says of the first: the embedded model on an A40 of 48 GiB.
-    plan = [
-        line.partition(" -- ")[2] for line in done.stderr.splitlines() if "GPU a worker" in line
-    ]
-    assert [line.split(", weights")[0] for line in plan] == [
-        "1 x prefiller, 0.2697 GPU a worker",
-        "1 x decoder, 0.7302 GPU a worker",
-    ]
+    # What the log says of the first. The embedded model weighs next to nothing on 48 GiB: a quarter
+    # of its KV, and half of all reserves, are the prefiller's.
+    shares = dict(re.findall(r"1 x (\w+), ([\d.]+) GPU a worker", done.stderr))
+    assert float(shares["prefiller"]) == pytest.approx(0.273, abs=0.001)
+    assert 0.999 < sum(map(float, shares.values())) <= 1
     assert "1 prefiller x 1 + 3 decoders x 1 = 4 are asked for, and Ray has 1" in done.stdout
     assert "have engines share them (gpus=1)" in done.stdout
     # Four engines on two GPUs would have halves; there is one.
