@@ -9,9 +9,9 @@ Pure: no clock, no driver, one thread at a time.
 """
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
+from typing import NamedTuple
 
 from hetero.sm_units import SmSlots
 
@@ -24,8 +24,7 @@ class UnknownSmLease(KeyError):
     """There is no such lease (any more): its owner may have been taken for dead."""
 
 
-@dataclass(frozen=True, slots=True)
-class SmLease:
+class SmLease(NamedTuple):
     """SMs of one GPU that one owner has for itself.
 
     Attributes:
@@ -79,7 +78,7 @@ class SmSlotLedger:
             KeyError: there is no such GPU here.
             ValueError: the GPU has fewer.
         """
-        units = self._fit(gpu, owner, asked_sms, self._placed[gpu])
+        units = self._fit(gpu, owner, asked_sms)
         lease = self._made(self._next_id, gpu, owner, units)
         self._next_id += 1
         self._put(lease)
@@ -120,8 +119,7 @@ class SmSlotLedger:
             UnknownSmLease: it is gone.
         """
         old = self.get(lease_id)
-        others = [lease for lease in self._placed[old.gpu] if lease.id != lease_id]
-        units = self._fit(old.gpu, old.owner, asked_sms, others, old.units)
+        units = self._fit(old.gpu, old.owner, asked_sms, old)
         self._take(old)
         lease = self._made(old.id, old.gpu, old.owner, units)
         self._put(lease)
@@ -202,51 +200,60 @@ class SmSlotLedger:
 
     def free(self, gpu: str) -> list[range]:
         """Units of a GPU that nobody has, in runs, from the lowest on."""
-        return list(self._runs(gpu, self._placed[gpu]))
+        return [run for _, run in self._runs(gpu)]
 
     def free_sms(self, gpu: str) -> int:
         """SMs of a GPU that nobody has, in however many pieces."""
-        return sum(map(self._gpus[gpu].split.sms_of, self.free(gpu)))
+        return sum(sms for sms, _ in self._runs(gpu))
 
-    def _runs(self, gpu: str, placed: Iterable[SmLease]) -> Iterator[range]:
-        start = 0
-        for lease in placed:
-            if lease.units.start > start:
-                yield range(start, lease.units.start)
-            start = lease.units.stop
-        if start < self._gpus[gpu].split.units:
-            yield range(start, self._gpus[gpu].split.units)
+    def _runs(self, gpu: str, without: SmLease | None = None) -> list[tuple[int, range]]:
+        """What is free, and how many SMs that is; of one lease, as if it had ended."""
+        split = self._gpus[gpu].split
+        runs, start = [], 0
+        for lease in self._placed[gpu]:
+            if lease is without:
+                continue
+            units = lease.units
+            if units.start > start:
+                run = range(start, units.start)
+                runs.append((split.sms_of(run), run))
+            start = units.stop
+        if start < split.units:
+            run = range(start, split.units)
+            runs.append((split.sms_of(run), run))
+        return runs
 
-    def _fit(
-        self, gpu: str, owner: str, asked_sms: int, others: list[SmLease], own: range = range(0)
-    ) -> range:
-        """Units for so many SMs that none of the others has; `own` are those that are kept."""
+    def _fit(self, gpu: str, owner: str, asked_sms: int, old: SmLease | None = None) -> range:
+        """Units for so many SMs that nobody has, or the old lease that is to be changed."""
         slots = self._gpus[gpu]
         split, size = slots.split, slots.sizes[slots.smallest(asked_sms)]
-        runs = [(split.sms_of(run), run) for run in self._runs(gpu, others)]
-        around = next((one for one in runs if own and own.start in one[1]), (0, range(0)))
-        enough = [run for sms, run in runs if sms >= size]
-        if not enough:
-            largest = max(runs, key=itemgetter(0), default=(0, range(0)))
-            for sms, run in (around, largest):
-                if sms >= asked_sms:
-                    return run
-            free_sms = sum(sms for sms, _ in runs)
+        runs = self._runs(gpu, old)
+        largest_sms, largest = max(runs, default=(0, range(0)), key=itemgetter(0))
+        around_sms, around = 0, range(0)
+        if old is not None and old.units:
+            around_sms, around = next(one for one in runs if old.units.start in one[1])
+        if largest_sms < size:
+            if around_sms >= asked_sms:
+                return around
+            if largest_sms >= asked_sms:
+                return largest
             raise NoFreeSms(
-                f"{gpu}: asked for {asked_sms} SMs, {free_sms} of {slots.sm_count} are free, "
-                f"{largest[0]} in one piece"
+                f"{gpu}: asked for {asked_sms} SMs, {sum(sms for sms, _ in runs)} of "
+                f"{slots.sm_count} are free, {largest_sms} in one piece"
             )
-        if around[0] >= size:
-            from_here = split.lowest(range(own.start, around[1].stop), size)
-            fits = split.sms_of(from_here) >= size
-            return from_here if fits else split.highest(around[1], size)
-        beside = [one.units for one in others if one.owner == owner]
-        ends = {end for units in beside for end in (units.start, units.stop)}
-        for run in enough:
-            if run.start in ends:
-                return split.lowest(run, size)
-            if run.stop in ends:
-                return split.highest(run, size)
+        if old is not None and around_sms >= size:
+            from_here = split.lowest(range(old.units.start, around.stop), size)
+            return from_here if split.sms_of(from_here) >= size else split.highest(around, size)
+        enough = [run for sms, run in runs if sms >= size]
+        for one in self._owned.get(owner, ()):
+            beside = self._leases[one]
+            if beside is old or beside.gpu != gpu or not beside.units:
+                continue
+            for run in enough:
+                if run.start == beside.units.stop:
+                    return split.lowest(run, size)
+                if run.stop == beside.units.start:
+                    return split.highest(run, size)
         return split.lowest(min(enough, key=len), size)
 
     def _made(self, lease_id: int, gpu: str, owner: str, units: range) -> SmLease:
