@@ -17,6 +17,8 @@ _LATE_S = 30.0
 _DEMAND_S = 60.0
 # Copies of what was handed over stay in a prefiller's cache for about so long.
 _LENT_S = 10.0
+# Prompts of which so much of the time is to be spent in line say nothing of their way.
+_WAITS = 0.1
 # So many prompts are remembered of which the first token has not come, the newest.
 _MOST_PLACED = 1_024
 # A prompt's length, to tell seconds from tokens before any was computed.
@@ -99,7 +101,7 @@ class Loads:
     for as long as it should take. A prompt that is on its way while its engine speaks is not
     counted for the second until it speaks again.
 
-    Of prompts that were placed it is kept in mind how long they should take until their first
+    Of prompts that find no line it is kept in mind how long they should take until their first
     token, and learned what those that are handed over take beyond that (`HandingOver`).
 
     Args:
@@ -259,6 +261,9 @@ class Loads:
         comes_tokens = past - there if where is None else tokens - there
         seconds = home.costs.handoff_s(comes_tokens) + engine.prefill_wait_s(tokens - past, past)
         self._placed.pop(history_id, None)
+        if engine.backlog_s > _WAITS * seconds:
+            # It would say how well a line's length is known.
+            return
         self._placed[history_id] = _Placed(now_s, seconds, tokens - there, where is not None)
         if len(self._placed) > _MOST_PLACED:
             del self._placed[next(iter(self._placed))]

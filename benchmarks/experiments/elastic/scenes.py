@@ -81,6 +81,16 @@ SCENES: tuple[Scene, ...] = (
         engines=("1:1",),
         loads=(0.3, 0.5, 0.7),
     ),
+    Scene(
+        "recorded, H100, host memory, longer waits",
+        "h100-qwen3-8b",
+        140,
+        recorded=True,
+        systems=("parking", "elastic_parking"),
+        options={"host_tokens": _HOST_TOKENS, "queue_timeout_s": 300.0},
+        engines=("1:1",),
+        loads=(0.5, 0.7),
+    ),
 )
 
 

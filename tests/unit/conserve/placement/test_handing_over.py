@@ -133,6 +133,18 @@ def test_what_did_not_arrive_or_did_not_end_says_nothing() -> None:
     assert loads.price(120.0) == Price()
 
 
+def test_prompts_that_wait_in_line_say_nothing_of_their_way() -> None:
+    late = Loads(COSTS)
+    for number in range(40):
+        at_s = 20.0 * number
+        late.says("p1", EngineLoad(prefill_tokens=2_000), at_s)
+        placed(late, HANDED_OVER, 4.0, at_s)
+    assert late.price(800.0) == Price()
+    late.says("p1", EngineLoad(prefill_tokens=100), 800.0)
+    placed(late, HANDED_OVER, 4.0, 800.0)
+    assert late.price(820.0).of(4_000) > 0.5
+
+
 def test_prompts_that_never_end_are_not_kept_in_mind_for_ever() -> None:
     loads = Loads(COSTS)
     for number in range(3_000):
