@@ -91,7 +91,8 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
     settings = with_profile(settings)
     gpu = _on_gpu(settings)
     if gpu:
-        _require_cuda_build()
+        if _gpus_here():
+            _require_cuda_build()
         settings = with_counts(settings, int(ray.cluster_resources().get("GPU", 0)))
         require_shares(settings)
     wait_for_nodes(settings, gpu, tier_timeout_s)
@@ -115,6 +116,12 @@ def _on_gpu(settings: Settings) -> bool:
     if settings.device != "auto":
         return settings.device == "gpu"
     return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def _gpus_here() -> bool:
+    """Whether engines may run on this node: a head without GPUs may have another PyTorch."""
+    own = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == own and node["Resources"].get("GPU") for node in ray.nodes())
 
 
 def _require_cuda_build() -> None:

@@ -14,12 +14,11 @@ from tests.checkout import ROOT
 from tests.nvml.standin import Machine, compile_library
 
 SCRIPT = """
-import ray, torch
+import ray
 from ray.cluster_utils import Cluster
 from conserve.settings import SettingsError, load
 from deployments.app import build
 
-torch.version.cuda = "13.0"  # This machine has PyTorch's CPU build.
 cluster = Cluster(head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})
 cluster.add_node(num_cpus=2, num_gpus=1)
 ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
