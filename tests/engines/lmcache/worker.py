@@ -58,7 +58,7 @@ def main(port: str, mode: str) -> None:
     blocks = torch.zeros(2, 16, 1, CHUNK_TOKENS, 64, dtype=torch.bfloat16)
     adapter.register_kv_caches({"layer.0": blocks}, layout_hints={"kv_layout": "HND"})
     adapter._ensure_heartbeat_started()
-    _say(adapter.instance_id)
+    say(adapter.instance_id)
     for line in sys.stdin:
         does, *given = line.split()
         said: object = "done"
@@ -74,10 +74,11 @@ def main(port: str, mode: str) -> None:
             late_s += REAP_TIMEOUT_S
         elif does == "end":
             ResilientMPConnector.let_go(SimpleNamespace(worker_adapter=adapter))
-        _say(said)
+        say(said)
 
 
-def _say(what: object) -> None:
+def say(what: object) -> None:
+    """Answer, by a line that no log has."""
     sys.stdout.write(f"{SAYS}{what}\n")
     sys.stdout.flush()
 
