@@ -5,7 +5,6 @@ Lines on its standard input tell it what to do; each is answered by a line.
 
 import sys
 import time
-from types import SimpleNamespace
 
 import torch
 import zmq
@@ -73,7 +72,9 @@ def main(port: str, mode: str) -> None:
             # As if it had been stopped for longer than the server waits for it.
             late_s += REAP_TIMEOUT_S
         elif does == "end":
-            ResilientMPConnector.let_go(SimpleNamespace(worker_adapter=adapter))
+            connector = object.__new__(ResilientMPConnector)
+            connector.worker_adapter = adapter
+            connector.let_go()
         say(said)
 
 
