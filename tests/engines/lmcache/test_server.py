@@ -25,6 +25,7 @@ from deployments.node.lmcache_server import (
     lmcache_command,
     lmcache_environment,
 )
+from tests.engines.lmcache import engine as bare_engine
 from tests.engines.lmcache import worker as bare_worker
 from tests.engines.lmcache.worker import CHUNK_TOKENS, MODEL
 from tests.engines.waiting import eventually
@@ -43,7 +44,7 @@ class Server:
 
     def worker(self, mode: str) -> "Worker":
         """Start one; it has registered."""
-        worker = Worker(self.address.port, mode)
+        worker = Worker(bare_worker.__name__, self.address.port, mode)
         self.workers.append(worker)
         worker.id = int(worker.answer())
         return worker
@@ -52,6 +53,14 @@ class Server:
         """Workers whose memory it knows."""
         status = json.dumps(self._get("status"))
         return [one.id for one in self.workers if str(one.id) in status]
+
+    def engines(self) -> int:
+        """How many have registered, whoever they are."""
+        return len(_found(self._get("status"), "registered_non_cuda_instance_ids"))
+
+    def chunks(self) -> int:
+        """How many chunks it has."""
+        return int(_found(self._get("status"), "total_object_count"))
 
     def up(self) -> bool:
         try:
@@ -65,12 +74,22 @@ class Server:
         return json.load(urllib.request.urlopen(url, timeout=5))
 
 
-class Worker:
-    """A worker's process."""
+def _found(status: Any, name: str) -> Any:
+    """The first member of that name, at whatever depth."""
+    if not isinstance(status, dict):
+        return None
+    if name in status:
+        return status[name]
+    members = (_found(member, name) for member in status.values())
+    return next((member for member in members if member is not None), None)
 
-    def __init__(self, port: int, mode: str) -> None:
+
+class Worker:
+    """A worker's process, or an engine's."""
+
+    def __init__(self, module: str, port: int, *more: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", bare_worker.__name__, str(port), mode],
+            [sys.executable, "-m", module, str(port), *more],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         # What the server knows it by, once it has registered.
@@ -133,6 +152,21 @@ async def test_a_dead_workers_memory_is_let_go_of_and_a_silent_ones_is_not_lost(
     silent.do("sleep")
     await eventually("it registers again", lambda: server.registered() == [silent.id])
     assert silent.do("store", "prompt", 400) == "True"
+
+
+async def test_an_engine_that_ends_has_its_memory_let_go_of(server: Server) -> None:
+    """The engine's core, and its worker, are processes of vLLM's own."""
+    engine = Worker(bare_engine.__name__, server.address.port)
+    server.workers.append(engine)
+    assert engine.answer() == "ready"
+    assert server.engines() == 1
+    assert engine.do("prefill") == "done"
+    # Three chunks of 400 tokens are there as the prefill is done.
+    assert server.chunks() == 3
+    assert engine.do("shutdown") == "done"
+    assert server.engines() == 0
+    # What it stored stays.
+    assert server.chunks() == 3
 
 
 def _forget(server: Server, instance_id: int, mode: str) -> None:

@@ -5,7 +5,6 @@ Lines on its standard input tell it what to do; each is answered by a line.
 
 import sys
 import time
-from types import SimpleNamespace
 
 import torch
 import zmq
@@ -58,7 +57,7 @@ def main(port: str, mode: str) -> None:
     blocks = torch.zeros(2, 16, 1, CHUNK_TOKENS, 64, dtype=torch.bfloat16)
     adapter.register_kv_caches({"layer.0": blocks}, layout_hints={"kv_layout": "HND"})
     adapter._ensure_heartbeat_started()
-    _say(adapter.instance_id)
+    say(adapter.instance_id)
     for line in sys.stdin:
         does, *given = line.split()
         said: object = "done"
@@ -73,11 +72,14 @@ def main(port: str, mode: str) -> None:
             # As if it had been stopped for longer than the server waits for it.
             late_s += REAP_TIMEOUT_S
         elif does == "end":
-            ResilientMPConnector.let_go(SimpleNamespace(worker_adapter=adapter))
-        _say(said)
+            connector = object.__new__(ResilientMPConnector)
+            connector.worker_adapter = adapter
+            connector.let_go()
+        say(said)
 
 
-def _say(what: object) -> None:
+def say(what: object) -> None:
+    """Answer, by a line that no log has."""
     sys.stdout.write(f"{SAYS}{what}\n")
     sys.stdout.flush()
 
