@@ -23,10 +23,10 @@ class ElasticPlacement:
     there: ``(1 + 4 occupancy) / (1 - share)``, the prompt included, where the share of time that
     prefills take is a decoder's own (the mean of all decoders': one engine's is noise), and for a
     prefiller what first prompts ask of each prefiller and what its own conversations append. A
-    prefiller's is greater, the emptier the emptiest decoder is and the more of the engines are
-    decoders: the fewer prefillers there are, the less it spares decoders that they host. The
-    engines that hold the prompt's beginning, or should have what a paused history has left there,
-    are homes too, unless they are much fuller than the emptiest.
+    prefiller's counts up to twice, the emptier the emptiest decoder is; where there are fewer than
+    two decoders a prefiller, which hosting would relieve of much, as much less of that. The engines
+    that hold the prompt's beginning, or should have what a paused history has left there, are homes
+    too, unless they are much fuller than the emptiest.
 
     *Prefill*: at the home or at any prefiller, by the least sum, in seconds, of
 
@@ -174,7 +174,7 @@ def home_loads(
     decoders = [one for one in homes if one.id not in pool]
     share = sum(work[one.id].own_share for one in decoders) / max(1, len(decoders))
     spared = 1 - min((one.occupancy for one in decoders), default=1.0)
-    premium = max(0.0, spared) * len(decoders) / max(1, len(decoders) + len(pool))
+    premium = max(0.0, spared) * min(1.0, len(decoders) / max(1, 2 * len(pool)))
     loads = {}
     for one in homes:
         new_tokens = shared.beyond(tokens, one.id)
