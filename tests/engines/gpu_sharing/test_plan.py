@@ -1,6 +1,7 @@
 """The application is built for GPUs that its cluster has, by what their node says of them.
 
-A real Ray of two nodes, of which the other one has a GPU, by Ray's account and a stand-in's.
+A real Ray of three nodes, of which two have a GPU, by Ray's account and a stand-in's; at most one
+of the two is the driver's own.
 """
 
 import re
@@ -14,17 +15,19 @@ from tests.checkout import ROOT
 from tests.nvml.standin import Machine, compile_library
 
 SCRIPT = """
-import ray
+import ray, torch
 from ray.cluster_utils import Cluster
 from conserve.settings import SettingsError, load
 from deployments.app import build
 
+torch.version.cuda = "13.0"  # This machine has PyTorch's CPU build.
 cluster = Cluster(head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})
-cluster.add_node(num_cpus=2, num_gpus=1)
+for _ in range(2):
+    cluster.add_node(num_cpus=2, num_gpus=1)
 ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
 try:
-    build(load({}))
-    for arguments in ({"decoders": 3}, {"decoders": 3, "gpus": 2}):
+    build(load({"gpus": 1}))
+    for arguments in ({"decoders": 3}, {"decoders": 5, "gpus": 3}):
         try:
             build(load(arguments))
         except SettingsError as error:
@@ -35,7 +38,7 @@ finally:
 """
 
 
-def test_engines_share_the_one_gpu_or_are_refused(machine_alone: None, tmp_path: Path) -> None:
+def test_engines_share_one_gpu_or_are_refused(machine_alone: None, tmp_path: Path) -> None:
     machine = Machine(tmp_path / "gpus", gpus=1)
     environment = machine.environment(compile_library(tmp_path))
     environment |= {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -50,7 +53,7 @@ def test_engines_share_the_one_gpu_or_are_refused(machine_alone: None, tmp_path:
     shares = dict(re.findall(r"1 x (\w+), ([\d.]+) GPU a worker", done.stderr))
     assert float(shares["prefiller"]) == pytest.approx(0.273, abs=0.001)
     assert 0.999 < sum(map(float, shares.values())) <= 1
-    assert "1 prefiller x 1 + 3 decoders x 1 = 4 are asked for, and Ray has 1" in done.stdout
-    assert "have engines share them (gpus=1)" in done.stdout
-    # Four engines on two GPUs would have halves; there is one.
-    assert "1 prefiller x 0.5 + 3 decoders x 0.5 = 2 are asked for, and Ray has 1" in done.stdout
+    assert "1 prefiller x 1 + 3 decoders x 1 = 4 are asked for, and Ray has 2" in done.stdout
+    assert "have engines share them (gpus=2)" in done.stdout
+    # Six engines on three GPUs would have halves; there are two.
+    assert "1 prefiller x 0.5 + 5 decoders x 0.5 = 3 are asked for, and Ray has 2" in done.stdout
