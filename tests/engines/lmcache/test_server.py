@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.engines.waiting import eventually
 
 pytestmark = pytest.mark.anyio
 
+_SHARED = Path("/dev/shm")
 MODES = ("engine_driven", "lmcache_driven")
 
 
@@ -117,6 +119,7 @@ class Worker:
 def server(machine_alone: None) -> Iterator[Server]:
     address = Address("127.0.0.1", free_port("127.0.0.1"), free_port("127.0.0.1"))
     settings = LMCacheSettings(size_gb=0.2, chunk_tokens=CHUNK_TOKENS)
+    before = set(_SHARED.iterdir())
     process = subprocess.Popen(
         lmcache_command(settings, address, gpu=False),
         env=lmcache_environment(), stdout=subprocess.DEVNULL,
@@ -133,6 +136,9 @@ def server(machine_alone: None) -> Iterator[Server]:
             worker.kill()
         process.terminate()
         process.communicate()
+        # On CPUs this mode has workers' KV in files there, which those that are killed leave.
+        for file in set(_SHARED.glob("lmcache_kv_*")) - before:
+            file.unlink()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -28,13 +28,14 @@ context.close()
 _SERVER = f"""
 import ctypes, os, subprocess, sys
 from deployments.node import kv_pool
+before = set(os.listdir("/dev/shm"))
 name = kv_pool.offer()
 from lmcache.v1.platform.torch_ops.mem_alloc import alloc_shm_pinned_ptr
 pointer = alloc_shm_pinned_ptr({_SIZE}, name)
 chunk = (ctypes.c_float * 5).from_address(pointer + 4096)
 chunk[:] = [1, 2, 3, 4, 5]
 done = subprocess.run([sys.executable, "-c", {_WORKER!r}, name], capture_output=True, text=True)
-in_folder = any(file.startswith("lmcache") for file in os.listdir("/dev/shm"))
+in_folder = any(file.startswith("lmcache") for file in set(os.listdir("/dev/shm")) - before)
 from lmcache.v1.multiprocess import server
 fits = server.shutil.disk_usage("/dev/shm").free > 1 << 60
 print(done.stdout.strip(), list(chunk), name, in_folder, fits)
