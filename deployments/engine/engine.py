@@ -329,7 +329,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             try:
                 told: list[Any] = [self._node.energy, self._meter.load(time.monotonic())]
                 if self._scheduler is not None:
-                    told.append(await self._scheduler.load())
+                    told.append(self._scheduler.load())
                 heard = await self._table.call("beat", self._id, *told)
                 if heard is None or not self._reporter.is_registered:
                     await self._register()

@@ -177,7 +177,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         for request_id, (future, block_ids) in list(loads.items()):
             try:
                 future.query()
-            except Exception:
+            except Exception as error:
+                logger.warning("KV of request %s is computed again: %s", request_id, error)
                 failed: MessagingFuture[bool] = MessagingFuture()
                 failed.set_result(False)
                 loads[request_id] = (failed, block_ids)

@@ -1,6 +1,6 @@
 """What engines' schedulers tell, where they know conversations, for `/metrics`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -8,6 +8,68 @@ from prometheus_client.registry import Collector
 
 from conserve.engine_scheduling import SchedulerLoad
 from deployments.table.registry import Registry
+
+# By which class, under which name, what it is, by what it is told apart beside the engine, and what
+# a scheduler says of it: a number, or several by that label.
+_FAMILIES: tuple[tuple[Any, str, str, str | None, Callable[[SchedulerLoad], Any]], ...] = (
+    (
+        GaugeMetricFamily, "waiting",
+        "Calls that wait in an engine, by level; 0 goes first.", "level", lambda one: one.waiting,
+    ),
+    (
+        GaugeMetricFamily, "running",
+        "Calls that run in an engine, by level.", "level", lambda one: one.running,
+    ),
+    (
+        GaugeMetricFamily, "running_kinds",
+        "Calls that run: cold prefills, resumed ones, and decodes.", "kind",
+        lambda one: one.running_kinds,
+    ),
+    (
+        CounterMetricFamily, "begun",
+        "Calls that have begun to run, by what they were then.", "kind", lambda one: one.begun,
+    ),
+    (
+        CounterMetricFamily, "cut",
+        "Chunks of prefills that were made smaller, or put off, for those who decode.", "kind",
+        lambda one: one.cut,
+    ),
+    (
+        CounterMetricFamily, "preempted",
+        "Calls that were preempted, by level.", "level", lambda one: one.preempted,
+    ),
+    (
+        CounterMetricFamily, "parts",
+        "Prompts that have begun without room for all of them.", None, lambda one: one.parts,
+    ),
+    (
+        CounterMetricFamily, "reclaimed_blocks",
+        "Blocks kept between turns that were given up before their time.", None,
+        lambda one: one.reclaimed_blocks,
+    ),
+    (
+        GaugeMetricFamily, "pinned_blocks",
+        "Blocks that are kept between turns.", None, lambda one: one.pinned_blocks,
+    ),
+    (
+        GaugeMetricFamily, "free_blocks",
+        "Blocks that nobody uses; what is cached in them may be evicted.", None,
+        lambda one: one.free_blocks,
+    ),
+    (
+        GaugeMetricFamily, "tpot_seconds",
+        "Time per output token while prefills and decodes share steps, of late.", None,
+        lambda one: one.tpot_s,
+    ),
+    (
+        GaugeMetricFamily, "tpot_bound_seconds",
+        "What that is kept below by cutting prefills.", None, lambda one: one.tpot_bound_s,
+    ),
+    (
+        GaugeMetricFamily, "prefill_budget_tokens",
+        "What a step may prefill beside decodes.", None, lambda one: one.budget_tokens,
+    ),
+)  # fmt: skip
 
 
 class EngineSchedulers(Collector):
@@ -26,104 +88,15 @@ class EngineSchedulers(Collector):
 
 
 def _of(loads: Mapping[str, SchedulerLoad]) -> Iterator[Metric]:
-    yield _by(
-        GaugeMetricFamily,
-        "waiting",
-        "Calls that wait in an engine, by level; 0 goes first.",
-        "level",
-        {engine: dict(enumerate(load.waiting)) for engine, load in loads.items()},
-    )
-    yield _by(
-        GaugeMetricFamily,
-        "running",
-        "Calls that run in an engine, by level.",
-        "level",
-        {engine: dict(enumerate(load.running)) for engine, load in loads.items()},
-    )
-    yield _by(
-        GaugeMetricFamily,
-        "running_kinds",
-        "Calls that run: cold prefills, resumed ones, and decodes.",
-        "kind",
-        {engine: load.running_kinds for engine, load in loads.items()},
-    )
-    yield _by(
-        CounterMetricFamily,
-        "begun",
-        "Calls that have begun to run, by what they were then.",
-        "kind",
-        {engine: load.begun for engine, load in loads.items()},
-    )
-    yield _by(
-        CounterMetricFamily,
-        "cut",
-        "Chunks of prefills that were made smaller, or put off, for those who decode.",
-        "kind",
-        {engine: load.cut for engine, load in loads.items()},
-    )
-    yield _by(
-        CounterMetricFamily,
-        "preempted",
-        "Calls that were preempted, by level.",
-        "level",
-        {engine: dict(enumerate(load.preempted)) for engine, load in loads.items()},
-    )
-    yield _plain(
-        CounterMetricFamily,
-        "parts",
-        "Prompts that have begun without room for all of them.",
-        {engine: load.parts for engine, load in loads.items()},
-    )
-    yield _plain(
-        CounterMetricFamily,
-        "reclaimed_blocks",
-        "Blocks kept between turns that were given up before their time.",
-        {engine: load.reclaimed_blocks for engine, load in loads.items()},
-    )
-    yield _plain(
-        GaugeMetricFamily,
-        "pinned_blocks",
-        "Blocks that are kept between turns.",
-        {engine: load.pinned_blocks for engine, load in loads.items()},
-    )
-    yield _plain(
-        GaugeMetricFamily,
-        "free_blocks",
-        "Blocks that nobody uses; what is cached in them may be evicted.",
-        {engine: load.free_blocks for engine, load in loads.items()},
-    )
-    yield _plain(
-        GaugeMetricFamily,
-        "tpot_seconds",
-        "Time per output token while prefills and decodes share steps, of late.",
-        {engine: load.tpot_s for engine, load in loads.items()},
-    )
-    yield _plain(
-        GaugeMetricFamily,
-        "tpot_bound_seconds",
-        "What that is kept below by cutting prefills.",
-        {engine: load.tpot_bound_s for engine, load in loads.items()},
-    )
-    yield _plain(
-        GaugeMetricFamily,
-        "prefill_budget_tokens",
-        "What a step may prefill beside decodes.",
-        {engine: load.budget_tokens for engine, load in loads.items()},
-    )
-
-
-def _by(
-    family: Any, name: str, says: str, label: str, engines: Mapping[str, Mapping[Any, int]]
-) -> Metric:
-    metric: Any = family(f"conserve_engine_{name}", says, labels=["engine", label])
-    for engine, values in engines.items():
-        for key, value in values.items():
-            metric.add_metric([engine, str(key)], value)
-    return metric  # type: ignore[no-any-return]
-
-
-def _plain(family: Any, name: str, says: str, engines: Mapping[str, float]) -> Metric:
-    metric: Any = family(f"conserve_engine_{name}", says, labels=["engine"])
-    for engine, value in engines.items():
-        metric.add_metric([engine], value)
-    return metric  # type: ignore[no-any-return]
+    for family, name, says, label, get in _FAMILIES:
+        labels = ["engine", label] if label else ["engine"]
+        metric: Any = family(f"conserve_engine_{name}", says, labels=labels)
+        for engine, load in loads.items():
+            if not label:
+                metric.add_metric([engine], get(load))
+                continue
+            found = get(load)
+            by_key = found.items() if isinstance(found, dict) else enumerate(found)
+            for key, value in by_key:
+                metric.add_metric([engine, str(key)], value)
+        yield metric

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import msgspec
@@ -13,6 +13,10 @@ from conserve.wire import history_key
 from deployments.engine.scheduler.commands import command
 
 logger = logging.getLogger("ray.serve")
+
+# To release one is looked for in all that the scheduler knows. A thousand at a time would hold up
+# a step; between two commands the engine goes on.
+_AT_ONCE = 16
 
 
 class SchedulerClient:
@@ -25,6 +29,8 @@ class SchedulerClient:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._tasks: set[asyncio.Task[None]] = set()
+        self._said: SchedulerLoad | None = None
+        self._asks = False
 
     def hear(self, notice: Notice) -> None:
         """A notice of the table: what was paused, or has ended, is the next to be evicted.
@@ -38,22 +44,39 @@ class SchedulerClient:
         """Have histories' blocks go, soon."""
         keys = [history_key(history_id, incarnation) for history_id, incarnation in histories]
         if keys:
-            task = asyncio.get_running_loop().create_task(self._release(keys, to))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._release(keys, to))
 
-    async def load(self) -> SchedulerLoad | None:
-        """What is with it; None if it does not say."""
+    def load(self) -> SchedulerLoad | None:
+        """What it has said last, once, and has it say more, for the next time.
+
+        Nobody waits for the answer: it comes between two steps, and a step may take longer than the
+        table waits for an engine's beat.
+        """
+        said, self._said = self._said, None
+        if not self._asks:
+            self._asks = True
+            self._begin(self._ask())
+        return said
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self) -> None:
         try:
-            return msgspec.convert(await command(self._client, "observe"), SchedulerLoad)
+            said = await command(self._client, "observe")
+            self._said = msgspec.convert(said, SchedulerLoad)
         except Exception as error:
-            # A beat goes without it; whether the engine lives is looked after elsewhere.
+            # Beats go without it; whether the engine lives is looked after elsewhere.
             logger.warning("the engine's scheduler does not say what it does: %s", error)
-            return None
+        finally:
+            self._asks = False
 
     async def _release(self, keys: list[str], to: str) -> None:
         try:
-            await command(self._client, "release", keys=keys, to=to)
+            for at in range(0, len(keys), _AT_ONCE):
+                await command(self._client, "release", keys=keys[at : at + _AT_ONCE], to=to)
         except Exception as error:
             # Their blocks go by themselves, later.
             logger.warning("the engine's scheduler did not release %d: %s", len(keys), error)

@@ -17,9 +17,10 @@ from deployments.engine.scheduler.turn import Turn
 
 To = Literal["tail", "front", "gone"]
 
-# Of so many it is known what their blocks are; then it is forgotten of those used longest ago of
-# which nothing is kept.
+# Of so many it is known what their blocks are, and of so many blocks for each of the engine's; then
+# it is forgotten of those used longest ago of which nothing is kept.
 _MOST = 4096
+_MOST_TIMES = 4
 
 
 @dataclass(slots=True)
@@ -56,6 +57,8 @@ class Histories:
         self._all: OrderedDict[str, _History] = OrderedDict()
         self._kept: set[str] = set()
         self._next_expiry_s = math.inf
+        # Of all histories together.
+        self._hashes = 0
         self.reclaimed_blocks = 0
 
     # --- turns -------------------------------------------------------------------------------
@@ -91,6 +94,7 @@ class Histories:
             return
         one.running = max(0, one.running - 1)
         one.ended_s, one.level = now_s, level
+        self._hashes += len(request.block_hashes) - len(one.hashes)
         one.hashes = tuple(request.block_hashes)
         hold_s = self._retention.hold_for_s(turn.key, turn.resume_s, turn.last)
         before, one.blocks = one.blocks, []
@@ -98,8 +102,7 @@ class Histories:
             self._keep(turn.key, one, self._blocks_of(request), now_s + hold_s)
         self._free(before)
         self._all.move_to_end(turn.key)
-        if len(self._all) > _MOST:
-            self._forget_some()
+        self._forget_some()
 
     # --- giving way --------------------------------------------------------------------------
 
@@ -210,7 +213,7 @@ class Histories:
         for block in idle:
             queue.remove(block)
         queue.prepend_n(idle[::-1])
-        del self._all[key]
+        self._forget(key)
         self._retention.forget(key)
         return len(idle)
 
@@ -283,9 +286,17 @@ class Histories:
         return most
 
     def _forget_some(self) -> None:
-        for key, one in list(self._all.items())[: _MOST // 8]:
+        most_hashes = _MOST_TIMES * self._pool.num_gpu_blocks
+        if len(self._all) <= _MOST and self._hashes <= most_hashes:
+            return
+        for key, one in list(self._all.items()):
             if key not in self._kept and not one.waiting and not one.running:
-                del self._all[key]
+                self._forget(key)
+            if len(self._all) <= _MOST and self._hashes <= most_hashes:
+                return
+
+    def _forget(self, key: str) -> None:
+        self._hashes -= len(self._all.pop(key).hashes)
 
 
 def _in_order(groups: Sequence[Sequence[Any]]) -> list[Any]:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from conserve.direct import Notice
+from conserve.engine_scheduling import SchedulerLoad
 from conserve.wire import history_key
 from deployments.engine.scheduler.client import SchedulerClient
 from tests.unit.deployments.engine.scheduler.stand_in import StandIn
@@ -16,12 +17,30 @@ class Core:
     def __init__(self, engine: StandIn) -> None:
         self._engine = engine
         self.fails = False
+        # A step is under way until then.
+        self.goes_on: asyncio.Event | None = None
+        self.asked = 0
+        self.released: list[int] = []
 
     async def call_utility_async(self, method: str, name: str, given: dict[str, Any]) -> Any:
         assert method == "conserve_command"
         if self.fails:
             raise RuntimeError("the engine is dead")
+        if self.goes_on is not None:
+            self.asked += 1
+            await self.goes_on.wait()
+        if name == "release":
+            self.released.append(len(given["keys"]))
         return self._engine.scheduler.conserve(name, given)
+
+
+async def said(client: SchedulerClient) -> SchedulerLoad:
+    """What the scheduler says now: the next beat has it."""
+    client.load()
+    await asyncio.sleep(0.01)
+    load = client.load()
+    assert load is not None
+    return load
 
 
 def test_what_is_paused_or_has_ended_is_let_go_then_and_there() -> None:
@@ -31,27 +50,46 @@ def test_what_is_paused_or_has_ended_is_let_go_then_and_there() -> None:
         client = SchedulerClient(SimpleNamespace(engine_core=core))
         for number, history_id in enumerate(("paused", "ended", "lives")):
             engine.turn(history_key(history_id, 7), range(number, number + 320))
-        load = await client.load()
-        assert load is not None
+        load = await said(client)
         assert (load.pinned_blocks, load.begun["cold"]) == (30, 3)
         # Of another one by that name nothing is let go.
         client.hear(Notice(1, given_up=(("lives", 6),)))
         client.hear(Notice(2, given_up=(("paused", 7),), ended=(("ended", 7),)))
         await asyncio.sleep(0.01)
-        load = await client.load()
-        assert load is not None
-        assert load.pinned_blocks == 10
+        assert (await said(client)).pinned_blocks == 10
 
     asyncio.run(scenario())
 
 
-def test_a_scheduler_that_does_not_answer_fails_no_beat() -> None:
+def test_a_scheduler_that_fails_or_hangs_holds_up_no_beat() -> None:
     async def scenario() -> None:
         core = Core(StandIn())
         core.fails = True
         client = SchedulerClient(SimpleNamespace(engine_core=core))
-        assert await client.load() is None
+        client.load()
         client.hear(Notice(1, given_up=(("c", 1),)))
         await asyncio.sleep(0.01)
+        assert client.load() is None
+        await asyncio.sleep(0.01)
+        core.fails, core.goes_on = False, asyncio.Event()
+        for _ in range(3):
+            assert client.load() is None
+            await asyncio.sleep(0.01)
+        assert core.asked == 1
+        core.goes_on.set()
+        await asyncio.sleep(0.01)
+        assert client.load() is not None
+
+    asyncio.run(scenario())
+
+
+def test_a_thousand_that_end_at_once_leave_the_engine_time_for_steps() -> None:
+    async def scenario() -> None:
+        core = Core(StandIn())
+        client = SchedulerClient(SimpleNamespace(engine_core=core))
+        client.release([(f"c{number}", 1) for number in range(1000)], "front")
+        await asyncio.sleep(0.1)
+        assert sum(core.released) == 1000
+        assert max(core.released) <= 16
 
     asyncio.run(scenario())

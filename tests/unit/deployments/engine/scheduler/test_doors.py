@@ -16,7 +16,7 @@ def test_another_signature_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatc
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def _free_blocks(self: Any, request: Any, now: bool) -> None:
-        raise NotImplementedError
+        """As another vLLM might have it."""
 
     monkeypatch.setattr(Scheduler, "_free_blocks", _free_blocks)
     with pytest.raises(RuntimeError) as refused:

@@ -179,3 +179,22 @@ def test_an_unknown_command_fails_and_nothing_else_does() -> None:
     with pytest.raises(ValueError, match="no command 'dance'"):
         command(engine, "dance")
     engine.turn("mine", tokens(2))
+
+
+def test_of_long_ended_histories_no_more_is_known_than_four_times_the_engine_holds() -> None:
+    engine = held(0.0)
+    for number in range(60):
+        engine.turn(f"one{number}", tokens(12))
+    known = command(engine, "cached", keys=None)
+    # Of 41 blocks.
+    assert 12 * len(known) <= 4 * 41 < 12 * (len(known) + 1)
+    assert "one59" in known
+    assert "one0" not in known
+    # Released, they count no longer.
+    for key in known:
+        command(engine, "release", keys=[key], to="gone")
+    assert command(engine, "cached", keys=None) == {}
+    for number in range(60):
+        engine.turn(f"two{number}", tokens(12))
+    assert len(command(engine, "cached", keys=None)) == len(known)
+    engine.require_no_leak()
