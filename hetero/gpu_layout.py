@@ -23,7 +23,7 @@ from hetero.model_shape import ModelShape
 GIB = 2**30
 # vLLM's default of `gpu_memory_utilization`. What is left is for CUDA's contexts of others: that of
 # LMCache's server is on every GPU whose KV it copies.
-_UTILISATION = 0.92
+UTILISATION = 0.92
 # Of each engine: CUDA's context and libraries, NCCL, workspaces of attention.
 _CONTEXT_BYTES = 1 * GIB
 # Captured graphs, of which there are none with `enforce_eager`.
@@ -248,7 +248,7 @@ def _floor(share: float) -> float:
 
 def _usable(arguments: Mapping[str, Any], card_bytes: int, num_gpus: float) -> int:
     """Of what engines may take of a GPU, the part of one of them."""
-    share = float(arguments.get("gpu_memory_utilization", _UTILISATION))
+    share = float(arguments.get("gpu_memory_utilization", UTILISATION))
     return int(card_bytes * share * min(1.0, num_gpus))
 
 
@@ -308,7 +308,7 @@ def _with_kv(name: str, plan: EnginePlan, arguments: Mapping[str, Any]) -> Engin
 def _tell(settings: Settings, name: str, plan: EnginePlan) -> Settings:
     own: RoleSettings = getattr(settings, name)
     arguments = arguments_of(settings, own)
-    whole = float(arguments.get("gpu_memory_utilization", _UTILISATION))
+    whole = float(arguments.get("gpu_memory_utilization", UTILISATION))
     told = own.engine | {
         "kv_cache_memory_bytes": plan.kv_bytes,
         "gpu_memory_utilization": max(1 / _PARTS, _floor(whole * plan.num_gpus)),

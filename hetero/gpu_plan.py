@@ -14,6 +14,10 @@ from hetero.gpu_layout import GIB, EnginePlan, roles, with_memory
 from hetero.model_shape import ModelShape
 from hetero.tiers import NodeOffer, is_offered, role_tier
 
+# Tokens of a block where layers keep a state: vLLM makes blocks at least as large as one, 544 or
+# 784 tokens for instance, which is known when an engine has loaded. It keeps to larger ones that it
+# is told, and LMCache's chunks, which are set before that, follow those.
+_STATE_BLOCK_TOKENS = 1024
 # Of a GPU that engines share, what others may have without being in their way.
 _OTHERS_SHARE = 0.05
 
@@ -91,6 +95,8 @@ def plan(
         chosen, engines = with_memory(settings, shape, _card_bytes(settings, nodes))
     except SettingsError as error:
         raise SettingsError(f"{error}\n  {why_unknown}" if why_unknown else str(error)) from None
+    if shape is not None and shape.recurrent:
+        chosen = _with_large_blocks(chosen)
     notes = []
     if why_unknown:
         notes.append(f"{why_unknown}; so what engines hold is not known, nor how much to keep")
@@ -155,6 +161,14 @@ def _idle(settings: Settings, engines: Sequence[EnginePlan], nodes: Sequence[Gpu
     else:
         used = int(sum(one.replicas * one.workers * one.num_gpus for one in engines))
     return [f"{there - used} of {there} GPUs have no engine"] if used < there else []
+
+
+def _with_large_blocks(settings: Settings) -> Settings:
+    own = (settings.engine, settings.decoders.engine, settings.prefillers.engine)
+    if settings.lmcache.chunk_tokens is not None or any("block_size" in one for one in own):
+        return settings
+    engine = settings.engine | {"block_size": _STATE_BLOCK_TOKENS}
+    return settings.model_copy(update={"engine": engine})
 
 
 def _with_host_memory(

@@ -37,6 +37,7 @@ class ModelShape:
         hidden, step_width, vocabulary: values of a token between layers; at most within one; and
             at the end.
         max_model_len: tokens of the longest sequence; None if it is not said.
+        recurrent: whether layers keep a state (Mamba, linear attention) in the place of tokens.
     """
 
     weights_bytes: int
@@ -50,6 +51,7 @@ class ModelShape:
     step_width: int
     vocabulary: int
     max_model_len: int | None
+    recurrent: bool = False
 
     def kv_token_bytes(self, tensor_parallel: int = 1, kv_cache_dtype: str = "auto") -> float:
         """Bytes of KV that a token takes on each of so many workers."""
@@ -106,6 +108,7 @@ def shape_of(
         step_width=_step_width(own, hidden, heads, kv_heads, head_values),
         vocabulary=_number(own, "vocab_size"),
         max_model_len=own.get("max_position_embeddings"),
+        recurrent=_is_recurrent(own),
     )
 
 
@@ -122,6 +125,15 @@ def _kv_layers(config: Mapping[str, Any], layers: int) -> int:
         return sum("attention" in kind and "linear" not in kind for kind in kinds)
     interval = config.get("full_attention_interval")
     return layers // interval if interval else layers
+
+
+def _is_recurrent(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("layer_types") or ()
+    return (
+        any("linear" in kind or "attention" not in kind for kind in kinds)
+        or bool(config.get("full_attention_interval") or config.get("hybrid_override_pattern"))
+        or any(name.startswith("mamba_") for name in config)
+    )
 
 
 def _experts(config: Mapping[str, Any]) -> int:

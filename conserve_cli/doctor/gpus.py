@@ -3,10 +3,8 @@
 from conserve.settings import Settings
 from conserve_cli.doctor.facts import CardFacts, GpuFacts, HolderFacts
 from conserve_cli.doctor.findings import Finding, gibibytes
+from hetero.gpu_layout import UTILISATION
 
-# vLLM takes this share of a GPU's memory where nobody says otherwise, and does not start where it
-# is not free (`gpu_memory_utilization` in vllm/config/cache.py).
-_ENGINES_SHARE = 0.92
 # With less, there is no room for an engine of whatever share.
 _LEAST_SHARE = 0.1
 
@@ -84,7 +82,8 @@ def _mig(card: CardFacts) -> list[Finding]:
 
 
 def _memory(card: CardFacts) -> list[Finding]:
-    if card.mig or card.free_bytes >= _ENGINES_SHARE * card.memory_bytes:
+    # vLLM does not start an engine where its share is not free.
+    if card.mig or card.free_bytes >= UTILISATION * card.memory_bytes:
         return []
     free = f"{gibibytes(card.free_bytes)} of {gibibytes(card.memory_bytes)}"
     held = ", ".join(_held(one) for one in card.holders)
@@ -101,7 +100,7 @@ def _memory(card: CardFacts) -> list[Finding]:
         Finding(
             "wrong" if full else "warning", "GPU memory",
             f"{seen}; " + ("no engine starts there" if full else "an engine of vLLM's usual share "
-            f"of {_ENGINES_SHARE:.0%} does not start there"),
+            f"of {UTILISATION:.0%} does not start there"),
             "end what has it" + (" (nvidia-smi lists it)" if not held else "")
             + ", or keep engines off that GPU by CUDA_VISIBLE_DEVICES"
             + ("" if full else ", or set a smaller engine.gpu_memory_utilization"),

@@ -44,6 +44,7 @@ from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
 from hetero.gpus import EngineUse
+from hetero.host_memory import KEPT_SHARE
 from hetero.tiers import RoleTier
 
 logger = logging.getLogger("ray.serve")
@@ -51,8 +52,6 @@ logger = logging.getLogger("ray.serve")
 WARM_UP_TIMEOUT_S = 300.0
 # Serve gives an engine that does not scale ten seconds to end (deployments/app.py).
 _LETTING_GO_S = 5.0
-# LMCache's server drops a fifth of what it holds when it is full to four fifths.
-_HOST_SHARE = 0.64
 
 
 class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for it.
@@ -125,7 +124,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     def _host_tokens(self, vllm_config: Any) -> int:
         size_bytes = self._settings.lmcache.size_gb * 2**30
-        return int(_HOST_SHARE * size_bytes / kv_token_bytes(vllm_config))
+        return int(KEPT_SHARE * size_bytes / kv_token_bytes(vllm_config))
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""

@@ -104,3 +104,26 @@ def test_where_it_is_one_the_reason_is_said() -> None:
 def test_an_estimate_of_weights_is_called_one() -> None:
     (said,) = made({}, node(cards=2), shape=shape_of(QWEN3_8B)).notes
     assert "computed from config.json" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "block", "chunk"),
+    [
+        ({}, 1024, 1024),
+        ({"engine.block_size": 544}, 544, 544),
+        # Whoever says either has looked.
+        ({"lmcache.chunk_tokens": 784}, None, 784),
+    ],
+)
+def test_a_model_with_states_gets_blocks_that_chunks_can_follow(
+    given: dict[str, Any], block: int | None, chunk: int
+) -> None:
+    from deployments.app import _for_device
+
+    hybrid = shape_of(QWEN3_8B | {"full_attention_interval": 4}, 16_381_470_720)
+    asked = with_counts(load({"model": "m", **given}), 1)
+    settings, _ = plan(asked, [node()], hybrid)
+    assert settings.engine.get("block_size") == block
+    assert _for_device(settings, gpu=True).lmcache.chunk_tokens == chunk
+    plain, _ = plan(with_counts(load({"model": "m"}), 1), [node()], SHAPE)
+    assert "block_size" not in plain.engine

@@ -48,6 +48,20 @@ def test_layers_without_kv_are_left_out() -> None:
     assert shape_of(QWEN3_8B | {"full_attention_interval": 4}).kv_layers == 9
 
 
+def test_a_state_in_the_place_of_tokens_is_seen() -> None:
+    for hybrid in (
+        {"layer_types": ["linear_attention", "full_attention"] * 18},
+        {"layer_types": ["mamba", "attention"] * 18},
+        {"full_attention_interval": 4},
+        {"hybrid_override_pattern": "M-M*"},
+        {"mamba_d_state": 128},
+    ):
+        assert shape_of(QWEN3_8B | hybrid).recurrent
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 18}
+    assert not shape_of(QWEN3_8B | windows).recurrent
+    assert not shape_of(QWEN3_8B).recurrent
+
+
 def test_weights_are_loaded_as_the_engine_computes() -> None:
     """Files with 32 bits take half on the GPU; those of a quantised model what they are."""
     config = QWEN3_8B | {"torch_dtype": "float32"}
