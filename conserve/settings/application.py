@@ -1,26 +1,28 @@
-"""Settings of a ConServe application: one model, validated once, at start.
+"""The settings of an application, and what follows from them together."""
 
-The same fields are given on the command line (``serve run conserve.app decoders=3``) and as
-``args`` of a Serve config file. An unknown field or a bad value is refused with its name.
-"""
-
-import contextlib
-import json
 import os
 import re
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from conserve.admission import FirstCome, Levels, LineOrder, Window
 from conserve.environments.settings import EnvironmentSettings
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing
 from conserve.placement import EngineCosts, PlacementPolicy, PolicyName, make_policy
+from conserve.settings.engine_arguments import without_reserved
+from conserve.settings.groups import (
+    CPU_TIER,
+    GPU_TIER,
+    AutoscalingSettings,
+    LMCacheSettings,
+    RoleSettings,
+    Strict,
+    TierSettings,
+)
 
 EMBEDDED_MODEL = "embedded"
-# A role that names no tier runs on one of these two.
-CPU_TIER, GPU_TIER = "cpu", "gpu"
 # The others are there to compare, without more in it.
 _PAUSING: tuple[PolicyName, ...] = ("conversation", "elastic")
 
@@ -29,188 +31,7 @@ class SettingsError(ValueError):
     """The settings are not usable; the message names each field and what is wrong with it."""
 
 
-class _Strict(BaseModel):
-    # hide_input: a value may be a secret (an environment variable for an engine, for instance).
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-
-class RoleSettings(_Strict):
-    """The engines of one role: the prefillers or the decoders. A bare number sets ``replicas``."""
-
-    replicas: int = Field(
-        default=1,
-        ge=1,
-        le=1024,
-        description="How many engines this role has; with `max_replicas`, the fewest.",
-    )
-    max_replicas: int | None = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description="The most engines that this role scales up to. Unset: it does not scale.",
-    )
-    num_cpus: float = Field(
-        default=0.5, ge=0, description="Ray CPUs reserved for each worker of an engine."
-    )
-    num_gpus: float = Field(
-        default=1,
-        ge=0,
-        description="Ray GPUs reserved for each worker of an engine; ignored on CPUs. With a part "
-        "of one, an engine is told to take that part of its memory. Unset: as `gpus` has it.",
-    )
-    resources: dict[str, float] = Field(
-        default_factory=dict, description="Ray custom resources for each worker of an engine."
-    )
-    tier: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="The tier that this role runs on: a name under `tiers`, or else the Ray custom "
-        "resource that marks its nodes. Unset: any node.",
-    )
-    engine: dict[str, Any] = Field(
-        default_factory=dict,
-        description="vLLM engine arguments for this role; they override those of `engine`.",
-    )
-    env: dict[str, str] = Field(
-        default_factory=dict, description="Environment variables for this role's engines."
-    )
-
-
-class TierSettings(_Strict):
-    """Nodes of one kind, told by what Ray can see of them, and how their GPUs are run."""
-
-    accelerator_type: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="The tier's nodes have this accelerator type, by Ray's name (`A40`, `H100`).",
-    )
-    resource: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="The tier's nodes offer this Ray custom resource.",
-    )
-    labels: dict[str, str] = Field(
-        default_factory=dict, description="The tier's nodes have these Ray labels."
-    )
-    power_cap_w: float | None = Field(
-        default=None,
-        gt=0,
-        description="The tier's GPUs are limited to this power while engines run on them, in "
-        "watts. Unset: their limits are left alone.",
-    )
-    power_cap_fraction: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="The same limit, as a fraction of each GPU's default limit (the paper: 2/3). "
-        "Give one of the two.",
-    )
-
-    @model_validator(mode="after")
-    def _one_cap(self) -> Self:
-        if self.power_cap_w is not None and self.power_cap_fraction is not None:
-            raise ValueError("set power_cap_w or power_cap_fraction, not both")
-        return self
-
-
-class LMCacheSettings(_Strict):
-    """The LMCache server, one a node, through which KV moves from prefiller to decoder."""
-
-    size_gb: float = Field(
-        default=2.0,
-        gt=0,
-        description="Host memory on each node for KV in transit, and of parked conversations, in "
-        "GiB. When it is full, the KV unused for longest is dropped. Unset, on GPUs: by the "
-        "model's KV and decoders' room for it, at most half of what is free.",
-    )
-    chunk_tokens: int | None = Field(
-        default=None,
-        ge=16,
-        description="Tokens in a chunk. Only whole chunks are handed over; the decoder computes "
-        "the rest. Unset: 128 on a CPU, 256 on a GPU, and more where `engine.block_size` is set "
-        "and wants it.",
-    )
-    port: int = Field(
-        default=7610,
-        ge=0,
-        le=65535,
-        description="Port on which a node's LMCache server listens for engines, and for other "
-        "nodes' servers. 0: a free one.",
-    )
-    http_port: int = Field(
-        default=7611,
-        ge=0,
-        le=65535,
-        description="Port of the server's admin interface and metrics, on loopback. 0: a free one.",
-    )
-    timeout_s: float = Field(
-        default=10.0,
-        gt=0,
-        description="How long an engine waits for a transfer of KV; after that it recomputes it.",
-    )
-
-    @field_validator("port", "http_port")
-    @classmethod
-    def _not_privileged(cls, value: int) -> int:
-        if 0 < value < 1024:
-            raise ValueError("a port from 1024 on, or 0 for one that is free")
-        return value
-
-    @model_validator(mode="after")
-    def _ports_differ(self) -> Self:
-        if self.port == self.http_port != 0:
-            raise ValueError("port and http_port must differ")
-        return self
-
-
-class AutoscalingSettings(_Strict):
-    """When a role with `max_replicas` gets more or fewer engines."""
-
-    target: float = Field(
-        default=0.7,
-        gt=0,
-        le=1,
-        description="A change in a role's number of engines brings utilisation to this or below.",
-    )
-    up_at: float = Field(
-        default=0.85, gt=0, le=1, description="Above this utilisation, engines are added at once."
-    )
-    down_at: float = Field(
-        default=0.5,
-        gt=0,
-        le=1,
-        description="Engines are removed when utilisation has been below this for `down_delay_s`.",
-    )
-    down_delay_s: float = Field(
-        default=60.0,
-        ge=0,
-        description="How long utilisation has to stay below `down_at`, without a break, before "
-        "engines are removed.",
-    )
-    cool_down_s: float = Field(
-        default=60.0,
-        ge=0,
-        description="For this long after a change in a role's number of engines, up or down, none "
-        "is removed.",
-    )
-    window_s: float = Field(
-        default=30.0, gt=0, description="Rates of arrival are averaged over this much time."
-    )
-    drain_timeout_s: float = Field(
-        default=300.0,
-        ge=0,
-        description="How long a decoder that is to be removed keeps its conversations. Those left "
-        "then are prefilled again elsewhere, each once its turn has ended.",
-    )
-
-    @model_validator(mode="after")
-    def _thresholds_are_apart(self) -> Self:
-        if not self.down_at < self.target < self.up_at:
-            raise ValueError("give down_at below target, and target below up_at")
-        return self
-
-
-class Settings(_Strict):
+class Settings(Strict):
     """Everything that can be set about a ConServe application."""
 
     model: str = Field(
@@ -421,12 +242,12 @@ class Settings(_Strict):
     @field_validator("engine", mode="after")
     @classmethod
     def _engine_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return _without_reserved(value, "engine")
+        return without_reserved(value, "engine")
 
     @model_validator(mode="after")
     def _role_arguments(self) -> Self:
-        _without_reserved(self.prefillers.engine, "prefillers.engine")
-        _without_reserved(self.decoders.engine, "decoders.engine")
+        without_reserved(self.prefillers.engine, "prefillers.engine")
+        without_reserved(self.decoders.engine, "decoders.engine")
         return self
 
     @model_validator(mode="after")
@@ -625,85 +446,3 @@ class Settings(_Strict):
         if self.served_model_name:
             return self.served_model_name
         return "conserve-embedded" if self.model == EMBEDDED_MODEL else self.model
-
-
-# What ConServe itself decides; a value given by hand would contradict it.
-_RESERVED = {
-    "model": "use `model`",
-    "served_model_name": "use `served_model_name`",
-    "kv_transfer_config": "ConServe sets the handoff's connector",
-    "enable_prefix_caching": "conversations live in the prefix cache, so it is always on",
-}
-# Each has vLLM allocate KV by its own allocator (cumem); sleep mode does so unasked.
-_NOT_SHARED = ("enable_sleep_mode", "enable_cumem_allocator")
-
-
-def _without_reserved(arguments: dict[str, Any], field: str) -> dict[str, Any]:
-    for name, why in _RESERVED.items():
-        if name in arguments:
-            raise ValueError(f"{field}.{name} cannot be set: {why}")
-    for name in _NOT_SHARED:
-        if arguments.get(name):
-            raise ValueError(
-                f"{field}.{name} cannot be set: memory of vLLM's own allocator cannot be shared "
-                "with other processes, and LMCache copies KV from and to the engine's (CUDA IPC)"
-            )
-    return arguments
-
-
-def load(arguments: dict[str, Any] | Settings | None) -> Settings:
-    """Validate arguments as given by ``serve run`` or a config file.
-
-    A dotted name sets a field of a field, so that a command line reaches all of them:
-    ``decoders.num_cpus=2``, ``engine.max_model_len=8192``.
-
-    Raises:
-        SettingsError: one line a problem, each with the field's name.
-    """
-    if isinstance(arguments, Settings):
-        return arguments
-    try:
-        return Settings.model_validate(_nested(arguments or {}))
-    except ValidationError as error:
-        problems = []
-        for item in error.errors(include_url=False, include_input=False):
-            field = ".".join(str(part) for part in item["loc"]) or "settings"
-            if item["type"] == "extra_forbidden":
-                problems.append(f"{field}: no such setting{_suggestion(item['loc'])}")
-            else:
-                problems.append(f"{field}: {item['msg']}")
-        raise SettingsError("bad settings for ConServe\n  " + "\n  ".join(problems)) from None
-
-
-def _nested(arguments: dict[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for name in sorted(arguments, key=lambda name: name.count(".")):
-        *path, last = name.split(".")
-        into, value = nested, arguments[name]
-        for part in path:
-            # A shorthand (decoders=3) beside a dotted name (decoders.num_cpus=2).
-            if part in ("prefillers", "decoders") and not isinstance(into.get(part, {}), dict):
-                into[part] = {"replicas": into[part]}
-            fields = into.get(part) or {}
-            if not isinstance(fields, dict):
-                raise SettingsError(f"bad settings for ConServe\n  {name}: {part} has no fields")
-            into[part] = into = dict(fields)
-        if "engine" in path and isinstance(value, str):
-            # From a command line; engine arguments have no declared type to convert to.
-            with contextlib.suppress(ValueError):
-                value = json.loads(value)
-        into[last] = value
-    return nested
-
-
-def _suggestion(location: tuple[int | str, ...]) -> str:
-    from difflib import get_close_matches
-
-    model: type[BaseModel] = Settings
-    for part in location[:-1]:
-        annotation = model.model_fields[str(part)].annotation if isinstance(part, str) else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return ""
-        model = annotation
-    close = get_close_matches(str(location[-1]), model.model_fields, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,67 @@
+"""From what ``serve run`` or a config file gives to settings, or to what is wrong with it."""
+
+import contextlib
+import json
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from conserve.settings.application import Settings, SettingsError
+
+
+def load(arguments: dict[str, Any] | Settings | None) -> Settings:
+    """Validate arguments as given by ``serve run`` or a config file.
+
+    A dotted name sets a field of a field, so that a command line reaches all of them:
+    ``decoders.num_cpus=2``, ``engine.max_model_len=8192``.
+
+    Raises:
+        SettingsError: one line a problem, each with the field's name.
+    """
+    if isinstance(arguments, Settings):
+        return arguments
+    try:
+        return Settings.model_validate(_nested(arguments or {}))
+    except ValidationError as error:
+        problems = []
+        for item in error.errors(include_url=False, include_input=False):
+            field = ".".join(str(part) for part in item["loc"]) or "settings"
+            if item["type"] == "extra_forbidden":
+                problems.append(f"{field}: no such setting{_suggestion(item['loc'])}")
+            else:
+                problems.append(f"{field}: {item['msg']}")
+        raise SettingsError("bad settings for ConServe\n  " + "\n  ".join(problems)) from None
+
+
+def _nested(arguments: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name in sorted(arguments, key=lambda name: name.count(".")):
+        *path, last = name.split(".")
+        into, value = nested, arguments[name]
+        for part in path:
+            # A shorthand (decoders=3) beside a dotted name (decoders.num_cpus=2).
+            if part in ("prefillers", "decoders") and not isinstance(into.get(part, {}), dict):
+                into[part] = {"replicas": into[part]}
+            fields = into.get(part) or {}
+            if not isinstance(fields, dict):
+                raise SettingsError(f"bad settings for ConServe\n  {name}: {part} has no fields")
+            into[part] = into = dict(fields)
+        if "engine" in path and isinstance(value, str):
+            # From a command line; engine arguments have no declared type to convert to.
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
+        into[last] = value
+    return nested
+
+
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    from difflib import get_close_matches
+
+    model: type[BaseModel] = Settings
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation if isinstance(part, str) else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ""
+        model = annotation
+    close = get_close_matches(str(location[-1]), model.model_fields, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
