@@ -6,7 +6,7 @@ them. README.md says what each reads and decides.
 
 from conserve.engine_scheduling.chunks import ChunkController
 from conserve.engine_scheduling.feedback import FeedbackQueue
-from conserve.engine_scheduling.kinds import KINDS, Kind, kind_of
+from conserve.engine_scheduling.kinds import KINDS, Kind, WaitFor, kind_of
 from conserve.engine_scheduling.load import SchedulerLoad
 from conserve.engine_scheduling.retention import Pin, Retention
 from conserve.engine_scheduling.step_cost import StepCost
@@ -20,5 +20,6 @@ __all__ = [
     "Retention",
     "SchedulerLoad",
     "StepCost",
+    "WaitFor",
     "kind_of",
 ]

@@ -15,13 +15,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from conserve.engine_scheduling import ChunkController, FeedbackQueue, Retention, kind_of
-from conserve.wire import KEPT
+from conserve.wire import KEPT, waited
 from deployments.engine.scheduler.commands import obey, offer_commands
 from deployments.engine.scheduler.counts import Counts
 from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.scheduler.histories import Histories
 from deployments.engine.scheduler.parts import Parts
 from deployments.engine.scheduler.turn import Turn, turn_of
+from deployments.engine.scheduler.waits import Waits
 
 # Levels change with waiting and service, which take longer than that. A queue of thousands is not
 # to be sorted in every step.
@@ -67,6 +68,7 @@ class ConversationScheduling:
         self.counts = Counts(self.queue.levels)
         self.clock: Callable[[], float] = time.monotonic
         self.turns: dict[str, Turn] = {}
+        self._waits = Waits(self.turns)
         # With layers of several kinds blocks cannot be counted so simply; and states of some have
         # to end where vLLM says.
         groups = len(scheduler.kv_cache_config.kv_cache_groups)
@@ -95,12 +97,19 @@ class ConversationScheduling:
         scheduler: Any = self
         self.histories.expire(now_s)
         self.parts.new_step()
+        self._waits.new_step()
         waits = bool(scheduler.waiting or scheduler.skipped_waiting)
-        if waits and now_s >= self._rank_at_s:
+        ranks = waits and now_s >= self._rank_at_s
+        if ranks:
             self._rank(now_s)
             self._rank_at_s = now_s + _RANKS_EVERY_S
         self._set_limit(waits, now_s)
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        if ranks:
+            left_out = (*scheduler.waiting._heap, *scheduler.skipped_waiting._heap)
+            self._waits.look(scheduler, left_out, now_s)
+        elif not waits:
+            self._waits.nobody()
         self._note(output, now_s)
         return output
 
@@ -153,7 +162,7 @@ class ConversationScheduling:
             request, turn = scheduler.requests[request_id], self.turns[request_id]
             done = request.num_computed_tokens
             if request_id in began:
-                self._begins(request, turn, done - tokens)
+                self._begins(request, turn, done - tokens, now_s)
             prefill_tokens += tokens
             # What is computed again is no service that it asked for.
             new = done - max(turn.charged_tokens, done - tokens)
@@ -163,8 +172,9 @@ class ConversationScheduling:
         if output.num_scheduled_tokens:
             self._steps[id(output)] = (now_s, prefill_tokens, decodes)
 
-    def _begins(self, request: Any, turn: Turn, found_tokens: int) -> None:
+    def _begins(self, request: Any, turn: Turn, found_tokens: int, now_s: float) -> None:
         turn.runs = True
+        turn.waited_s += max(0.0, now_s - turn.since_s)
         if turn.is_known:
             self.histories.runs(turn)
         if request.num_preemptions == 0:
@@ -315,6 +325,8 @@ class ConversationScheduling:
                     blocks = allocate(request, num_new_tokens, *args, **options)
             if blocks is None and runs:
                 self._rank_victims()
+            elif blocks is None:
+                self._waits.no_room()
             return blocks
 
         return allocate_slots
@@ -334,17 +346,20 @@ class ConversationScheduling:
     # --- ends --------------------------------------------------------------------------------
 
     def _free_request(self, request: Any, delay_free_blocks: bool = False) -> Any:
-        """Also answer what of its history stays, and for how long."""
-        turn = self.turns[request.request_id]
+        """Also answer what of its history stays, for how long, and what it has waited for."""
+        now_s, turn = self.clock(), self.turns[request.request_id]
+        if not turn.runs:
+            turn.waited_s += max(0.0, now_s - turn.since_s)
         params, encoder_params = super()._free_request(  # type: ignore[misc]
             request, delay_free_blocks
         )
         if turn.is_known:
             kept = {
                 "tokens": self.histories.cached_tokens(turn.key),
-                "for_s": self.histories.kept_for_s(turn.key, self.clock()),
+                "for_s": self.histories.kept_for_s(turn.key, now_s),
             }
-            params = {**(params or {}), KEPT: kept}
+            wait = waited(turn.waited_s, turn.waited_for)
+            params = {**(params or {}), KEPT: kept, **wait}
         return params, encoder_params
 
     def _free_blocks(self, request: Any) -> None:
