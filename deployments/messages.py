@@ -87,11 +87,14 @@ class Heard:
         ended: conversations (and incarnations) that the engine is to forget.
         wanted_replicas: how many engines of its role there are to be.
         decided_s: when that was decided, or confirmed; Unix time.
+        holds: how long its engine is to hold what it has of histories, in seconds from now on, with
+            their incarnations.
     """
 
     ended: list[tuple[str, int]]
     wanted_replicas: int
     decided_s: float
+    holds: list[tuple[str, int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

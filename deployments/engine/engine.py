@@ -338,6 +338,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                     self._holdings.drop(conversation_id, incarnation)
                 if self._scheduler is not None:
                     self._scheduler.release(heard.ended, "front")
+                    self._scheduler.hold(heard.holds)
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)
             except Exception:

@@ -45,9 +45,7 @@ class Waits:
             turn = self._turns[request.request_id]
             loads = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
             # Who came after the last look has waited since then.
-            turn.waits(
-                "load" if loads else left, min(waited_s, max(0.0, now_s - turn.since_s))
-            )
+            turn.waits("load" if loads else left, min(waited_s, max(0.0, now_s - turn.since_s)))
 
     def nobody(self) -> None:
         """Nobody waits: the time until somebody does is not waited through."""

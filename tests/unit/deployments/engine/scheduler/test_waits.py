@@ -29,11 +29,11 @@ def test_who_waits_is_told_what_for(kind: str, limits: dict[str, Any], reason: s
     began_s = engine.now_s
     engine.drain()
     first_s, first_for = waited(engine, "first")
-    assert first_s == 0.0 and first_for is None
+    assert first_s == 0.0
+    assert first_for is None
     second_s, second_for = waited(engine, "second")
     assert second_for == reason
     assert second_s is not None
     # What is left is its own: a prompt and four tokens.
     took_s = engine.token_times_s["second"][0] - began_s
     assert 0.5 * took_s < second_s <= took_s
-
