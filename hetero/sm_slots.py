@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
-from hetero.sm_units import SmSlots
+from hetero.sm_units import SM_SLOTS, SmSlots
 
 
 class NoFreeSms(Exception):
@@ -80,6 +80,40 @@ class SmSlotLedger:
         """
         units = self._fit(gpu, owner, asked_sms)
         lease = self._made(self._next_id, gpu, owner, units)
+        self._next_id += 1
+        self._put(lease)
+        return lease
+
+    def lease_slots(self, gpu: str, owner: str, slots: int) -> SmLease:
+        """Lease so many tenths of a GPU, from one tenth's border to another's.
+
+        So whatever adds up to ten has room beside each other, in any order, and all SMs are used;
+        `lease`, which rounds up, cannot promise that. How many SMs a tenth is depends on where it
+        lies, by one unit. Of free runs that have room the smallest is taken.
+
+        Raises:
+            NoFreeSms: they are not free in one piece.
+            KeyError: there is no such GPU here.
+            ValueError: there are no so many slots.
+        """
+        if not 1 <= slots <= SM_SLOTS:
+            raise ValueError(f"asked for {slots} of {SM_SLOTS} slots")
+        borders, runs = self._gpus[gpu].borders, self.free(gpu)
+        places = [
+            (len(run), units.start, units)
+            for units in map(range, borders, borders[slots:])
+            for run in runs
+            if units and run.start <= units.start and units.stop <= run.stop
+        ]
+        if not places:
+            holders = ", ".join(
+                f"{one.owner} has {_shown(one.units)}" for one in self._placed[gpu]
+            )
+            raise NoFreeSms(
+                f"{gpu}: {slots} of {SM_SLOTS} slots are not free in one piece"
+                + (f": {holders} of {self._gpus[gpu].split.units} units" if holders else "")
+            )
+        lease = self._made(self._next_id, gpu, owner, min(places)[2])
         self._next_id += 1
         self._put(lease)
         return lease

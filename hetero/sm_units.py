@@ -97,6 +97,9 @@ class SmSlots:
     Attributes:
         split: the units that slots are made of.
         sizes: how many SMs each of the slots 0 (none) to 10 (all) has, non-decreasing.
+        borders: the unit with which each tenth begins, and the last one ends, to the nearest. From
+            one border to another are any number of slots, and what begins where another ends fits
+            beside it, whatever the rounding.
     """
 
     def __init__(self, sm_count: int, allowed: SmGranularity) -> None:
@@ -106,6 +109,10 @@ class SmSlots:
         tenths = (-(-sm_count * slot // SM_SLOTS) for slot in range(SM_SLOTS + 1))
         self.sizes = tuple(
             self.split.sms_of(self.split.lowest(everything, least_sms)) for least_sms in tenths
+        )
+        units = self.split.units
+        self.borders = tuple(
+            (2 * units * slot + SM_SLOTS) // (2 * SM_SLOTS) for slot in range(SM_SLOTS + 1)
         )
 
     def complement(self, slot: int) -> int:

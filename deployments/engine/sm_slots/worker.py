@@ -1,0 +1,125 @@
+"""vLLM's GPU worker, on the SMs that its engine has leased.
+
+vLLM makes it by its argument ``worker_cls``. Before the model is loaded it leases SMs from the
+node's actor, and makes a stream that keeps to them the current one of its thread, which runs all of
+the engine's steps: so whatever vLLM launches there keeps to them, and graphs do that are captured
+there (`captures`). Where it cannot be, the engine does not start: whoever asked for slots would not
+have them.
+
+Used of vLLM 0.29: ``Worker.load_model`` comes after ``init_device`` and before any kernel of the
+model, in the thread of ``execute_model``; ``current_stream()`` of ``utils/torch_utils`` is what
+``torch.cuda.set_stream`` was given. Streams that vLLM makes beside that one copy, and compute
+nothing, but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters and of some models.
+"""
+
+import logging
+import time
+from typing import Any
+
+import ray
+import torch
+from vllm.v1.worker.gpu_worker import Worker
+
+from conserve.wire import SILENCE_S
+from deployments.engine.gpu_worker import GpuWorker
+from deployments.engine.sm_slots import pairs, said_of, told
+from deployments.engine.sm_slots.captures import capture_where_it_runs
+from hetero.gpus import UnknownGpu
+from hetero.green_contexts import SmsUnavailable
+from hetero.sm_means import means_of, mps_runs, prepare
+from hetero.sm_slots import NoFreeSms, SmLease
+from hetero.sm_units import SmSlots, sm_granularity
+
+logger = logging.getLogger("vllm.conserve")
+
+# A predecessor that was killed loses its SMs within `SILENCE_S`; the actor may be starting again.
+_LEASE_TIMEOUT_S = SILENCE_S + 45.0
+_CALL_TIMEOUT_S = 10.0
+_RETRY_S = 1.0
+
+
+class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as untyped.
+    """A worker that leases SMs, and runs on those alone."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        self._told = told(vllm_config)
+        self._lease: SmLease | None = None
+        try:
+            # Before anything looks at the GPU.
+            self._why_no_contexts = prepare(self._told["slots"])
+        except SmsUnavailable as error:
+            raise RuntimeError(f"sm_slots: {error}") from None
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load the model, once the SMs are leased that it is to run on."""
+        try:
+            self._take_slots()
+        except (SmsUnavailable, NoFreeSms, UnknownGpu) as error:
+            raise RuntimeError(f"sm_slots: {error}") from None
+        super().load_model(**kwargs)
+
+    def conserve_sm_lease(self) -> list[Any]:
+        """What was leased, for `LEASE_METHOD`."""
+        assert self._lease is not None
+        return said_of(self._lease)
+
+    def _take_slots(self) -> None:
+        device = torch.device(self.device)
+        properties = torch.cuda.get_device_properties(device)
+        sm_count = int(properties.multi_processor_count)
+        slots = SmSlots(sm_count, sm_granularity((properties.major, properties.minor)))
+        named = GpuWorker()
+        named.device = device
+        gpu = named.conserve_gpu_uuid()
+        # Whether the driver splits as the ledger does comes first: else a lease would be kept from
+        # others until this engine is missed.
+        means = means_of(slots, device.index, self._why_no_contexts)
+        lease = self._lease = lease_slots(gpu, **self._told)
+        units = lease.units
+        logger.info(
+            "on %d of %d SMs of %s, units %d to %d, by %s", lease.sms, sm_count, gpu, units.start,
+            units.stop - 1, means.name,
+        )  # fmt: skip
+        if not mps_runs():
+            logger.warning(
+                "no MPS control daemon here: engines on one GPU take turns, each on its own SMs; "
+                "start `nvidia-cuda-mps-control -d` to have them run beside each other"
+            )
+
+        def wrap(handle: int) -> Any:
+            return torch.cuda.ExternalStream(handle, device=device)
+
+        handle = means.stream(units)
+        if handle is not None:
+            stream = wrap(handle)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            torch.cuda.set_stream(stream)
+            capture_where_it_runs()
+        pairs.provide(lambda: pairs.SlotPairs(means, slots.split, units, wrap))
+
+
+def lease_slots(gpu: str, slots: int, engine_id: str, node_actor: str) -> SmLease:
+    """Lease SMs from the node's actor; waits until a predecessor's are free, within bounds.
+
+    Raises:
+        NoFreeSms: they are others', and stay so.
+        UnknownGpu: the actor does not see that GPU.
+        SmsUnavailable: the actor does not answer.
+    """
+    deadline_s = time.monotonic() + _LEASE_TIMEOUT_S
+    while True:
+        try:
+            actor = ray.get_actor(node_actor, namespace="serve")
+            asked = actor.lease_sm_slots.remote(gpu, engine_id, slots)
+            lease: SmLease = ray.get(asked, timeout=_CALL_TIMEOUT_S)
+            return lease
+        except (NoFreeSms, UnknownGpu) as error:
+            # Ray adds the traceback of another process to what it says.
+            cause = getattr(error, "cause", error)
+            if isinstance(error, UnknownGpu) or time.monotonic() > deadline_s:
+                raise cause from None
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ValueError) as error:
+            if time.monotonic() > deadline_s:
+                raise SmsUnavailable(f"the node's actor does not answer: {error}") from None
+        time.sleep(_RETRY_S)
