@@ -13,17 +13,15 @@ nothing, but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters and of some mod
 """
 
 import logging
-import time
 from typing import Any
 
-import ray
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
-from conserve.wire import SILENCE_S
 from deployments.engine.gpu_worker import GpuWorker
 from deployments.engine.sm_slots import pairs, said_of, told
 from deployments.engine.sm_slots.captures import capture_where_it_runs
+from deployments.engine.sm_slots.leasing import lease_slots
 from hetero.gpus import UnknownGpu
 from hetero.green_contexts import SmsUnavailable
 from hetero.sm_means import means_of, mps_runs, prepare
@@ -31,11 +29,6 @@ from hetero.sm_slots import NoFreeSms, SmLease
 from hetero.sm_units import SmSlots, sm_granularity
 
 logger = logging.getLogger("vllm.conserve")
-
-# A predecessor that was killed loses its SMs within `SILENCE_S`; the actor may be starting again.
-_LEASE_TIMEOUT_S = SILENCE_S + 45.0
-_CALL_TIMEOUT_S = 10.0
-_RETRY_S = 1.0
 
 
 class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as untyped.
@@ -97,29 +90,3 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
             torch.cuda.set_stream(stream)
             capture_where_it_runs()
         pairs.provide(lambda: pairs.SlotPairs(means, slots.split, units, wrap))
-
-
-def lease_slots(gpu: str, slots: int, engine_id: str, node_actor: str) -> SmLease:
-    """Lease SMs from the node's actor; waits until a predecessor's are free, within bounds.
-
-    Raises:
-        NoFreeSms: they are others', and stay so.
-        UnknownGpu: the actor does not see that GPU.
-        SmsUnavailable: the actor does not answer.
-    """
-    deadline_s = time.monotonic() + _LEASE_TIMEOUT_S
-    while True:
-        try:
-            actor = ray.get_actor(node_actor, namespace="serve")
-            asked = actor.lease_sm_slots.remote(gpu, engine_id, slots)
-            lease: SmLease = ray.get(asked, timeout=_CALL_TIMEOUT_S)
-            return lease
-        except (NoFreeSms, UnknownGpu) as error:
-            # Ray adds the traceback of another process to what it says.
-            cause = getattr(error, "cause", error)
-            if isinstance(error, UnknownGpu) or time.monotonic() > deadline_s:
-                raise cause from None
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ValueError) as error:
-            if time.monotonic() > deadline_s:
-                raise SmsUnavailable(f"the node's actor does not answer: {error}") from None
-        time.sleep(_RETRY_S)
