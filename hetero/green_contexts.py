@@ -102,7 +102,7 @@ class GreenContexts:
         found = [self._units[unit] for unit in units]
         # The driver puts together what is aligned alike, and nothing else.
         rest = self._rest
-        if rest is not None and units.stop == self._split.units:
+        if rest is not None and units and units.stop == self._split.units:
             alike = rest.sm.smCoscheduledAlignment == found[-1].sm.smCoscheduledAlignment
             found += [rest] if alike else []
         return found
@@ -186,7 +186,7 @@ def main() -> int:
     try:
         probe()
     except SmsUnavailable as error:
-        print(error)
+        sys.stdout.write(f"{error}\n")
         return 1
     return 0
 

@@ -47,11 +47,8 @@ def require_slots(settings: Settings) -> None:
         _require_one_worker(settings, name, own)
         parts = max(1, round(min(1.0, own.num_gpus) * _PARTS))
         found.append(_Sharing(name, slots, parts, most_replicas(own)))
-    if len(found) == 2 and _are_apart(settings):
-        groups = [[one] for one in found]
-    else:
-        groups = [found]
-    for group in groups:
+    apart = len(found) == 2 and _are_apart(settings)
+    for group in [[one] for one in found] if apart else [found]:
         _require_ten(settings, group)
 
 

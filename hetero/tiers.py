@@ -58,8 +58,8 @@ class RoleTier:
 def role_tier(settings: Settings, own: RoleSettings, gpu: bool) -> RoleTier:
     """Where a role runs, and how.
 
-    Without GPUs there are no kinds of them, nothing to cap and no SMs: what remains of a tier is the
-    custom resource and the labels, and if there are none, it is the tier ``cpu``.
+    Without GPUs there are no kinds of them, nothing to cap and no SMs: what remains of a tier is
+    the custom resource and the labels, and if there are none, it is the tier ``cpu``.
     """
     if own.tier is None:
         return RoleTier(GPU_TIER if gpu else CPU_TIER)

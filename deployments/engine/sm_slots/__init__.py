@@ -1,8 +1,8 @@
 """An engine on leased SMs (``tiers.NAME.sm_slots``): its worker, its streams and its graphs.
 
-`worker.py` leases them as the engine starts (`leasing.py`: from the node's actor); `pairs.py` has decoding's and
-prefill's sides of them, for an engine that does both at a time; `captures.py` has CUDA graphs
-captured on them. By what they are kept to, `hetero.sm_means` knows.
+`worker.py` leases them as the engine starts (`leasing.py`: from the node's actor); `pairs.py` has
+decoding's and prefill's sides of them, for an engine that does both at a time; `captures.py` has
+CUDA graphs captured on them. By what they are kept to, `hetero.sm_means` knows.
 """
 
 from typing import Any

@@ -138,5 +138,7 @@ def slot_pairs() -> SlotPairs:
     """This worker's pairs; ones that cannot move where it has leased no SMs, or on a CPU."""
     global _pairs
     if _pairs is None:
-        _pairs = _make() if _make is not None else SlotPairs(NoSms(), None, range(0), lambda _: None)
+        _pairs = (
+            _make() if _make is not None else SlotPairs(NoSms(), None, range(0), lambda _: None)
+        )
     return _pairs

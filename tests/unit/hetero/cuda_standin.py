@@ -26,19 +26,19 @@ class CUdevResourceType(enum.IntEnum):
     CU_DEV_RESOURCE_TYPE_SM = 1
 
 
-class CUgreenCtxCreate_flags(enum.IntEnum):  # noqa: N801  # As cuda-bindings has it.
+class CUgreenCtxCreate_flags(enum.IntEnum):  # As cuda-bindings has it.
     CU_GREEN_CTX_DEFAULT_STREAM = 1
 
 
-class CUstream_flags(enum.IntEnum):  # noqa: N801
+class CUstream_flags(enum.IntEnum):
     CU_STREAM_NON_BLOCKING = 1
 
 
 @dataclass
 class Sms:
-    smCount: int  # noqa: N815
-    minSmPartitionSize: int  # noqa: N815
-    smCoscheduledAlignment: int  # noqa: N815
+    smCount: int
+    minSmPartitionSize: int
+    smCoscheduledAlignment: int
 
 
 @dataclass
@@ -103,9 +103,7 @@ class Driver:
         split = next(self._splits)
         size = -(-least // self.unit) * self.unit
         made = min(groups, self.sms // size - self.hidden)
-        units = [
-            self._resource(range(at * size, (at + 1) * size), split) for at in range(made)
-        ]
+        units = [self._resource(range(at * size, (at + 1) * size), split) for at in range(made)]
         left = range(made * size, self.sms)
         rest = self._resource(left, split, self.rest_alignment)
         if not left:

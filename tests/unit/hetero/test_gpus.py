@@ -217,9 +217,7 @@ def test_an_engine_that_never_beats_loses_what_it_leased(
     assert keeper.sm_ledger.leases() == []
 
 
-def test_an_engine_that_leaves_frees_its_slots_at_once(
-    machine: Machine, keeper: GpuKeeper
-) -> None:
+def test_an_engine_that_leaves_frees_its_slots_at_once(machine: Machine, keeper: GpuKeeper) -> None:
     gpu = machine.gpus[0].id
     keeper.lease(gpu, "d", 10, 0.0)
     keeper.leave("d")

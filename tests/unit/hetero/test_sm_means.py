@@ -28,9 +28,7 @@ def _answers(monkeypatch: pytest.MonkeyPatch, why_not: str) -> None:
     monkeypatch.setattr(green_contexts, "why_not", lambda: why_not)
 
 
-def test_green_contexts_want_all_sms_to_split(
-    monkeypatch: pytest.MonkeyPatch, pipes: Path
-) -> None:
+def test_green_contexts_want_all_sms_to_split(monkeypatch: pytest.MonkeyPatch, pipes: Path) -> None:
     """Under MPS a percentage would leave them fewer than the ledger counts."""
     _answers(monkeypatch, "")
     start_mps(pipes)

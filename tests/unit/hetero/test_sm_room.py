@@ -7,10 +7,10 @@ import pytest
 from conserve.settings import SettingsError, load
 from hetero.gpu_layout import with_memory
 from hetero.gpu_plan import GpuNode, plan
+from hetero.model_shape import shape_of
 from hetero.sm_room import require_slots
 from hetero.tiers import NodeOffer, RoleTier, role_tier
 from tests.unit.hetero.shapes import QWEN3_8B
-from hetero.model_shape import shape_of
 
 CARD_BYTES = 80 << 30
 
@@ -110,9 +110,7 @@ def test_the_plan_says_what_engines_get_of_both() -> None:
     """Slots beside the part of memory that ``num_gpus`` is."""
     settings = load(two(3, 7))
     shape = shape_of(QWEN3_8B, 16_381_470_720)
-    _, engines = with_memory(
-        settings, shape, {"prefillers": CARD_BYTES, "decoders": CARD_BYTES}
-    )
+    _, engines = with_memory(settings, shape, {"prefillers": CARD_BYTES, "decoders": CARD_BYTES})
     assert [(one.role, one.num_gpus, one.sm_slots, one.fixed) for one in engines] == [
         ("prefiller", 0.35, 3, True),
         ("decoder", 0.65, 7, True),

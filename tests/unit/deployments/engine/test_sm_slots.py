@@ -317,7 +317,7 @@ def test_a_gpu_that_the_node_does_not_see_is_not_waited_for(
     actor: Actor, driver: Driver, vllms: list[Stream]
 ) -> None:
     actor.ledger = SmSlotLedger({})
-    with pytest.raises(RuntimeError, match="^sm_slots: GPU-0"):
+    with pytest.raises(RuntimeError, match=r"^sm_slots: GPU-0"):
         a_worker().load_model()
     assert actor.asked == 1
 
@@ -326,7 +326,7 @@ def test_another_split_is_refused_before_anything_is_leased(
     actor: Actor, driver: Driver, vllms: list[Stream]
 ) -> None:
     driver.hidden = 1
-    with pytest.raises(RuntimeError, match="^sm_slots: the driver splits 132 SMs into 15 of 8"):
+    with pytest.raises(RuntimeError, match=r"^sm_slots: the driver splits 132 SMs into 15 of 8"):
         a_worker().load_model()
     assert (actor.asked, vllms) == (0, [])
 
@@ -409,5 +409,5 @@ def test_an_error_of_the_driver_is_said_once(
     actor: Actor, driver: Driver, vllms: list[Stream], unpatched: None
 ) -> None:
     driver.fails["cuGreenCtxCreate"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(RuntimeError, match="^sm_slots: cuGreenCtxCreate: CUDA_ERROR_OUT_OF_MEM"):
+    with pytest.raises(RuntimeError, match=r"^sm_slots: cuGreenCtxCreate: CUDA_ERROR_OUT_OF_MEM"):
         a_worker().load_model()
