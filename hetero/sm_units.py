@@ -53,6 +53,7 @@ class SmSplit:
     Attributes:
         unit_sms: SMs of a unit: the fewest that can be had by themselves.
         units: how many units there are, at least 1; they have the numbers from 0 on.
+        before: how many SMs the units before each have, and all.
         rest_sms: what the split leaves over, which the last unit has besides. A GPU that is smaller
             than a unit is one unit and not split at all.
     """
@@ -65,22 +66,21 @@ class SmSplit:
         self.unit_sms = min(unit_sms, sm_count)
         self.units = sm_count // self.unit_sms
         self.rest_sms = sm_count % self.unit_sms
-        # How many SMs the units before each have, and all.
         starts = range(0, sm_count - self.rest_sms, self.unit_sms)
-        self._before: tuple[int, ...] = (*starts, sm_count)
+        self.before: tuple[int, ...] = (*starts, sm_count)
 
     def sms_of(self, units: range) -> int:
         """How many SMs these units have together, the rest included where they have the last."""
-        return self._before[units.stop] - self._before[units.start]
+        return self.before[units.stop] - self.before[units.start]
 
     def lowest(self, units: range, least_sms: int) -> range:
         """As few of these units as have so many SMs, from the low end; all, if they have fewer."""
-        stop = bisect.bisect_left(self._before, self._before[units.start] + least_sms)
+        stop = bisect.bisect_left(self.before, self.before[units.start] + least_sms)
         return range(units.start, min(stop, units.stop))
 
     def highest(self, units: range, least_sms: int) -> range:
         """As few of these units as have so many SMs, from the high end; all, if they have fewer."""
-        start = bisect.bisect_right(self._before, self._before[units.stop] - least_sms) - 1
+        start = bisect.bisect_right(self.before, self.before[units.stop] - least_sms) - 1
         return range(max(start, units.start), units.stop)
 
 
