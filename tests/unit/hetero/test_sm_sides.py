@@ -21,8 +21,9 @@ def test_a_whole_gpu_has_the_papers_ten_slots() -> None:
 def test_a_lease_is_parted_as_a_whole_gpu_would_be() -> None:
     split = SmSlots(132, sm_granularity((9, 0))).split
     found = sides(split, range(5, 16))  # Seven tenths: 92 SMs.
-    assert [one.decode_sms for one in found] == [16, 24, 32, 40, 48, 56, 72, 80, 88, 92]
+    assert [one.decode_sms for one in found] == [16, 24, 32, 40, 48, 56, 72, 80, 92]
     assert found[0] == (range(5, 7), range(7, 16), 16)
+    assert found[-2] == (range(5, 15), range(15, 16), 80)
 
 
 @pytest.mark.parametrize("units", [range(1), range(3, 4)])
