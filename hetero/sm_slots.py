@@ -107,7 +107,9 @@ class SmSlotLedger:
             if units and run.start <= units.start and units.stop <= run.stop
         ]
         if not places:
-            holders = ", ".join(f"{one.owner} has {_shown(one.units)}" for _, one in self._placed[gpu])
+            holders = ", ".join(
+                f"{one.owner} has {_shown(one.units)}" for _, one in self._placed[gpu]
+            )
             raise NoFreeSms(
                 f"{gpu}: {slots} of {SM_SLOTS} slots are not free in one piece"
                 + (f": {holders} of {self._gpus[gpu].split.units} units" if holders else "")
