@@ -235,7 +235,8 @@ GPU = Application(
 GPU_SLOTS = Application(
     "gpu-slots",
     (
-        'tiers={"prefill": {"sm_slots": 3}, "decode": {"sm_slots": 7}}',
+        "tiers.prefill.sm_slots=3",
+        "tiers.decode.sm_slots=7",
         "prefillers.tier=prefill",
         "prefillers.num_gpus=0.4",
         "decoders.tier=decode",
