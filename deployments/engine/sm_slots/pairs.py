@@ -36,6 +36,7 @@ class SlotPairs:
         split: of the GPU.
         units: of the engine's lease.
         wrap: makes torch's stream of a handle.
+        make_current: has the engine's steps run on a stream from now on.
 
     Attributes:
         sizes_sms: what decoding may have, the smallest first; the last is all of the lease. None
@@ -43,10 +44,16 @@ class SlotPairs:
     """
 
     def __init__(
-        self, means: SmMeans, split: SmSplit | None, units: range, wrap: Callable[[int], Any]
+        self,
+        means: SmMeans,
+        split: SmSplit | None,
+        units: range,
+        wrap: Callable[[int], Any],
+        make_current: Callable[[Any], None],
     ) -> None:
         self._means = means
         self._wrap = wrap
+        self._make_current = make_current
         self._split = split
         self._places = () if split is None else sides(split, units)
         if self._places and means.stream(units) is None:
@@ -89,7 +96,7 @@ class SlotPairs:
             if before is not None and before is not after:
                 after.wait_stream(before)
         if bound.decode_stream is not old.decode_stream:
-            _make_current(bound.decode_stream)
+            self._make_current(bound.decode_stream)
         return bound
 
     def _of(self, place: Sides, decode_sms: int) -> Bound:
@@ -117,13 +124,6 @@ class SlotPairs:
         return self._streams[units]
 
 
-def _make_current(stream: Any) -> None:
-    import torch
-
-    # vLLM has put its own in the place of torch's, to know of it.
-    torch.cuda.set_stream(stream)
-
-
 _make: Callable[[], SlotPairs] | None = None
 _pairs: SlotPairs | None = None
 
@@ -134,11 +134,13 @@ def provide(make: Callable[[], SlotPairs]) -> None:
     _make, _pairs = make, None
 
 
+def _none() -> SlotPairs:
+    return SlotPairs(NoSms(), None, range(0), lambda handle: None, lambda stream: None)
+
+
 def slot_pairs() -> SlotPairs:
     """This worker's pairs; ones that cannot move where it has leased no SMs, or on a CPU."""
     global _pairs
     if _pairs is None:
-        _pairs = (
-            _make() if _make is not None else SlotPairs(NoSms(), None, range(0), lambda _: None)
-        )
+        _pairs = _none() if _make is None else _make()
     return _pairs

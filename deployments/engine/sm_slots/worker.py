@@ -8,8 +8,10 @@ have them.
 
 Used of vLLM 0.29: ``Worker.load_model`` comes after ``init_device`` and before any kernel of the
 model, in the thread of ``execute_model``; ``current_stream()`` of ``utils/torch_utils`` is what
-``torch.cuda.set_stream`` was given. Streams that vLLM makes beside that one copy, and compute
-nothing, but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters and of some models.
+``torch.cuda.set_stream`` was given; ``main_stream`` of ``v1/worker/gpu/model_runner`` is a cached
+property, to which a step goes back when its outputs are copied. Streams that vLLM makes beside that
+one copy, and compute nothing, but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters and of some
+models.
 """
 
 import logging
@@ -87,6 +89,12 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         if handle is not None:
             stream = wrap(handle)
             stream.wait_stream(torch.cuda.current_stream(device))
-            torch.cuda.set_stream(stream)
+            self._make_current(stream)
             capture_where_it_runs()
-        pairs.provide(lambda: pairs.SlotPairs(means, slots.split, units, wrap))
+        pairs.provide(lambda: pairs.SlotPairs(means, slots.split, units, wrap, self._make_current))
+
+    def _make_current(self, stream: Any) -> None:
+        # vLLM has put its own in the place of torch's, to know of it.
+        torch.cuda.set_stream(stream)
+        # The second of its runners remembers the first that it saw, and goes back to that.
+        vars(self.model_runner).pop("main_stream", None)

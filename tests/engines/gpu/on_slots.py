@@ -61,7 +61,8 @@ class Device:
         return torch.cuda.ExternalStream(self.contexts.stream(units))
 
     def pairs(self) -> SlotPairs:
-        return SlotPairs(self.contexts, self.split, self.all, torch.cuda.ExternalStream)
+        wrap, make_current = torch.cuda.ExternalStream, torch.cuda.set_stream
+        return SlotPairs(self.contexts, self.split, self.all, wrap, make_current)
 
     def launch(self) -> None:
         _where[(_PROGRAMS,)](self.out, self._zeros, 200, num_warps=1)

@@ -1,6 +1,7 @@
 """An engine's worker on leased SMs: vLLM's own class, against a stand-in for CUDA's driver."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +76,9 @@ def h100() -> SmSlots:
 
 def of_the_whole_gpu(driver: Driver) -> SlotPairs:
     slots = h100()
-    return SlotPairs(GreenContexts(slots, 0, driver), slots.split, range(16), Stream)
+    return SlotPairs(
+        GreenContexts(slots, 0, driver), slots.split, range(16), Stream, torch.cuda.set_stream
+    )
 
 
 def test_the_two_sides_never_share_an_sm(current: Callable[[], Stream]) -> None:
@@ -133,7 +136,7 @@ def test_rebinding_makes_no_context(current: Callable[[], Stream]) -> None:
 @pytest.mark.parametrize("means", [MpsPercentage(), NoSms()])
 def test_where_no_stream_keeps_to_sms_the_border_does_not_move(means: Any) -> None:
     split = h100().split if isinstance(means, MpsPercentage) else None
-    made = SlotPairs(means, split, range(16), Stream)
+    made = SlotPairs(means, split, range(16), Stream, torch.cuda.set_stream)
     assert made.sizes_sms == ()
     assert made.bind(40) == (None, None, 0, 0)
 
@@ -145,7 +148,9 @@ def test_an_engine_on_a_cpu_has_pairs_that_do_not_move(unpatched: None) -> None:
 
 def test_a_lease_of_one_unit_is_shared(current: Callable[[], Stream]) -> None:
     slots = h100()
-    made = SlotPairs(GreenContexts(slots, 0, Driver()), slots.split, range(3, 4), Stream)
+    made = SlotPairs(
+        GreenContexts(slots, 0, Driver()), slots.split, range(3, 4), Stream, torch.cuda.set_stream
+    )
     bound = made.bind(8)
     assert made.sizes_sms == (8,)
     assert bound.decode_stream is bound.lane_stream
@@ -252,6 +257,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return found
 
 
+class Runner:
+    """The second of vLLM's model runners, as far as it remembers its stream."""
+
+    @functools.cached_property
+    def main_stream(self) -> Any:
+        return torch.cuda.current_stream(torch.device("cuda:0"))
+
+
 @pytest.fixture
 def vllms(monkeypatch: pytest.MonkeyPatch, current: Callable[[], Stream]) -> list[Stream]:
     """VLLM's part of the worker: on which stream the model was loaded."""
@@ -260,6 +273,7 @@ def vllms(monkeypatch: pytest.MonkeyPatch, current: Callable[[], Stream]) -> lis
     def begin(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.vllm_config = vllm_config
         self.device = torch.device("cuda:0")
+        self.model_runner = Runner()
 
     def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
         loaded.append(current())
@@ -290,6 +304,28 @@ def test_the_model_is_loaded_on_the_leased_sms(
     # Graphs are captured there, and decoding and prefill share nothing but these.
     assert parallel_state.GraphCaptureContext("any").stream is stream
     assert slot_pairs().sizes_sms[-1] == 92
+
+
+def test_the_runner_goes_where_the_border_has_moved_its_steps(
+    actor: Actor,
+    driver: Driver,
+    vllms: list[Stream],
+    current: Callable[[], Stream],
+    unpatched: None,
+) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    # It is remembered by this name, in this way.
+    assert isinstance(vars(GPUModelRunner)["main_stream"], functools.cached_property)
+    worker = a_worker()
+    before = worker.model_runner.main_stream
+    worker.load_model()
+    assert worker.model_runner.main_stream is vllms[0] is not before
+    bound = slot_pairs().bind(40)
+    assert worker.model_runner.main_stream is bound.decode_stream is current()
+    # Seven tenths, from the first unit on: nobody else is there.
+    assert driver.streams[bound.decode_stream.handle] == set(range(40))
+    assert driver.streams[bound.lane_stream.handle] == set(range(40, 88))
 
 
 def test_a_predecessors_sms_are_waited_for(
