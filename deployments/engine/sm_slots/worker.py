@@ -97,4 +97,4 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         # vLLM has put its own in the place of torch's, to know of it.
         torch.cuda.set_stream(stream)
         # The second of its runners remembers the first that it saw, and goes back to that.
-        vars(self.model_runner).pop("main_stream", None)
+        self.model_runner.__dict__.pop("main_stream", None)
