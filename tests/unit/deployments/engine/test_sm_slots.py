@@ -441,6 +441,29 @@ def test_only_an_engine_with_slots_on_a_gpu_has_another_worker(
         assert "VLLM_DISABLE_SHARED_EXPERTS_STREAM" not in environment
 
 
+def test_an_engine_tells_its_worker_beside_what_the_connector_needs() -> None:
+    from deployments.app import llm_config
+    from deployments.engine.engine import _use_server, _use_slots
+    from deployments.node.lmcache_server import Address
+
+    settings = load({"tiers": {"x": {"sm_slots": 7}}, "decoders.tier": "x"})
+    config = llm_config("decoder", settings, settings.decoders, True)
+    _use_server(config, Address("127.0.0.1", 7610, 7611))
+    _use_slots(config, 7, "decoder#1", "the node's")
+    transfer = SimpleNamespace(**config.engine_kwargs["kv_transfer_config"])
+    assert sm_slots.told(SimpleNamespace(kv_transfer_config=transfer)) == {
+        "slots": 7, "engine_id": "decoder#1", "node_actor": "the node's",
+    }  # fmt: skip
+    assert transfer.kv_connector_extra_config["lmcache.mp.port"] == 7610
+    # Engines that differ in it alone load what one of them has compiled.
+    from vllm.config import KVTransferConfig
+
+    one, other = (
+        KVTransferConfig(kv_connector_extra_config={"conserve.sm_slots": name}) for name in "ab"
+    )
+    assert one.compute_hash() == other.compute_hash()
+
+
 def test_an_error_of_the_driver_is_said_once(
     actor: Actor, driver: Driver, vllms: list[Stream], unpatched: None
 ) -> None:
