@@ -1,6 +1,7 @@
 """What engines are started with: who stores KV for others, LMCache's chunks, parts of GPUs."""
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
@@ -71,6 +72,16 @@ def test_what_the_plan_tells_engines_reaches_vllm() -> None:
 
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert {"kv_cache_memory_bytes", "gpu_memory_utilization"} <= fields & set(arguments)
+
+
+def test_slots_on_cpus_are_said_to_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    from deployments.app import _say_no_sms
+
+    with caplog.at_level(logging.WARNING, "ray.serve"):
+        _say_no_sms(load({"tiers": {"a": {"sm_slots": 3}, "b": {}}, "decoders.tier": "b"}))
+        assert caplog.messages == []
+        _say_no_sms(load({"tiers": {"a": {"sm_slots": 3}}, "decoders.tier": "a"}))
+    assert caplog.messages == ["decoders: tiers.a.sm_slots does nothing on CPUs"]
 
 
 def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

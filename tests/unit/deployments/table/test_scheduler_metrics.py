@@ -2,8 +2,12 @@
 
 import asyncio
 
+import jsonschema
+
 from conserve.engine_scheduling import SchedulerLoad
-from tests.unit.deployments.table.test_hosts import a_service, says
+from conserve.placement.load import EngineLoad
+from deployments.router.interface import SCHEMAS
+from tests.unit.deployments.table.test_hosts import a_service, engine, says, shown
 
 LOAD = SchedulerLoad(
     waiting=[1, 0, 0, 2],
@@ -21,6 +25,26 @@ LOAD = SchedulerLoad(
     tpot_bound_s=0.05,
     budget_tokens=288,
 )
+
+
+def test_an_engines_slots_are_shown_where_it_has_any() -> None:
+    async def scenario() -> None:
+        service = await a_service("plain")
+        load = EngineLoad()
+        await service.beat("plain", None, load)
+        assert b"conserve_engine_sm" not in await service.metrics()
+        assert "sms" not in await shown(service, "plain")
+        await service.register(engine("parted", "decoder", sm_slots=7, sms=92))
+        assert await says(service, 'conserve_engine_sm_slots{engine="parted",role="decoder"} 7.0')
+        assert await says(service, 'conserve_engine_sms{engine="parted",role="decoder"} 92.0')
+        view = await shown(service, "parted")
+        assert (view["sm_slots"], view["sms"]) == (7, 92)
+        described = {"$ref": "#/components/schemas/Engine", "components": {"schemas": SCHEMAS}}
+        jsonschema.validate(view, described)
+        await service.engine_lost("parted", "it died")
+        assert b"conserve_engine_sm" not in await service.metrics()
+
+    asyncio.run(scenario())
 
 
 def test_what_a_scheduler_tells_is_shown_by_level_and_kind() -> None:
