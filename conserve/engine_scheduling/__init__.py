@@ -7,6 +7,7 @@ them. README.md says what each reads and decides.
 from conserve.engine_scheduling.chunks import ChunkController
 from conserve.engine_scheduling.feedback import FeedbackQueue
 from conserve.engine_scheduling.kinds import KINDS, Kind, kind_of
+from conserve.engine_scheduling.lane import PrefillLane
 from conserve.engine_scheduling.load import SchedulerLoad
 from conserve.engine_scheduling.retention import Pin, Retention
 from conserve.engine_scheduling.step_cost import StepCost
@@ -17,6 +18,7 @@ __all__ = [
     "FeedbackQueue",
     "Kind",
     "Pin",
+    "PrefillLane",
     "Retention",
     "SchedulerLoad",
     "StepCost",

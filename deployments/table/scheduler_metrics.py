@@ -69,6 +69,28 @@ _FAMILIES: tuple[tuple[Any, str, str, str | None, Callable[[SchedulerLoad], Any]
         GaugeMetricFamily, "prefill_budget_tokens",
         "What a step may prefill beside decodes.", None, lambda one: one.budget_tokens,
     ),
+    (
+        GaugeMetricFamily, "lane_waiting",
+        "Calls that wait for the prefill lane.", None, lambda one: one.lane_waiting,
+    ),
+    (
+        GaugeMetricFamily, "lane_running",
+        "Calls whose prompt is computed in the prefill lane.", None, lambda one: one.lane_running,
+    ),
+    (
+        GaugeMetricFamily, "lane_tokens",
+        "Tokens that are left to compute in the prefill lane.", None, lambda one: one.lane_tokens,
+    ),
+    (
+        CounterMetricFamily, "lane_prefills",
+        "Prefills that were in the lane: done, or failed and computed inline.", "outcome",
+        lambda one: one.lane_prefills,
+    ),
+    (
+        CounterMetricFamily, "lane_computed_tokens",
+        "Tokens of prompts that were computed in the prefill lane.", None,
+        lambda one: one.lane_computed_tokens,
+    ),
 )  # fmt: skip
 
 
