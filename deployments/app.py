@@ -35,7 +35,7 @@ _NO_DOMAIN = "no domain: this server takes media in data: URLs only"
 _CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
 _LANE_CONNECTOR = "LaneConnector"
 _LANE_CONNECTOR_MODULE = "deployments.engine.lane.connector"
-_LANE_WORKER = "deployments.engine.lane.worker.Lane{}Worker"
+_LANE_WORKER = "deployments.engine.lane.{}_worker.LaneWorker"
 _SCHEDULER = "deployments.engine.scheduler.scheduling.conversation_scheduler"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
@@ -201,7 +201,7 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
         engine |= {"scheduler_cls": _SCHEDULER, "scheduling_policy": "priority"}
         if settings.prefill_lane:
             connector, module = _LANE_CONNECTOR, _LANE_CONNECTOR_MODULE
-            engine["worker_cls"] = _LANE_WORKER.format("GPU" if gpu else "CPU")
+            engine["worker_cls"] = _LANE_WORKER.format("gpu" if gpu else "cpu")
     engine["kv_transfer_config"] = {
         "kv_connector": connector,
         "kv_connector_module_path": module,

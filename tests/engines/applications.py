@@ -255,6 +255,7 @@ APPLICATIONS = (
         PAUSING,
         ELASTIC,
         SCHEDULED,
+        LANE,
         WIDE,
         SCALING,
         BURSTS,

@@ -3,6 +3,9 @@
 A prompt of which the other connector has nothing may go to the lane: vLLM is told that the rest of
 it is loaded asynchronously, keeps the request aside with its blocks, and goes on with it when the
 worker says that it is there. What LMCache has is loaded from there as without a lane.
+
+It reaches into internals of lmcache 0.5.6 (the request trackers, and their ``BYPASS_LMCACHE``):
+check it when that version changes.
 """
 
 from typing import Any

@@ -61,8 +61,7 @@ class Turns:
             self._chunk_waits = True
             self._changed.wait_for(
                 lambda: (
-                    self._over
-                    or (not self._busy and (self._chunk_is_next or not self._alternate))
+                    self._over or (not self._busy and (self._chunk_is_next or not self._alternate))
                 )
             )
             self._chunk_waits = self._chunk_is_next = False

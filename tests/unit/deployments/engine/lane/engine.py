@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from deployments.engine.lane.connector import LaneConnecting
 
 BLOCK_TOKENS = 32
-BLOCKS = 120
+BLOCKS = 84
 
 
 class Nothing(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types are not looked at.
@@ -91,7 +91,7 @@ class Engine:
             scheduler_cls="deployments.engine.scheduler.scheduling.conversation_scheduler",
             scheduling_policy="priority",
             disable_cascade_attn=True,
-            worker_cls="deployments.engine.lane.worker.LaneCPUWorker",
+            worker_cls="deployments.engine.lane.cpu_worker.LaneWorker",
             additional_config={"conserve": policies},
             kv_transfer_config=KVTransferConfig(
                 kv_connector="LaneAlone",
@@ -180,11 +180,21 @@ class Engine:
         """
         assert not self.scheduler.requests, "requests are left"
         assert not self.scheduler.turns, "turns are left"
-        assert self.policy.current is None and not self.policy.waiting, "the lane is not empty"
-        assert not self.lane._starts and not self.lane._failed, "the lane remembers requests"
+        require_empty(self.lane)
         assert self.scheduler.reset_prefix_cache(), "blocks leaked"
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == BLOCKS - 1, "blocks leaked"
+
+
+def require_empty(lane: Any) -> None:
+    """Make sure that a lane has, and remembers, nobody.
+
+    Raises:
+        AssertionError: it does.
+    """
+    policy = lane.policy
+    assert (policy.current, policy.current_tokens, policy.waiting) == (None, 0, 0)
+    assert (lane._starts, lane._failed) == ({}, set())
 
 
 def words(seed: int, tokens: int) -> list[int]:

@@ -1,11 +1,9 @@
-"""vLLM's workers, which let the lane have its turn (``worker_cls``)."""
+"""A worker of vLLM's that lets the lane have its turn; `cpu_worker` and `gpu_worker` are two."""
 
 from contextlib import nullcontext
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_worker import Worker
 
 from deployments.engine.lane.forward import LaneForward
 from deployments.engine.lane.turns import Turns
@@ -35,11 +33,3 @@ class LaneWorking:
         """Its end; a drafter would run the model here."""
         with self._turns.step(ends=False) if self._turns else nullcontext():
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
-
-
-class LaneCPUWorker(LaneWorking, CPUWorker):  # type: ignore[misc]
-    """On CPUs, where steps and chunks alternate."""
-
-
-class LaneGPUWorker(LaneWorking, Worker):  # type: ignore[misc]
-    """On GPUs, where they overlap."""
