@@ -356,7 +356,8 @@ class Settings(Strict):
             given |= {f"{role}.engine.{name}": value for name, value in own.items()}
         for name, value in given.items():
             argument = name.rsplit(".", 1)[1]
-            if argument in NOT_BESIDE_A_LANE and value and value != 1:
+            asked_for = value is True or value not in (None, False, 1)
+            if argument in NOT_BESIDE_A_LANE and asked_for:
                 why = NOT_BESIDE_A_LANE[argument]
                 raise ValueError(f"{name} cannot be set with prefill_lane: {why}")
         return self

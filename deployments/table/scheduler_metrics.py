@@ -10,7 +10,7 @@ from conserve.engine_scheduling import SchedulerLoad
 from deployments.table.registry import Registry
 
 # By which class, under which name, what it is, by what it is told apart beside the engine, and what
-# a scheduler says of it: a number, or several by that label.
+# a scheduler says of it: a number, or several by that label; None where it has no such thing.
 _FAMILIES: tuple[tuple[Any, str, str, str | None, Callable[[SchedulerLoad], Any]], ...] = (
     (
         GaugeMetricFamily, "waiting",
@@ -114,11 +114,14 @@ def _of(loads: Mapping[str, SchedulerLoad]) -> Iterator[Metric]:
         labels = ["engine", label] if label else ["engine"]
         metric: Any = family(f"conserve_engine_{name}", says, labels=labels)
         for engine, load in loads.items():
-            if not label:
-                metric.add_metric([engine], get(load))
-                continue
             found = get(load)
+            if found is None:
+                continue
+            if not label:
+                metric.add_metric([engine], found)
+                continue
             by_key = found.items() if isinstance(found, dict) else enumerate(found)
             for key, value in by_key:
                 metric.add_metric([engine, str(key)], value)
-        yield metric
+        if metric.samples:
+            yield metric

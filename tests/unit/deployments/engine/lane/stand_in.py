@@ -44,7 +44,7 @@ class LaneStandIn(StandIn):
     def _configure(self, config: Any) -> None:
         from vllm.config import KVTransferConfig
 
-        config.cache_config.block_size = 32
+        config.scheduler_config.disable_hybrid_kv_cache_manager = True
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="LaneAlone",
             kv_connector_module_path="tests.unit.deployments.engine.lane.engine",
