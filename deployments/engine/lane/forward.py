@@ -60,11 +60,10 @@ class LaneForward:
         if mark is not None:
             self._stream.wait_event(mark)
 
-    @torch.inference_mode()
     def compute(self, job: Job, start: int, end: int) -> Callable[[], None]:
         """Launch the positions from ``start`` up to ``end`` of a job's prompt."""
         on_stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
-        with on_stream:
+        with torch.inference_mode(), on_stream:
             positions = torch.arange(start, end, dtype=torch.int64, device=self._device)
             ids = torch.tensor(job.tokens[start:end], dtype=torch.int32, device=self._device)
             metadata, slots = self._metadata(job, start, end, positions)
