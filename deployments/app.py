@@ -35,6 +35,9 @@ logger = logging.getLogger("ray.serve")
 _CONNECTOR = "ResilientMPConnector"
 _NO_DOMAIN = "no domain: this server takes media in data: URLs only"
 _CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
+_LANE_CONNECTOR = "LaneConnector"
+_LANE_CONNECTOR_MODULE = "deployments.engine.lane.connector"
+_LANE_WORKER = "deployments.engine.lane.{}_worker.LaneWorker"
 _SCHEDULER = "deployments.engine.scheduler.scheduling.conversation_scheduler"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
@@ -204,15 +207,19 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
     engine["allowed_media_domains"] = settings.allowed_media_domains or [_NO_DOMAIN]
     engine |= settings.engine | own.engine
     engine["enable_prefix_caching"] = True
+    connector, module = _CONNECTOR, _CONNECTOR_MODULE
     if settings.schedules_conversations and (role == "decoder" or settings.prefillers_host):
         # The policy by which vLLM's own scheduler looks at priorities, which ours sets.
         engine |= {"scheduler_cls": _SCHEDULER, "scheduling_policy": "priority"}
+        if settings.prefill_lane:
+            connector, module = _LANE_CONNECTOR, _LANE_CONNECTOR_MODULE
+            engine["worker_cls"] = _LANE_WORKER.format("gpu" if gpu else "cpu")
     tier = role_tier(settings, own, gpu)
     if tier.sm_slots is not None:
         engine["worker_cls"] = SLOT_WORKER
     engine["kv_transfer_config"] = {
-        "kv_connector": _CONNECTOR,
-        "kv_connector_module_path": _CONNECTOR_MODULE,
+        "kv_connector": connector,
+        "kv_connector_module_path": module,
         "kv_role": _kv_role(role, settings),
         # vLLM's default is to fail the request.
         "kv_load_failure_policy": "recompute",

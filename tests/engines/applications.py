@@ -102,6 +102,20 @@ SCHEDULED = Application(
     lone_engine=True,
 )
 
+# The same with a lane for long prefills.
+LANE = Application(
+    "lane",
+    (
+        *_COMMON,
+        "engine_scheduler=conversation",
+        "prefill_lane=true",
+        "decoders=1",
+        "engine.max_model_len=4096",
+        "decoders.engine.num_gpu_blocks_override=80",
+    ),
+    lone_engine=True,
+)
+
 # Several of what the others have one of; turn 1 is prefilled remotely from 200 tokens.
 WIDE = Application(
     "wide",
@@ -262,6 +276,7 @@ APPLICATIONS = (
         PAUSING,
         ELASTIC,
         SCHEDULED,
+        LANE,
         WIDE,
         SCALING,
         BURSTS,

@@ -80,4 +80,5 @@ def _observed(scheduler: Any, now_s: float) -> dict[str, Any]:
         "tpot_s": scheduler.chunks.tpot_s,
         "tpot_bound_s": scheduler.chunks.late_s,
         "budget_tokens": scheduler.chunks.allowed_tokens(),
+        **({} if scheduler.lane is None else scheduler.lane.observed()),
     }

@@ -157,3 +157,18 @@ def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_fo
         arguments = llm_config(role, chosen, own, gpu=False).engine_kwargs  # type: ignore[arg-type]
         assert ("scheduler_cls" in arguments) == (role in scheduled)
         assert ("scheduling_policy" in arguments) == (role in scheduled)
+        assert "worker_cls" not in arguments
+        assert arguments["kv_transfer_config"]["kv_connector"] == "ResilientMPConnector"
+
+
+@pytest.mark.parametrize(("gpu", "worker"), [(False, "cpu_worker"), (True, "gpu_worker")])
+def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) -> None:
+    from deployments.app import llm_config
+
+    chosen = Settings(engine_scheduler="conversation", prefill_lane=True)
+    decoder = llm_config("decoder", chosen, chosen.decoders, gpu).engine_kwargs
+    assert decoder["worker_cls"] == f"deployments.engine.lane.{worker}.LaneWorker"
+    assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
+    prefiller = llm_config("prefiller", chosen, chosen.prefillers, gpu).engine_kwargs
+    assert "worker_cls" not in prefiller
+    assert prefiller["kv_transfer_config"]["kv_connector"] == "ResilientMPConnector"

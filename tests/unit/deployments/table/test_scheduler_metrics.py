@@ -3,6 +3,7 @@
 import asyncio
 
 import jsonschema
+import msgspec
 
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.placement.load import EngineLoad
@@ -71,5 +72,32 @@ def test_what_a_scheduler_tells_is_shown_by_level_and_kind() -> None:
             assert await says(service, f"conserve_engine_{line}"), line
         await service.engine_lost("d", "it died")
         assert b"conserve_engine_waiting" not in await service.metrics()
+
+    asyncio.run(scenario())
+
+
+def test_a_lane_is_shown_where_there_is_one() -> None:
+    lane = {
+        "lane_waiting": 2,
+        "lane_running": 1,
+        "lane_tokens": 700,
+        "lane_prefills": {"done": 5, "failed": 1},
+        "lane_computed_tokens": 9_000,
+    }
+
+    async def scenario() -> None:
+        service = await a_service("d")
+        await service.beat("d", None, None, LOAD)
+        assert b"conserve_engine_lane" not in await service.metrics()
+        await service.beat("d", None, None, msgspec.structs.replace(LOAD, **lane))
+        for line in (
+            'lane_waiting{engine="d"} 2.0',
+            'lane_running{engine="d"} 1.0',
+            'lane_tokens{engine="d"} 700.0',
+            'lane_prefills_total{engine="d",outcome="done"} 5.0',
+            'lane_prefills_total{engine="d",outcome="failed"} 1.0',
+            'lane_computed_tokens_total{engine="d"} 9000.0',
+        ):
+            assert await says(service, f"conserve_engine_{line}"), line
 
     asyncio.run(scenario())
