@@ -88,6 +88,8 @@ def engine(
     process.kill()
     process.communicate()
     _kill(left)
+    # Whoever is killed is still seen until the kernel is done with it.
+    eventually("no process is left", lambda: not processes(""))
 
 
 def start(
