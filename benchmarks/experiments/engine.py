@@ -9,7 +9,7 @@ so what agents wait, and the ageing, are in units of a prefill of 1,000 tokens, 
 first. In each round, in random order:
 
 - *Light beside heavy*: six conversations with short prompts and appends beside three with long
-  ones, two calls at a time, with 2 units between turns; a level up each 2.5 units. Also without
+  ones, two calls at a time, with 4 units between turns; a level up each 1.25 units. Also without
   ageing, as a warning.
 - *Long prompts beside decodes*: three prompts of 3,000 tokens, one after the other, beside four
   answers; the times between the answers' tokens, and to the prompts' first.
@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 from typing import Any
 
 from rich.table import Table
@@ -41,7 +41,7 @@ VLLM, OURS, NO_AGEING = "vllm", "conversation", "conversation, no ageing"
 # The model is small, and so are its prompts: what counts as much is so, too.
 _QUOTA_TOKENS = 512
 # In units of a prefill of 1,000 tokens.
-_AGE_UNITS, _THINK_UNITS, _SPREAD_UNITS = 2.5, 2.0, 0.3
+_AGE_UNITS, _THINK_UNITS, _SPREAD_UNITS = 1.25, 4.0, 0.3
 _BLOCK_TOKENS = 32
 _BLOCKS = 800
 
@@ -333,8 +333,8 @@ def measure(rounds: int, seed: int = 0) -> dict[str, dict[str, dict[str, list[fl
 
 
 def show(seen: dict[str, dict[str, dict[str, list[float]]]]) -> None:
-    """Medians over rounds, and ratios of these to vLLM's."""
-    console = new_console()
+    """Medians over rounds, and of each round's ratio to vLLM's the median and quartiles."""
+    console = new_console(least_width=100)
     for scene, schedulers in seen.items():
         table = Table(title=scene)
         table.add_column("")
@@ -343,11 +343,21 @@ def show(seen: dict[str, dict[str, dict[str, list[float]]]]) -> None:
         for name, theirs in schedulers[VLLM].items():
             cells = []
             for scheduler, figures in schedulers.items():
-                value, base = median(figures[name]), median(theirs)
-                ratio = f" (x {value / base:.2f})" if scheduler != VLLM and base else ""
-                cells.append(f"{value:.4g}{ratio}")
+                cell = f"{median(figures[name]):.4g}"
+                if scheduler != VLLM and all(theirs):
+                    cell += f" (x {_ratios(figures[name], theirs)})"
+                cells.append(cell)
             table.add_row(name, *cells)
         console.print(table)
+
+
+def _ratios(ours: list[float], theirs: list[float]) -> str:
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    shown = f"{median(ratios):.2f}"
+    if len(ratios) > 1:
+        low, _, high = quantiles(ratios, n=4, method="inclusive")
+        shown += f", {low:.2f}-{high:.2f}"
+    return shown
 
 
 def main() -> None:
