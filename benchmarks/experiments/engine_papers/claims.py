@@ -88,6 +88,7 @@ def of_mars_parts(found: Sequence[mars.Outcome]) -> list[Claim]:
         "without retention": ("its co-scheduler: 1.5 to 2", 1.5),
         "without parts of prompts": ("the same", 1.5),
         "without chunks": ("-", 1.0),
+        "without admission, order": ("-", 1.0),
         "admission alone": ("-", 1.0),
     }
     listed = []

@@ -27,7 +27,7 @@ from benchmarks.workloads import Arrivals
 VOLUMES_TOKENS = {"ILR-1": 125_000, "ILR-2": 167_000, "ILR-3": 220_000, "ILR-4": 263_000}
 GPUS = {"H100": H100_NVL, "H200": H200_NVL}
 # "E.g. ILR-2/3 at 0.2-0.33 req/s" (6.3), "ILR-1, 0.5 req/s" (6.5).
-RATES_PER_S = (0.1, 0.2, 0.33, 0.5)
+RATES_PER_S = (0.2, 0.33, 0.5)
 # One of the H200 node's two CPUs (32 cores each). How many tools had is not said.
 CORES = 32
 
@@ -63,6 +63,7 @@ WITHOUT = (
     System("without retention", Parts(retention=False), admits=True),
     System("without parts of prompts", Parts(in_parts=False), admits=True),
     System("without admission", Parts()),
+    System("without admission, order", Parts(order=False)),
     System("admission alone", admits=True),
 )
 
@@ -74,7 +75,7 @@ class Point:
     gpu: str
     regime: str
     rate_per_s: float
-    programs: int = 150
+    programs: int = 60
 
 
 @dataclass(frozen=True, slots=True)

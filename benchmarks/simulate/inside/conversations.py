@@ -11,9 +11,11 @@ from benchmarks.simulate.inside.scheduler import Scheduler, Step
 from conserve.engine_scheduling import ChunkController, FeedbackQueue, Pin, Retention
 
 # As in `deployments.engine.scheduler.scheduling`.
-_RANKS_EVERY_S = 0.05
 _APPEND_TOKENS = 128
 _LEVEL = 1 << 32
+# Who waits is ranked anew so many times while it rises by a level. Live it is every 50 ms, which for
+# hundreds that wait would be most of what there is to simulate.
+_RANKS_A_LEVEL = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class ConversationScheduler(Scheduler):
         self._histories: dict[str, _History] = {}
         self._now_s = 0.0
         self._rank_at_s = 0.0
+        self._ranks_every_s = self.parts.feedback.get("age_s", 2.0) / _RANKS_A_LEVEL
         self._limit: int | None = None
         self._limit_left = 0
         self._decoding = False
@@ -146,7 +149,7 @@ class ConversationScheduler(Scheduler):
             for call in self.waiting:
                 call.level = self._level(call, now_s)
             self._order_waiting()
-            self._rank_at_s = now_s + _RANKS_EVERY_S
+            self._rank_at_s = now_s + self._ranks_every_s
         self._set_limit(now_s)
         return super().schedule(now_s)
 
@@ -160,7 +163,7 @@ class ConversationScheduler(Scheduler):
 
     def longest_s(self, step: Step) -> float | None:
         """Levels change while somebody waits, and what is kept expires."""
-        return _RANKS_EVERY_S if self.waiting else None
+        return self._ranks_every_s if self.waiting else None
 
     def _set_limit(self, now_s: float) -> None:
         self._decoding = any(one.decodes for one in self.running)
