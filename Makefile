@@ -85,7 +85,7 @@ test-peers: $(INSTALLED) $(PEERS) ## Start every peer of the benchmarks, and tal
 	@$(BIN)/python -m pytest -m 'long or not long' \
 		tests/engines/peers tests/engines/every_peer $(ARGS)
 
-test-gpu: $(INSTALLED) ## Settle what one GPU can, in ten minutes (skips by name where there is none)
+test-gpu: $(INSTALLED) ## Settle what one GPU can, in fifteen minutes (skips by name where there is none)
 	@$(BIN)/python -m pytest tests/engines/gpu -v -o log_cli=true -o log_cli_level=INFO $(ARGS)
 
 test-vision: $(INSTALLED) ## Show images to a model of random weights, and see them handed off (minutes)

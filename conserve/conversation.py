@@ -42,6 +42,9 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         missed_tokens: prompt tokens that a prefiller had just stored in LMCache, and that the
             decoder did not find there.
         late: whether it looked them up more than once.
+        engine_wait_s: how long it waited in the decoder's engine before it ran; None: that does not
+            say (``engine_scheduler: vllm``).
+        engine_wait_for: what for (`conserve.engine_scheduling.WaitFor`); None: it was not seen to.
     """
 
     prompt_tokens: int
@@ -52,6 +55,8 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
     decode_s: float | None = None
     missed_tokens: int = 0
     late: bool = False
+    engine_wait_s: float | None = None
+    engine_wait_for: str | None = None
 
     def pack(self) -> bytes:
         """The numbers in one small object, not five, for a table of a million conversations."""

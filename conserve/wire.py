@@ -201,6 +201,8 @@ def cached_tokens(params: Mapping[str, Any] | None) -> CachedTokens:
 TURN = "conserve.turn"
 # With a turn's last token: what of its history stays with the engine.
 KEPT = "conserve.kept"
+# And how long it waited in the engine before it ran, and what for.
+WAITED = "conserve.waited"
 # Set where the client said so: in how many seconds after the answer it expects the next turn, and
 # that there will be none.
 RESUME_HEADER = "x-conserve-resume-s"
@@ -221,3 +223,15 @@ def scheduled_turn(key: str, resume_s: float | None, last: bool) -> dict[str, An
         last: whether it says that there will be none.
     """
     return {TURN: {"key": key, "resume_s": resume_s, "last": last}}
+
+
+def waited(for_s: float, what: str | None) -> dict[str, Any]:
+    """``kv_transfer_params`` of an answer that say what it waited for in the engine."""
+    return {WAITED: {"s": for_s, "for": what}}
+
+
+def engine_wait(params: Mapping[str, Any] | None) -> tuple[float | None, str | None]:
+    """How long an answer has waited in the engine, in seconds, and what for; None where the
+    engine does not say."""
+    said = (params or {}).get(WAITED) or {}
+    return said.get("s"), said.get("for")

@@ -44,7 +44,9 @@ def show(settings: Settings, plan: GpuPlan) -> None:
     title = ", ".join(dict.fromkeys(kinds)) or f"{plan.gpus} GPUs that cannot be looked at"
     table = Table(title=f"{escape(settings.model_id)} on {escape(title)}, GiB of a GPU")
     table.add_column("engines")
-    for column in ("GPUs", "weights", "reserve", "KV", "tokens each"):
+    slots = any(one.sm_slots is not None for one in plan.engines)
+    columns = ["GPUs", *(["SM slots"] if slots else []), "weights", "reserve", "KV", "tokens each"]
+    for column in columns:
         table.add_column(column, justify="right")
     estimated = False
     for one in plan.engines:
@@ -55,6 +57,7 @@ def show(settings: Settings, plan: GpuPlan) -> None:
         table.add_row(
             f"{one.replicas} {one.role}{'s' if one.replicas > 1 else ''}",
             each,
+            *(["all" if one.sm_slots is None else f"{one.sm_slots} of 10"] if slots else []),
             gib(needs.weights_bytes) if needs else "?",
             gib(needs.reserve_bytes) if needs else "?",
             "?" if one.kv_bytes is None else about + gib(one.kv_bytes),

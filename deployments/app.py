@@ -17,6 +17,7 @@ from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, Role
 from deployments.engine.engine import EngineServer
 from deployments.engine.gpu_worker import EXTENSION
+from deployments.engine.sm_slots import SLOT_ENVIRONMENT, SLOT_WORKER
 from deployments.gpu_nodes import nodes_with_gpus
 from deployments.gpu_plans import planned
 from deployments.loopback import start_on_loopback
@@ -24,8 +25,9 @@ from deployments.router.access import require_keys
 from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_nodes
 from hetero.cards import cards_here
-from hetero.gpu_layout import most_replicas, with_counts
+from hetero.gpu_layout import most_replicas, roles, with_counts
 from hetero.gpu_room import require_shares
+from hetero.sm_room import require_slots
 from hetero.tiers import role_tier
 
 logger = logging.getLogger("ray.serve")
@@ -33,6 +35,9 @@ logger = logging.getLogger("ray.serve")
 _CONNECTOR = "ResilientMPConnector"
 _NO_DOMAIN = "no domain: this server takes media in data: URLs only"
 _CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
+_LANE_CONNECTOR = "LaneConnector"
+_LANE_CONNECTOR_MODULE = "deployments.engine.lane.connector"
+_LANE_WORKER = "deployments.engine.lane.{}_worker.LaneWorker"
 _SCHEDULER = "deployments.engine.scheduler.scheduling.conversation_scheduler"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
@@ -95,6 +100,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
             _require_cuda_build()
         settings = with_counts(settings, int(ray.cluster_resources().get("GPU", 0)))
         require_shares(settings)
+        require_slots(settings)
     wait_for_nodes(settings, gpu, tier_timeout_s)
     if gpu:
         settings, laid_out = planned(settings, nodes_with_gpus())
@@ -102,6 +108,8 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
             logger.info("%s", line)
         for note in laid_out.notes:
             logger.warning("%s", note)
+    else:
+        _say_no_sms(settings)
     settings = _for_device(settings, gpu)
     settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
     engines = [_engines("decoder", settings, settings.decoders, gpu)]
@@ -116,6 +124,13 @@ def _on_gpu(settings: Settings) -> bool:
     if settings.device != "auto":
         return settings.device == "gpu"
     return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def _say_no_sms(settings: Settings) -> None:
+    """Engines on CPUs have no SMs: as of power caps, nothing comes of tiers' slots."""
+    for name, own in roles(settings):
+        if role_tier(settings, own, gpu=True).sm_slots is not None:
+            logger.warning("%s: tiers.%s.sm_slots does nothing on CPUs", name, own.tier)
 
 
 def _gpus_here() -> bool:
@@ -192,12 +207,19 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
     engine["allowed_media_domains"] = settings.allowed_media_domains or [_NO_DOMAIN]
     engine |= settings.engine | own.engine
     engine["enable_prefix_caching"] = True
+    connector, module = _CONNECTOR, _CONNECTOR_MODULE
     if settings.schedules_conversations and (role == "decoder" or settings.prefillers_host):
         # The policy by which vLLM's own scheduler looks at priorities, which ours sets.
         engine |= {"scheduler_cls": _SCHEDULER, "scheduling_policy": "priority"}
+        if settings.prefill_lane:
+            connector, module = _LANE_CONNECTOR, _LANE_CONNECTOR_MODULE
+            engine["worker_cls"] = _LANE_WORKER.format("gpu" if gpu else "cpu")
+    tier = role_tier(settings, own, gpu)
+    if tier.sm_slots is not None:
+        engine["worker_cls"] = SLOT_WORKER
     engine["kv_transfer_config"] = {
-        "kv_connector": _CONNECTOR,
-        "kv_connector_module_path": _CONNECTOR_MODULE,
+        "kv_connector": connector,
+        "kv_connector_module_path": module,
         "kv_role": _kv_role(role, settings),
         # vLLM's default is to fail the request.
         "kv_load_failure_policy": "recompute",
@@ -208,7 +230,7 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
             CHUNK_TOKENS: settings.lmcache.chunk_tokens,
         },
     }
-    resources = {**own.resources, **role_tier(settings, own, gpu).resources}
+    resources = {**own.resources, **tier.resources}
     bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **resources}
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))
@@ -231,6 +253,7 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
                 # A domain that is allowed must not lead to one that is not.
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
                 **(worker_share(own.num_gpus) if gpu else {}),
+                **({} if tier.sm_slots is None else SLOT_ENVIRONMENT),
                 **own.env,
             }
         },

@@ -12,6 +12,7 @@ from hetero.gpu_layout import with_counts
 from hetero.gpu_plan import GpuNode, GpuPlan, plan
 from hetero.gpu_room import require_shares, short_of_gpus
 from hetero.model_shape import ModelShape, ModelUnknown
+from hetero.sm_room import require_slots
 from hetero.tiers import NodeOffer, missing
 
 
@@ -31,6 +32,7 @@ def plan_on(settings: Settings, nodes: Sequence[GpuNode]) -> tuple[Settings, Gpu
     """
     chosen = with_counts(settings, gpus_of(nodes))
     require_shares(chosen)
+    require_slots(chosen)
     offered = [node.offer for node in nodes]
     short = missing(chosen, True, offered) + short_of_gpus(chosen, offered)
     if short:

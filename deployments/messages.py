@@ -28,6 +28,8 @@ class EngineInfo:
         holds: a decoder's live conversations, in case the table knows nothing of them.
         tier: the kind of hardware that it runs on; see `hetero.tiers`.
         gpus: UUIDs of its GPUs; none on a CPU, or where that is not known.
+        sm_slots: how many tenths of its GPU's SMs it has to itself, and how many SMs those are
+            (`sms`); 0: it runs on all.
         leaving: whether it is to go, and takes nothing new.
         max_batched_tokens: most tokens of one iteration, prefills' chunks included.
         host_tokens: how many tokens of KV its node's LMCache server has room for.
@@ -48,6 +50,8 @@ class EngineInfo:
     holds: list[Conversation] = field(default_factory=list)
     tier: str = ""
     gpus: tuple[str, ...] = ()
+    sm_slots: int = 0
+    sms: int = 0
     leaving: bool = False
     wanted_replicas: int | None = None
     max_batched_tokens: int = 0
@@ -87,11 +91,14 @@ class Heard:
         ended: conversations (and incarnations) that the engine is to forget.
         wanted_replicas: how many engines of its role there are to be.
         decided_s: when that was decided, or confirmed; Unix time.
+        holds: how long its engine is to hold what it has of histories, in seconds from now on, with
+            their incarnations.
     """
 
     ended: list[tuple[str, int]]
     wanted_replicas: int
     decided_s: float
+    holds: list[tuple[str, int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

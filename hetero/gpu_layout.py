@@ -19,6 +19,7 @@ from conserve.engines import engine_arguments
 from conserve.settings import RoleSettings, Settings, SettingsError
 from conserve.wire import Role
 from hetero.model_shape import ModelShape
+from hetero.tiers import role_tier
 
 GIB = 2**30
 # vLLM's default of `gpu_memory_utilization`. What is left is for CUDA's contexts of others: that of
@@ -76,6 +77,7 @@ class EnginePlan:
         needs: None: not known.
         kv_bytes: each worker's; an estimate of what vLLM measures at start, unless `fixed`.
         fixed: whether it is told to the engine.
+        sm_slots: tenths of a GPU's SMs that each leases; None: it runs on all.
     """
 
     role: Role
@@ -86,6 +88,7 @@ class EnginePlan:
     needs: Needs | None = None
     kv_bytes: int | None = None
     fixed: bool = False
+    sm_slots: int | None = None
 
     @property
     def kv_tokens(self) -> int | None:
@@ -160,7 +163,10 @@ def with_memory(
     plans: dict[str, EnginePlan] = {}
     for name, own in roles(settings):
         role: Role = "decoder" if name == "decoders" else "prefiller"
-        plan = EnginePlan(role, most_replicas(own), workers(settings, own), own.num_gpus)
+        slots = role_tier(settings, own, gpu=True).sm_slots
+        plan = EnginePlan(
+            role, most_replicas(own), workers(settings, own), own.num_gpus, sm_slots=slots
+        )
         card = card_bytes[name]
         if shape is not None and card is not None:
             arguments = arguments_of(settings, own)

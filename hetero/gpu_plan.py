@@ -61,6 +61,8 @@ class GpuPlan:
         said = []
         for one in self.engines:
             parts = [f"{one.replicas} x {one.role}, {one.num_gpus:g} GPU a worker"]
+            if one.sm_slots is not None:
+                parts.append(f"{one.sm_slots} of ten SM slots")
             if one.needs is not None:
                 parts.append(f"weights {gib(one.needs.weights_bytes)}")
                 parts.append(f"reserve {gib(one.needs.reserve_bytes)}")

@@ -18,7 +18,7 @@ from hetero.energy import EnergyMeter, EngineEnergy, GpuReading, divide
 from hetero.guard import CapsOutcome, Guard, GuardLost
 from hetero.nvml import GpuLost, NotSupported, Nvml, NvmlError
 from hetero.power import Cap, default_directory
-from hetero.sm_slots import SmSlotLedger
+from hetero.sm_slots import NoFreeSms, SmLease, SmSlotLedger
 from hetero.sm_units import SmSlots, sm_granularity
 
 logger = logging.getLogger("conserve.node")
@@ -30,13 +30,23 @@ RETRY_S = 10.0
 DISAGREED = "Disagreed"
 
 
+class UnknownGpu(Exception):
+    """NVML does not show SMs of that GPU on this node."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """Which GPUs of its node an engine runs on, and under which power cap they are to be."""
+    """Which GPUs of its node an engine runs on, and under which power cap they are to be.
+
+    Attributes:
+        gpus: none while it loads.
+        leases: its SMs, in case the keeper knows nothing of them.
+    """
 
     engine_id: str
     gpus: tuple[str, ...]
     cap: Cap | None = None
+    leases: tuple[SmLease, ...] = ()
 
 
 class GpuKeeper:
@@ -77,19 +87,38 @@ class GpuKeeper:
             self._open(now_s)
             if self._nvml is None:
                 return None
+        for lease in use.leases:
+            self._restore(lease)
         gpus = [self._readings[uuid] for uuid in self._of(use) if uuid in self._readings]
         if not gpus:
             return None
         integrated = any(self._meters[gpu.uuid].integrated for gpu in gpus)
         return EngineEnergy(self._joules[use.engine_id], self._epoch, integrated, tuple(gpus))
 
+    def lease(self, gpu: str, engine_id: str, slots: int, now_s: float) -> SmLease:
+        """Lease an engine so many slots of a GPU, for as long as it is heard of.
+
+        Raises:
+            NoFreeSms: they are not free; those of an engine that died are within `SILENCE_S`.
+            UnknownGpu: the driver does not show that GPU's SMs here.
+        """
+        if self._nvml is None:
+            self._open(now_s)
+        try:
+            lease = self.sm_ledger.lease_slots(gpu, engine_id, slots)
+        except KeyError:
+            raise UnknownGpu(f"NVML does not show SMs of {gpu} on this node") from None
+        # It is about to load, and beats from now on.
+        self._heard_s[engine_id] = now_s
+        logger.info("%s: %d SMs are %s's", gpu, lease.sms, engine_id)
+        return lease
+
     def tick(self, now_s: float) -> None:
         """Forget silent engines, see to caps, read every GPU in use; to be called once a second."""
         for engine_id, heard_s in list(self._heard_s.items()):
             if now_s - heard_s > SILENCE_S:
                 self.leave(engine_id)
-        for lease in self.sm_ledger.keep_owners(self._uses):
-            logger.info("%s: %d SMs of %s are free again", lease.gpu, lease.sms, lease.owner)
+        self._say_free(self.sm_ledger.keep_owners(self._heard_s))
         if self._nvml is None:
             return
         engines: defaultdict[str, list[str]] = defaultdict(list)
@@ -105,10 +134,11 @@ class GpuKeeper:
             del self._meters[uuid]
 
     def leave(self, engine_id: str) -> None:
-        """An engine has gone: at the next tick its SMs are free, and its GPUs not ours."""
-        del self._uses[engine_id]
-        del self._heard_s[engine_id]
+        """An engine has gone: its SMs are free, and at the next tick its GPUs are not ours."""
+        self._uses.pop(engine_id, None)
+        self._heard_s.pop(engine_id, None)
         self._joules.pop(engine_id, None)
+        self._say_free(self.sm_ledger.release_owner(engine_id))
 
     def close(self) -> None:
         """Put back every limit, and let go of the driver."""
@@ -155,6 +185,24 @@ class GpuKeeper:
                 slots[gpu.uuid] = SmSlots(gpu.sm_count, allowed)
         # By the clock: ids that an earlier actor gave are lower.
         self.sm_ledger = SmSlotLedger(slots, first_id=time.time_ns())
+
+    def _restore(self, lease: SmLease) -> None:
+        """Take in what an engine has from an earlier keeper, or from before it fell silent."""
+        about = f"lease {lease.id}"
+        try:
+            self.sm_ledger.restore(lease)
+        except (NoFreeSms, KeyError, ValueError) as error:
+            self._say(
+                about,
+                f"{lease.owner} runs on SMs that are not its own any more, until it is started "
+                f"again: {error}",
+            )
+        else:
+            self._said.pop(about, None)
+
+    def _say_free(self, leases: list[SmLease]) -> None:
+        for lease in leases:
+            logger.info("%s: %d SMs of %s are free again", lease.gpu, lease.sms, lease.owner)
 
     def _of(self, use: EngineUse) -> list[str]:
         """The whole GPUs that an engine runs on, each once."""

@@ -9,11 +9,12 @@ Pure: no clock, no driver, one thread at a time.
 """
 
 import bisect
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
-from hetero.sm_units import SmSlots
+from hetero.sm_units import SM_SLOTS, SmSlots
 
 
 class NoFreeSms(Exception):
@@ -64,10 +65,10 @@ class SmSlotLedger:
 
     def __init__(self, gpus: Mapping[str, SmSlots], first_id: int = 1) -> None:
         self._gpus = dict(gpus)
-        # Those with units, by where they begin.
-        self._placed: dict[str, list[SmLease]] = {uuid: [] for uuid in self._gpus}
+        # Those with units, by where they begin, which no two share.
+        self._placed: dict[str, list[tuple[int, SmLease]]] = {uuid: [] for uuid in self._gpus}
         self._leases: dict[int, SmLease] = {}
-        self._owned: dict[str, set[int]] = {}
+        self._owned: defaultdict[str, set[int]] = defaultdict(set)
         self._next_id = first_id
 
     def lease(self, gpu: str, owner: str, asked_sms: int) -> SmLease:
@@ -80,6 +81,40 @@ class SmSlotLedger:
         """
         units = self._fit(gpu, owner, asked_sms)
         lease = self._made(self._next_id, gpu, owner, units)
+        self._next_id += 1
+        self._put(lease)
+        return lease
+
+    def lease_slots(self, gpu: str, owner: str, slots: int) -> SmLease:
+        """Lease so many tenths of a GPU, from one tenth's border to another's.
+
+        So whatever adds up to ten has room beside each other, in any order, and all SMs are used;
+        `lease`, which rounds up, cannot promise that. How many SMs a tenth is depends on where it
+        lies, by one unit. Of free runs that have room the smallest is taken.
+
+        Raises:
+            NoFreeSms: they are not free in one piece.
+            KeyError: there is no such GPU here.
+            ValueError: there are no so many slots.
+        """
+        if not 1 <= slots <= SM_SLOTS:
+            raise ValueError(f"asked for {slots} of {SM_SLOTS} slots")
+        borders, runs = self._gpus[gpu].borders, self.free(gpu)
+        places = [
+            (len(run), units.start, units)
+            for units in map(range, borders, borders[slots:])
+            for run in runs
+            if units and run.start <= units.start and units.stop <= run.stop
+        ]
+        if not places:
+            holders = ", ".join(
+                f"{one.owner} has {_shown(one.units)}" for _, one in self._placed[gpu]
+            )
+            raise NoFreeSms(
+                f"{gpu}: {slots} of {SM_SLOTS} slots are not free in one piece"
+                + (f": {holders} of {self._gpus[gpu].split.units} units" if holders else "")
+            )
+        lease = self._made(self._next_id, gpu, owner, min(places)[2])
         self._next_id += 1
         self._put(lease)
         return lease
@@ -100,7 +135,7 @@ class SmSlotLedger:
             return
         if known is not None:
             raise ValueError(f"lease {lease.id} is another one")
-        for other in self._placed[lease.gpu]:
+        for _, other in self._placed[lease.gpu]:
             if _meet(other.units, lease.units):
                 raise NoFreeSms(
                     f"{lease.gpu}: units {_shown(lease.units)} are not free, since {other.owner} "
@@ -120,9 +155,9 @@ class SmSlotLedger:
         """
         old = self.get(lease_id)
         units = self._fit(old.gpu, old.owner, asked_sms, old)
-        self._take(old)
         lease = self._made(old.id, old.gpu, old.owner, units)
-        self._put(lease)
+        self._displace(old)
+        self._place(lease)
         return lease
 
     def split(self, decode_id: int, prefill_id: int, asked_sms: int) -> tuple[SmLease, SmLease]:
@@ -150,12 +185,12 @@ class SmSlotLedger:
         else:
             mine = gpu.split.highest(both, gpu.sizes[wanted])
             rest = range(both.start, mine.start)
-        self._take(decode)
-        self._take(prefill)
+        self._displace(decode)
+        self._displace(prefill)
         decode = self._made(decode.id, decode.gpu, decode.owner, mine)
         prefill = self._made(prefill.id, prefill.gpu, prefill.owner, rest)
-        self._put(decode)
-        self._put(prefill)
+        self._place(decode)
+        self._place(prefill)
         return decode, prefill
 
     def release(self, lease_id: int) -> SmLease:
@@ -208,19 +243,17 @@ class SmSlotLedger:
 
     def _runs(self, gpu: str, without: SmLease | None = None) -> list[tuple[int, range]]:
         """What is free, and how many SMs that is; of one lease, as if it had ended."""
-        split = self._gpus[gpu].split
+        before = self._gpus[gpu].split.before
         runs, start = [], 0
-        for lease in self._placed[gpu]:
+        for taken, lease in self._placed[gpu]:
             if lease is without:
                 continue
-            units = lease.units
-            if units.start > start:
-                run = range(start, units.start)
-                runs.append((split.sms_of(run), run))
-            start = units.stop
-        if start < split.units:
-            run = range(start, split.units)
-            runs.append((split.sms_of(run), run))
+            if taken > start:
+                runs.append((before[taken] - before[start], range(start, taken)))
+            start = lease.units.stop
+        units = len(before) - 1
+        if start < units:
+            runs.append((before[units] - before[start], range(start, units)))
         return runs
 
     def _fit(self, gpu: str, owner: str, asked_sms: int, old: SmLease | None = None) -> range:
@@ -228,11 +261,12 @@ class SmSlotLedger:
         slots = self._gpus[gpu]
         split, size = slots.split, slots.sizes[slots.smallest(asked_sms)]
         runs = self._runs(gpu, old)
-        largest_sms, largest = max(runs, default=(0, range(0)), key=itemgetter(0))
+        enough = [run for sms, run in runs if sms >= size]
         around_sms, around = 0, range(0)
         if old is not None and old.units:
             around_sms, around = next(one for one in runs if old.units.start in one[1])
-        if largest_sms < size:
+        if not enough:
+            largest_sms, largest = max(runs, default=(0, range(0)), key=itemgetter(0))
             if around_sms >= asked_sms:
                 return around
             if largest_sms >= asked_sms:
@@ -244,7 +278,6 @@ class SmSlotLedger:
         if old is not None and around_sms >= size:
             from_here = split.lowest(range(old.units.start, around.stop), size)
             return from_here if split.sms_of(from_here) >= size else split.highest(around, size)
-        enough = [run for sms, run in runs if sms >= size]
         for one in self._owned.get(owner, ()):
             beside = self._leases[one]
             if beside is old or beside.gpu != gpu or not beside.units:
@@ -262,24 +295,26 @@ class SmSlotLedger:
         return SmLease(lease_id, gpu, owner, units, slots.within(sms), sms)
 
     def _put(self, lease: SmLease) -> None:
-        if lease.units:
-            bisect.insort(self._placed[lease.gpu], lease, key=_start)
-        self._leases[lease.id] = lease
-        self._owned.setdefault(lease.owner, set()).add(lease.id)
+        self._place(lease)
+        self._owned[lease.owner].add(lease.id)
 
-    def _take(self, lease: SmLease) -> None:
+    def _place(self, lease: SmLease) -> None:
+        self._leases[lease.id] = lease
+        if lease.units:
+            bisect.insort(self._placed[lease.gpu], (lease.units.start, lease))
+
+    def _displace(self, lease: SmLease) -> None:
         if lease.units:
             placed = self._placed[lease.gpu]
-            del placed[bisect.bisect_left(placed, lease.units.start, key=_start)]
+            del placed[bisect.bisect_left(placed, (lease.units.start,))]
+
+    def _take(self, lease: SmLease) -> None:
+        self._displace(lease)
         del self._leases[lease.id]
         owned = self._owned[lease.owner]
         owned.discard(lease.id)
         if not owned:
             del self._owned[lease.owner]
-
-
-def _start(lease: SmLease) -> int:
-    return lease.units.start
 
 
 def _meet(one: range, other: range) -> bool:
@@ -290,7 +325,7 @@ def _joined(one: range, other: range) -> range:
     """Both, where one begins where the other ends, or is empty."""
     if not one or not other:
         return one or other
-    low, high = sorted((one, other), key=lambda units: units.start)
+    low, high = (one, other) if one.start < other.start else (other, one)
     if low.stop != high.start:
         raise ValueError(
             f"a border is between neighbours: units {_shown(low)} and {_shown(high)} are none"

@@ -53,6 +53,7 @@ class SmSplit:
     Attributes:
         unit_sms: SMs of a unit: the fewest that can be had by themselves.
         units: how many units there are, at least 1; they have the numbers from 0 on.
+        before: how many SMs the units before each have, and all.
         rest_sms: what the split leaves over, which the last unit has besides. A GPU that is smaller
             than a unit is one unit and not split at all.
     """
@@ -65,22 +66,21 @@ class SmSplit:
         self.unit_sms = min(unit_sms, sm_count)
         self.units = sm_count // self.unit_sms
         self.rest_sms = sm_count % self.unit_sms
-        # How many SMs the units before each have, and all.
         starts = range(0, sm_count - self.rest_sms, self.unit_sms)
-        self._before: tuple[int, ...] = (*starts, sm_count)
+        self.before: tuple[int, ...] = (*starts, sm_count)
 
     def sms_of(self, units: range) -> int:
         """How many SMs these units have together, the rest included where they have the last."""
-        return self._before[units.stop] - self._before[units.start]
+        return self.before[units.stop] - self.before[units.start]
 
     def lowest(self, units: range, least_sms: int) -> range:
         """As few of these units as have so many SMs, from the low end; all, if they have fewer."""
-        stop = bisect.bisect_left(self._before, self._before[units.start] + least_sms)
+        stop = bisect.bisect_left(self.before, self.before[units.start] + least_sms)
         return range(units.start, min(stop, units.stop))
 
     def highest(self, units: range, least_sms: int) -> range:
         """As few of these units as have so many SMs, from the high end; all, if they have fewer."""
-        start = bisect.bisect_right(self._before, self._before[units.stop] - least_sms) - 1
+        start = bisect.bisect_right(self.before, self.before[units.stop] - least_sms) - 1
         return range(max(start, units.start), units.stop)
 
 
@@ -97,6 +97,9 @@ class SmSlots:
     Attributes:
         split: the units that slots are made of.
         sizes: how many SMs each of the slots 0 (none) to 10 (all) has, non-decreasing.
+        borders: the unit with which each tenth begins, and the last one ends, to the nearest. From
+            one border to another are any number of slots, and what begins where another ends fits
+            beside it, whatever the rounding.
     """
 
     def __init__(self, sm_count: int, allowed: SmGranularity) -> None:
@@ -106,6 +109,10 @@ class SmSlots:
         tenths = (-(-sm_count * slot // SM_SLOTS) for slot in range(SM_SLOTS + 1))
         self.sizes = tuple(
             self.split.sms_of(self.split.lowest(everything, least_sms)) for least_sms in tenths
+        )
+        units = self.split.units
+        self.borders = tuple(
+            (2 * units * slot + SM_SLOTS) // (2 * SM_SLOTS) for slot in range(SM_SLOTS + 1)
         )
 
     def complement(self, slot: int) -> int:

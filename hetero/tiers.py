@@ -45,19 +45,21 @@ class RoleTier:
         resources: what each worker asks Ray for, to be on one of its nodes.
         labels: the node labels that Ray's selector is to match.
         cap: the power cap of its GPUs; None: they are left alone.
+        sm_slots: the tenths of a GPU's SMs that each engine leases; None: it runs on all.
     """
 
     name: str
     resources: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     cap: Cap | None = None
+    sm_slots: int | None = None
 
 
 def role_tier(settings: Settings, own: RoleSettings, gpu: bool) -> RoleTier:
     """Where a role runs, and how.
 
-    Without GPUs there are no kinds of them and nothing to cap: what remains of a tier is the
-    custom resource and the labels, and if there are none, it is the tier ``cpu``.
+    Without GPUs there are no kinds of them, nothing to cap and no SMs: what remains of a tier is
+    the custom resource and the labels, and if there are none, it is the tier ``cpu``.
     """
     if own.tier is None:
         return RoleTier(GPU_TIER if gpu else CPU_TIER)
@@ -70,7 +72,7 @@ def role_tier(settings: Settings, own: RoleSettings, gpu: bool) -> RoleTier:
         return RoleTier(own.tier if marked else CPU_TIER, resources, dict(tier.labels))
     if tier.accelerator_type is not None:
         resources[_ACCELERATOR + tier.accelerator_type] = _MARK
-    return RoleTier(own.tier, resources, dict(tier.labels), _cap(tier))
+    return RoleTier(own.tier, resources, dict(tier.labels), _cap(tier), tier.sm_slots)
 
 
 def _cap(tier: TierSettings) -> Cap | None:

@@ -19,8 +19,7 @@ class ChunkController:
     - What `StepCost` says would make a step last longer than nine tenths of ``late_s`` is not
       allowed, however large the budget. Where that cuts, the budget need not grow.
 
-    The paper's R, the SMs that decodes have to themselves, is not here: where nothing moves SMs
-    from one to the other, there is nothing to decide.
+    The paper's R, the SMs that decodes have to themselves, is `DecodeReserve`'s.
 
     What is allowed lies between ``least_tokens`` and ``most_tokens`` always: prefills come to an
     end beside any decodes.

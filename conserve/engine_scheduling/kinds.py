@@ -4,6 +4,9 @@ from typing import Final, Literal
 
 Kind = Literal["cold", "resume", "decode"]
 KINDS: Final[tuple[Kind, ...]] = ("cold", "resume", "decode")
+WaitFor = Literal["room", "place", "step", "load"]
+"""What a call waits for in an engine: KV that is free, its turn among as many as run at a time,
+tokens of a step, or its own KV, which is being loaded."""
 
 
 def kind_of(is_decoding: bool, found_tokens: int, missing_tokens: int, budget_tokens: int) -> Kind:

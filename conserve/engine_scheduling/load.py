@@ -20,6 +20,11 @@ class SchedulerLoad(msgspec.Struct, frozen=True):
         free_blocks, blocks: of the engine's KV.
         tpot_s, tpot_bound_s: time per output token of late, and its bound.
         budget_tokens: what a step may prefill beside decodes.
+        lane_waiting, lane_running: calls that wait for the prefill lane, and that are in it;
+            None, as all of the lane's: there is none.
+        lane_tokens: left to compute in the lane.
+        lane_prefills: by what became of them: done, or failed and computed inline.
+        lane_computed_tokens: in the lane.
     """
 
     waiting: list[int]
@@ -36,3 +41,8 @@ class SchedulerLoad(msgspec.Struct, frozen=True):
     tpot_s: float
     tpot_bound_s: float
     budget_tokens: int
+    lane_waiting: int | None = None
+    lane_running: int | None = None
+    lane_tokens: int | None = None
+    lane_prefills: dict[str, int] | None = None
+    lane_computed_tokens: int | None = None

@@ -36,6 +36,15 @@ class Forgotten:
     incarnation: int
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """For how long a decoder's engine is to hold what it has of a history, from now on."""
+
+    history_id: str
+    incarnation: int
+    for_s: float
+
+
 class Memory:
     """Pauses idle histories, and knows where they may still be found.
 
@@ -90,6 +99,8 @@ class Memory:
         self._paused_on: dict[str, tuple[str, int]] = {}
         self._left: dict[str, set[str]] = {}
         self._forgotten: list[Forgotten] = []
+        # Of decoders that ask: histories of which a turn has ended since they were told last.
+        self._rested: dict[str, dict[str, None]] = {}
         # Until when nobody looks whether a decoder can be relieved; or whether room can be made by
         # those that are away, or by all, and for how many tokens or more.
         self._in_vain: dict[str, float] = {}
@@ -181,6 +192,8 @@ class Memory:
         Args:
             stats: what the engine did; None if it did not get there.
         """
+        if (rested := self._rested.get(history.decoder_id or "")) is not None:
+            rested[history.id] = None
         parking = turn_id in self._parking
         self._parking.discard(turn_id)
         # One that was cut before it put anything out may not have been computed, nor looked up.
@@ -292,6 +305,28 @@ class Memory:
         self._caches.pop(decoder_id, None)
         self._emptied.pop(decoder_id, None)
         self._in_vain.pop(decoder_id, None)
+        self._rested.pop(decoder_id, None)
+
+    def take_holds(self, decoder_id: str, now_s: float) -> list[Hold]:
+        """How long a decoder's engine is to hold the histories that have come to rest there since
+        it was asked last.
+
+        Of those whose client has said when the next turn comes, or that none does, its engine knows
+        by itself.
+        """
+        holds = []
+        rested, self._rested[decoder_id] = self._rested.get(decoder_id, {}), {}
+        for history_id in rested:
+            history = self._get(history_id)
+            if history is None or history.decoder_id != decoder_id or history.running:
+                continue
+            said = history.hints
+            if said is not None and (said.expected_resume_s is not None or said.last_step):
+                continue
+            wait = self._wait(history)
+            for_s = self._policy.hold_s(wait.tool) - max(0.0, now_s - history.last_used_s)
+            holds.append(Hold(history_id, history.incarnation, max(0.0, for_s)))
+        return holds
 
     def take_forgotten(self) -> list[Forgotten]:
         """What decoders may forget, since they were asked last."""

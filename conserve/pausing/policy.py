@@ -7,6 +7,10 @@ from conserve.pausing.gaps import Gaps
 
 # A turn that comes within so many seconds comes soon: about as long as a long prefill takes.
 _SOON_S = 30.0
+# How long an engine may be told to hold a history's KV between turns, and the least of it.
+_HOLDS_S = (2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+# Of those who come back within the longest, so many are back by then.
+_HELD_SHARE = 0.9
 # A prompt of so many tokens takes twice as long to prefill as its tokens would without attention to
 # each other. It only orders histories of different lengths.
 _ATTENTION_TOKENS = 32_768
@@ -134,6 +138,24 @@ class Pausing:
     def parks(self, held_tokens: int, capacity_tokens: int) -> bool:
         """Whether a turn on a decoder that holds so much leaves its KV in host memory too."""
         return held_tokens >= self.park_mark * capacity_tokens
+
+    def hold_s(self, tool: str | None) -> float:
+        """How long an engine is to hold a history's KV for its next turn, from the last one's end.
+
+        Until nine in ten are back of those who come within a minute; for no time where less than
+        half of all do.
+
+        Args:
+            tool: what the history waits for; None: that is not known.
+        """
+        back = [self.gaps.chance(0.0, within_s, tool=tool) for within_s in _HOLDS_S]
+        if back[-1] < 0.5:
+            return 0.0
+        return next(
+            hold_s
+            for hold_s, share in zip(_HOLDS_S, back, strict=True)
+            if share >= _HELD_SHARE * back[-1]
+        )
 
     def excess_tokens(self, held_tokens: int, capacity_tokens: int) -> int:
         """How much of what a decoder holds is above the mark."""

@@ -11,7 +11,7 @@ from conserve.environments.settings import EnvironmentSettings
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing
 from conserve.placement import EngineCosts, PlacementPolicy, PolicyName, make_policy
-from conserve.settings.engine_arguments import without_reserved
+from conserve.settings.engine_arguments import NOT_BESIDE_A_LANE, without_reserved
 from conserve.settings.groups import (
     CPU_TIER,
     GPU_TIER,
@@ -156,6 +156,12 @@ class Settings(Strict):
         "asks for little, and had little, goes first; prefills are cut so that no answer's tokens "
         "come late; and a history's KV is kept between turns. `vllm`: as vLLM does it, first come "
         "first served.",
+    )
+    prefill_lane: bool = Field(
+        default=False,
+        description="Whether decoders compute long prompts and appends beside their steps while "
+        "somebody decodes, and not in them. Only with `engine_scheduler: conversation`; on CPUs "
+        "both take turns, and nothing is gained.",
     )
     wrong_decision_rate: float = Field(
         default=0.0,
@@ -336,6 +342,30 @@ class Settings(Strict):
                     raise ValueError(
                         f"{name}.{argument} cannot be set: engine_scheduler=conversation sets it"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _lane_has_its_engine(self) -> Self:
+        if not self.prefill_lane:
+            return self
+        if self.engine_scheduler != "conversation":
+            raise ValueError("prefill_lane: only with engine_scheduler=conversation")
+        given = {f"engine.{name}": value for name, value in self.engine.items()}
+        for role in ("prefillers", "decoders") if self.prefillers_host else ("decoders",):
+            own: RoleSettings = getattr(self, role)
+            given |= {f"{role}.engine.{name}": value for name, value in own.engine.items()}
+            tier = None if own.tier is None else self.tiers.get(own.tier)
+            if tier is not None and tier.sm_slots is not None:
+                raise ValueError(
+                    f"tiers.{own.tier}.sm_slots cannot be set with prefill_lane: each has an "
+                    f"engine's worker of its own; choose one for the {role}"
+                )
+        for name, value in given.items():
+            argument = name.rsplit(".", 1)[1]
+            asked_for = value is True or value not in (None, False, 1)
+            if argument in NOT_BESIDE_A_LANE and asked_for:
+                why = NOT_BESIDE_A_LANE[argument]
+                raise ValueError(f"{name} cannot be set with prefill_lane: {why}")
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,15 @@ _RESERVED = {
 }
 # Each has vLLM allocate KV by its own allocator (cumem); sleep mode does so unasked.
 _NOT_SHARED = ("enable_sleep_mode", "enable_cumem_allocator")
+# What an engine with a prefill lane is not to be told; numbers are fine where they are 1.
+NOT_BESIDE_A_LANE = {
+    "worker_cls": "it sets it",
+    "tensor_parallel_size": "the lane has one worker",
+    "pipeline_parallel_size": "the lane has one worker",
+    "data_parallel_size": "the lane has one worker",
+    "enable_lora": "adapters are switched step by step",
+    "speculative_config": "a drafter would have no KV of what the lane computes",
+}
 
 
 def without_reserved(arguments: dict[str, Any], field: str) -> dict[str, Any]:

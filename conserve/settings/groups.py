@@ -84,6 +84,14 @@ class TierSettings(Strict):
         description="The same limit, as a fraction of each GPU's default limit (the paper: 2/3). "
         "Give one of the two.",
     )
+    sm_slots: int | None = Field(
+        default=None,
+        ge=1,
+        le=10,
+        description="How many tenths of a GPU's SMs each engine of the tier has to itself; those "
+        "that may get the same GPU have ten together. Unset: an engine runs on all of them. "
+        "Nothing on CPUs.",
+    )
 
     @model_validator(mode="after")
     def _one_cap(self) -> Self:

@@ -25,7 +25,7 @@ from autoscale.serve import DECIDED_S, WANTED_REPLICAS
 from conserve.direct import Desk, Notice
 from conserve.holdings import Holdings
 from conserve.settings import Settings
-from conserve.wire import BEAT_S, CHECK_PREFIX, Role
+from conserve.wire import BEAT_S, CHECK_PREFIX, SILENCE_S, Role
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.cuda_ops import require_cuda_ops
 from deployments.engine.described import describe
@@ -36,6 +36,7 @@ from deployments.engine.reporter import Reporter
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.scheduler.client import SchedulerClient
 from deployments.engine.scheduler.doors import require_doors
+from deployments.engine.sm_slots import LEASE_METHOD, lease_of, tell_worker
 from deployments.engine.sockets import unnamed_afterwards
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, Heard
@@ -45,6 +46,7 @@ from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
 from hetero.gpus import EngineUse
 from hetero.host_memory import KEPT_SHARE
+from hetero.sm_slots import SmLease
 from hetero.tiers import RoleTier
 
 logger = logging.getLogger("ray.serve")
@@ -83,12 +85,18 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if settings.device == "gpu":
             require_cuda_ops()
         self._node = NodeClient(context.app_name, settings)
+        self._sm_slots = tier.sm_slots
+        if self._sm_slots is not None:
+            # Its worker leases SMs while the model loads, and they are kept for who beats.
+            self._node.use = EngineUse(self._id, (), tier.cap)
         hosts = role == "decoder" or settings.prefillers_host
         schedules = settings.schedules_conversations and hosts
         if schedules:
             # Before minutes of loading, and in a line of its own.
             require_doors()
         _use_server(llm_config, await self._node.launch())
+        if self._sm_slots is not None:
+            _use_slots(llm_config, self._sm_slots, self._id, self._node.actor_name)
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download: spares a process that loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
@@ -99,8 +107,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if schedules:
             self._scheduler = SchedulerClient(client)
         gpus = await self._gpus(llm_config)
-        if gpus:
-            self._node.use = EngineUse(self._id, gpus, tier.cap)
+        leases = await self._leases()
+        if gpus or leases:
+            self._node.use = EngineUse(self._id, gpus, tier.cap, leases)
         self._server, self._serving, url = await self._listen()
         cache = client.vllm_config.cache_config
         self._info = EngineInfo(
@@ -113,6 +122,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             max_batched_tokens=int(client.vllm_config.scheduler_config.max_num_batched_tokens),
             tier=tier.name,
             gpus=gpus,
+            sm_slots=self._sm_slots or 0,
+            sms=sum(lease.sms for lease in leases),
             host_tokens=self._host_tokens(client.vllm_config) if settings.parks else 0,
             also_hosts=role == "prefiller" and settings.prefillers_host,
         )
@@ -168,6 +179,12 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             )  # fmt: skip
             return ()
 
+    async def _leases(self) -> tuple[SmLease, ...]:
+        """The SMs that the engine has to itself; none unless its tier has slots."""
+        if self._sm_slots is None:
+            return ()
+        return tuple(lease_of(said) for said in await self.collective_rpc(LEASE_METHOD))
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Tell Serve's autoscaler what the table wants; see `autoscale.serve.FollowTable`."""
         heard = self._heard
@@ -182,6 +199,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if getattr(self, "_beating", None) is not None and self._scales:
             await self._drain()
         await self._let_go()
+        await self._free_slots()
         await super().__del__()
 
     async def _let_go(self) -> None:
@@ -198,6 +216,16 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             # It may be dead already.
             logger.warning("%s %s: its KV space is free in %g s at the latest (%s)", self._role,
                            self._id, REAPED_S, error or type(error).__name__)  # fmt: skip
+
+    async def _free_slots(self) -> None:
+        """Give back the SMs: a successor would wait for them until this engine is missed."""
+        if getattr(self, "_sm_slots", None) is None:
+            return
+        try:
+            await asyncio.wait_for(self._node.leave(self._id), _LETTING_GO_S)
+        except Exception as error:
+            logger.warning("%s %s: its SMs are free in %g s (%s)", self._role, self._id,
+                           SILENCE_S, error or type(error).__name__)  # fmt: skip
 
     async def _drain(self) -> None:
         """Stay while the conversation table has anything for this engine, unless it is dead."""
@@ -338,6 +366,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                     self._holdings.drop(conversation_id, incarnation)
                 if self._scheduler is not None:
                     self._scheduler.release(heard.ended, "front")
+                    self._scheduler.hold(heard.holds)
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)
             except Exception:
@@ -385,4 +414,12 @@ def _use_server(config: LLMConfig, address: Address) -> None:
         "lmcache.mp.host": f"tcp://{address.host}",
         "lmcache.mp.port": address.port,
     }
+    config.update_engine_kwargs(kv_transfer_config={**transfer, "kv_connector_extra_config": extra})
+
+
+def _use_slots(config: LLMConfig, slots: int, engine_id: str, node_actor: str) -> None:
+    """Tell the engine's worker which SMs to lease, and of whom."""
+    transfer = config.engine_kwargs["kv_transfer_config"]
+    extra = dict(transfer["kv_connector_extra_config"])
+    tell_worker(extra, slots, engine_id, node_actor)
     config.update_engine_kwargs(kv_transfer_config={**transfer, "kv_connector_extra_config": extra})

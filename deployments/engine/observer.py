@@ -57,6 +57,8 @@ class _Observation:
     late: bool = False
     output_tokens: dict[tuple[str, int], int] = field(default_factory=dict)
     decode_s: float | None = None
+    engine_wait_s: float | None = None
+    engine_wait_for: str | None = None
     # For streams that may have to be continued: whether to note what is put out, what of it is
     # in no event yet, and what another engine had put out before.
     notes: bool = False
@@ -78,6 +80,9 @@ class _Observation:
             self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
         self.missed_tokens = max(self.missed_tokens, found.missed_tokens)
         self.late |= found.late
+        wait_s, wait_for = wire.engine_wait(output.kv_transfer_params)
+        if wait_s is not None and wait_s >= (self.engine_wait_s or 0.0):
+            self.engine_wait_s, self.engine_wait_for = wait_s, wait_for
         times = output.metrics
         if times is not None and 0 < times.first_token_ts <= times.last_token_ts:
             self.decode_s = max(self.decode_s or 0.0, times.last_token_ts - times.first_token_ts)
@@ -112,6 +117,8 @@ class _Observation:
             decode_s=self.decode_s,
             missed_tokens=self.missed_tokens,
             late=self.late,
+            engine_wait_s=self.engine_wait_s,
+            engine_wait_for=self.engine_wait_for,
         )
 
 

@@ -99,13 +99,17 @@ class NodeService:
 
     # --- SM slots, for an engine's workers: see `hetero.sm_slots.SmSlotLedger` --------------------
 
-    async def lease_sm_slots(self, gpu: str, engine_id: str, asked_sms: int) -> SmLease:
-        """Lease at least so many SMs of a GPU to an engine, for as long as it beats.
+    async def lease_sm_slots(self, gpu: str, engine_id: str, slots: int) -> SmLease:
+        """Lease so many tenths of a GPU's SMs to an engine, for as long as it beats.
 
         The lease says which: units of the split that `hetero.sm_units` describes.
+
+        Raises:
+            NoFreeSms: they are not free.
+            UnknownGpu: there is no such GPU here.
         """
         keeper = self._keeper()
-        return await self._on_gpus(lambda: keeper.sm_ledger.lease(gpu, engine_id, asked_sms))
+        return await self._on_gpus(lambda: keeper.lease(gpu, engine_id, slots, time.monotonic()))
 
     async def rebind_sm_slots(self, lease_id: int, asked_sms: int) -> SmLease:
         """Change a lease to the smallest slot with at least so many SMs."""
@@ -119,10 +123,11 @@ class NodeService:
         keeper = self._keeper()
         return await self._on_gpus(lambda: keeper.sm_ledger.split(decode_id, prefill_id, asked_sms))
 
-    async def restore_sm_slots(self, lease: SmLease) -> None:
-        """Take in a lease of this actor's last life, for an engine that beats and has it still."""
-        keeper = self._keeper()
-        await self._on_gpus(lambda: keeper.sm_ledger.restore(lease))
+    async def leave(self, engine_id: str) -> None:
+        """An engine has ended: its SMs are free at once."""
+        keeper = self._gpus
+        if keeper is not None:
+            await self._on_gpus(lambda: keeper.leave(engine_id))
 
     async def release_sm_slots(self, lease_id: int) -> SmLease:
         """End a lease."""
@@ -247,7 +252,7 @@ class NodeClient:
         # Kept for the actor's next life; if there is one already, that has its own.
         self._address = choose_address(settings, ray.util.get_node_ip_address())
         self._actor = self._connect()
-        # Set when the engine knows its GPUs.
+        # Set when the engine knows its GPUs; before that by one that is to lease SMs of them.
         self.use: EngineUse | None = None
         # What these have used for it, from the last beat.
         self.energy: EngineEnergy | None = None
@@ -261,6 +266,16 @@ class NodeClient:
         self._address = await self._actor.launch.remote()
         self.keep_beating()
         return self._address
+
+    @property
+    def actor_name(self) -> str:
+        """By which the engine's workers find the actor, in the namespace ``serve``."""
+        return self._names.of(self._node_id)
+
+    async def leave(self, engine_id: str) -> None:
+        """Say that the engine has ended, so that nobody waits for its SMs."""
+        self.use = None
+        await self._actor.leave.remote(engine_id)
 
     async def wait_until_healthy(self) -> None:
         """Return when the node's LMCache server answers.

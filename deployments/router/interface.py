@@ -400,6 +400,14 @@ SCHEMAS: Json = {
         id=_TEXT, object={"const": "conversation.deleted"}, deleted={"const": True}
     ),
     "Engine": _object(
+        {
+            "sm_slots": {
+                **_COUNT,
+                "description": "How many tenths of its GPU's SMs it has to itself, if its tier "
+                "says.",
+            },
+            "sms": {**_COUNT, "description": "How many SMs those are."},
+        },
         id=_TEXT,
         role={"type": "string", "enum": ["prefiller", "decoder"]},
         hosts={**_FLAG, "description": "Whether conversations are bound to it."},

@@ -38,6 +38,14 @@ class EngineLoads(Collector):
             "How fast an engine has computed prompts while it had any, over 30 s.",
             labels=labels,
         )
+        slots = GaugeMetricFamily(
+            "conserve_engine_sm_slots",
+            "Tenths of its GPU's SMs that an engine has to itself.",
+            labels=labels,
+        )
+        sms = GaugeMetricFamily(
+            "conserve_engine_sms", "SMs that an engine has to itself.", labels=labels
+        )
         for engine_id, load in self._registry.loads.items():
             of = [engine_id, self._registry.engines[engine_id].role]
             prompts.add_metric(of, load.prefill_tokens)
@@ -48,3 +56,10 @@ class EngineLoads(Collector):
             if load.prefill_tokens_per_s:
                 speed.add_metric(of, load.prefill_tokens_per_s)
         yield from (prompts, decodes, step, speed)
+        # Nothing of them where nobody asked for slots.
+        for engine in self._registry.engines.values():
+            if engine.sm_slots:
+                slots.add_metric([engine.id, engine.role], engine.sm_slots)
+                sms.add_metric([engine.id, engine.role], engine.sms)
+        if slots.samples:
+            yield from (slots, sms)

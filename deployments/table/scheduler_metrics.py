@@ -10,7 +10,7 @@ from conserve.engine_scheduling import SchedulerLoad
 from deployments.table.registry import Registry
 
 # By which class, under which name, what it is, by what it is told apart beside the engine, and what
-# a scheduler says of it: a number, or several by that label.
+# a scheduler says of it: a number, or several by that label; None where it has no such thing.
 _FAMILIES: tuple[tuple[Any, str, str, str | None, Callable[[SchedulerLoad], Any]], ...] = (
     (
         GaugeMetricFamily, "waiting",
@@ -69,6 +69,28 @@ _FAMILIES: tuple[tuple[Any, str, str, str | None, Callable[[SchedulerLoad], Any]
         GaugeMetricFamily, "prefill_budget_tokens",
         "What a step may prefill beside decodes.", None, lambda one: one.budget_tokens,
     ),
+    (
+        GaugeMetricFamily, "lane_waiting",
+        "Calls that wait for the prefill lane.", None, lambda one: one.lane_waiting,
+    ),
+    (
+        GaugeMetricFamily, "lane_running",
+        "Calls whose prompt is computed in the prefill lane.", None, lambda one: one.lane_running,
+    ),
+    (
+        GaugeMetricFamily, "lane_tokens",
+        "Tokens that are left to compute in the prefill lane.", None, lambda one: one.lane_tokens,
+    ),
+    (
+        CounterMetricFamily, "lane_prefills",
+        "Prefills that were in the lane: done, or failed and computed inline.", "outcome",
+        lambda one: one.lane_prefills,
+    ),
+    (
+        CounterMetricFamily, "lane_computed_tokens",
+        "Tokens of prompts that were computed in the prefill lane.", None,
+        lambda one: one.lane_computed_tokens,
+    ),
 )  # fmt: skip
 
 
@@ -92,11 +114,14 @@ def _of(loads: Mapping[str, SchedulerLoad]) -> Iterator[Metric]:
         labels = ["engine", label] if label else ["engine"]
         metric: Any = family(f"conserve_engine_{name}", says, labels=labels)
         for engine, load in loads.items():
-            if not label:
-                metric.add_metric([engine], get(load))
-                continue
             found = get(load)
+            if found is None:
+                continue
+            if not label:
+                metric.add_metric([engine], found)
+                continue
             by_key = found.items() if isinstance(found, dict) else enumerate(found)
             for key, value in by_key:
                 metric.add_metric([engine, str(key)], value)
-        yield metric
+        if metric.samples:
+            yield metric

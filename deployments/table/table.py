@@ -168,7 +168,15 @@ class TableService:
         if scheduler is not None:
             self._registry.schedulers[engine_id] = scheduler
         ended = self._registry.take_ended(engine_id)
-        return Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s)
+        holds = self._holds(engine_id)
+        return Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s, holds)
+
+    def _holds(self, engine_id: str) -> list[tuple[str, int, float]]:
+        memory = self._table.memory
+        if memory is None or engine_id not in self._registry.schedulers:
+            return []
+        holds = memory.take_holds(engine_id, unix_s())
+        return [(one.history_id, one.incarnation, one.for_s) for one in holds]
 
     async def engine_lost(self, engine_id: str, why: str) -> None:
         """Remove an engine that is dead."""

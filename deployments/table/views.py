@@ -145,6 +145,7 @@ def engine_view(
         "load": None if load is None else _load_view(load),
         "tier": engine.tier,
         "gpus": list(engine.gpus),
+        **({"sm_slots": engine.sm_slots, "sms": engine.sms} if engine.sm_slots else {}),
     }
 
 

@@ -102,6 +102,20 @@ SCHEDULED = Application(
     lone_engine=True,
 )
 
+# The same with a lane for long prefills.
+LANE = Application(
+    "lane",
+    (
+        *_COMMON,
+        "engine_scheduler=conversation",
+        "prefill_lane=true",
+        "decoders=1",
+        "engine.max_model_len=4096",
+        "decoders.engine.num_gpu_blocks_override=80",
+    ),
+    lone_engine=True,
+)
+
 # Several of what the others have one of; turn 1 is prefilled remotely from 200 tokens.
 WIDE = Application(
     "wide",
@@ -231,6 +245,27 @@ GPU = Application(
     make_model=make_real_shape,
 )
 
+# The same on three and seven tenths of its SMs, with graphs, which have to keep to them too.
+GPU_SLOTS = Application(
+    "gpu-slots",
+    (
+        "tiers.prefill.sm_slots=3",
+        "tiers.decode.sm_slots=7",
+        "prefillers.tier=prefill",
+        "prefillers.num_gpus=0.4",
+        "decoders.tier=decode",
+        "decoders.num_gpus=0.6",
+        "decoders.replicas=1",
+        "served_model_name=conserve-embedded",
+        "engine.max_model_len=40960",
+        "engine.compilation_config.mode=0",
+        "engine.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
+        f"lmcache.chunk_tokens={GPU_CHUNK_TOKENS}",
+        "lmcache.size_gb=16",
+    ),
+    make_model=make_real_shape,
+)
+
 # In the order in which they are started.
 APPLICATIONS = (
     *(
@@ -241,11 +276,13 @@ APPLICATIONS = (
         PAUSING,
         ELASTIC,
         SCHEDULED,
+        LANE,
         WIDE,
         SCALING,
         BURSTS,
         VISION,
         COMPATIBLE,
         GPU,
+        GPU_SLOTS,
     ),
 )

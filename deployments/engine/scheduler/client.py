@@ -46,6 +46,12 @@ class SchedulerClient:
         if keys:
             self._begin(self._release(keys, to))
 
+    def hold(self, holds: Iterable[tuple[str, int, float]]) -> None:
+        """Have idle histories' blocks held for so many seconds from now on, soon."""
+        for_s = {history_key(one, incarnation): hold_s for one, incarnation, hold_s in holds}
+        if for_s:
+            self._begin(self._hold(for_s))
+
     def load(self) -> SchedulerLoad | None:
         """What it has said last, once, and has it say more, for the next time.
 
@@ -72,6 +78,16 @@ class SchedulerClient:
             logger.warning("the engine's scheduler does not say what it does: %s", error)
         finally:
             self._asks = False
+
+    async def _hold(self, for_s: dict[str, float]) -> None:
+        keys = list(for_s)
+        try:
+            for at in range(0, len(keys), _AT_ONCE):
+                some = {key: for_s[key] for key in keys[at : at + _AT_ONCE]}
+                await command(self._client, "pin", for_s=some)
+        except Exception as error:
+            # What is held is held as its own averages have it.
+            logger.warning("the engine's scheduler did not hold %d: %s", len(keys), error)
 
     async def _release(self, keys: list[str], to: str) -> None:
         try:

@@ -35,7 +35,7 @@ async def command(client: Any, name: str, **given: Any) -> Any:
 def obey(scheduler: Any, name: str, given: dict[str, Any]) -> Any:
     """Do what a command says.
 
-    - ``pin(key, ttl_s)``: keep an idle history for so long; returns how many blocks.
+    - ``pin(for_s)``: keep idle histories for so long each, by key; returns how many blocks.
     - ``release(keys, to)``: let histories go (`Histories.release`); returns how many blocks.
     - ``cached(keys)``: how many tokens of each history's last turn the cache has now; of all where
       ``keys`` is None.
@@ -46,7 +46,7 @@ def obey(scheduler: Any, name: str, given: dict[str, Any]) -> Any:
     """
     histories, now_s = scheduler.histories, scheduler.clock()
     if name == "pin":
-        return histories.pin(given["key"], given["ttl_s"], now_s)
+        return sum(histories.pin(key, ttl_s, now_s) for key, ttl_s in given["for_s"].items())
     if name == "release":
         return sum(histories.release(key, given["to"]) for key in given["keys"])
     if name == "cached":
@@ -80,4 +80,5 @@ def _observed(scheduler: Any, now_s: float) -> dict[str, Any]:
         "tpot_s": scheduler.chunks.tpot_s,
         "tpot_bound_s": scheduler.chunks.late_s,
         "budget_tokens": scheduler.chunks.allowed_tokens(),
+        **({} if scheduler.lane is None else scheduler.lane.observed()),
     }

@@ -68,11 +68,7 @@ def require_doors() -> None:
     try:
         from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 
-        differing = [
-            f"{method.__qualname__}({', '.join(found)})"
-            for method, names in _expected()
-            if (found := list(inspect.signature(method).parameters)) != names.split()
-        ]
+        differing = differences(_expected())
         if not hasattr(PriorityRequestQueue(), "_heap"):
             differing.append("PriorityRequestQueue()._heap")
     except (ImportError, AttributeError) as error:
@@ -82,3 +78,12 @@ def require_doors() -> None:
             f"engine_scheduler=conversation is made for vLLM {MADE_FOR}, and in this one "
             f"({vllm.__version__}) differ: {'; '.join(differing)}. Set engine_scheduler=vllm"
         )
+
+
+def differences(expected: Sequence[tuple[Callable[..., Any], str]]) -> list[str]:
+    """Which functions have other parameters than are expected, and which they have."""
+    return [
+        f"{method.__qualname__}({', '.join(found)})"
+        for method, names in expected
+        if (found := list(inspect.signature(method).parameters)) != names.split()
+    ]

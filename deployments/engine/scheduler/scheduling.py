@@ -14,14 +14,22 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from conserve.engine_scheduling import ChunkController, FeedbackQueue, Retention, kind_of
-from conserve.wire import KEPT
+from conserve.engine_scheduling import (
+    ChunkController,
+    FeedbackQueue,
+    PrefillLane,
+    Retention,
+    kind_of,
+)
+from conserve.wire import KEPT, waited
+from deployments.engine.lane.scheduler_lane import SchedulerLane
 from deployments.engine.scheduler.commands import obey, offer_commands
 from deployments.engine.scheduler.counts import Counts
 from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.scheduler.histories import Histories
 from deployments.engine.scheduler.parts import Parts
 from deployments.engine.scheduler.turn import Turn, turn_of
+from deployments.engine.scheduler.waits import Waits
 
 # Levels change with waiting and service, which take longer than that. A queue of thousands is not
 # to be sorted in every step.
@@ -34,11 +42,12 @@ _LEVEL = 1 << 32
 
 class ConversationScheduling:
     """What is laid over vLLM's ``Scheduler``. Settings are ``additional_config["conserve"]``:
-    ``feedback``, ``chunks`` and ``retention`` have the arguments of `FeedbackQueue`,
-    `ChunkController` and `Retention`, where they are not to be the defaults.
+    ``feedback``, ``chunks``, ``retention`` and ``lane`` have the arguments of `FeedbackQueue`,
+    `ChunkController`, `Retention` and `PrefillLane`, where they are not to be the defaults.
 
     Attributes:
         clock: whose time counts; monotonic.
+        lane: for long prefills, where the engine's connector has one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,6 +76,7 @@ class ConversationScheduling:
         self.counts = Counts(self.queue.levels)
         self.clock: Callable[[], float] = time.monotonic
         self.turns: dict[str, Turn] = {}
+        self._waits = Waits(self.turns)
         # With layers of several kinds blocks cannot be counted so simply; and states of some have
         # to end where vLLM says.
         groups = len(scheduler.kv_cache_config.kv_cache_groups)
@@ -74,6 +84,12 @@ class ConversationScheduling:
         self._cuts = not scheduler.need_mamba_block_aligned_split
         # A chunk that is no longer is a decode's.
         self._decode_tokens = 1 + int(scheduler.num_spec_tokens)
+        self.lane: SchedulerLane | None = None
+        # Given to the lane in this step; vLLM counts them as found by the connector.
+        self.passed_over_tokens = 0
+        if hasattr(scheduler.connector, "lane"):
+            self.lane = SchedulerLane(self, PrefillLane(**given.get("lane", {})))
+            scheduler.connector.lane = self.lane
         self._rank_at_s = 0.0
         self._limit: int | None = None
         self._left = 0
@@ -95,14 +111,45 @@ class ConversationScheduling:
         scheduler: Any = self
         self.histories.expire(now_s)
         self.parts.new_step()
+        self._waits.new_step()
         waits = bool(scheduler.waiting or scheduler.skipped_waiting)
-        if waits and now_s >= self._rank_at_s:
+        ranks = waits and now_s >= self._rank_at_s
+        if ranks:
             self._rank(now_s)
             self._rank_at_s = now_s + _RANKS_EVERY_S
         self._set_limit(waits, now_s)
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        if ranks:
+            left_out = (*scheduler.waiting._heap, *scheduler.skipped_waiting._heap)
+            self._waits.look(scheduler, left_out, now_s)
+        elif not waits:
+            self._waits.nobody()
+        if self.passed_over_tokens:
+            scheduler.connector_prefix_cache_stats.hits -= self.passed_over_tokens
+            self.passed_over_tokens = 0
         self._note(output, now_s)
         return output
+
+    @property
+    def decodes(self) -> bool:
+        """Whether anybody does in this step."""
+        return self._decoding
+
+    def left_tokens(self) -> int:
+        """What is left of the step for the lane: a block at least, so that it goes on."""
+        scheduler: Any = self
+        most = int(scheduler.max_num_scheduled_tokens)
+        return max(self._block_tokens, most if self._limit is None else self._left)
+
+    def lane_served(self, request_id: str, tokens: int) -> None:
+        """The lane has computed so much more of a request's prompt."""
+        turn = self.turns.get(request_id)
+        assert self.lane is not None
+        start = self.lane.start_of(request_id)
+        if turn is None or start is None:
+            return
+        self.queue.serve(turn.key, tokens, 0, self.clock())
+        turn.charged_tokens = max(turn.charged_tokens, start) + tokens
 
     def _set_limit(self, waits: bool, now_s: float) -> None:
         scheduler: Any = self
@@ -153,7 +200,12 @@ class ConversationScheduling:
             request, turn = scheduler.requests[request_id], self.turns[request_id]
             done = request.num_computed_tokens
             if request_id in began:
-                self._begins(request, turn, done - tokens)
+                found_tokens = done - tokens
+                if self.lane is not None:
+                    from_lane = self.lane.start_of(request_id)
+                    found_tokens = found_tokens if from_lane is None else from_lane
+                    self.lane.runs(request_id)
+                self._begins(request, turn, found_tokens, now_s)
             prefill_tokens += tokens
             # What is computed again is no service that it asked for.
             new = done - max(turn.charged_tokens, done - tokens)
@@ -163,8 +215,9 @@ class ConversationScheduling:
         if output.num_scheduled_tokens:
             self._steps[id(output)] = (now_s, prefill_tokens, decodes)
 
-    def _begins(self, request: Any, turn: Turn, found_tokens: int) -> None:
+    def _begins(self, request: Any, turn: Turn, found_tokens: int, now_s: float) -> None:
         turn.runs = True
+        turn.waited_s += max(0.0, now_s - turn.since_s)
         if turn.is_known:
             self.histories.runs(turn)
         if request.num_preemptions == 0:
@@ -176,6 +229,8 @@ class ConversationScheduling:
         """Also note how long the step has taken."""
         now_s = self.clock()
         began_s, prefill_tokens, decodes = self._steps.pop(id(scheduler_output), (now_s, 0, 0))
+        if self.lane is not None:
+            prefill_tokens += self.lane.spent_tokens(model_runner_output)
         if decodes:
             # With two under way the second begins when the first is over.
             lasted_s = now_s - max(began_s, self._updated_s)
@@ -191,6 +246,9 @@ class ConversationScheduling:
         """A call's level now; 0 goes first."""
         turn = self.turns[request.request_id]
         waited_s = 0.0 if request.status == RequestStatus.RUNNING else now_s - turn.since_s
+        if self.lane is not None and self.lane.start_of(request.request_id) is not None:
+            # It has its blocks, and needs a place alone: nobody gains by its waiting.
+            return 0
         return self.queue.level(turn.key, request.num_tokens, waited_s, now_s)
 
     def _rank(self, now_s: float) -> None:
@@ -315,6 +373,8 @@ class ConversationScheduling:
                     blocks = allocate(request, num_new_tokens, *args, **options)
             if blocks is None and runs:
                 self._rank_victims()
+            elif blocks is None:
+                self._waits.no_room()
             return blocks
 
         return allocate_slots
@@ -334,17 +394,22 @@ class ConversationScheduling:
     # --- ends --------------------------------------------------------------------------------
 
     def _free_request(self, request: Any, delay_free_blocks: bool = False) -> Any:
-        """Also answer what of its history stays, and for how long."""
-        turn = self.turns[request.request_id]
+        """Also answer what of its history stays, for how long, and what it has waited for."""
+        now_s, turn = self.clock(), self.turns[request.request_id]
+        if not turn.runs:
+            turn.waited_s += max(0.0, now_s - turn.since_s)
+        if self.lane is not None:
+            self.lane.over(request.request_id)
         params, encoder_params = super()._free_request(  # type: ignore[misc]
             request, delay_free_blocks
         )
         if turn.is_known:
             kept = {
                 "tokens": self.histories.cached_tokens(turn.key),
-                "for_s": self.histories.kept_for_s(turn.key, self.clock()),
+                "for_s": self.histories.kept_for_s(turn.key, now_s),
             }
-            params = {**(params or {}), KEPT: kept}
+            wait = waited(turn.waited_s, turn.waited_for)
+            params = {**(params or {}), KEPT: kept, **wait}
         return params, encoder_params
 
     def _free_blocks(self, request: Any) -> None:

@@ -1,9 +1,9 @@
 """What the scheduler knows of a request: whose turn it is, and how far it has come."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from conserve.engine_scheduling import Kind
+from conserve.engine_scheduling import Kind, WaitFor
 from conserve.wire import TURN
 
 
@@ -21,6 +21,8 @@ class Turn:
         missing_tokens: what caches did not have of it when it came.
         charged_tokens: up to where in its sequence it has been charged.
         runs: whether it has begun to, and was not preempted since.
+        waited_s: before it ran, all in all.
+        waited_for_s: what for, as far as it was looked at.
     """
 
     key: str
@@ -32,6 +34,17 @@ class Turn:
     missing_tokens: int = 0
     charged_tokens: int = 0
     runs: bool = False
+    waited_s: float = 0.0
+    waited_for_s: dict[WaitFor, float] = field(default_factory=dict)
+
+    def waits(self, what: WaitFor, for_s: float) -> None:
+        """It has waited for something, for so long again."""
+        self.waited_for_s[what] = self.waited_for_s.get(what, 0.0) + for_s
+
+    @property
+    def waited_for(self) -> WaitFor | None:
+        """What it has waited for longest; None: it was not seen to wait."""
+        return max(self.waited_for_s, key=lambda one: self.waited_for_s[one], default=None)
 
 
 def turn_of(request: Any, now_s: float) -> Turn:

@@ -22,41 +22,54 @@ from tests.nvml.standin import Machine
 
 PATIENCE_S = 300.0
 
-# An engine's end, without an engine: it beats, and says once a second what it knows.
+# An engine's end, without an engine: it leases SMs as its worker would, beats, and says once a
+# second what it knows. The first starts Ray, the others are told where it is. A line on its input
+# has it leave.
 ENGINE = """
-import json, sys, time
+import asyncio, json, sys, threading, time
 import ray
 from conserve.settings import load
+from deployments.engine.sm_slots.leasing import lease_slots
 from deployments.node.node import NodeClient
 from hetero.gpus import EngineUse
 from hetero.power import Cap
-from hetero.sm_slots import NoFreeSms
 
-gpu = sys.argv[1]
-ray.init(num_cpus=1, num_gpus=0, namespace="serve", include_dashboard=False, log_to_driver=False)
+gpu, name, slots, address = sys.argv[1:]
+options = {"namespace": "serve", "log_to_driver": False}
+if address:
+    ray.init(address=address, **options)
+else:
+    ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, **options)
 lmcache = {"size_gb": 0.1, "chunk_tokens": 128, "port": 0, "http_port": 0}
 client = NodeClient("test", load({"lmcache": lmcache}))
-client.use = EngineUse("decoder", (gpu,), Cap(fraction=2 / 3))
+cap = Cap(fraction=2 / 3)
+client.use = EngineUse(name, (), cap)
 client.keep_beating()
-leased = None
+asked_s = time.monotonic()
+lease = lease_slots(gpu, int(slots), name, client.actor_name)
+waited_s = time.monotonic() - asked_s
+client.use = EngineUse(name, (gpu,), cap, (lease,))
+left = threading.Event()
+
+def leave():
+    sys.stdin.readline()
+    asyncio.run(client.leave(name))
+    left.set()
+
+threading.Thread(target=leave, daemon=True).start()
+leased = [lease.units.start, lease.units.stop, lease.sms]
 while True:
-    time.sleep(1)
     energy = client.energy
-    said = {"joules": energy.joules if energy else None}
+    said = {
+        "joules": energy.joules if energy else None, "leased": leased, "waited_s": waited_s,
+        "left": left.is_set(), "address": ray.get_runtime_context().gcs_address,
+    }
     try:
-        actor = client._actor
-        if energy and leased is None:
-            lease = ray.get(actor.lease_sm_slots.remote(gpu, "decoder", 50), timeout=30)
-            leased = [lease.slots, lease.sms, *lease.units[:1]]
-            try:
-                ray.get(actor.lease_sm_slots.remote(gpu, "prefiller", 50), timeout=30)
-            except NoFreeSms:
-                leased.append("no room")
-            leased.append(ray.get(actor.rebind_sm_slots.remote(lease.id, 8), timeout=30).sms)
-        said |= ray.get(actor.status.remote(), timeout=30)
+        said |= ray.get(client._actor.status.remote(), timeout=30)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
         said["down"] = str(error)
-    print(json.dumps(said | {"leased": leased}), flush=True)
+    print(json.dumps(said), flush=True)
+    time.sleep(1)
 """
 
 
@@ -69,18 +82,28 @@ def machine(tmp_path: Path) -> Machine:
 def engine(
     machine_alone: None, machine: Machine, tmp_path: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    library = standin.compile_library(tmp_path)
-    environment = machine.environment(library)
-    environment[DIRECTORY_VARIABLE] = str(tmp_path / "power")
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, machine.gpus[0].id],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = start(machine, tmp_path, "decoder", 6)
     yield process
     left = processes("", below=process.pid) if process.poll() is None else []
     process.kill()
     process.communicate()
     _kill(left)
+    # Whoever is killed is still seen until the kernel is done with it.
+    eventually("no process is left", lambda: not processes(""))
+
+
+def start(
+    machine: Machine, folder: Path, name: str, slots: int, address: str = ""
+) -> subprocess.Popen[str]:
+    """An engine's end of this name, that wants so many tenths of the first GPU."""
+    environment = machine.environment(standin.compile_library(folder))
+    environment[DIRECTORY_VARIABLE] = str(folder / "power")
+    # A token that lies about here is for the first alone to find.
+    environment["RAY_AUTH_MODE"] = "disabled"
+    return subprocess.Popen(
+        [sys.executable, "-c", ENGINE, machine.gpus[0].id, name, str(slots), address],
+        cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def _kill(doomed: list[psutil.Process]) -> None:
@@ -122,12 +145,12 @@ def test_caps_energy_and_slots_live_and_die_with_the_actor(
     first = machine.gpus[0]
     first.load_mw = 250_000
     # Energy comes with beats; it is what a GPU capped at 200 W can draw.
-    found = said(engine, lambda line: (line["joules"] or 0) > 400 and bool(line["leased"]))
+    found = said(engine, lambda line: (line["joules"] or 0) > 400)
     assert limits(machine) == [200, 300]
     assert records(folder)[0].previous_w == 300
     assert found["gpus"]["caps_w"] == {first.id: 200}
-    # Six tenths of 84 SMs, in fours, from the first on; nobody gets what it has; then one tenth.
-    assert found["leased"] == [6, 52, 0, "no room", 12]
+    # Six tenths of 84 SMs, in fours, from the first on.
+    assert found["leased"] == [0, 13, 52]
     # Killed, the actor leaves no cap behind; Ray starts it again, and beats bring the cap back.
     set_calls, killed = first.set_calls, found["agent_pid"]
     os.kill(killed, signal.SIGKILL)
@@ -135,10 +158,40 @@ def test_caps_energy_and_slots_live_and_die_with_the_actor(
     eventually("the cap holds again", lambda: limits(machine) == [200, 300])
     again = said(engine, lambda line: bool(line.get("gpus", {}) and line["gpus"]["caps_w"]))
     assert again["agent_pid"] != killed
-    assert again["gpus"]["sm_leases"] == 0
+    # It learns what is leased from the engine that has it.
+    said(engine, lambda line: bool(line.get("gpus")) and line["gpus"]["sm_leases"] == 1)
     # The whole of Ray goes, at once.
     _kill(processes("", below=engine.pid))
     engine.kill()
     eventually("the limit is put back", lambda: limits(machine) == [300, 300])
     eventually("no record is left", lambda: records(folder) == [])
     eventually("no process is left", lambda: not processes(""))
+
+
+def test_slots_come_back_whatever_ends_their_engine(
+    machine: Machine, engine: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """By a word of its own, or by ``kill -9``: the next one gets the same SMs, after a while."""
+    address = said(engine, lambda line: bool(line["leased"]))["address"]
+    others = [start(machine, tmp_path, "prefiller-1", 4, address)]
+    try:
+        first = said(others[0], lambda line: bool(line["leased"]))
+        assert first["leased"] == [13, 21, 32]
+        others[0].kill()
+        others.append(start(machine, tmp_path, "prefiller-2", 4, address))
+        second = said(others[1], lambda line: bool(line["leased"]))
+        assert second["leased"] == first["leased"]
+        assert others[1].stdin is not None
+        others[1].stdin.write("leave\n")
+        others[1].stdin.flush()
+        # It is there still, and has none: nobody has to wait until it is missed.
+        left = said(others[1], lambda line: line["left"])
+        assert left["gpus"]["sm_leases"] == 1
+        others.append(start(machine, tmp_path, "prefiller-3", 4, address))
+        third = said(others[2], lambda line: bool(line["leased"]))
+        assert third["leased"] == first["leased"]
+        assert third["gpus"]["sm_leases"] == 2
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()

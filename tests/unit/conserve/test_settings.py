@@ -208,6 +208,9 @@ def test_a_bad_value_is_refused_by_its_fields_name(arguments: dict[str, Any], fi
     assert [line.split(":")[0] for line in lines[1:]] == [f"  {field}"]
 
 
+_LANE: dict[str, Any] = {"engine_scheduler": "conversation", "prefill_lane": True}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -226,6 +229,15 @@ def test_a_bad_value_is_refused_by_its_fields_name(arguments: dict[str, Any], fi
             "decoders.engine.scheduling_policy cannot be set: engine_scheduler=conversation",
         ),
         ({"placement": "per_turn", "parking": True}, "parking: nothing is paused here"),
+        ({"prefill_lane": True}, "prefill_lane: only with engine_scheduler=conversation"),
+        (
+            {**_LANE, "engine.tensor_parallel_size": 2},
+            "engine.tensor_parallel_size cannot be set with prefill_lane: the lane has one worker",
+        ),
+        (
+            {**_LANE, "decoders.engine.enable_lora": True},
+            "decoders.engine.enable_lora cannot be set with prefill_lane: adapters",
+        ),
     ],
 )
 def test_settings_that_another_placement_would_ignore_are_refused(
@@ -392,3 +404,19 @@ def test_appends_move_where_their_history_can_be_read_elsewhere(
     settings: dict[str, Any], moves: bool
 ) -> None:
     assert Settings(**settings).moves_appends is moves
+
+
+def test_a_lane_is_for_decoders_with_one_worker() -> None:
+    given = {
+        **_LANE,
+        "engine.tensor_parallel_size": 1,
+        "prefillers.engine.pipeline_parallel_size": 2,
+    }
+    assert load(given).prefill_lane
+
+
+def test_a_lane_and_sm_slots_are_not_for_one_engine() -> None:
+    slots = {"tiers.some.sm_slots": 5, "prefillers.tier": "some"}
+    assert load({**_LANE, **slots}).prefill_lane
+    with pytest.raises(SettingsError, match=r"tiers\.some\.sm_slots cannot be set with"):
+        load({**_LANE, **slots, "decoders.tier": "some"})

@@ -62,6 +62,22 @@ def test_one_card_is_shared(machine: Machine, model: str) -> None:
     assert "1 of 2 GPUs have no engine" in text
 
 
+def test_slots_of_a_shared_card_are_in_the_plan(machine: Machine, model: str) -> None:
+    for gpu in machine.gpus:
+        gpu.memory_bytes, gpu.name = 81_559 << 20, b"NVIDIA H100 80GB HBM3"
+    shared = (
+        "tiers.prefill.sm_slots=3", "prefillers.tier=prefill", "prefillers.num_gpus=0.4",
+        "decoders.tier=decode", "decoders.num_gpus=0.6", "decoders=1",
+    )  # fmt: skip
+    text = said(model, *shared, "tiers.decode.sm_slots=7")
+    assert "SM slots" in text
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    assert ["3 of 10" in rows[0], "7 of 10" in rows[1]] == [True, True]
+    text = said(model, *shared, "tiers.decode.sm_slots=8", status=2)
+    assert "1 prefiller x 3 + 1 decoder x 8 = 11 slots may be asked of one GPU" in text
+    assert "SM slots" not in said(model)
+
+
 def test_what_does_not_fit_is_refused_with_the_sums(machine: Machine, model: str) -> None:
     machine.gpus[0].memory_bytes = machine.gpus[1].memory_bytes = 24 << 30
     text = said(model, "gpus=1", "decoders=1", status=2)

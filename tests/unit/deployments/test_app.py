@@ -1,6 +1,7 @@
 """What engines are started with: who stores KV for others, LMCache's chunks, parts of GPUs."""
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
@@ -71,6 +72,16 @@ def test_what_the_plan_tells_engines_reaches_vllm() -> None:
 
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert {"kv_cache_memory_bytes", "gpu_memory_utilization"} <= fields & set(arguments)
+
+
+def test_slots_on_cpus_are_said_to_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    from deployments.app import _say_no_sms
+
+    with caplog.at_level(logging.WARNING, "ray.serve"):
+        _say_no_sms(load({"tiers": {"a": {"sm_slots": 3}, "b": {}}, "decoders.tier": "b"}))
+        assert caplog.messages == []
+        _say_no_sms(load({"tiers": {"a": {"sm_slots": 3}}, "decoders.tier": "a"}))
+    assert caplog.messages == ["decoders: tiers.a.sm_slots does nothing on CPUs"]
 
 
 def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +157,18 @@ def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_fo
         arguments = llm_config(role, chosen, own, gpu=False).engine_kwargs  # type: ignore[arg-type]
         assert ("scheduler_cls" in arguments) == (role in scheduled)
         assert ("scheduling_policy" in arguments) == (role in scheduled)
+        assert "worker_cls" not in arguments
+        assert arguments["kv_transfer_config"]["kv_connector"] == "ResilientMPConnector"
+
+
+@pytest.mark.parametrize(("gpu", "worker"), [(False, "cpu_worker"), (True, "gpu_worker")])
+def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) -> None:
+    from deployments.app import llm_config
+
+    chosen = Settings(engine_scheduler="conversation", prefill_lane=True)
+    decoder = llm_config("decoder", chosen, chosen.decoders, gpu).engine_kwargs
+    assert decoder["worker_cls"] == f"deployments.engine.lane.{worker}.LaneWorker"
+    assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
+    prefiller = llm_config("prefiller", chosen, chosen.prefillers, gpu).engine_kwargs
+    assert "worker_cls" not in prefiller
+    assert prefiller["kv_transfer_config"]["kv_connector"] == "ResilientMPConnector"

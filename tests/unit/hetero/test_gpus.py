@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetero.energy import EngineEnergy
-from hetero.gpus import DISAGREED, RETRY_S, SILENCE_S, EngineUse, GpuKeeper
+from hetero.gpus import DISAGREED, RETRY_S, SILENCE_S, EngineUse, GpuKeeper, UnknownGpu
 from hetero.power import Cap, records
 from hetero.sm_slots import NoFreeSms
 from tests.nvml import standin
@@ -183,6 +183,77 @@ def test_slots_of_an_engine_that_falls_silent_are_free(machine: Machine, keeper:
     keeper.beat(EngineUse("alive", (gpu,)), SILENCE_S)
     keeper.tick(SILENCE_S + 1)
     assert keeper.sm_ledger.leases() == [kept]
+
+
+def test_an_engine_leases_before_it_beats_and_keeps_it_by_beating(
+    machine: Machine, keeper: GpuKeeper
+) -> None:
+    """It leases while its model loads, and knows its GPUs after that."""
+    gpu = machine.gpus[0].id
+    lease = keeper.lease(gpu, "d", 6, 0.0)
+    loading = EngineUse("d", ())
+    for now_s in range(1, 40):
+        keeper.beat(loading, float(now_s))
+        keeper.tick(float(now_s))
+    assert keeper.sm_ledger.leases() == [lease]
+    with pytest.raises(NoFreeSms, match="d has 0 to 12 of 21 units"):
+        keeper.lease(gpu, "p", 5, 40.0)
+    # Loaded, it is metered, and its lease goes on.
+    keeper.beat(EngineUse("d", (gpu,), None, (lease,)), 40.0)
+    keeper.tick(40.0)
+    assert keeper.sm_ledger.leases() == [lease]
+    # Nothing more is heard of it: its successor gets the same.
+    keeper.tick(40.0 + SILENCE_S + 1)
+    assert keeper.lease(gpu, "d2", 6, 57.0).units == lease.units
+
+
+def test_an_engine_that_never_beats_loses_what_it_leased(
+    machine: Machine, keeper: GpuKeeper
+) -> None:
+    keeper.lease(machine.gpus[0].id, "d", 6, 0.0)
+    keeper.tick(SILENCE_S - 1)
+    assert len(keeper.sm_ledger.leases()) == 1
+    keeper.tick(SILENCE_S + 1)
+    assert keeper.sm_ledger.leases() == []
+
+
+def test_an_engine_that_leaves_frees_its_slots_at_once(machine: Machine, keeper: GpuKeeper) -> None:
+    gpu = machine.gpus[0].id
+    keeper.lease(gpu, "d", 10, 0.0)
+    keeper.leave("d")
+    assert keeper.lease(gpu, "d2", 10, 0.0).sms == 84
+    keeper.leave("nobody")  # It may have been taken for dead.
+
+
+def test_a_keeper_that_knows_nothing_is_told_by_beats(
+    machine: Machine, keeper: GpuKeeper, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of an engine that lives, by one that was killed; or by one that had taken it for dead."""
+    gpu = machine.gpus[0].id
+    use = EngineUse("d", (gpu,), None, (keeper.lease(gpu, "d", 6, 0.0),))
+    again = GpuKeeper(tmp_path / "again")
+    again.beat(use, 0.0)
+    again.beat(use, 1.0)
+    assert again.sm_ledger.leases() == list(use.leases)
+    # Silent for too long, its SMs are another's when it comes back; that is said, and once.
+    again.tick(1.0 + SILENCE_S + 1)
+    other = again.lease(gpu, "other", 10, 20.0)
+    for now_s in (21.0, 22.0):
+        again.beat(use, now_s)
+    assert again.sm_ledger.leases() == [other]
+    said = [line for line in caplog.messages if "not its own any more" in line]
+    assert len(said) == 1
+    assert "d runs on SMs" in said[0]
+    # The other gone, they are its own again.
+    again.leave("other")
+    again.beat(use, 23.0)
+    assert again.sm_ledger.leases() == list(use.leases)
+    again.close()
+
+
+def test_sms_that_nvml_does_not_show_are_not_leased(machine: Machine, keeper: GpuKeeper) -> None:
+    with pytest.raises(UnknownGpu, match="NVML does not show SMs of GPU-elsewhere"):
+        keeper.lease("GPU-elsewhere", "d", 3, 0.0)
 
 
 def test_a_mig_device_is_metered_with_its_gpu_and_leased_by_itself(

@@ -15,6 +15,45 @@ def h100() -> SmSlots:
     return SmSlots(132, sm_granularity((9, 0)))
 
 
+@pytest.mark.parametrize("slots", [0, 11])
+def test_a_gpu_has_ten_slots(slots: int) -> None:
+    with pytest.raises(ValueError, match=f"asked for {slots} of 10 slots"):
+        SmSlotLedger({"a": h100()}).lease_slots("a", "x", slots)
+
+
+def test_tenths_that_add_up_to_ten_have_room_and_leave_nothing() -> None:
+    """Where rounding each up would leave the last one short."""
+    for shares in ((3, 7), (7, 3), (5, 5), (2, 2, 2, 2, 2), (1, 1, 8), (1,) * 10):
+        ledger = SmSlotLedger({"a": h100()})
+        leases = [ledger.lease_slots("a", str(at), share) for at, share in enumerate(shares)]
+        assert sum(lease.sms for lease in leases) == 132
+        for share, lease in zip(shares, leases, strict=True):
+            assert abs(lease.sms - 13.2 * share) <= 8
+        with pytest.raises(NoFreeSms, match=r"1 of 10 slots are not free.*0 has 0 to"):
+            ledger.lease_slots("a", "late", 1)
+        ledger.release(leases[0].id)
+        assert ledger.lease_slots("a", "next", shares[0]).units == leases[0].units
+
+
+def test_slots_go_into_the_smallest_gap() -> None:
+    ledger = SmSlotLedger({"a": h100()})
+    leases = [ledger.lease_slots("a", str(at), share) for at, share in enumerate((4, 1, 2, 1, 2))]
+    ledger.release(leases[0].id)
+    ledger.release(leases[2].id)
+    assert ledger.lease_slots("a", "small", 2).units == leases[2].units
+    with pytest.raises(NoFreeSms, match="5 of 10"):
+        ledger.lease_slots("a", "large", 5)
+    assert ledger.lease_slots("a", "larger", 4).units == leases[0].units
+
+
+def test_a_gpu_of_few_units_has_slots_that_are_nothing() -> None:
+    ledger = SmSlotLedger({"a": SmSlots(16, sm_granularity((9, 0)))})
+    first, second = (ledger.lease_slots("a", owner, 1) for owner in ("x", "y"))
+    assert [first.units, second.units] == [range(1), range(1, 2)]
+    with pytest.raises(NoFreeSms):
+        ledger.lease_slots("a", "z", 1)
+
+
 @pytest.mark.parametrize("asked", [0, 85])
 def test_what_no_gpu_has_is_refused(asked: int) -> None:
     gpu = SmSlots(84, sm_granularity((8, 6)))
@@ -211,6 +250,22 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.leases() == before
         else:
             assert asked <= lease.sms <= largest_sms
+            assert self.ledger.leases() == [*before, lease]
+
+    @rule(
+        gpu=st.sampled_from(["h100", "a40", "small"]),
+        owner=st.sampled_from("abc"),
+        slots=st.integers(1, SM_SLOTS),
+    )
+    def lease_slots(self, gpu: str, owner: str, slots: int) -> None:
+        before = self.ledger.leases()
+        try:
+            lease = self.ledger.lease_slots(gpu, owner, slots)
+        except NoFreeSms:
+            assert self.ledger.leases() == before
+            assert before or self.gpus[gpu].split.units < SM_SLOTS
+        else:
+            assert lease.units
             assert self.ledger.leases() == [*before, lease]
 
     @precondition(lambda self: self.ledger.leases())

@@ -46,6 +46,14 @@ def test_no_fewer_units_would_do(gpu: SmSlots, data: st.DataObject) -> None:
 
 
 @given(GPUS)
+def test_tenths_lie_beside_each_other_and_are_all_units(gpu: SmSlots) -> None:
+    borders = gpu.borders
+    assert (len(borders), borders[0], borders[-1]) == (SM_SLOTS + 1, 0, gpu.split.units)
+    for slot, border in enumerate(borders):
+        assert abs(border * SM_SLOTS - gpu.split.units * slot) <= SM_SLOTS / 2
+
+
+@given(GPUS)
 def test_a_slot_and_its_complement_are_all_sms(gpu: SmSlots) -> None:
     for slot in range(SM_SLOTS + 1):
         assert gpu.sizes[slot] + gpu.complement(slot) == gpu.sm_count

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from conserve.activity import RECENT_S
 from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.histories.sharing import Going, Prefix
 from conserve.pausing import Idle, Memory, Pausing
@@ -530,3 +531,25 @@ def _leads_to(histories: list[Conversation], prefix: Prefix) -> bool:
                 return True
             node = node.base
     return False
+
+
+def test_a_decoder_that_asks_is_told_once_how_long_to_hold_who_has_come_to_rest() -> None:
+    policy = Pausing()
+    table = a_table(decoders=1, pausing=policy, capacity_tokens=10_000)
+    memory = memory_of(table)
+    (decoder_id,) = table.decoders
+    idle(table, "before it asked", 100, NOW_S)
+    assert memory.take_holds(decoder_id, NOW_S) == []
+    for _ in range(200):
+        policy.gaps.returned(5.0)
+    for name in ("rests", "runs", "is told by its client", "is gone"):
+        idle(table, name, 100, NOW_S)
+    start(table, "runs", 150, NOW_S)
+    told = table.get("is told by its client")
+    assert told is not None
+    told.hints = Hints(expected_resume_s=3.0)
+    table.release("is gone")
+    (hold,) = memory.take_holds(decoder_id, NOW_S + 1)
+    assert (hold.history_id, hold.for_s) == ("rests", 7.0)
+    assert hold.incarnation == the(table, "rests").incarnation
+    assert memory.take_holds(decoder_id, NOW_S + 2) == []

@@ -111,3 +111,12 @@ def test_to_know_the_tool_keeps_some_and_sends_nobody_away_sooner() -> None:
         gaps.ended(1800.0, "")
     assert [policy.is_away(one) for one in by_tool.values()] == [True, False, True]
     assert not policy.is_away(Idle("a", 500, 500, 500, 0.0, tool="", tool_ended=True))
+
+
+def test_an_engine_holds_until_most_are_back_and_not_at_all_where_few_come() -> None:
+    policy = Pausing()
+    for number in range(200):
+        policy.gaps.returned(1.0 if number % 20 else 30.0, "shell")
+        policy.gaps.returned(12.0, "search")
+        policy.gaps.ended(1800.0, "")
+    assert [policy.hold_s(tool) for tool in ("shell", "search", "")] == [2.0, 16.0, 0.0]

@@ -2,8 +2,13 @@
 
 import asyncio
 
+import jsonschema
+import msgspec
+
 from conserve.engine_scheduling import SchedulerLoad
-from tests.unit.deployments.table.test_hosts import a_service, says
+from conserve.placement.load import EngineLoad
+from deployments.router.interface import SCHEMAS
+from tests.unit.deployments.table.test_hosts import a_service, engine, says, shown
 
 LOAD = SchedulerLoad(
     waiting=[1, 0, 0, 2],
@@ -21,6 +26,26 @@ LOAD = SchedulerLoad(
     tpot_bound_s=0.05,
     budget_tokens=288,
 )
+
+
+def test_an_engines_slots_are_shown_where_it_has_any() -> None:
+    async def scenario() -> None:
+        service = await a_service("plain")
+        load = EngineLoad()
+        await service.beat("plain", None, load)
+        assert b"conserve_engine_sm" not in await service.metrics()
+        assert "sms" not in await shown(service, "plain")
+        await service.register(engine("parted", "decoder", sm_slots=7, sms=92))
+        assert await says(service, 'conserve_engine_sm_slots{engine="parted",role="decoder"} 7.0')
+        assert await says(service, 'conserve_engine_sms{engine="parted",role="decoder"} 92.0')
+        view = await shown(service, "parted")
+        assert (view["sm_slots"], view["sms"]) == (7, 92)
+        described = {"$ref": "#/components/schemas/Engine", "components": {"schemas": SCHEMAS}}
+        jsonschema.validate(view, described)
+        await service.engine_lost("parted", "it died")
+        assert b"conserve_engine_sm" not in await service.metrics()
+
+    asyncio.run(scenario())
 
 
 def test_what_a_scheduler_tells_is_shown_by_level_and_kind() -> None:
@@ -47,5 +72,32 @@ def test_what_a_scheduler_tells_is_shown_by_level_and_kind() -> None:
             assert await says(service, f"conserve_engine_{line}"), line
         await service.engine_lost("d", "it died")
         assert b"conserve_engine_waiting" not in await service.metrics()
+
+    asyncio.run(scenario())
+
+
+def test_a_lane_is_shown_where_there_is_one() -> None:
+    lane = {
+        "lane_waiting": 2,
+        "lane_running": 1,
+        "lane_tokens": 700,
+        "lane_prefills": {"done": 5, "failed": 1},
+        "lane_computed_tokens": 9_000,
+    }
+
+    async def scenario() -> None:
+        service = await a_service("d")
+        await service.beat("d", None, None, LOAD)
+        assert b"conserve_engine_lane" not in await service.metrics()
+        await service.beat("d", None, None, msgspec.structs.replace(LOAD, **lane))
+        for line in (
+            'lane_waiting{engine="d"} 2.0',
+            'lane_running{engine="d"} 1.0',
+            'lane_tokens{engine="d"} 700.0',
+            'lane_prefills_total{engine="d",outcome="done"} 5.0',
+            'lane_prefills_total{engine="d",outcome="failed"} 1.0',
+            'lane_computed_tokens_total{engine="d"} 9000.0',
+        ):
+            assert await says(service, f"conserve_engine_{line}"), line
 
     asyncio.run(scenario())

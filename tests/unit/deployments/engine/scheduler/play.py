@@ -67,7 +67,7 @@ def play(engine: StandIn, seed: int, conversations: int = 10, turns: int = 6) ->
             key = chance.choice(keys)
             what = chance.choice(("tail", "front", "gone", "pin", "cached", "observe"))
             if what == "pin":
-                scheduler.conserve("pin", {"key": key, "ttl_s": 2.0})
+                scheduler.conserve("pin", {"for_s": {key: 2.0}})
             elif what == "cached":
                 scheduler.conserve("cached", {"keys": None})
             elif what == "observe":

@@ -75,9 +75,11 @@ class StandIn:
         config = copy.deepcopy(_config(self.kind, self.max_num_seqs, self.step_tokens))
         config.cache_config.num_gpu_blocks = self.blocks
         config.additional_config = {"conserve": self.policies}
+        self._configure(config)
         spec = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
         )
+        self.config = config
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
@@ -172,6 +174,7 @@ class StandIn:
                 req_ids=names,
                 req_id_to_index={name: at for at, name in enumerate(names)},
                 sampled_token_ids=[sampled[name] for name in names],
+                kv_connector_output=self._connector_output(output),
             ),
         )
         ended = []
@@ -188,6 +191,13 @@ class StandIn:
                         self.wrong.append(one.request_id)
                     ended.append(request)
         return ended
+
+    def _configure(self, config: Any) -> None:
+        """For whoever has another engine."""
+
+    def _connector_output(self, output: Any) -> Any:
+        """What a step's KV connector says, in the worker."""
+        return None
 
     def drain(self, most_steps: int = 20_000) -> None:
         """Go on until nothing is left.

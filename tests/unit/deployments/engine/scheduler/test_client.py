@@ -43,6 +43,24 @@ async def said(client: SchedulerClient) -> SchedulerLoad:
     return load
 
 
+def test_what_the_table_holds_is_held_for_so_long() -> None:
+    async def scenario() -> None:
+        engine = StandIn(policies={"retention": {"hold_s": 2.0}})
+        client = SchedulerClient(SimpleNamespace(engine_core=Core(engine)))
+        for number, history_id in enumerate(("soon", "late", "never", "unknown")):
+            engine.turn(history_key(history_id, 7), range(number, number + 320))
+        client.hold([("soon", 7, 8.0), ("late", 7, 50.0), ("never", 7, 0.0), ("soon", 6, 90.0)])
+        await asyncio.sleep(0.01)
+        pinned = []
+        for now_s in (1.0, 4.0, 20.0, 70.0):
+            engine.now_s = now_s
+            engine.turn("other", range(5, 15), last=True)
+            pinned.append((await said(client)).pinned_blocks)
+        assert pinned == [30, 20, 10, 0]
+
+    asyncio.run(scenario())
+
+
 def test_what_is_paused_or_has_ended_is_let_go_then_and_there() -> None:
     async def scenario() -> None:
         engine = StandIn(policies={"retention": {"hold_s": 1_000.0, "longest_s": 1_000.0}})

@@ -147,7 +147,7 @@ def test_a_history_with_a_turn_is_not_released() -> None:
     assert command(engine, "release", keys=["mine"], to="gone") == 0
     engine.step()
     assert command(engine, "release", keys=["mine"], to="gone") == 0
-    assert command(engine, "pin", key="mine", ttl_s=9.0) == 0
+    assert command(engine, "pin", for_s={"mine": 9.0}) == 0
     engine.drain()
     assert not engine.wrong
 
@@ -155,11 +155,11 @@ def test_a_history_with_a_turn_is_not_released() -> None:
 def test_pinned_by_command_it_is_kept_for_so_long() -> None:
     engine = held(0.0)
     engine.turn("mine", tokens(8))
-    assert command(engine, "pin", key="mine", ttl_s=1_000.0) == 8
+    assert command(engine, "pin", for_s={"mine": 1_000.0}) == 8
     for other in range(6):
         engine.turn(f"other{other}", tokens(12), last=True)
     assert cached_blocks(engine, "mine") == [8]
-    assert command(engine, "pin", key="nobody", ttl_s=1.0) == 0
+    assert command(engine, "pin", for_s={"nobody": 1.0}) == 0
     engine.require_no_leak()
 
 

@@ -1,0 +1,177 @@
+"""The lane as a KV connector, in front of another one.
+
+A prompt of which the other connector has nothing may go to the lane: vLLM is told that the rest of
+it is loaded asynchronously, keeps the request aside with its blocks, and goes on with it when the
+worker says that it is there. What LMCache has is loaded from there as without a lane.
+
+It reaches into internals of lmcache 0.5.6 (the request trackers, and their ``BYPASS_LMCACHE``):
+check it when that version changes.
+"""
+
+from typing import Any
+
+from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
+
+from deployments.engine.lane.fits import require_fit
+from deployments.engine.lane.notes import LaneReport
+from deployments.engine.lane.scheduler_lane import SchedulerLane
+from deployments.engine.lane.thread import Forward, LaneThread
+from deployments.engine.lane.turns import Turns
+from deployments.engine.lmcache_connector import ResilientMPConnector
+
+
+class LaneConnecting:
+    """What is laid over a KV connector. vLLM makes one in its scheduler and one in its worker.
+
+    Attributes:
+        lane: the scheduler's, which sets it when it is made; without one, nothing is the lane's.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        require_fit(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
+        self.lane: SchedulerLane | None = None
+        # Requests whose next load is the lane's, if there is room for it.
+        self._promised: set[str] = set()
+        self._lane_thread: LaneThread | None = None
+        self._block_tokens = int(vllm_config.cache_config.block_size)
+        self._missing: set[int] = set()
+        self._report: LaneReport | None = None
+
+    # --- the scheduler's side ---------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """What the other connector says; where it has nothing, the lane may."""
+        lane = self.lane
+        self._promised.discard(request.request_id)
+        if lane is not None and lane.has_failed(request.request_id):
+            self._lane_has_failed(request, num_computed_tokens)
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(  # type: ignore[misc]
+            request, num_computed_tokens
+        )
+        if lane is None or matched[0] != 0:
+            return matched
+        route = lane.route(request, num_computed_tokens)
+        if route == "wait":
+            return None, False
+        if route == "inline":
+            return matched
+        self._promised.add(request.request_id)
+        # The last token is left to the step in which the first one of the answer is sampled.
+        return request.num_tokens - 1 - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The other one is told only of what is its own to load."""
+        if self.lane is not None and num_external_tokens and request.request_id in self._promised:
+            self._promised.remove(request.request_id)
+            found_tokens = request.num_tokens - 1 - num_external_tokens
+            ids = blocks.get_block_ids()[0]
+            self.lane.takes(request, found_tokens, num_external_tokens, ids)
+            num_external_tokens = 0
+        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Also what the lane is told."""
+        if self.lane is not None:
+            for one in scheduler_output.scheduled_new_reqs:
+                start = self.lane.start_of(one.req_id)
+                if start is not None:
+                    self._lane_has_computed(one.req_id, one.num_computed_tokens - start)
+        metadata = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+        metadata.lane = None if self.lane is None else self.lane.notes()
+        return metadata
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Nothing of the lane's is the other connector's."""
+        report = connector_output.kv_connector_worker_meta
+        if not isinstance(report, LaneReport):
+            report = None
+        if self.lane is not None:
+            self.lane.hears(report, connector_output.finished_recving or set())
+        super().update_connector_output(connector_output)  # type: ignore[misc]
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        """Nothing is promised to it any more."""
+        self._promised.discard(request.request_id)
+        return super().request_finished(request, block_ids)  # type: ignore[misc]
+
+    def _lane_has_computed(self, request_id: str, tokens: int) -> None:
+        """A request goes on inline, of whose prompt the lane has computed so much."""
+
+    def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None:
+        """A request begins anew, none of whose KV the lane has computed."""
+
+    # --- the worker's side ------------------------------------------------------------------------
+
+    def start_lane(self, forward: Forward, turns: Turns) -> None:
+        """The engine is loaded: the lane's thread can begin."""
+        self._lane_thread = LaneThread(forward, turns, self._block_tokens)
+
+    def has_connector_metadata(self) -> bool:
+        """In the lane's thread there is none: attention layers do nothing with a connector."""
+        if self._lane_thread is not None and self._lane_thread.is_current():
+            return False
+        return bool(super().has_connector_metadata())  # type: ignore[misc]
+
+    def start_load_kv(self, forward_context: Any, **options: Any) -> None:
+        """Also give the lane what is new."""
+        notes = self._get_connector_metadata().lane  # type: ignore[attr-defined]
+        if notes is not None and self._lane_thread is not None:
+            self._lane_thread.begin(notes)
+        super().start_load_kv(forward_context, **options)  # type: ignore[misc]
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Also whose prefill is over in the lane, however it ended."""
+        sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
+        if self._lane_thread is None:
+            return sent, received
+        self._lane_thread.give_up(finished_req_ids)
+        over, self._missing, self._report = self._lane_thread.take()
+        if over:
+            received = over | (received or set())
+        return sent, received
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Also blocks that the lane could not compute: they are computed inline."""
+        failed: set[int] = super().get_block_ids_with_load_errors()  # type: ignore[misc]
+        missing, self._missing = self._missing, set()
+        return failed | missing
+
+    def build_connector_worker_meta(self) -> Any:
+        """What the lane has done, where the other connector has nothing to say."""
+        report, self._report = self._report, None
+        return report or super().build_connector_worker_meta()  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        """End the lane first: it writes to what is given back then."""
+        if self._lane_thread is not None:
+            self._lane_thread.end()
+        super().shutdown()  # type: ignore[misc]
+
+
+class LaneConnector(LaneConnecting, ResilientMPConnector):
+    """In front of LMCache's. What the lane computes is stored as if it had been computed inline,
+    and is nobody's hit."""
+
+    def let_go(self) -> None:
+        """Have the lane end before the server lets go of what it writes to."""
+        if self._lane_thread is not None:
+            self._lane_thread.end()
+        super().let_go()
+
+    def _lane_has_computed(self, request_id: str, tokens: int) -> None:
+        self.request_trackers[request_id].increase_num_scheduled_tokens(tokens)
+
+    def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None:
+        """As LMCacheMPConnector does after a load of its own that failed: its blocks are others'
+        now, and nothing is looked up again."""
+        tracker = self.request_trackers[request.request_id]
+        if tracker.state != LMCacheMPRequestState.READY:
+            return
+        self.scheduler_adapter.cleanup_lookup_result(request.request_id)
+        tracker.allocated_block_ids.clear()
+        tracker.num_stored_tokens = tracker.num_lmcache_hit_tokens = 0
+        tracker.num_vllm_hit_tokens = num_computed_tokens
+        tracker.state = LMCacheMPRequestState.BYPASS_LMCACHE

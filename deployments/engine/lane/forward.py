@@ -1,0 +1,133 @@
+"""One chunk of a prompt through the model, beside vLLM's own steps.
+
+It builds what vLLM's model runner builds for a batch of one request, with attention metadata
+builders of its own: those of the runner have buffers that the step under way uses. Internals of
+vLLM 0.29 that are used: the runner's ``model``, ``attn_groups`` and ``device``,
+``CommonAttentionMetadata`` and ``set_forward_context``.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from deployments.engine.lane.notes import Job
+from deployments.engine.lane.stream import lane_stream
+
+
+class LaneForward:
+    """Computes chunks with an engine's model, on the lane's stream, never as a CUDA graph.
+
+    Args:
+        runner: vLLM's model runner, its model loaded and its KV there.
+        vllm_config: the engine's.
+    """
+
+    def __init__(self, runner: Any, vllm_config: Any) -> None:
+        self._runner = runner
+        self._config = vllm_config
+        self._device = runner.device
+        self._stream = lane_stream(runner.device)
+        self._block_tokens = int(vllm_config.cache_config.block_size)
+        self._groups = []
+        for group in runner.attn_groups[0]:
+            # A kernel's block may be a part of the scheduler's.
+            kernel_tokens = int(group.get_metadata_builder().kv_cache_spec.block_size)
+            own = replace(group, metadata_builders=[])
+            own.create_metadata_builders(vllm_config, self._device, kernel_tokens)
+            self._groups.append((own, kernel_tokens))
+
+    def prepare(self) -> None:
+        """What CUDA keeps for each thread is as in the engine's."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
+
+    def mark(self) -> Any:
+        """An event behind all that was launched on the steps' stream; None on a CPU."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def follow(self, mark: Any) -> None:
+        """Steps that are launched may still read, or write, blocks that are the lane's now."""
+        if mark is not None:
+            self._stream.wait_event(mark)
+
+    def compute(self, job: Job, start: int, end: int) -> Callable[[], None]:
+        """Launch the positions from ``start`` up to ``end`` of a job's prompt."""
+        on_stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
+        with torch.inference_mode(), on_stream:
+            positions = torch.arange(start, end, dtype=torch.int64, device=self._device)
+            ids = torch.tensor(job.tokens[start:end], dtype=torch.int32, device=self._device)
+            metadata, slots = self._metadata(job, start, end, positions)
+            with set_forward_context(
+                metadata,
+                self._config,
+                num_tokens=end - start,
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                slot_mapping=slots,
+            ):
+                self._runner.model(
+                    input_ids=ids,
+                    positions=positions,
+                    intermediate_tensors=None,
+                    inputs_embeds=None,
+                )
+            if self._stream is None:
+                return lambda: None
+            done = torch.cuda.Event()
+            done.record(self._stream)
+            wait: Callable[[], None] = done.synchronize
+            return wait
+
+    def _metadata(
+        self, job: Job, start: int, end: int, positions: torch.Tensor
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Attention metadata and slots (int64, [end - start]), each by layer."""
+        metadata: dict[str, Any] = {}
+        slots: dict[str, torch.Tensor] = {}
+        count = end - start
+        # On the host, as int32: [requests + 1], and [requests] twice.
+        begins = torch.tensor([0, count], dtype=torch.int32)
+        length = torch.tensor([end], dtype=torch.int32)
+        before = torch.tensor([start], dtype=torch.int32)
+        for group, kernel_tokens in self._groups:
+            table = self._table(job, kernel_tokens)
+            at = table[0].to(torch.int64)[positions // kernel_tokens]
+            slot = at * kernel_tokens + positions % kernel_tokens
+            common = CommonAttentionMetadata(
+                query_start_loc=begins.to(self._device),
+                query_start_loc_cpu=begins,
+                seq_lens=length.to(self._device),
+                _seq_lens_cpu=length,
+                _num_computed_tokens_cpu=before,
+                seq_lens_cpu_upper_bound=length,
+                num_reqs=1,
+                num_actual_tokens=count,
+                max_query_len=count,
+                max_seq_len=end,
+                block_table_tensor=table,
+                slot_mapping=slot,
+                causal=True,
+                is_prefilling=torch.tensor([True]),
+                positions=positions,
+            )
+            built = group.get_metadata_builder().build(0, common)
+            for layer in group.layer_names:
+                metadata[layer], slots[layer] = built, slot
+        return metadata, slots
+
+    def _table(self, job: Job, kernel_tokens: int) -> torch.Tensor:
+        """The request's blocks as kernels count them: int32, [1, blocks]."""
+        ids = torch.tensor([list(job.block_ids)], dtype=torch.int32)
+        parts = self._block_tokens // kernel_tokens
+        if parts > 1:
+            ids = (ids[:, :, None] * parts + torch.arange(parts, dtype=torch.int32)).flatten(1)
+        return ids.to(self._device)

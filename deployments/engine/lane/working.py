@@ -1,0 +1,35 @@
+"""A worker of vLLM's that lets the lane have its turn; `cpu_worker` and `gpu_worker` are two."""
+
+from contextlib import nullcontext
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from deployments.engine.lane.forward import LaneForward
+from deployments.engine.lane.turns import Turns
+
+
+class LaneWorking:
+    """What is laid over vLLM's worker."""
+
+    _turns: Turns | None = None
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Also start the lane, when all else is ready."""
+        worker: Any = self
+        took = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if self._turns is None:
+            turns = self._turns = Turns(alternate=worker.device.type == "cpu")
+            forward = LaneForward(worker.model_runner, worker.vllm_config)
+            get_kv_transfer_group().start_lane(forward, turns)
+        return took
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """A step."""
+        with self._turns.step() if self._turns else nullcontext():
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Its end; a drafter would run the model here."""
+        with self._turns.step(ends=False) if self._turns else nullcontext():
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]

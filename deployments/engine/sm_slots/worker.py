@@ -1,0 +1,100 @@
+"""vLLM's GPU worker, on the SMs that its engine has leased.
+
+vLLM makes it by its argument ``worker_cls``. Before the model is loaded it leases SMs from the
+node's actor, and makes a stream that keeps to them the current one of its thread, which runs all of
+the engine's steps: so whatever vLLM launches there keeps to them, and graphs do that are captured
+there (`captures`). Where it cannot be, the engine does not start: whoever asked for slots would not
+have them.
+
+Used of vLLM 0.29: ``Worker.load_model`` comes after ``init_device`` and before any kernel of the
+model, in the thread of ``execute_model``; ``current_stream()`` of ``utils/torch_utils`` is what
+``torch.cuda.set_stream`` was given; ``main_stream`` of ``v1/worker/gpu/model_runner`` is a cached
+property, to which a step goes back when its outputs are copied. Streams that vLLM makes beside that
+one copy, and compute nothing, but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters and of some
+models.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu_worker import Worker
+
+from deployments.engine.gpu_worker import GpuWorker
+from deployments.engine.sm_slots import pairs, said_of, told
+from deployments.engine.sm_slots.captures import capture_where_it_runs
+from deployments.engine.sm_slots.leasing import lease_slots
+from hetero.gpus import UnknownGpu
+from hetero.green_contexts import SmsUnavailable
+from hetero.sm_means import means_of, mps_runs, prepare
+from hetero.sm_slots import NoFreeSms, SmLease
+from hetero.sm_units import SmSlots, sm_granularity
+
+logger = logging.getLogger("vllm.conserve")
+
+
+class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as untyped.
+    """A worker that leases SMs, and runs on those alone."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        self._told = told(vllm_config)
+        self._lease: SmLease | None = None
+        try:
+            # Before anything looks at the GPU.
+            self._why_no_contexts = prepare(self._told["slots"])
+        except SmsUnavailable as error:
+            raise RuntimeError(f"sm_slots: {error}") from None
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load the model, once the SMs are leased that it is to run on."""
+        try:
+            self._take_slots()
+        except (SmsUnavailable, NoFreeSms, UnknownGpu) as error:
+            raise RuntimeError(f"sm_slots: {error}") from None
+        super().load_model(**kwargs)
+
+    def conserve_sm_lease(self) -> list[Any]:
+        """What was leased, for `LEASE_METHOD`."""
+        assert self._lease is not None
+        return said_of(self._lease)
+
+    def _take_slots(self) -> None:
+        device = torch.device(self.device)
+        properties = torch.cuda.get_device_properties(device)
+        sm_count = int(properties.multi_processor_count)
+        slots = SmSlots(sm_count, sm_granularity((properties.major, properties.minor)))
+        named = GpuWorker()
+        named.device = device
+        gpu = named.conserve_gpu_uuid()
+        # Whether the driver splits as the ledger does comes first: else a lease would be kept from
+        # others until this engine is missed.
+        means = means_of(slots, device.index, self._why_no_contexts)
+        lease = self._lease = lease_slots(gpu, **self._told)
+        units = lease.units
+        logger.info(
+            "on %d of %d SMs of %s, units %d to %d, by %s", lease.sms, sm_count, gpu, units.start,
+            units.stop - 1, means.name,
+        )  # fmt: skip
+        if not mps_runs():
+            logger.warning(
+                "no MPS control daemon here: engines on one GPU take turns, each on its own SMs; "
+                "start `nvidia-cuda-mps-control -d` to have them run beside each other"
+            )
+
+        def wrap(handle: int) -> Any:
+            return torch.cuda.ExternalStream(handle, device=device)
+
+        handle = means.stream(units)
+        if handle is not None:
+            stream = wrap(handle)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._make_current(stream)
+            capture_where_it_runs()
+        pairs.provide(lambda: pairs.SlotPairs(means, slots.split, units, wrap, self._make_current))
+
+    def _make_current(self, stream: Any) -> None:
+        # vLLM has put its own in the place of torch's, to know of it.
+        torch.cuda.set_stream(stream)
+        # The second of its runners remembers the first that it saw, and goes back to that.
+        self.model_runner.__dict__.pop("main_stream", None)

@@ -1,0 +1,106 @@
+"""vLLM's real schedulers with a lane, and a stand-in for the model, with steps in flight.
+
+The lane's thread is real. What it computes is nothing; but which blocks it would write to, and
+which positions, is looked at.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.engine.lane.notes import Job
+from deployments.engine.lane.turns import Turns
+from tests.unit.deployments.engine.lane.engine import require_empty
+from tests.unit.deployments.engine.scheduler.stand_in import StandIn
+
+
+@dataclass
+class LaneStandIn(StandIn):
+    """One engine with a lane, without a model.
+
+    Args:
+        fails: the share of chunks that fail.
+    """
+
+    fails: float = 0.0
+    seed: int = 0
+    # (where, what) was wrong in the lane.
+    spoiled: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        from tests.unit.deployments.engine.lane.engine import LaneAlone
+
+        self._chance = random.Random(self.seed)
+        self._until: dict[str, int] = {}
+        self._turns = Turns(alternate=True)
+        kv = self.scheduler.kv_cache_config
+        self._worker = LaneAlone(self.config, KVConnectorRole.WORKER, kv)
+        self._worker.start_lane(self, self._turns)
+
+    def _configure(self, config: Any) -> None:
+        from vllm.config import KVTransferConfig
+
+        config.scheduler_config.disable_hybrid_kv_cache_manager = True
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="LaneAlone",
+            kv_connector_module_path="tests.unit.deployments.engine.lane.engine",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+        )
+
+    def _connector_output(self, output: Any) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput
+
+        worker = self._worker
+        with self._turns.step():
+            worker.bind_connector_metadata(output.kv_connector_metadata)
+            worker.start_load_kv(None)
+            sent, received = worker.get_finished(output.finished_req_ids)
+            told = KVConnectorOutput(
+                finished_sending=sent,
+                finished_recving=received,
+                invalid_block_ids=worker.get_block_ids_with_load_errors(),
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            )
+            worker.clear_connector_metadata()
+        return told
+
+    def end(self) -> None:
+        """The engine ends."""
+        self._worker.shutdown()
+
+    def require_no_leak(self) -> None:
+        """Also none of the lane's."""
+        super().require_no_leak()
+        require_empty(self.scheduler.lane)
+        assert not self.spoiled, self.spoiled
+
+    # --- what computes chunks ---------------------------------------------------------------------
+
+    def mark(self) -> None:
+        pass
+
+    def prepare(self) -> None:
+        pass
+
+    def follow(self, mark: Any) -> None:
+        pass
+
+    def compute(self, job: Job, start: int, end: int) -> Callable[[], None]:
+        """Look whether the blocks are the request's, and every position comes once, in order."""
+        name = job.request_id
+        if self._until.pop(name, job.start) != start:
+            self.spoiled.append(f"{name} goes on at {start}")
+        if end < job.end:
+            self._until[name] = end
+        for block in job.block_ids[start // 32 : -(-end // 32)]:
+            if self.pool.blocks[block].ref_cnt < 1:
+                self.spoiled.append(f"block {block} is nobody's, and {name} writes to it")
+        if self._chance.random() < self.fails:
+            self._until.pop(name, None)
+            raise RuntimeError("this chunk fails")
+        return lambda: None
