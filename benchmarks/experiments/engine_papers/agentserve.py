@@ -24,7 +24,7 @@ from benchmarks.simulate.inside.engine import Engine
 from benchmarks.simulate.inside.lane import LaneEngine
 from benchmarks.simulate.inside.loop import Loop
 from benchmarks.simulate.inside.scheduler import Scheduler
-from benchmarks.simulate.inside.sm_share import SLOTS, FedBackShare, FixedShare, bandwidth_of
+from benchmarks.simulate.inside.sm_share import FedBackShare, FixedShare
 from benchmarks.workloads import PRESETS, Arrivals, Latency, Shape, Spread
 
 GPUS = {"A5000": A5000, "5090": RTX_5090}
@@ -121,15 +121,6 @@ def shape_of(point: Point) -> Shape:
     return replace(PRESETS[point.paradigm], output_tokens=outputs, tool_latency=TOOLS[point.tools])
 
 
-def base_share(costs: Steps, late_s: float, agents: int, kv_tokens: int) -> float:
-    """R_g*: the smallest slot at which decodes alone are within the bound (equation 6)."""
-    for slots in range(1, SLOTS):
-        share = slots / SLOTS
-        if costs.step_s(agents, kv_tokens, (), share, bandwidth_of(share)) <= late_s:
-            return share
-    return (SLOTS - 1) / SLOTS
-
-
 class Box:
     """One engine, and agents that have one session after the other."""
 
@@ -150,8 +141,7 @@ class Box:
         else:
             share: FixedShare | FedBackShare = FixedShare()
             if system.lane == "fed back":
-                base = base_share(costs, late_s, agents, agents * 3_500)
-                share = FedBackShare(base, late_s)
+                share = FedBackShare(late_s)
             self.engine = LaneEngine(self.loop, scheduler, costs, self._ended, share)
         self._agents = agents
         self._programs: deque[Program] = deque()

@@ -1,7 +1,6 @@
 """An engine with a lane: prefills that decodes are kept from run beside them, on SMs of their own
 (AgentServe, section III)."""
 
-from collections import deque
 from collections.abc import Callable
 
 from benchmarks.simulate.inside.call import Call
@@ -10,7 +9,8 @@ from benchmarks.simulate.inside.costs import Steps
 from benchmarks.simulate.inside.loop import Loop
 from benchmarks.simulate.inside.scheduler import Scheduler, Step
 from benchmarks.simulate.inside.sm_share import FedBackShare, FixedShare, bandwidth_of
-from conserve.engine_scheduling import kind_of
+from conserve.engine_scheduling import PrefillLane
+from conserve.engine_scheduling.lane import Route
 
 # Prefilled at a time: llama.cpp's micro-batch.
 _CHUNK_TOKENS = 512
@@ -19,7 +19,8 @@ _REBIND_S = 50e-6
 
 class LaneEngine:
     """Plays an engine whose scheduler has decodes, and what may run beside them; all else is
-    prefilled in the lane, one prompt after the other.
+    prefilled in the lane, one prompt after the other. What is else, `PrefillLane` says; with vLLM's
+    scheduler (a split that nobody decides about) it is every prompt.
 
     While both have work, decodes have the SMs that `sm_share` says, and the lane the others; else
     whoever has work has all. What the lane computes goes on at its new speed when that changes;
@@ -47,8 +48,9 @@ class LaneEngine:
         self._costs = costs
         self._ended = ended
         self._sm_share = sm_share
+        self._policy = PrefillLane()
         self._runs = False
-        self._waiting: deque[Call] = deque()
+        self._waiting: list[Call] = []
         # The chunk that the lane computes: whose, how many tokens, how much is left of it (seconds,
         # with all SMs, as a share of them says), since when and how fast.
         self._call: Call | None = None
@@ -62,30 +64,37 @@ class LaneEngine:
 
     def submit(self, call: Call) -> None:
         """A call comes now."""
-        scheduler, now_s = self.scheduler, self._loop.now_s
-        if self._for_lane(call):
-            self.laned += 1
-            call.came_s = call.since_s = now_s
-            self._waiting.append(call)
-            if self._call is None:
-                self._next_prompt()
-            return
-        scheduler.add(call, now_s)
-        self._wake()
+        call.came_s = call.since_s = self._loop.now_s
+        self._waiting.append(call)
+        self._begin_those_who_may()
 
-    def _for_lane(self, call: Call) -> bool:
+    def _begin_those_who_may(self) -> None:
+        """Of those who wait for the lane, one in it, and those that need it no longer in steps."""
+        for call in list(self._waiting):
+            route = self._route(call)
+            if route == "wait":
+                continue
+            self._waiting.remove(call)
+            if route == "lane":
+                self.laned += 1
+                self._begin_prompt(call)
+            else:
+                self._policy.forget(call.key)
+                self.scheduler.add(call, self._loop.now_s)
+                self._wake()
+
+    def _route(self, call: Call) -> Route:
         scheduler = self.scheduler
         if not isinstance(scheduler, ConversationScheduler):
-            return True
-        found = scheduler.found_tokens(call)
-        budget = scheduler.controller.budget_tokens
-        missing = call.prompt_tokens - found
-        if kind_of(False, found, missing, budget) == "resume":
-            return False
-        if found:
-            # A larger budget would have had it.
+            return "lane" if self._call is None else "wait"
+        missing = call.prompt_tokens - scheduler.found_tokens(call)
+        allowed = scheduler.controller.allowed_tokens()
+        decoding = any(one.decodes for one in scheduler.running)
+        route = self._policy.route(call.key, missing, allowed, decoding, self._loop.now_s)
+        if route != "inline":
+            # That is what the budget does to it.
             scheduler.controller.was_cut()
-        return True
+        return route
 
     # --- decodes -----------------------------------------------------------------------------
 
@@ -96,35 +105,40 @@ class LaneEngine:
 
     def _step(self) -> None:
         now_s = self._loop.now_s
+        self._begin_those_who_may()
         step = self.scheduler.schedule(now_s) or self.scheduler.schedule(now_s)
         self._runs = step is not None
         self._share_anew()
         if step is None:
             return
-        share = self._sm_share.share if self._call is not None else 1.0
+        share = self._decode_share()
         kv_tokens = sum(call.computed_tokens for call in step.decodes)
         chunks = [(tokens, call.computed_tokens) for call, tokens in step.chunks]
         took_s = self._costs.step_s(
             len(step.decodes), kv_tokens, chunks, share, bandwidth_of(share)
         )
-        self._loop.at(now_s + took_s, self._done, step, took_s)
+        self._loop.at(now_s + took_s, self._done, step, took_s, share)
 
-    def _done(self, step: Step, lasted_s: float) -> None:
+    def _done(self, step: Step, lasted_s: float, share: float) -> None:
         now_s = self._loop.now_s
-        if step.decodes:
-            self._sm_share.step(lasted_s, now_s)
+        if step.decodes and share < 1:
+            self._sm_share.step(lasted_s, share, now_s)
         for call in self.scheduler.done(step, lasted_s, now_s):
             self._ended(call)
         self._step()
 
+    def _decode_share(self) -> float:
+        if self._call is None:
+            return 1.0
+        now_s = self._loop.now_s
+        return self._sm_share.decide(now_s - self._call.came_s, now_s)
+
     # --- the lane ----------------------------------------------------------------------------
 
-    def _next_prompt(self) -> None:
-        if not self._waiting:
-            self._call = None
-            return
-        self._call = self._waiting.popleft()
-        self.scheduler.takes(self._call, self._loop.now_s)
+    def _begin_prompt(self, call: Call) -> None:
+        self.scheduler.takes(call, self._loop.now_s)
+        self._policy.takes(call.key, call.missing_tokens)
+        self._call = call
         self._next_chunk()
 
     def _next_chunk(self) -> None:
@@ -135,7 +149,7 @@ class LaneEngine:
         self._begin_at(self._share())
 
     def _share(self) -> float:
-        return 1.0 - self._sm_share.share if self._runs else 1.0
+        return 1.0 - self._decode_share() if self._runs else 1.0
 
     def _begin_at(self, share: float, after_s: float = 0.0) -> None:
         call = self._call
@@ -161,11 +175,13 @@ class LaneEngine:
         call, now_s = self._call, self._loop.now_s
         assert call is not None
         call.computed_tokens += self._tokens
+        self._policy.computed(call.key, self._tokens)
         if call.missing_tokens:
             self._next_chunk()
             return
+        self._call = None
+        self._policy.ends(call.key, "done")
         if self.scheduler.took(call, now_s):
             self._ended(call)
-        else:
-            self._wake()
-        self._next_prompt()
+        self._wake()
+        self._begin_those_who_may()

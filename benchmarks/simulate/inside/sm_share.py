@@ -1,7 +1,6 @@
 """How many of a GPU's SMs decodes have to themselves, in slots of a tenth."""
 
-import math
-from dataclasses import dataclass
+from conserve.engine_scheduling import DecodeReserve
 
 SLOTS = 10
 # What is read from memory comes as fast from this share of the SMs as from all of them: assumed;
@@ -14,53 +13,34 @@ def bandwidth_of(share: float) -> float:
     return min(1.0, share / _SATURATES_AT)
 
 
-@dataclass(slots=True)
 class FixedShare:
     """A split that nothing moves."""
 
-    share: float = 0.5
+    def __init__(self, share: float = 0.5) -> None:
+        self._share = share
 
-    def step(self, lasted_s: float, now_s: float) -> None:
-        """A step with decodes is over."""
+    def decide(self, waited_s: float, now_s: float) -> float:
+        """Of the SMs, those that decodes have beside a prefill."""
+        return self._share
+
+    def step(self, lasted_s: float, share: float, now_s: float) -> None:
+        """A step with decodes, beside a prefill, is over."""
 
 
 class FedBackShare:
-    """R of AgentServe's algorithm 1: a slot more while time per output token is late, a slot less
-    while it is calm.
-
-    Three choices are ours. A step is calm below six tenths of the bound. Feedback comes each 50 ms,
-    and eight steps. R ends at 90 %, where the algorithm has all of the SMs: else prefills stand
-    still for as long as decodes are late.
+    """R of AgentServe's algorithm 1, as `DecodeReserve` has it.
 
     Args:
-        base: the smallest share: R_base, at which decodes alone are within the bound.
-        late_s: the bound.
+        late_s: the bound of time per output token.
     """
 
-    _CALM, _LEAST_STEPS, _INTERVAL_S = 0.6, 8, 0.05
+    def __init__(self, late_s: float) -> None:
+        self._reserve = DecodeReserve(range(1, SLOTS + 1), late_s=late_s)
 
-    def __init__(self, base: float, late_s: float) -> None:
-        self._base = self._slots = max(1, math.ceil(base * SLOTS - 1e-9))
-        self._late_s = late_s
-        self._lasted_s, self._steps = 0.0, 0
-        self._since_s: float | None = None
+    def decide(self, waited_s: float, now_s: float) -> float:
+        """Of the SMs, those that decodes have beside a prefill that is there for so long."""
+        return self._reserve.decide(decodes=True, waited_s=waited_s, now_s=now_s) / SLOTS
 
-    @property
-    def share(self) -> float:
-        """Of the SMs, those that decodes have."""
-        return self._slots / SLOTS
-
-    def step(self, lasted_s: float, now_s: float) -> None:
-        """A step with decodes is over."""
-        if self._since_s is None:
-            self._since_s = now_s - lasted_s
-        self._lasted_s += lasted_s
-        self._steps += 1
-        if self._steps < self._LEAST_STEPS or now_s - self._since_s < self._INTERVAL_S:
-            return
-        tpot_s = self._lasted_s / self._steps
-        if tpot_s > self._late_s:
-            self._slots = min(SLOTS - 1, self._slots + 1)
-        elif tpot_s < self._CALM * self._late_s:
-            self._slots = max(self._base, self._slots - 1)
-        self._since_s, self._lasted_s, self._steps = now_s, 0.0, 0
+    def step(self, lasted_s: float, share: float, now_s: float) -> None:
+        """A step with decodes, beside a prefill, is over."""
+        self._reserve.step(lasted_s, round(share * SLOTS), now_s)
