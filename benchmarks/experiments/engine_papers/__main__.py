@@ -65,17 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show.show_mars(served, console)
     show.show_without(without, console)
     show.show_agentserve(agents, console)
-    listed = claims.of_mars(served) + claims.of_mars_parts(without)
+    show.show_claims(claims.of_mars(served) + claims.of_mars_parts(without), "MARS", console)
     for tools in agentserve.TOOLS:
         with_them = [one for one in agents if one.point.tools == tools]
-        show.show_claims(
-            [
-                *(listed if tools == next(iter(agentserve.TOOLS)) else ()),
-                *claims.of_agentserve(with_them),
-                *claims.of_agentserve_parts(with_them),
-            ],
-            console,
-        )
+        listed = claims.of_agentserve(with_them) + claims.of_agentserve_parts(with_them)
+        show.show_claims(listed, f"AgentServe, {tools} tools", console)
     if options.json is not None:
         found = {
             "mars": [asdict(one) for one in served],

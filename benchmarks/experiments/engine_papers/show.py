@@ -72,9 +72,13 @@ def show_agentserve(found: Sequence[agentserve.Outcome], console: Console) -> No
         console.print(table)
 
 
-def show_claims(listed: Sequence[Claim], console: Console) -> None:
-    """What is published, and what came out."""
-    table = _table("What the papers claim, and what came out (ratios above 1: ConServe is better)")
+def show_claims(listed: Sequence[Claim], of: str, console: Console) -> None:
+    """What is published, and what came out.
+
+    Args:
+        of: whose claims these are.
+    """
+    table = _table(f"{of}: claims, and what came out (ratios above 1: ConServe is better)")
     for heading in ("source", "what", "published", "simulated", "reached in"):
         table.add_column(heading, overflow="fold")
     for claim in listed:
