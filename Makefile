@@ -31,7 +31,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint format bench \
-	bench-overhead bench-later-turns bench-appends bench-engine bench-keys bench-overcommit \
+	bench-overhead bench-later-turns bench-appends bench-engine bench-engine-papers bench-keys bench-overcommit \
 	bench-tenants bench-unkind bench-table bench-energy bench-sm-slots \
 	bench-simulator bench-scale bench-elastic test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
@@ -129,6 +129,9 @@ bench-appends: $(INSTALLED) ## Measure what others feel of a large append, at ho
 
 bench-engine: $(INSTALLED) ## Compare the scheduler that knows conversations with vLLM's own, on one engine (minutes)
 	@$(BIN)/python -m benchmarks.experiments.engine $(ARGS)
+
+bench-engine-papers: $(INSTALLED) ## Simulate one engine from the inside on MARS's and AgentServe's workloads, beside their claims (minutes)
+	@$(BIN)/python -m benchmarks.experiments.engine_papers $(ARGS)
 
 bench-keys: $(INSTALLED) ## Measure what keys cost a warm turn: two routers before the same engines
 	@$(BIN)/python -m benchmarks.experiments.keys $(ARGS)

@@ -1,0 +1,95 @@
+"""Programs: conversations whose turns are made by the ends of the turns, and tools, before them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.simulate.inside.loop import Loop
+from benchmarks.workloads import Arrivals, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One of a program's turns.
+
+    Attributes:
+        append_tokens: behind all that was before; the first turn's prompt.
+        tool_s: of the tool that follows it; 0 after the last one.
+    """
+
+    append_tokens: int
+    output_tokens: int
+    tool_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All turns of one conversation."""
+
+    key: str
+    arrives_s: float
+    turns: tuple[Turn, ...]
+
+    @property
+    def prompts_tokens(self) -> int:
+        """Of all its prompts together."""
+        context = total = 0
+        for turn in self.turns:
+            context += turn.append_tokens
+            total += context
+            context += turn.output_tokens
+        return total
+
+
+def draw(shape: Shape, programs: int, arrivals: Arrivals, seed: int) -> list[Program]:
+    """Programs of a shape, the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for number, arrives_s in zip(range(programs), arrivals.times_s(), strict=False):
+        turns = int(shape.turns.draw(rng, 1)[0])
+        appends = shape.append_tokens.draw(rng, turns)
+        appends[0] = shape.first_prompt_tokens.draw(rng, 1)[0]
+        outputs = shape.output_tokens.draw(rng, turns)
+        tools_s = shape.tool_latency.draw(rng, turns)
+        tools_s[-1] = 0.0
+        made = [
+            Turn(int(append), int(output), float(tool_s))
+            for append, output, tool_s in zip(appends, outputs, tools_s, strict=True)
+        ]
+        drawn.append(Program(f"p{number}", arrives_s, tuple(made)))
+    return drawn
+
+
+class Tools:
+    """The CPUs on which tools run, one each; who finds none free waits in line.
+
+    Attributes:
+        at_work: tools that run or wait.
+    """
+
+    def __init__(self, loop: Loop, cores: int) -> None:
+        self._loop = loop
+        self._cores = cores
+        self._waiting: list[tuple[float, Callable[[], None]]] = []
+        self.at_work = 0
+
+    @property
+    def pressure(self) -> float:
+        """How much of the cores is asked for, at most 1."""
+        return min(1.0, self.at_work / self._cores)
+
+    def run(self, seconds: float, then: Callable[[], None]) -> None:
+        """Have one run."""
+        self.at_work += 1
+        if self.at_work > self._cores:
+            self._waiting.append((seconds, then))
+        else:
+            self._loop.at(self._loop.now_s + seconds, self._ends, then)
+
+    def _ends(self, then: Callable[[], None]) -> None:
+        self.at_work -= 1
+        if self._waiting:
+            seconds, next_then = self._waiting.pop(0)
+            self._loop.at(self._loop.now_s + seconds, self._ends, next_then)
+        then()
