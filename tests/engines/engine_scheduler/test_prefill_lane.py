@@ -8,6 +8,7 @@ import pytest
 
 from tests.engines.applications import LANE
 from tests.engines.client import Agent, chat, lone_answer, prose
+from tests.engines.engine_scheduler.random_turns import random_turns
 from tests.engines.metrics import metric
 from tests.engines.stage import Stage
 from tests.engines.waiting import eventually
@@ -57,3 +58,18 @@ async def test_long_appends_go_through_the_lane(
             asked, answer = agent.messages[: 2 * turn + 1], agent.messages[2 * turn + 1]
             lone = await lone_answer(client, asked, tokens if turn else 4)
             assert lone == answer["content"], (agent.id, turn)
+
+
+@pytest.mark.long
+async def test_hundreds_of_random_turns(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """With long appends, each on a decoder that is full of others."""
+    stage.wait_for_lone()
+    client.base_url = httpx.URL(application)
+    lane = metric("conserve_engine_lane_prefills_total", outcome="done")
+    for _ in range(6):
+        await random_turns(client, rng, conversations=10, turns=5, appends=(15, 60, 500))
+    await eventually("the lane is empty", lambda: metric("conserve_engine_lane_running") == 0)
+    assert metric("conserve_engine_lane_prefills_total", outcome="done") > lane + 20
+    assert metric("conserve_engine_lane_prefills_total", outcome="failed") == 0
