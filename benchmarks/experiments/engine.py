@@ -1,6 +1,6 @@
 """What an engine's scheduler that knows conversations changes, against vLLM's own.
 
-    python -m benchmarks.experiments.engine [--rounds 3] [--json PATH]
+    python -m benchmarks.experiments.engine [--rounds 3] [--away UNITS] [--json PATH]
 
 One engine with the embedded model, in this process, stepped by hand; between runs its scheduler is
 replaced, so that all compare on the same model and KV. Times are CPU seconds of this process: other
@@ -9,8 +9,8 @@ so what agents wait, and the ageing, are in units of a prefill of 1,000 tokens, 
 first. In each round, in random order:
 
 - *Light beside heavy*: six conversations with short prompts and appends beside three with long
-  ones, two calls at a time, with 4 units between turns; a level up each 1.25 units. Also without
-  ageing, as a warning.
+  ones, two calls at a time, with 4 units between turns (``--away``); a level up each 1.25 units.
+  Also without ageing, as a warning: the shorter agents are away, the longer heavy ones wait.
 - *Long prompts beside decodes*: three prompts of 3,000 tokens, one after the other, beside four
   answers; the times between the answers' tokens, and to the prompts' first.
 - *Found again*: a history's next turn, after five other conversations have filled the KV and ended.
@@ -41,7 +41,7 @@ VLLM, OURS, NO_AGEING = "vllm", "conversation", "conversation, no ageing"
 # The model is small, and so are its prompts: what counts as much is so, too.
 _QUOTA_TOKENS = 512
 # In units of a prefill of 1,000 tokens.
-_AGE_UNITS, _THINK_UNITS, _SPREAD_UNITS = 1.25, 4.0, 0.3
+_AGE_UNITS, _SPREAD_UNITS = 1.25, 0.3
 _BLOCK_TOKENS = 32
 _BLOCKS = 800
 
@@ -59,6 +59,7 @@ class Engine:
 
     slept_s: float = 0.0
     unit_s: float = 1.0
+    away_units: float = 4.0
     answers: dict[str, list[int]] = field(default_factory=dict)
     added_s: dict[str, float] = field(default_factory=dict)
     times_s: dict[str, list[float]] = field(default_factory=dict)
@@ -229,7 +230,7 @@ def light_beside_heavy(engine: Engine, scheduler: str) -> dict[str, float]:
             key, number = name.split(".")
             history[key] = history[key] + engine.answers[name]
             if int(number) + 1 < len(sizes[key]):
-                after_s = _THINK_UNITS * engine.unit_s
+                after_s = engine.away_units * engine.unit_s
                 due.append((engine.now_s() + after_s, key, int(number) + 1))
     light = [engine.latency_s(name) for name in engine.answers if "light" in name]
     heavy = [engine.latency_s(name) for name in engine.answers if "heavy" in name]
@@ -305,20 +306,24 @@ SCENES: dict[str, tuple[Scene, tuple[str, ...]]] = {
 }
 
 
-def measure(rounds: int, seed: int = 0) -> dict[str, dict[str, dict[str, list[float]]]]:
+def measure(
+    rounds: int, scenes: Sequence[str], away_units: float = 4.0, seed: int = 0
+) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Each scene's figures under each scheduler, one a round.
 
     Raises:
         RuntimeError: an answer is another one under another scheduler.
     """
     engine, chance = Engine(), random.Random(seed)
+    engine.away_units = away_units
     engine.begin(VLLM)
     engine.turn("warm up", words(0, 500), 8, "warm up")
     engine.turn("unit", words(1, 1_000), 1, "unit")
     engine.unit_s = engine.first_s("unit")
     seen: dict[str, dict[str, dict[str, list[float]]]] = {}
     for round_number in range(rounds):
-        for scene, (play, schedulers) in SCENES.items():
+        for scene in scenes:
+            play, schedulers = SCENES[scene]
             answers: dict[str, list[int]] | None = None
             for scheduler in chance.sample(schedulers, len(schedulers)):
                 figures = play(engine, scheduler)
@@ -363,9 +368,15 @@ def _ratios(ours: list[float], theirs: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--away", type=float, default=4.0, metavar="UNITS",
+        help="between turns of light and heavy conversations, in prefills of 1,000 tokens",
+    )  # fmt: skip
+    parser.add_argument("--scene", choices=SCENES, help="this one alone (default: all)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    seen = measure(options.rounds)
+    scenes = list(SCENES) if options.scene is None else [options.scene]
+    seen = measure(options.rounds, scenes, options.away)
     seen = {scene: {one: seen[scene][one] for one in SCENES[scene][1]} for scene in seen}
     show(seen)
     if options.json:
