@@ -216,7 +216,8 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
             engine["worker_cls"] = _LANE_WORKER.format("gpu" if gpu else "cpu")
     tier = role_tier(settings, own, gpu)
     if tier.sm_slots is not None:
-        engine["worker_cls"] = SLOT_WORKER
+        has_lane = connector == _LANE_CONNECTOR
+        engine["worker_cls"] = _LANE_WORKER.format("slot") if has_lane else SLOT_WORKER
     engine["kv_transfer_config"] = {
         "kv_connector": connector,
         "kv_connector_module_path": module,

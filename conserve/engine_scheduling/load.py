@@ -25,6 +25,8 @@ class SchedulerLoad(msgspec.Struct, frozen=True):
         lane_tokens: left to compute in the lane.
         lane_prefills: by what became of them: done, or failed and computed inline.
         lane_computed_tokens: in the lane.
+        decode_sms: how many SMs steps have, where the lane has the engine's others; None: nothing
+            moves a border between them.
     """
 
     waiting: list[int]
@@ -46,3 +48,4 @@ class SchedulerLoad(msgspec.Struct, frozen=True):
     lane_tokens: int | None = None
     lane_prefills: dict[str, int] | None = None
     lane_computed_tokens: int | None = None
+    decode_sms: int | None = None

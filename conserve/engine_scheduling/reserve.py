@@ -25,6 +25,10 @@ class DecodeReserve:
     - Where nothing moves the border (an engine on a CPU, on slots by MPS, or on no slots) there is
       nothing to decide, and R stays 0.
 
+    Attributes:
+        sizes_sms: as it was given.
+        tpot_s: of the last interval.
+
     Args:
         sizes_sms: what decodes can have, ascending; the last is all there is (S). None: nothing
             moves the border.
@@ -71,15 +75,15 @@ class DecodeReserve:
             raise ValueError(f"calm_share: {calm_share} is not within 0 and 1")
         if not 0 < most_share < 1:
             raise ValueError(f"most_share: {most_share} is not between 0 and 1")
-        self._sizes = tuple(sizes_sms)
+        self.sizes_sms = tuple(sizes_sms)
         self.late_s = late_s
         self._calm_s = calm_share * late_s
         self._interval_s = interval_s
         self._longest_wait_s = longest_wait_s
         self._forget_s = forget_s
         # Positions among the sizes: of the largest beside prefills, and of R.
-        most = most_share * self._sizes[-1] if self._sizes else 0
-        self._most = max(0, sum(size <= most for size in self._sizes) - 1)
+        most = most_share * self.sizes_sms[-1] if self.sizes_sms else 0
+        self._most = max(0, sum(size <= most for size in self.sizes_sms) - 1)
         self._at = 0
         # When a size was too slow, by its position.
         self._slow_s: dict[int, float] = {}
@@ -87,7 +91,6 @@ class DecodeReserve:
         self._since_s = 0.0
         self._lasted_s = 0.0
         self._steps = 0
-        # Of the last interval.
         self.tpot_s = 0.0
 
     def decide(self, *, decodes: bool, waited_s: float | None, now_s: float) -> int:
@@ -98,20 +101,20 @@ class DecodeReserve:
             waited_s: how long the oldest prefill has been there, running or not; None: there is
                 none.
         """
-        if not self._sizes:
+        if not self.sizes_sms:
             return 0
         if waited_s is None:
-            return self._sizes[-1]
+            return self.sizes_sms[-1]
         if not decodes:
             return 0
         base = self._base(now_s)
         if waited_s > self._longest_wait_s:
-            return self._sizes[base]
-        return self._sizes[max(base, self._at)]
+            return self.sizes_sms[base]
+        return self.sizes_sms[max(base, self._at)]
 
     def base_sms(self, now_s: float) -> int:
         """R_base: the smallest size that is not known to be too slow."""
-        return self._sizes[self._base(now_s)] if self._sizes else 0
+        return self.sizes_sms[self._base(now_s)] if self.sizes_sms else 0
 
     def step(self, lasted_s: float, decode_sms: int, now_s: float) -> None:
         """A step with decodes, beside a prefill, is over.
@@ -120,7 +123,7 @@ class DecodeReserve:
             lasted_s: from its beginning, or the end of the step before, to its end.
             decode_sms: what decodes had in it.
         """
-        if decode_sms not in self._sizes:
+        if decode_sms not in self.sizes_sms:
             return
         if decode_sms != self._size_sms:
             # A step of another size says nothing of this one.
@@ -132,7 +135,7 @@ class DecodeReserve:
             return
         self.tpot_s = self._lasted_s / self._steps
         self._size_sms = None
-        at = self._sizes.index(decode_sms)
+        at = self.sizes_sms.index(decode_sms)
         if self.tpot_s > self.late_s:
             self._slow_s[at] = now_s
             self._at = min(self._most, at + 1)

@@ -354,12 +354,6 @@ class Settings(Strict):
         for role in ("prefillers", "decoders") if self.prefillers_host else ("decoders",):
             own: RoleSettings = getattr(self, role)
             given |= {f"{role}.engine.{name}": value for name, value in own.engine.items()}
-            tier = None if own.tier is None else self.tiers.get(own.tier)
-            if tier is not None and tier.sm_slots is not None:
-                raise ValueError(
-                    f"tiers.{own.tier}.sm_slots cannot be set with prefill_lane: each has an "
-                    f"engine's worker of its own; choose one for the {role}"
-                )
         for name, value in given.items():
             argument = name.rsplit(".", 1)[1]
             asked_for = value is True or value not in (None, False, 1)

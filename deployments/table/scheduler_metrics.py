@@ -91,6 +91,11 @@ _FAMILIES: tuple[tuple[Any, str, str, str | None, Callable[[SchedulerLoad], Any]
         "Tokens of prompts that were computed in the prefill lane.", None,
         lambda one: one.lane_computed_tokens,
     ),
+    (
+        GaugeMetricFamily, "decode_sms",
+        "SMs that an engine's steps have; its prefill lane has the others of its slots.", None,
+        lambda one: one.decode_sms,
+    ),
 )  # fmt: skip
 
 

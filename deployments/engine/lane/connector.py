@@ -18,6 +18,7 @@ from deployments.engine.lane.scheduler_lane import SchedulerLane
 from deployments.engine.lane.thread import Forward, LaneThread
 from deployments.engine.lane.turns import Turns
 from deployments.engine.lmcache_connector import ResilientMPConnector
+from deployments.engine.sm_slots.pairs import slot_pairs
 
 
 class LaneConnecting:
@@ -37,6 +38,8 @@ class LaneConnecting:
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._missing: set[int] = set()
         self._report: LaneReport | None = None
+        # Of the engine's SMs, what decodes can have; to be said once.
+        self._sizes_sms: tuple[int, ...] = ()
 
     # --- the scheduler's side ---------------------------------------------------------------------
 
@@ -80,7 +83,8 @@ class LaneConnecting:
                 if start is not None:
                     self._lane_has_computed(one.req_id, one.num_computed_tokens - start)
         metadata = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
-        metadata.lane = None if self.lane is None else self.lane.notes()
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        metadata.lane = None if self.lane is None else self.lane.notes(computes)
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -108,6 +112,7 @@ class LaneConnecting:
     def start_lane(self, forward: Forward, turns: Turns) -> None:
         """The engine is loaded: the lane's thread can begin."""
         self._lane_thread = LaneThread(forward, turns, self._block_tokens)
+        self._sizes_sms = slot_pairs().sizes_sms
 
     def has_connector_metadata(self) -> bool:
         """In the lane's thread there is none: attention layers do nothing with a connector."""
@@ -129,6 +134,9 @@ class LaneConnecting:
             return sent, received
         self._lane_thread.give_up(finished_req_ids)
         over, self._missing, self._report = self._lane_thread.take()
+        if self._sizes_sms:
+            self._report = self._report or LaneReport()
+            self._report.sizes_sms, self._sizes_sms = self._sizes_sms, ()
         if over:
             received = over | (received or set())
         return sent, received

@@ -17,7 +17,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from deployments.engine.lane.notes import Job
-from deployments.engine.lane.stream import lane_stream
+from deployments.engine.lane.stream import lane_stream, plain_stream
 
 
 class LaneForward:
@@ -32,7 +32,7 @@ class LaneForward:
         self._runner = runner
         self._config = vllm_config
         self._device = runner.device
-        self._stream = lane_stream(runner.device)
+        self._plain = plain_stream(runner.device)
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._groups = []
         for group in runner.attn_groups[0]:
@@ -44,12 +44,12 @@ class LaneForward:
 
     def prepare(self) -> None:
         """What CUDA keeps for each thread is as in the engine's."""
-        if self._stream is not None:
+        if self._plain is not None:
             torch.cuda.set_device(self._device)
 
     def mark(self) -> Any:
         """An event behind all that was launched on the steps' stream; None on a CPU."""
-        if self._stream is None:
+        if self._plain is None:
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
@@ -58,11 +58,12 @@ class LaneForward:
     def follow(self, mark: Any) -> None:
         """Steps that are launched may still read, or write, blocks that are the lane's now."""
         if mark is not None:
-            self._stream.wait_event(mark)
+            lane_stream(self._plain).wait_event(mark)
 
     def compute(self, job: Job, start: int, end: int) -> Callable[[], None]:
         """Launch the positions from ``start`` up to ``end`` of a job's prompt."""
-        on_stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
+        stream = lane_stream(self._plain)
+        on_stream = torch.cuda.stream(stream) if stream else contextlib.nullcontext()
         with torch.inference_mode(), on_stream:
             positions = torch.arange(start, end, dtype=torch.int64, device=self._device)
             ids = torch.tensor(job.tokens[start:end], dtype=torch.int32, device=self._device)
@@ -80,10 +81,10 @@ class LaneForward:
                     intermediate_tensors=None,
                     inputs_embeds=None,
                 )
-            if self._stream is None:
+            if stream is None:
                 return lambda: None
             done = torch.cuda.Event()
-            done.record(self._stream)
+            done.record(stream)
             wait: Callable[[], None] = done.synchronize
             return wait
 

@@ -31,10 +31,13 @@ class LaneNotes:
     Attributes:
         jobs: that begin now.
         chunk_tokens: how long a chunk may be, from now on.
+        decode_sms: how many SMs the step is to have, and the lane what is left; 0: the lane has
+            all. Nothing where no border can be moved.
     """
 
     jobs: tuple[Job, ...]
     chunk_tokens: int
+    decode_sms: int | None = None
 
 
 @dataclass(slots=True)
@@ -44,10 +47,12 @@ class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes:
         computed: tokens, by request.
         failed: requests of which not all could be computed.
+        sizes_sms: how many SMs decodes can have (`SlotPairs.sizes_sms`); said once.
     """
 
     computed: dict[str, int] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
+    sizes_sms: tuple[int, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LaneReport":
         """vLLM asks this where there are several workers; there is one (`fits`)."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from conserve.engine_scheduling import PrefillLane
+from conserve.engine_scheduling import DecodeReserve, PrefillLane
 from conserve.engine_scheduling.lane import Route
 from deployments.engine.lane.fits import fits
 from deployments.engine.lane.notes import Job, LaneNotes, LaneReport
@@ -17,6 +17,11 @@ class SchedulerLane:
     Args:
         scheduler: the one that asks (`ConversationScheduling`).
         policy: says what goes to the lane.
+
+    Attributes:
+        reserve: says how many SMs decodes have beside it; one that decides nothing until the worker
+            has said that there are any.
+        decode_sms: what they have in the next step.
     """
 
     def __init__(self, scheduler: Any, policy: PrefillLane) -> None:
@@ -28,6 +33,10 @@ class SchedulerLane:
         # From which token on they were the lane's, until their next step.
         self._starts: dict[str, int] = {}
         self._failed: set[str] = set()
+        self._late_s = float(scheduler.chunks.late_s)
+        self.reserve = DecodeReserve((), late_s=self._late_s)
+        self.decode_sms = 0
+        self._current_since_s = 0.0
 
     # --- the connector asks -------------------------------------------------------------------
 
@@ -55,6 +64,7 @@ class SchedulerLane:
         """A request has its blocks, and goes to the lane."""
         name = request.request_id
         self.policy.takes(name, tokens)
+        self._current_since_s = self._scheduler.clock()
         self._starts[name] = found_tokens
         end = found_tokens + tokens
         ids = list(request.all_token_ids[:end])
@@ -64,12 +74,30 @@ class SchedulerLane:
             request.prefill_stats.set(request.num_prompt_tokens, found_tokens, 0)
         self._scheduler.passed_over_tokens += tokens
 
-    def notes(self) -> LaneNotes:
-        """For the worker, with a step."""
+    def notes(self, computes: bool) -> LaneNotes:
+        """For the worker, with a step.
+
+        Args:
+            computes: whether the step does anything: decode, or prefill what is short.
+        """
+        scheduler = self._scheduler
         jobs, self._new = tuple(self._new), []
-        most = int(self._scheduler.max_num_scheduled_tokens)
-        chunk = self._scheduler.left_tokens() if self._alternates else _GPU_CHUNK_TOKENS
-        return LaneNotes(jobs, min(most, chunk))
+        most = int(scheduler.max_num_scheduled_tokens)
+        chunk = scheduler.left_tokens() if self._alternates else _GPU_CHUNK_TOKENS
+        return LaneNotes(jobs, min(most, chunk), self._decide(computes))
+
+    def _decide(self, computes: bool) -> int | None:
+        if not self.reserve.sizes_sms:
+            return None
+        now_s = self._scheduler.clock()
+        waited_s = None if self.policy.current is None else now_s - self._current_since_s
+        self.decode_sms = self.reserve.decide(decodes=computes, waited_s=waited_s, now_s=now_s)
+        return self.decode_sms
+
+    def stepped(self, lasted_s: float, decode_sms: int, now_s: float) -> None:
+        """A step with decodes is over, in which they had so many SMs."""
+        if self.reserve.sizes_sms and decode_sms < self.reserve.sizes_sms[-1]:
+            self.reserve.step(lasted_s, decode_sms, now_s)
 
     def hears(self, report: LaneReport | None, received: set[str]) -> None:
         """What the worker has done.
@@ -78,6 +106,8 @@ class SchedulerLane:
             received: requests whose blocks are no more the lane's, nor LMCache's.
         """
         if report is not None:
+            if report.sizes_sms:
+                self.reserve = DecodeReserve(report.sizes_sms, late_s=self._late_s)
             self._failed |= report.failed
             for name, tokens in report.computed.items():
                 self.policy.computed(name, tokens)
@@ -129,6 +159,7 @@ class SchedulerLane:
             "lane_tokens": policy.current_tokens,
             "lane_prefills": {"done": policy.done, "failed": policy.failed},
             "lane_computed_tokens": policy.computed_tokens,
+            "decode_sms": self.decode_sms if self.reserve.sizes_sms else None,
         }
 
     def _forget(self, name: str) -> None:

@@ -2,16 +2,21 @@
 
 from typing import Any
 
+from deployments.engine.sm_slots.pairs import slot_pairs
 
-def lane_stream(device: Any) -> Any:
-    """A ``torch.cuda.Stream`` for the lane; None on a CPU.
 
-    A plain one: its kernels share all SMs with the decodes'. It is asked for once an engine, when
-    the engine's model is loaded. Whoever has SMs for the lane alone returns their stream here; the
-    lane does not look at what it is given.
-    """
+def plain_stream(device: Any) -> Any:
+    """A ``torch.cuda.Stream`` whose kernels share all SMs with the decodes'; None on a CPU."""
     if device.type == "cpu":
         return None
     import torch
 
     return torch.cuda.Stream(device)
+
+
+def lane_stream(plain: Any) -> Any:
+    """The stream of the lane's side of the engine's SMs, as the border is now; or the plain one.
+
+    The border moves between steps, within a step's turn: ask within a chunk's.
+    """
+    return slot_pairs().bound.lane_stream or plain

@@ -124,9 +124,11 @@ class LaneThread:
     def _prefill(self, job: Job, mark: Any) -> _Over:
         at = job.start
         try:
-            self._forward.follow(mark)
             while at < job.end and not self._is_given_up(job):
                 with self._turns.chunk():
+                    if at == job.start:
+                        # On the stream that the chunk is launched on: it changes between steps.
+                        self._forward.follow(mark)
                     until = min(job.end, at + max(1, self._chunk_tokens))
                     wait = self._forward.compute(job, at, until)
                 wait()

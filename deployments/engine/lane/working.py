@@ -7,6 +7,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from deployments.engine.lane.forward import LaneForward
 from deployments.engine.lane.turns import Turns
+from deployments.engine.sm_slots.pairs import slot_pairs
 
 
 class LaneWorking:
@@ -25,8 +26,11 @@ class LaneWorking:
         return took
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """A step."""
+        """A step, once the border between its SMs and the lane's is where it is to be."""
         with self._turns.step() if self._turns else nullcontext():
+            notes = getattr(scheduler_output.kv_connector_metadata, "lane", None)
+            if notes is not None and notes.decode_sms is not None:
+                slot_pairs().bind(notes.decode_sms)
             return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:

@@ -97,7 +97,7 @@ class ConversationScheduling:
         self._left_to_waiting: list[int] = []
         self._decoding = False
         # Steps under way: when each began, and what it prefills and decodes.
-        self._steps: dict[int, tuple[float, int, int]] = {}
+        self._steps: dict[int, tuple[float, int, int, int]] = {}
         self._updated_s = 0.0
         scheduler.kv_cache_manager.allocate_slots = self._giving_way(
             scheduler.kv_cache_manager.allocate_slots
@@ -213,7 +213,8 @@ class ConversationScheduling:
                 self.queue.serve(turn.key, new, 0, now_s)
                 turn.charged_tokens = done
         if output.num_scheduled_tokens:
-            self._steps[id(output)] = (now_s, prefill_tokens, decodes)
+            decode_sms = 0 if self.lane is None else self.lane.decode_sms
+            self._steps[id(output)] = (now_s, prefill_tokens, decodes, decode_sms)
 
     def _begins(self, request: Any, turn: Turn, found_tokens: int, now_s: float) -> None:
         turn.runs = True
@@ -228,13 +229,17 @@ class ConversationScheduling:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Also note how long the step has taken."""
         now_s = self.clock()
-        began_s, prefill_tokens, decodes = self._steps.pop(id(scheduler_output), (now_s, 0, 0))
+        began_s, prefill_tokens, decodes, decode_sms = self._steps.pop(
+            id(scheduler_output), (now_s, 0, 0, 0)
+        )
         if self.lane is not None:
             prefill_tokens += self.lane.spent_tokens(model_runner_output)
         if decodes:
             # With two under way the second begins when the first is over.
             lasted_s = now_s - max(began_s, self._updated_s)
             self.chunks.step(lasted_s, prefill_tokens, now_s)
+            if self.lane is not None:
+                self.lane.stepped(lasted_s, decode_sms, now_s)
         self._updated_s = now_s
         return super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output

@@ -415,8 +415,6 @@ def test_a_lane_is_for_decoders_with_one_worker() -> None:
     assert load(given).prefill_lane
 
 
-def test_a_lane_and_sm_slots_are_not_for_one_engine() -> None:
-    slots = {"tiers.some.sm_slots": 5, "prefillers.tier": "some"}
+def test_a_lane_and_sm_slots_go_together() -> None:
+    slots = {"tiers.some.sm_slots": 5, "decoders.tier": "some"}
     assert load({**_LANE, **slots}).prefill_lane
-    with pytest.raises(SettingsError, match=r"tiers\.some\.sm_slots cannot be set with"):
-        load({**_LANE, **slots, "decoders.tier": "some"})

@@ -172,3 +172,22 @@ def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) ->
     prefiller = llm_config("prefiller", chosen, chosen.prefillers, gpu).engine_kwargs
     assert "worker_cls" not in prefiller
     assert prefiller["kv_transfer_config"]["kv_connector"] == "ResilientMPConnector"
+
+
+def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from deployments.app import llm_config
+    from deployments.engine.lane.working import LaneWorking
+    from deployments.engine.sm_slots.worker import SlotWorker
+
+    tiers = {"x": {"sm_slots": 7}}
+    decoders = {"tier": "x"}
+    chosen = Settings(
+        engine_scheduler="conversation", prefill_lane=True, tiers=tiers, decoders=decoders
+    )
+    decoder = llm_config("decoder", chosen, chosen.decoders, gpu=True).engine_kwargs
+    assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
+    worker = resolve_obj_by_qualname(decoder["worker_cls"])
+    assert issubclass(worker, LaneWorking)
+    assert issubclass(worker, SlotWorker)

@@ -28,6 +28,9 @@ class LaneStandIn(StandIn):
     seed: int = 0
     # (where, what) was wrong in the lane.
     spoiled: list[str] = field(default_factory=list)
+    # Of each step: whether it computed anything, whether the lane had a job, and the SMs that it
+    # was to have.
+    borders: list[tuple[bool, bool, int | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,6 +44,15 @@ class LaneStandIn(StandIn):
         kv = self.scheduler.kv_cache_config
         self._worker = LaneAlone(self.config, KVConnectorRole.WORKER, kv)
         self._worker.start_lane(self, self._turns)
+        lane = self.scheduler.lane
+        notes = lane.notes
+
+        def noted(computes: bool) -> Any:
+            made = notes(computes)
+            self.borders.append((computes, lane.policy.current is not None, made.decode_sms))
+            return made
+
+        lane.notes = noted
 
     def _configure(self, config: Any) -> None:
         from vllm.config import KVTransferConfig

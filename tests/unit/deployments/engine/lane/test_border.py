@@ -1,0 +1,175 @@
+"""The border between the SMs of an engine's steps and of its lane."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deployments.engine.lane import working
+from deployments.engine.lane.notes import Job, LaneNotes
+from deployments.engine.lane.stream import lane_stream
+from deployments.engine.lane.thread import LaneThread
+from deployments.engine.lane.turns import Turns
+from deployments.engine.lane.working import LaneWorking
+from deployments.engine.sm_slots import pairs
+from deployments.engine.sm_slots.pairs import Bound
+from tests.unit.deployments.engine.lane.stand_in import LaneStandIn
+from tests.unit.deployments.engine.scheduler.play import POLICIES, play
+from tests.unit.deployments.engine.scheduler.stand_in import words
+
+SIZES_SMS = (10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
+
+
+class Pairs:
+    """As `SlotPairs`, without streams that anything runs on."""
+
+    sizes_sms = SIZES_SMS
+
+    def __init__(self) -> None:
+        self.bound = Bound("all", "least", 100, 10)
+        self.asked: list[int] = []
+
+    def bind(self, decode_sms: int) -> Bound:
+        self.asked.append(decode_sms)
+        self.bound = Bound(f"steps {decode_sms}", f"lane {decode_sms}", decode_sms, 0)
+        return self.bound
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Pairs:
+    found = Pairs()
+    monkeypatch.setattr(pairs, "_pairs", found)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_both_have_all_sms_where_they_are_alone(made: Pairs, kind: str) -> None:
+    engine = LaneStandIn(kind, policies=POLICIES)
+    play(engine, seed=0)
+    engine.end()
+    # Until the worker has said which sizes there are, nothing is decided.
+    asked = [one for one in engine.borders if one[2] is not None]
+    assert len(asked) > 0.9 * len(engine.borders)
+    assert any(computes and job for computes, job, _ in asked)
+    for computes, job, sms in asked:
+        if not job:
+            assert sms == 100
+        elif not computes:
+            assert sms == 0
+        else:
+            assert sms in SIZES_SMS[:-1]
+
+
+def test_late_steps_beside_the_lane_get_more_sms(made: Pairs) -> None:
+    chance = random.Random(0)
+    engine = LaneStandIn("sync", policies=POLICIES, step_s=0.04)
+    for number in range(2):
+        engine.add(f"decode{number}", words(chance, 40), 200)
+    for _ in range(6):
+        engine.step()
+    for number in range(3):
+        engine.add(f"long{number}", words(chance, 1_400))
+        while f"long{number}" in engine.live:
+            engine.step()
+    engine.drain()
+    beside = [sms for computes, job, sms in engine.borders if computes and job and sms]
+    engine.end()
+    # Each step takes twice the bound of POLICIES.
+    assert beside == sorted(beside)
+    assert beside[0] == 10
+    assert beside[-1] > 20
+    said = engine.scheduler.lane.observed()
+    assert said["decode_sms"] == 100
+
+
+def test_nothing_is_decided_where_nothing_moves() -> None:
+    engine = LaneStandIn("sync", policies=POLICIES)
+    play(engine, seed=0, conversations=4)
+    engine.end()
+    assert {sms for _, _, sms in engine.borders} == {None}
+    assert engine.scheduler.lane.observed()["decode_sms"] is None
+
+
+class _Worker:
+    """What `LaneWorking` is laid over."""
+
+    def __init__(self) -> None:
+        self.bound_in_step: list[Bound] = []
+
+    def execute_model(self, scheduler_output: Any) -> str:
+        self.bound_in_step.append(pairs.slot_pairs().bound)
+        return "output"
+
+
+class _Both(LaneWorking, _Worker):
+    pass
+
+
+def test_the_border_moves_in_a_steps_turn_before_the_model_runs(
+    made: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = _Both()
+    within: list[str] = []
+
+    class Watched(Turns):
+        @contextmanager
+        def step(self, ends: bool = True) -> Iterator[None]:
+            with super().step(ends):
+                within.append("begins")
+                yield
+                within.append("ends")
+
+    worker._turns = Watched(alternate=False)
+    real = made.bind
+    monkeypatch.setattr(made, "bind", lambda sms: (within.append("binds"), real(sms))[1])
+
+    def step(notes: LaneNotes | None) -> Any:
+        metadata = SimpleNamespace(lane=notes)
+        return worker.execute_model(SimpleNamespace(kv_connector_metadata=metadata))
+
+    assert step(LaneNotes((), 32, 40)) == "output"
+    assert within == ["begins", "binds", "ends"]
+    assert worker.bound_in_step[-1].decode_sms == 40
+    step(LaneNotes((), 32))
+    step(None)
+    worker.execute_model(SimpleNamespace(kv_connector_metadata=None))
+    assert made.asked == [40]
+    assert working.slot_pairs() is made
+
+
+def test_a_chunk_follows_what_was_launched_on_the_stream_that_it_has(made: Pairs) -> None:
+    """The border may move while it waits for its turn."""
+    turns, seen = Turns(alternate=False), []
+
+    class Forward:
+        def mark(self) -> str:
+            return "mark"
+
+        def prepare(self) -> None:
+            seen.append("prepared")
+
+        def follow(self, mark: str) -> None:
+            seen.append((mark, lane_stream("plain")))
+
+        def compute(self, job: Job, start: int, end: int) -> Any:
+            seen.append((start, lane_stream("plain")))
+            return lambda: None
+
+    with turns.step():
+        made.bind(20)
+        thread = LaneThread(Forward(), turns, block_tokens=32)
+        job = Job("a", range(64), (1, 2), 0, 64)
+        thread.begin(LaneNotes((job,), 32, 20))
+        made.bind(30)
+    over: set[str] = set()
+    while not over:
+        over, _, _ = thread.take()
+    thread.end()
+    assert seen == ["prepared", ("mark", "lane 30"), (0, "lane 30"), (32, "lane 30")]
+
+
+def test_without_leased_sms_the_lane_has_a_plain_stream() -> None:
+    assert lane_stream("plain") == "plain"
