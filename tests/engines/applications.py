@@ -266,6 +266,14 @@ GPU_SLOTS = Application(
     make_model=make_real_shape,
 )
 
+# With a lane in the decoder: its kernels beside the steps' on all SMs, or each on its side of seven
+# tenths of them.
+_GPU_LANE = ("engine_scheduler=conversation", "prefill_lane=true")
+GPU_LANE = Application("gpu-lane", (*GPU.arguments, *_GPU_LANE), make_model=make_real_shape)
+GPU_LANE_SLOTS = Application(
+    "gpu-lane-slots", (*GPU_SLOTS.arguments, *_GPU_LANE), make_model=make_real_shape
+)
+
 # In the order in which they are started.
 APPLICATIONS = (
     *(
@@ -284,5 +292,7 @@ APPLICATIONS = (
         COMPATIBLE,
         GPU,
         GPU_SLOTS,
+        GPU_LANE,
+        GPU_LANE_SLOTS,
     ),
 )
