@@ -45,6 +45,8 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         engine_wait_s: how long it waited in the decoder's engine before it ran; None: that does not
             say (``engine_scheduler: vllm``).
         engine_wait_for: what for (`conserve.engine_scheduling.WaitFor`); None: it was not seen to.
+        kept_tokens, kept_s: what of its history is in the engine's cache now, and for how long it
+            is kept there whoever else comes (0: as anything cached); None: it does not say.
     """
 
     prompt_tokens: int
@@ -57,6 +59,8 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
     late: bool = False
     engine_wait_s: float | None = None
     engine_wait_for: str | None = None
+    kept_tokens: int | None = None
+    kept_s: float | None = None
 
     def pack(self) -> bytes:
         """The numbers in one small object, not five, for a table of a million conversations."""

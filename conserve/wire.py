@@ -235,3 +235,15 @@ def engine_wait(params: Mapping[str, Any] | None) -> tuple[float | None, str | N
     engine does not say."""
     said = (params or {}).get(WAITED) or {}
     return said.get("s"), said.get("for")
+
+
+def kept(tokens: int, for_s: float) -> dict[str, Any]:
+    """``kv_transfer_params`` of an answer that say what of its history stays in the engine's cache,
+    and for how long it is kept there."""
+    return {KEPT: {"tokens": tokens, "for_s": for_s}}
+
+
+def engine_kept(params: Mapping[str, Any] | None) -> tuple[int | None, float | None]:
+    """What `kept` has said, in tokens and seconds; None where the engine does not say."""
+    said = (params or {}).get(KEPT) or {}
+    return said.get("tokens"), said.get("for_s")

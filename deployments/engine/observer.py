@@ -59,6 +59,8 @@ class _Observation:
     decode_s: float | None = None
     engine_wait_s: float | None = None
     engine_wait_for: str | None = None
+    kept_tokens: int | None = None
+    kept_s: float | None = None
     # For streams that may have to be continued: whether to note what is put out, what of it is
     # in no event yet, and what another engine had put out before.
     notes: bool = False
@@ -83,6 +85,9 @@ class _Observation:
         wait_s, wait_for = wire.engine_wait(output.kv_transfer_params)
         if wait_s is not None and wait_s >= (self.engine_wait_s or 0.0):
             self.engine_wait_s, self.engine_wait_for = wait_s, wait_for
+        kept_tokens, kept_s = wire.engine_kept(output.kv_transfer_params)
+        if kept_tokens is not None:
+            self.kept_tokens, self.kept_s = kept_tokens, kept_s
         times = output.metrics
         if times is not None and 0 < times.first_token_ts <= times.last_token_ts:
             self.decode_s = max(self.decode_s or 0.0, times.last_token_ts - times.first_token_ts)
@@ -119,6 +124,8 @@ class _Observation:
             late=self.late,
             engine_wait_s=self.engine_wait_s,
             engine_wait_for=self.engine_wait_for,
+            kept_tokens=self.kept_tokens,
+            kept_s=self.kept_s,
         )
 
 

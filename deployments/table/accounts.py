@@ -163,15 +163,15 @@ class Accounts:
 
     def advanced(self, turn: TurnKey, stats: TurnStats, decoder_id: str) -> None:
         """A decoder has completed a turn."""
-        waited: dict[str, Any] = {}
-        if stats.engine_wait_s is not None:
-            waited["engine_wait_s"] = round(stats.engine_wait_s, 3)
-        if stats.engine_wait_for is not None:
-            waited["engine_wait_for"] = stats.engine_wait_for
+        said: dict[str, Any] = {
+            name: round(value, 3) if isinstance(value, float) else value
+            for name in ("engine_wait_s", "engine_wait_for", "kept_tokens", "kept_s")
+            if (value := getattr(stats, name)) is not None
+        }
         self._events.add(
             "end", turn.conversation_id, turn=turn.turn_id, decoder=decoder_id,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.decoder_cached_tokens,
-            loaded_tokens=stats.lmcache_tokens, output_tokens=stats.output_tokens, **waited,
+            loaded_tokens=stats.lmcache_tokens, output_tokens=stats.output_tokens, **said,
         )  # fmt: skip
         found = stats.decoder_cached_tokens + stats.lmcache_tokens
         self._energy.computed(decoder_id, stats.prompt_tokens - found + stats.output_tokens)

@@ -21,7 +21,7 @@ from conserve.engine_scheduling import (
     Retention,
     kind_of,
 )
-from conserve.wire import KEPT, waited
+from conserve.wire import kept, waited
 from deployments.engine.lane.scheduler_lane import SchedulerLane
 from deployments.engine.scheduler.commands import obey, offer_commands
 from deployments.engine.scheduler.counts import Counts
@@ -409,12 +409,10 @@ class ConversationScheduling:
             request, delay_free_blocks
         )
         if turn.is_known:
-            kept = {
-                "tokens": self.histories.cached_tokens(turn.key),
-                "for_s": self.histories.kept_for_s(turn.key, now_s),
-            }
-            wait = waited(turn.waited_s, turn.waited_for)
-            params = {**(params or {}), KEPT: kept, **wait}
+            stays = kept(
+                self.histories.cached_tokens(turn.key), self.histories.kept_for_s(turn.key, now_s)
+            )
+            params = {**(params or {}), **stays, **waited(turn.waited_s, turn.waited_for)}
         return params, encoder_params
 
     def _free_blocks(self, request: Any) -> None:

@@ -57,6 +57,8 @@ class Decoder:
         self.told_created: list[int | None] = []
         # What the engine says of its prompt's KV.
         self.found: dict[str, Any] = {}
+        # What its scheduler says of the turn.
+        self.said: dict[str, Any] = {}
         self.transfer_params: list[dict[str, Any]] = []
         self._cached = cached
         self._reason = reason
@@ -85,7 +87,7 @@ class Decoder:
             yield RequestOutput(
                 "r", None, given, None, [choice], reason is not None,
                 num_cached_tokens=self._cached, num_cache_creation_tokens=5,
-                kv_transfer_params={"cached_token_stats": self.found},
+                kv_transfer_params={"cached_token_stats": self.found, **self.said},
             )  # fmt: skip
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -216,6 +218,20 @@ def test_an_engine_is_told_of_a_prefill_and_the_table_what_was_not_found_of_it()
     assert second is not None
     assert (first.missed_tokens, first.late) == (0, False)
     assert (second.missed_tokens, second.late) == (256, True)
+
+
+def test_the_table_is_told_what_a_turn_waited_for_and_what_of_its_history_stays() -> None:
+    decoder = Decoder("length", schedules=True)
+    decoder.turn()
+    decoder.said = wire.waited(1.5, "room") | wire.kept(640, 12.5)
+    decoder.turn()
+    first, second = (ended.stats for ended in told(decoder.desk))
+    assert first is not None
+    assert second is not None
+    assert (first.engine_wait_s, first.engine_wait_for) == (None, None)
+    assert (first.kept_tokens, first.kept_s) == (None, None)
+    assert (second.engine_wait_s, second.engine_wait_for) == (1.5, "room")
+    assert (second.kept_tokens, second.kept_s) == (640, 12.5)
 
 
 def test_of_a_turns_prompt_caches_should_have_what_is_held_here_or_was_prefilled() -> None:

@@ -27,7 +27,10 @@ def test_what_happens_is_told_in_order() -> None:
         plan = await waiting
         assert isinstance(plan, TurnPlan)
         await service.prefilled(plan, Prefilled(TOKENS, 100))
-        stats = TurnStats(TOKENS, 5, 0, 512)
+        stats = TurnStats(
+            TOKENS, 5, 0, 512, engine_wait_s=0.25, engine_wait_for="step", kept_tokens=640,
+            kept_s=2.0,
+        )  # fmt: skip
         await service.advance(plan.turn, "decoder#1", stats, (b"c" * 16,))
         await service.observe(TurnTiming("completed", 1.5, 0.5, (), plan.turn, None))
         plan = await service.begin("r", "c", [])
@@ -52,7 +55,10 @@ def test_what_happens_is_told_in_order() -> None:
         place = by_kind["place", "c"]
         assert (place["decoder"], place["prefiller"]) == ("decoder#1", "prefiller#1")
         assert by_kind["prefilled", "c"]["loaded_tokens"] == 100
-        assert by_kind["end", "c"]["loaded_tokens"] == 512
+        end = by_kind["end", "c"]
+        assert end["loaded_tokens"] == 512
+        assert (end["engine_wait_s"], end["engine_wait_for"]) == (0.25, "step")
+        assert (end["kept_tokens"], end["kept_s"]) == (640, 2.0)
         assert by_kind["answered", "c"]["ttft_s"] == 0.5
         lost = by_kind["engine_lost", None]
         assert (lost["engine"], lost["unbound"], lost["why"]) == ("decoder#1", 1, "as it happens")
