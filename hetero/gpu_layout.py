@@ -29,6 +29,8 @@ UTILISATION = 0.92
 _CONTEXT_BYTES = 1 * GIB
 # Captured graphs, of which there are none with `enforce_eager`.
 _GRAPHS_BYTES = 1 * GIB
+# The same again for each place of the border between an engine's steps and its lane, in all.
+GRAPH_SETS_BYTES = 1 * GIB
 # A sampler has logits, probabilities and their sorted copy, 32 bits each.
 _SAMPLING_BYTES = 3 * 4
 # vLLM's `max_num_seqs` for a large GPU, and for others.
@@ -170,7 +172,12 @@ def with_memory(
         card = card_bytes[name]
         if shape is not None and card is not None:
             arguments = arguments_of(settings, own)
-            plan = replace(plan, needs=needs(shape, arguments, card))
+            needed = needs(shape, arguments, card)
+            hosts = role == "decoder" or settings.prefillers_host
+            if slots is not None and settings.prefill_lane and hosts:
+                graphs = 0 if arguments.get("enforce_eager") else GRAPH_SETS_BYTES
+                needed = replace(needed, reserve_bytes=needed.reserve_bytes + graphs)
+            plan = replace(plan, needs=needed)
             plan = replace(plan, budget_bytes=_usable(arguments, card, own.num_gpus))
         plans[name] = plan
     if settings.gpus == 1 and len(plans) > 1 and all(one.num_gpus < 1 for one in plans.values()):

@@ -193,6 +193,21 @@ def test_a_step_without_graphs_and_with_fewer_sequences_takes_less() -> None:
     assert plans[0].needs.reserve_bytes == GIB + STEP + 64 * 151_936 * 12
 
 
+def test_graphs_for_each_border_have_room_of_their_own() -> None:
+    slots = {"tiers.x.sm_slots": 7, "decoders.tier": "x", "prefillers.tier": "x"}
+    lane = {"engine_scheduler": "conversation", "prefill_lane": True}
+
+    def reserves(**more: Any) -> list[int]:
+        _, plans = laid_out({**slots, **more}, 2, H100)
+        return [one.needs.reserve_bytes for one in plans if one.needs is not None]
+
+    without, within = reserves(), reserves(**lane)
+    # The prefiller has no lane.
+    assert [one - other for one, other in zip(within, without, strict=True)] == [0, GIB]
+    eager = {"engine.enforce_eager": True}
+    assert reserves(**lane, **eager) == reserves(**eager)
+
+
 def test_without_gpus_nothing_is_laid_out() -> None:
     settings = load({"model": "m"})
     assert with_counts(settings, 0) is settings
