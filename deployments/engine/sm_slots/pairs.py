@@ -66,6 +66,9 @@ class SlotPairs:
                 self._stream(place.prefill)
         self.sizes_sms = tuple(place.decode_sms for place in self._places)
         self._bound = Bound(None, None, 0, 0)
+        if self._places:
+            # As the engine was loaded: whatever it has begun there comes before the first border.
+            self._bound = self._of(self._places[-1], self.sizes_sms[-1])
 
     @property
     def bound(self) -> Bound:

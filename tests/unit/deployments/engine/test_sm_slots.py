@@ -115,7 +115,11 @@ def test_alone_each_side_has_all(current: Callable[[], Stream]) -> None:
 
 def test_work_that_was_begun_comes_first_on_the_new_side(current: Callable[[], Stream]) -> None:
     made = of_the_whole_gpu(Driver())
+    loaded = made.bound
+    assert loaded.decode_sms == 132
     first = made.bind(16)
+    # An engine is loaded on all of its SMs.
+    assert first.decode_stream.waited_for == [loaded.decode_stream]
     second = made.bind(72)
     assert second.decode_stream.waited_for == [first.decode_stream]
     assert second.lane_stream.waited_for == [first.lane_stream]
