@@ -208,7 +208,7 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
     engine |= settings.engine | own.engine
     engine["enable_prefix_caching"] = True
     connector, module = _CONNECTOR, _CONNECTOR_MODULE
-    if settings.schedules_conversations and (role == "decoder" or settings.prefillers_host):
+    if settings.schedules_conversations and settings.hosts(role):
         # The policy by which vLLM's own scheduler looks at priorities, which ours sets.
         engine |= {"scheduler_cls": _SCHEDULER, "scheduling_policy": "priority"}
         if settings.prefill_lane:

@@ -173,8 +173,7 @@ def with_memory(
         if shape is not None and card is not None:
             arguments = arguments_of(settings, own)
             needed = needs(shape, arguments, card)
-            hosts = role == "decoder" or settings.prefillers_host
-            if slots is not None and settings.prefill_lane and hosts:
+            if slots is not None and settings.prefill_lane and settings.hosts(role):
                 graphs = 0 if arguments.get("enforce_eager") else GRAPH_SETS_BYTES
                 needed = replace(needed, reserve_bytes=needed.reserve_bytes + graphs)
             plan = replace(plan, needs=needed)

@@ -21,6 +21,7 @@ from conserve.settings.groups import (
     Strict,
     TierSettings,
 )
+from conserve.wire import Role
 
 EMBEDDED_MODEL = "embedded"
 # The others are there to compare, without more in it.
@@ -427,6 +428,10 @@ class Settings(Strict):
     def prefillers_host(self) -> bool:
         """Whether conversations are bound to prefillers, too."""
         return self.placement == "elastic"
+
+    def hosts(self, role: Role) -> bool:
+        """Whether conversations are bound to engines of a role."""
+        return role == "decoder" or self.prefillers_host
 
     @property
     def schedules_conversations(self) -> bool:

@@ -89,8 +89,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if self._sm_slots is not None:
             # Its worker leases SMs while the model loads, and they are kept for who beats.
             self._node.use = EngineUse(self._id, (), tier.cap)
-        hosts = role == "decoder" or settings.prefillers_host
-        schedules = settings.schedules_conversations and hosts
+        schedules = settings.schedules_conversations and settings.hosts(role)
         if schedules:
             # Before minutes of loading, and in a line of its own.
             require_doors()

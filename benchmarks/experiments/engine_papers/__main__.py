@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from benchmarks.experiments import engine_papers
 from benchmarks.experiments.engine_papers import agentserve, claims, mars, show
+from benchmarks.experiments.engine_papers.measure import measure
 from conserve.console import new_console
 
 # Mechanisms are left out at these: without admission a run takes a hundred times as long.
@@ -59,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         def on_run() -> None:
             progress.advance(task)
 
-        served = mars.measure(points, mars.SYSTEMS, seeds, on_run)
-        without = mars.measure(_WITHOUT_AT, left_out, seeds, on_run)
-        agents = agentserve.measure(few, agentserve.SYSTEMS, seeds, on_run)
+        served = measure(mars.run, points, mars.SYSTEMS, seeds, on_run)
+        without = measure(mars.run, _WITHOUT_AT, left_out, seeds, on_run)
+        agents = measure(agentserve.run, few, agentserve.SYSTEMS, seeds, on_run)
     show.show_mars(served, console)
     show.show_without(without, console)
     show.show_agentserve(agents, console)

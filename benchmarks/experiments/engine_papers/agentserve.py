@@ -1,7 +1,7 @@
 """AgentServe's evaluation (section IV): few agents on one consumer's GPU."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -207,19 +207,3 @@ def run(system: System, point: Point, seed: int) -> Outcome:
         gap_p95_s=percentile(gaps_s, 95),
         tokens_per_s=sum(call.made_tokens for call, _ in box.calls) / box.loop.now_s,
     )
-
-
-def measure(
-    points: Sequence[Point],
-    systems: Sequence[System],
-    seeds: Sequence[int],
-    on_run: Callable[[], None],
-) -> list[Outcome]:
-    """Every system at every point."""
-    found = []
-    for point in points:
-        for seed in seeds:
-            for system in systems:
-                found.append(run(system, point, seed))
-                on_run()
-    return found

@@ -1,6 +1,6 @@
 """MARS's evaluation (section 6): programs whose tools take CPUs, on one engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -196,19 +196,3 @@ def run(system: System, point: Point, seed: int, cores: int = CORES) -> Outcome:
         decoded_tokens=node.engine.decoded_tokens,
         busy=node.engine.busy_s / node.loop.now_s,
     )
-
-
-def measure(
-    points: Sequence[Point],
-    systems: Sequence[System],
-    seeds: Sequence[int],
-    on_run: Callable[[], None],
-) -> list[Outcome]:
-    """Every system at every point."""
-    found = []
-    for point in points:
-        for seed in seeds:
-            for system in systems:
-                found.append(run(system, point, seed))
-                on_run()
-    return found

@@ -96,7 +96,7 @@ class ConversationScheduling:
         # Left to those who wait on a better level than who runs, by level.
         self._left_to_waiting: list[int] = []
         self._decoding = False
-        # Steps under way: when each began, and what it prefills and decodes.
+        # Steps under way: when each began, what it prefills and decodes, and on how many SMs.
         self._steps: dict[int, tuple[float, int, int, int]] = {}
         self._updated_s = 0.0
         scheduler.kv_cache_manager.allocate_slots = self._giving_way(

@@ -1,6 +1,7 @@
 """The border between the SMs of an engine's steps and of its lane."""
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -163,6 +164,9 @@ def test_a_chunk_follows_what_was_launched_on_the_stream_that_it_has(made: Pairs
         thread = LaneThread(Forward(), turns, block_tokens=32)
         job = Job("a", range(64), (1, 2), 0, 64)
         thread.begin(LaneNotes((job,), 32, 20))
+        # Until it waits for its turn.
+        while not turns._chunk_waits:
+            time.sleep(0.001)
         made.bind(30)
     over: set[str] = set()
     while not over:
