@@ -50,6 +50,11 @@ class Engines:
         if self.loads is not None and (engine_id in self.decoders or engine_id in self.prefillers):
             self.loads.says(engine_id, load, now_s)
 
+    def left(self, conversation: Conversation) -> None:
+        """A conversation that is bound is about to be bound there no more."""
+        if self.loads is not None and conversation.decoder_id is not None:
+            self.loads.left(conversation.id, conversation.decoder_id)
+
     def _forget(self, engine_id: str) -> None:
         self._leaving.discard(engine_id)
         if self.loads is not None:

@@ -59,6 +59,7 @@ class Ledger:
             return None
         self.tools.forget(history_id)
         self._engines.leave_queue(history)
+        self._engines.left(history)
         if history.decoder_id is not None:
             self._sharing.hold(history, 0)
             self._decoders[history.decoder_id].conversations -= 1
@@ -86,6 +87,7 @@ class Ledger:
 
     def unbind(self, history: Conversation) -> None:
         """A history is bound nowhere, and its decoder is told so."""
+        self._engines.left(history)
         if history.decoder_id is not None:
             self._sharing.hold(history, 0)
             self._decoders[history.decoder_id].conversations -= 1

@@ -64,7 +64,7 @@ class Turns:
             conversation.hints = hints
         self.start(conversation, self._ledger.usage.of(conversation_id), now_s)
         if self._loads is not None:
-            self._loads.turn_came(conversation.decoder_id, now_s)
+            self._loads.turn_came(conversation.id, conversation.decoder_id, now_s)
         return conversation
 
     def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool) -> bool:
@@ -82,7 +82,7 @@ class Turns:
         usage = self._ledger.usage.of(conversation.id)
         self.start(conversation, usage, now_s, turn_id=turn.turn_id)
         if self._loads is not None:
-            self._loads.turn_came(decoder_id, now_s)
+            self._loads.turn_came(conversation.id, decoder_id, now_s)
         if parks and self._memory is not None:
             self._memory.parks_turn(turn.turn_id)
         return True

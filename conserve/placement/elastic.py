@@ -35,7 +35,8 @@ class ElasticPlacement:
       home, with what prompts that were handed over took beyond their estimates (`HandingOver`),
       or from host memory,
     - the delay of others: of each decode that runs there, by as much as prefills hold up its
-      iterations; and of the turns that come while it runs, at the rate at which they came of late.
+      iterations; and of the turns that come while it runs, at the rate at which they came of late,
+      but of each conversation that is there one at most.
 
     What the engine has already is not computed (`Shared`), so a history that comes back goes where
     it costs least to have it again.
@@ -228,5 +229,5 @@ def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int) -> float:
     costs = work.costs
     own_s = costs.prefill_s(new_tokens, cached_tokens)
     running_s = costs.prefill_share * work.decodes * own_s
-    coming_s = work.turns_per_s * own_s * own_s / 2
-    return work.prefill_wait_s(new_tokens, cached_tokens) + running_s + coming_s
+    waits_s = work.prefill_wait_s(new_tokens, cached_tokens)
+    return waits_s + running_s + work.coming_wait_s(own_s)

@@ -21,6 +21,10 @@ _LENT_S = 10.0
 _WAITS = 0.1
 # So many prompts are remembered of which the first token has not come, the newest.
 _MOST_PLACED = 1_024
+# Of a turn: below that, what is held up is worked out by the first term of the series.
+_HARDLY_ANY = 1e-4
+# Histories that had no turn for so long are not about to send one.
+_FORGOTTEN_S = 5 * _LATE_S
 # A prompt's length, to tell seconds from tokens before any was computed.
 _USUAL_TOKENS = 1_000
 
@@ -54,6 +58,7 @@ class Work(NamedTuple):
         decodes: requests past their first token.
         step_s: how long an iteration without prefill takes.
         turns_per_s: turns that have come there to be answered, of late.
+        conversations: those that are there yet and had one of late.
         own_share: of its time, what prefills for conversations of its own have taken of late.
         append_share: of that, what later turns have appended.
         lent_tokens: prefilled for other engines in the last ten seconds.
@@ -68,6 +73,21 @@ class Work(NamedTuple):
     own_share: float = 0.0
     append_share: float = 0.0
     lent_tokens: int = 0
+    conversations: int = 0
+
+    def coming_wait_s(self, held_up_s: float) -> float:
+        """What turns that come meanwhile wait in all, if the engine is held up for so long.
+
+        They come as often as of late. But a conversation sends its next turn when it has the last
+        answer, so each that is there is held up once: if it sends turns at a rate r, for ``t - (1 -
+        exp(-r t)) / r`` of the time t on average.
+        """
+        if not self.conversations or not self.turns_per_s:
+            return 0.0
+        rate_per_s = self.turns_per_s / self.conversations
+        if rate_per_s * held_up_s < _HARDLY_ANY:
+            return self.turns_per_s * held_up_s * held_up_s / 2
+        return self.conversations * (held_up_s + math.expm1(-rate_per_s * held_up_s) / rate_per_s)
 
     def prefill_wait_s(self, new_tokens: int, cached_tokens: int) -> float:
         """Until a prefill that comes there now is done, in seconds."""
@@ -135,7 +155,7 @@ class Loads:
     ) -> None:
         """A prompt goes where it was placed."""
         home = self._of(placement.decoder_id)
-        home.turns.add(1.0, now_s)
+        home.turns.add(history_id, now_s)
         where = placement.prefiller_id
         if where is None:
             engine, past = home, shared.found(placement.decoder_id)
@@ -178,9 +198,18 @@ class Loads:
             seconds = engine.costs.prefill_s(new_tokens, cached_tokens)
         engine.queue.add(history_id, new_tokens, seconds, now_s)
 
-    def turn_came(self, engine_id: str, now_s: float) -> None:
+    def turn_came(self, history_id: str, engine_id: str, now_s: float) -> None:
         """A later turn goes to its engine; what it adds is not known yet."""
-        self._of(engine_id).turns.add(1.0, now_s)
+        self._of(engine_id).turns.add(history_id, now_s)
+
+    def left(self, history_id: str, engine_id: str) -> None:
+        """A history has ended, or is bound there no more: no turn of it comes there.
+
+        Those that came count as before: where some end, others begin.
+        """
+        engine = self._engines.get(engine_id)
+        if engine is not None:
+            engine.turns.drop(history_id)
 
     def turn_ended(self, history: Conversation, stats: TurnStats | None, now_s: float) -> None:
         """A turn of a history is over, and so is its prefill.
@@ -230,6 +259,7 @@ class Loads:
             min(1.0, engine.first_prompts.per_s(now_s) + engine.appends.per_s(now_s)),
             min(1.0, engine.appends.per_s(now_s)),
             engine.lent_tokens(now_s),
+            engine.turns.histories(now_s),
         )
 
     def price(self, now_s: float) -> Price:
@@ -314,6 +344,38 @@ class _Late:
             self._at_s = now_s
 
 
+class _Turns:
+    """Turns that came of late, and whose."""
+
+    __slots__ = ("_all", "_last_s")
+
+    def __init__(self) -> None:
+        self._all = _Late(_LATE_S)
+        # Of histories that are there yet, when their last turn came; the latest is last.
+        self._last_s: dict[str, float] = {}
+
+    def add(self, history_id: str, now_s: float) -> None:
+        self._last_s.pop(history_id, None)
+        self._last_s[history_id] = now_s
+        self._all.add(1.0, now_s)
+
+    def drop(self, history_id: str) -> None:
+        self._last_s.pop(history_id, None)
+
+    def per_s(self, now_s: float) -> float:
+        """How many in a second."""
+        return self._all.per_s(now_s)
+
+    def histories(self, now_s: float) -> int:
+        """How many histories that are there yet had one."""
+        while self._last_s:
+            history_id = next(iter(self._last_s))
+            if self._last_s[history_id] > now_s - _FORGOTTEN_S:
+                break
+            del self._last_s[history_id]
+        return len(self._last_s)
+
+
 class _Queue:
     """Prefills that wait, first come first served, and get shorter as time passes.
 
@@ -370,7 +432,7 @@ class _Engine:
         self.costs = costs
         self.load = EngineLoad()
         self.queue = _Queue()
-        self.turns = _Late(_LATE_S)
+        self.turns = _Turns()
         # What prefills for its own conversations take.
         self.first_prompts = _Late(_LATE_S)
         self.appends = _Late(_LATE_S)

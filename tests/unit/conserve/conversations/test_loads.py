@@ -85,6 +85,19 @@ def test_later_turns_count_as_work_of_their_decoder() -> None:
     assert after.own_share > before.own_share
 
 
+def test_who_ends_or_is_moved_holds_nobody_back() -> None:
+    table = elastic_table()
+    turn = start(table, "a", 800)
+    turn.advance(table, 800)
+    other = start(table, "b", 100)
+    assert loads_of(table).work("d1", 0.0).conversations == 2
+    table.release(turn.conversation_id)
+    assert loads_of(table).work("d1", 0.0).conversations == 1
+    # Nothing of it ever came to its engine, so it is bound no more.
+    other.abandon(table)
+    assert loads_of(table).work("d1", 0.0).conversations == 0
+
+
 def test_nothing_is_known_or_heard_of_an_engine_that_is_gone() -> None:
     table = elastic_table(hosts=True)
     for engine_id in ("d1", "p1"):

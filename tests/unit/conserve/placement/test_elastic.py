@@ -95,7 +95,7 @@ def cost_s(tokens: int, home: str, at: str, shared: Shared, loads: Loads) -> flo
         wait_s += math.ceil((work.backlog_tokens + new) / COSTS.chunk_tokens) * work.step_s
     else:
         wait_s = work.backlog_s + own_s + COSTS.prefill_constant_s
-    delayed_s = COSTS.prefill_share * work.decodes * own_s + work.turns_per_s * own_s**2 / 2
+    delayed_s = COSTS.prefill_share * work.decodes * own_s + work.coming_wait_s(own_s)
     moved = tokens - there[home] if at != home else found - there[home]
     way_s = COSTS.handoff_constant_s + COSTS.handoff_per_token_s * moved if moved > 0 else 0.0
     return wait_s + delayed_s + way_s

@@ -1,6 +1,7 @@
 """What is known of engines' work."""
 
 import doctest
+import random
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from conserve.placement import NOTHING_SHARED, EngineLoad, Loads, Placement, engine_costs, load
 from conserve.placement.engine_costs import EngineCosts
+from conserve.placement.load import Work
 
 # A token takes a millisecond.
 COSTS = EngineCosts(per_token_s=1e-3)
@@ -96,7 +98,7 @@ def test_shares_and_rates_fade() -> None:
     loads = Loads(COSTS)
     for second in range(300):
         send(loads, str(second), 500, float(second))
-        loads.turn_came("d", float(second))
+        loads.turn_came(f"c{second % 2}", "d", float(second))
         loads.computed("d", 100, 900, float(second))
     work = loads.work("d", 299.0)
     assert work.turns_per_s == pytest.approx(2.0, rel=0.05)
@@ -108,6 +110,37 @@ def test_shares_and_rates_fade() -> None:
     assert loads.work("d", 1299.0).turns_per_s < 0.001
     # Clocks may be set back.
     assert loads.work("d", 0.0).turns_per_s < 0.001
+
+
+def test_turns_that_come_wait_for_what_is_left_of_a_prefill() -> None:
+    """Against many draws of when each conversation sends its next turn."""
+    rng = random.Random(3)
+    work = Work(COSTS, turns_per_s=1.5, conversations=3)
+    for held_up_s in (0.1, 2.0, 20.0):
+        waits = [max(0.0, held_up_s - rng.expovariate(0.5)) for _ in range(200_000)]
+        expected_s = 3 * sum(waits) / len(waits)
+        assert work.coming_wait_s(held_up_s) == pytest.approx(expected_s, rel=0.03)
+    # Short: as if they came one by one, whoever they are of.
+    assert work.coming_wait_s(1e-5) == pytest.approx(1.5 * 1e-10 / 2, rel=1e-3)
+    # Where nobody is, nobody is held up.
+    assert Work(COSTS, turns_per_s=1.5).coming_wait_s(2.0) == 0
+    assert Work(COSTS, conversations=3).coming_wait_s(2.0) == 0
+
+
+def test_who_has_left_sends_no_turn() -> None:
+    loads = Loads(COSTS)
+    for name in ("a", "b", "c"):
+        loads.turn_came(name, "d", 10.0)
+    loads.left("b", "d")
+    loads.left("b", "d")
+    loads.left("a", "elsewhere")
+    work = loads.work("d", 10.0)
+    # The rate is as it was: where some end, others begin.
+    assert (work.conversations, work.turns_per_s) == (2, pytest.approx(0.1))
+    loads.turn_came("a", "d", 100.0)
+    assert loads.work("d", 159.0).conversations == 2
+    assert loads.work("d", 161.0).conversations == 1
+    assert loads.work("d", 251.0).conversations == 0
 
 
 def test_what_a_prefiller_has_lent_is_kept_in_mind_for_ten_seconds() -> None:
