@@ -28,7 +28,7 @@ class Options:
         device: ``auto`` is ``gpu`` where NVIDIA's driver has a GPU.
         logs: folder for logs; None: a temporary one.
         wrong_decision_rate: share of later turns sent to a prefiller (``per_turn`` alone).
-        chunk_tokens: most tokens an engine computes in a step (``collocated`` and ``elastic``);
+        chunk_tokens: most tokens an engine computes in a step (``collocated``);
             None: their default for the device.
         timeout_s: longest wait for the peer to be up and warm.
 

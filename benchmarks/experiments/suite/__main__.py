@@ -80,7 +80,7 @@ def main(
         ),
     ] = "0.1",
     chunk_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of an engine's step (collocated and elastic).")
+        int | None, typer.Option(help="Most tokens of an engine's step (collocated).")
     ] = None,
     scale_tokens: Annotated[
         float | None,

@@ -109,12 +109,14 @@ def test_conserve_accepts_the_settings_of_each_placement(name: str, device: Any)
     ("options", "expected"),
     [({"device": "gpu"}, 2944), ({"device": "cpu"}, 512), ({"chunk_tokens": 384}, 384)],
 )
-@pytest.mark.parametrize("name", ["collocated", "elastic"])
-def test_the_chunk_of_engines_that_prefill_beside_decodes(
-    name: str, options: dict[str, Any], expected: int
-) -> None:
-    for arguments in PEERS[name].plan(Options(**options)).engine_arguments.values():
-        assert arguments["max_num_batched_tokens"] == expected
+def test_the_chunk_of_the_papers_collocated_engines(options: dict[str, Any], expected: int) -> None:
+    (arguments,) = PEERS["collocated"].plan(Options(**options)).engine_arguments.values()
+    assert arguments["max_num_batched_tokens"] == expected
+
+
+def test_elastic_is_what_a_user_starts() -> None:
+    for arguments in PEERS["elastic"].plan(Options()).engine_arguments.values():
+        assert "max_num_batched_tokens" not in arguments
 
 
 def test_bare_vllm_has_the_threads_and_the_memory_of_all_engines() -> None:
