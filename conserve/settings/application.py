@@ -145,11 +145,11 @@ class Settings(Strict):
         "without following redirects. None: media come in `data:` URLs only.",
     )
     placement: PolicyName = Field(
-        default="conversation",
-        description="Policy that places conversations. `conversation` is the paper's; `elastic` "
-        "prefills wherever all conversations together wait least for it, and has prefillers host "
-        "conversations, too. `collocated`, `full_disaggregation` and `per_turn` are baselines to "
-        "compare them with.",
+        default="elastic",
+        description="Policy that places conversations. `elastic` prefills wherever all "
+        "conversations together wait least for it, and has prefillers host conversations, too. "
+        "`conversation` is the paper's: prefillers compute first prompts, and nothing else. "
+        "`collocated`, `full_disaggregation` and `per_turn` are baselines to compare them with.",
     )
     engine_scheduler: Literal["conversation", "vllm"] = Field(
         default="vllm",

@@ -39,9 +39,12 @@ class Application:
     make_model: Callable[[Path], None] | None = None
 
 
-# float32, so that batches of different sizes do not change which token is the most likely. And
-# LMCache makes sure of all its memory when it starts.
-_COMMON = ("engine.dtype=float32", "lmcache.size_gb=0.5")
+# float32, so that batches of different sizes do not change which token is the most likely. LMCache
+# makes sure of all its memory when it starts. And the paper's placement, under which it is known
+# beforehand where each prompt is prefilled.
+_PAPER = "placement=conversation"
+_ENGINES = ("engine.dtype=float32", "lmcache.size_gb=0.5")
+_COMMON = (*_ENGINES, _PAPER)
 
 # One prefiller, two decoders.
 MAIN = Application("main", (*_COMMON, "decoders=2"), decoders=2, lone_engine=True)
@@ -80,8 +83,7 @@ PAUSING = Application(
 ELASTIC = Application(
     "elastic",
     (
-        *_COMMON,
-        "placement=elastic",
+        *_ENGINES,
         "decoders=1",
         "engine.max_model_len=4096",
         "engine.num_gpu_blocks_override=48",
@@ -128,6 +130,7 @@ applications:
       routers: 2
       prefillers: {replicas: 2, num_cpus: 0.1}
       decoders: {replicas: 1, num_cpus: 0.1}
+      placement: conversation
       min_remote_prefill_tokens: 200
       engine: {dtype: float32}
       lmcache: {size_gb: 0.5}
@@ -183,6 +186,7 @@ COMPATIBLE = Application(
         *(f"engine.{name}={json.dumps(value)}" for name, value in COMPATIBLE_ENGINE.items()),
         "lmcache.size_gb=0.5",
         "decoders=2",
+        _PAPER,
     ),
     decoders=2,
 )
@@ -232,6 +236,7 @@ GPU_CHUNK_TOKENS = 256
 GPU = Application(
     "gpu",
     (
+        _PAPER,
         "gpus=1",
         "prefillers=1",
         "decoders=1",
@@ -249,6 +254,7 @@ GPU = Application(
 GPU_SLOTS = Application(
     "gpu-slots",
     (
+        _PAPER,
         "tiers.prefill.sm_slots=3",
         "tiers.decode.sm_slots=7",
         "prefillers.tier=prefill",

@@ -68,6 +68,7 @@ applications:
     import_path: conserve:app
     args:
       nodes: several
+      placement: conversation
       prefillers: {replicas: 1, tier: prefill}
       decoders:
         replicas: 1

@@ -26,7 +26,7 @@ for _ in range(2):
     cluster.add_node(num_cpus=2, num_gpus=1)
 ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
 try:
-    build(load({"gpus": 1}))
+    build(load({"gpus": 1, "placement": "conversation"}))
     for arguments in ({"decoders": 3}, {"decoders": 5, "gpus": 3}):
         try:
             build(load(arguments))

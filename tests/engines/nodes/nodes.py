@@ -25,6 +25,7 @@ applications:
   - name: default
     import_path: conserve:app
     args:
+      placement: conversation
       prefillers: {replicas: 1, num_cpus: 0.1, tier: first}
       decoders: {replicas: 2, num_cpus: 0.1, tier: second}
       lmcache: {port: 0, http_port: 0, size_gb: 1}

@@ -22,6 +22,7 @@ def test_capped_prefillers_are_taken_for_slower(tier: dict[str, float], slowdown
     settings = Settings(
         model="Qwen/Qwen3-0.6B",
         profile="a40-qwen3-0.6b",
+        placement="conversation",
         tiers={"fast": {"resource": "fast", **tier}},  # type: ignore[dict-item]
         prefillers={"max_replicas": 2, "tier": "fast"},  # type: ignore[arg-type]
     )

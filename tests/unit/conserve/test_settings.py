@@ -269,10 +269,13 @@ def test_an_allocator_that_is_off_is_no_matter() -> None:
 
 
 def test_a_placement_brings_its_policy_and_its_engines() -> None:
-    assert load(None).policy() == ConversationPlacement()
-    assert load({"min_remote_prefill_tokens": 9}).policy() == ConversationPlacement(9)
-    assert load({"placement": "elastic"}).prefillers_host
-    assert not load(None).prefillers_host
+    assert isinstance(load(None).policy(), ElasticPlacement)
+    assert load(None).prefillers_host
+    paper = load({"placement": "conversation"})
+    assert paper.policy() == ConversationPlacement()
+    assert not paper.prefillers_host
+    shorter = load({"placement": "conversation", "min_remote_prefill_tokens": 9})
+    assert shorter.policy() == ConversationPlacement(9)
     pausing = load({"pausing_mark": "0.9", "queue_timeout_s": 20}).pausing_policy()
     assert pausing is not None
     assert (pausing.mark, pausing.patience_s) == (0.9, 50 / 3)
@@ -290,9 +293,7 @@ def test_turns_park_where_conversations_are_paused() -> None:
     assert collocated.policy() == CollocatedPlacement()
     assert collocated.prefiller_replicas == 0
     assert collocated.pausing_policy() is None
-    elastic = load({"placement": "elastic"})
-    assert isinstance(elastic.policy(), ElasticPlacement)
-    assert elastic.parks
+    assert load({"placement": "conversation"}).parks
     per_turn = load({"placement": "per_turn", "wrong_decision_rate": 1, "prefillers": 2})
     assert per_turn.prefiller_replicas == 2
     assert per_turn.policy().prefill_later_turn([Prefiller("p")]) == "p"
@@ -310,6 +311,7 @@ def test_turns_park_where_conversations_are_paused() -> None:
 )
 def test_scaling_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
     scaled = {
+        "placement": "conversation",
         "prefillers": {"max_replicas": 2},
         "model": "Qwen/Qwen3-0.6B",
         "profile": "a40-qwen3-0.6b",
@@ -397,7 +399,7 @@ def test_the_key_file_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch) ->
         ({"placement": "elastic"}, True),
         ({"placement": "elastic", "parking": False}, False),
         ({"placement": "elastic", "pausing": False}, False),
-        ({}, False),
+        ({"placement": "conversation"}, False),
     ],
 )
 def test_appends_move_where_their_history_can_be_read_elsewhere(
@@ -409,6 +411,7 @@ def test_appends_move_where_their_history_can_be_read_elsewhere(
 def test_a_lane_is_for_decoders_with_one_worker() -> None:
     given = {
         **_LANE,
+        "placement": "conversation",
         "engine.tensor_parallel_size": 1,
         "prefillers.engine.pipeline_parallel_size": 2,
     }

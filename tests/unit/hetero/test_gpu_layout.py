@@ -20,6 +20,7 @@ TOKEN = 147_456
 STEP = 8192 * (3 * 4096 + 3 * 12_288) * 2
 LARGE_RESERVE = 2 * GIB + STEP + 1024 * 151_936 * 12
 RESERVE = 2 * GIB + STEP + 256 * 151_936 * 12
+PAPER = {"placement": "conversation"}
 
 
 def laid_out(
@@ -30,7 +31,7 @@ def laid_out(
 
 
 def test_a_prefiller_and_a_decoder_share_one_h100() -> None:
-    settings, (prefiller, decoder) = laid_out({}, 1, H100)
+    settings, (prefiller, decoder) = laid_out(PAPER, 1, H100)
     assert (settings.prefillers.replicas, settings.decoders.replicas) == (1, 1)
     usable = int(H100 * 0.92)
     # 73.3 GiB, less two times 15.3 of weights and 4.5 of reserve, are 33.8 GiB: 246,025 tokens.
@@ -110,7 +111,7 @@ def test_where_shorter_sequences_would_fit_their_length_is_said() -> None:
 
 
 def test_a_prefiller_has_room_for_the_longest_sequence() -> None:
-    longest = {"engine.max_model_len": 100_000}
+    longest = {**PAPER, "engine.max_model_len": 100_000}
     _, (prefiller, decoder) = laid_out(longest, 1, H100)
     assert prefiller.kv_tokens is not None
     assert decoder.kv_tokens is not None
@@ -119,7 +120,7 @@ def test_a_prefiller_has_room_for_the_longest_sequence() -> None:
 
 
 def test_prefillers_that_host_get_as_much() -> None:
-    _, (prefiller, decoder) = laid_out({"placement": "elastic"}, 1, H100)
+    _, (prefiller, decoder) = laid_out({}, 1, H100)
     assert prefiller.kv_tokens == pytest.approx(decoder.kv_tokens, abs=100)
 
 
@@ -201,9 +202,11 @@ def test_graphs_for_each_border_have_room_of_their_own() -> None:
         _, plans = laid_out({**slots, **more}, 2, H100)
         return [one.needs.reserve_bytes for one in plans if one.needs is not None]
 
-    without, within = reserves(), reserves(**lane)
-    # The prefiller has no lane.
-    assert [one - other for one, other in zip(within, without, strict=True)] == [0, GIB]
+    without = reserves()
+    for more, expected in (({}, [GIB, GIB]), (PAPER, [0, GIB])):
+        # A prefiller has a lane if it hosts.
+        within = reserves(**lane, **more)
+        assert [one - other for one, other in zip(within, without, strict=True)] == expected
     eager = {"engine.enforce_eager": True}
     assert reserves(**lane, **eager) == reserves(**eager)
 

@@ -65,7 +65,7 @@ def test_what_is_set_is_kept_and_too_little_is_said() -> None:
 
 def test_the_log_has_all_of_it() -> None:
     lines = made({}, node(free=64)).lines()
-    assert lines[0].startswith("1 x prefiller, 0.38")
+    assert lines[0].startswith("1 x prefiller, 0.5 ")
     assert "weights 15.3" in lines[0]
     assert lines[1].endswith("tokens each")
     assert "host memory for handoffs: 32 GiB a node" in lines[2]

@@ -30,11 +30,22 @@ def test_a_cell_has_each_systems_figures() -> None:
 
 def test_who_refuses_more_than_a_twentieth_is_slower_than_any() -> None:
     others = [figures("conserve", None, 9), figures("collocated", 4.0), figures("affinity", 5.0)]
-    assert over_best(figures("elastic", 3.0), others) == pytest.approx(0.75)
-    assert over_best(figures("elastic", None, 2), others) == inf
+    assert over_best([figures("elastic", 3.0)], others) == pytest.approx(0.75)
+    assert over_best([figures("elastic", None, 2)], others) == inf
     refusing = [figures("collocated", None, 5)]
-    assert over_best(figures("elastic", None, 5), refusing) == 1.0
-    assert over_best(figures("elastic", None, 6), refusing) == inf
+    assert over_best([figures("elastic", None, 5)], refusing) == 1.0
+    assert over_best([figures("elastic", None, 6)], refusing) == inf
+    assert over_best([figures("elastic", 900.0)], refusing) == 0.0
+
+
+def test_the_best_of_the_others_is_one_system_over_all_seeds() -> None:
+    def of_seeds(system: str, *ttfets_s: float | None) -> list[Figures]:
+        return [replace(figures(system, s), seed=seed) for seed, s in enumerate(ttfets_s)]
+
+    others = [*of_seeds("collocated", 2.0, 8.0), *of_seeds("affinity", 4.0, 5.0)]
+    assert over_best(of_seeds("elastic", 4.0, 4.0), others) == pytest.approx(1.0)
+    others += of_seeds("conserve", 1.0, None)
+    assert over_best(of_seeds("elastic", 4.0, 4.0), others) == pytest.approx(1.0)
 
 
 def test_what_was_simulated_before_is_not_simulated_again(

@@ -42,9 +42,15 @@ def test_each_broken_promise_is_named() -> None:
     twice.turns[1] = replace(twice.turns[1], lmcache_tokens=128)
     assert any("a: handed off in turns [1, 2]" in wrong for wrong in twice.verdict(2, 3))
 
+    # A first prompt may be computed where it stays, unless all go to prefillers.
     never = _kept()
     never.turns[0] = replace(never.turns[0], lmcache_tokens=0)
-    assert any("a: handed off in turns []" in wrong for wrong in never.verdict(2, 3))
+    assert never.verdict(2, 3) == []
+    wrong = never.verdict(2, 3, always_handed_off=True)
+    assert [one for one in wrong if "handed off" in one] == [
+        "a: handed off in turns [], not once, in turn 1"
+    ]
+    assert _kept().verdict(2, 3, always_handed_off=True) == []
 
     moved = _kept()
     moved.turns[2] = replace(moved.turns[2], decoder="d9")

@@ -87,7 +87,7 @@ def test_after_the_deadline_idle_ones_move_and_a_running_turn_ends_first() -> No
 
 def test_a_prefiller_stays_for_what_it_was_sent() -> None:
     async def scenario() -> None:
-        service = await a_service()
+        service = await a_service(placement="conversation")
         plan = await a_turn(service, "c", ends=False)
         assert plan.prefiller_id == "p1"
         assert await service.leave("p1", False)
@@ -218,6 +218,7 @@ def test_first_prompts_make_more_prefillers_wanted() -> None:
     async def scenario() -> None:
         service = TableService(
             Settings(
+                placement="conversation",
                 decoders={"replicas": 1},  # type: ignore[arg-type]
                 prefillers={"replicas": 1, "max_replicas": 4},  # type: ignore[arg-type]
                 profile="a40-qwen3-0.6b",

@@ -139,7 +139,8 @@ def test_a_conversation_is_told_its_share_of_the_energy(monkeypatch: pytest.Monk
 
     async def scenario() -> None:
         nonlocal now_s
-        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+        settings = Settings(placement="conversation", decoders={"replicas": 1})  # type: ignore[arg-type]
+        service = TableService(settings)
         for role, tier in (("prefiller", "fast"), ("decoder", "frugal")):
             placed = dataclasses.replace(engine(role), tier=tier, gpus=(f"GPU-{tier}",))
             await service.register(placed)
