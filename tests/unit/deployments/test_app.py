@@ -27,7 +27,7 @@ def test_decoders_store_where_something_is_parked_or_read(
 ) -> None:
     from deployments.app import _kv_role
 
-    chosen = Settings(**settings)
+    chosen = Settings(**{"placement": "conversation", **settings})
     assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_producer", decoders)
 
 
@@ -36,7 +36,7 @@ def test_a_prefiller_that_hosts_stores_what_it_is_told_to(parking: bool, decoder
     """Of its own conversations' prompts nobody else has any use."""
     from deployments.app import _kv_role
 
-    chosen = Settings(placement="elastic", parking=parking)
+    chosen = Settings(parking=parking)
     assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_both", decoders)
 
 
@@ -143,8 +143,8 @@ def test_a_chunk_of_broken_blocks_is_refused(given: dict[str, Any], gpu: bool, w
     ("settings", "scheduled"),
     [
         ({}, ()),
-        ({"engine_scheduler": "conversation"}, ("decoder",)),
-        ({"engine_scheduler": "conversation", "placement": "elastic"}, ("decoder", "prefiller")),
+        ({"engine_scheduler": "conversation", "placement": "conversation"}, ("decoder",)),
+        ({"engine_scheduler": "conversation"}, ("decoder", "prefiller")),
     ],
 )
 def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_for(
@@ -165,7 +165,7 @@ def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_fo
 def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) -> None:
     from deployments.app import llm_config
 
-    chosen = Settings(engine_scheduler="conversation", prefill_lane=True)
+    chosen = Settings(engine_scheduler="conversation", prefill_lane=True, placement="conversation")
     decoder = llm_config("decoder", chosen, chosen.decoders, gpu).engine_kwargs
     assert decoder["worker_cls"] == f"deployments.engine.lane.{worker}.LaneWorker"
     assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"

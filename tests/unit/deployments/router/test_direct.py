@@ -189,7 +189,7 @@ def test_the_table_says_where_a_turn_that_appends_much_is_prefilled() -> None:
     assert wire.LOOK_UP_HEADER in decoders.got[-1][0]
 
 
-@pytest.mark.parametrize("settings", [{}, {"placement": "elastic", "parking": False}])
+@pytest.mark.parametrize("settings", [{"placement": "conversation"}, {"parking": False}])
 def test_a_turn_that_appends_much_asks_nobody_where_it_stays_anyway(settings: Any) -> None:
     table, decoders = Placing(), Decoders(die=set())
     play(table, decoders, FIRST, FAR, **settings)
