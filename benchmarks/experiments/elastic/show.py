@@ -54,8 +54,10 @@ def show_against_best(found: Sequence[Figures], console: Console) -> None:
     if not compared:
         return
     table = _table("elastic: TTFET p95 over the best of the others', means over seeds", compared)
+    loads = sorted({one.load for one in compared})
     for engines, scene, by_load in _rows(compared, by_scene=True):
-        table.add_row(engines, scene, *(_over_best(ones, found) for ones in by_load))
+        shown = {ones[0].load: _over_best(ones, found) for ones in by_load}
+        table.add_row(engines, scene, *(shown.get(load, "") for load in loads))
     console.print(table)
 
 

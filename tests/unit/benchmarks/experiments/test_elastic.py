@@ -1,15 +1,17 @@
 """The comparison of placements, in small."""
 
+import io
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from benchmarks.experiments.elastic import __main__ as command
 from benchmarks.experiments.elastic.measure import Cell, Figures, measure
 from benchmarks.experiments.elastic.scenes import SCENES
-from benchmarks.experiments.elastic.show import over_best
+from benchmarks.experiments.elastic.show import over_best, show_against_best
 
 _SMALL = replace(SCENES[0], conversations=6, engines=("1:1",), loads=(0.3,))
 
@@ -46,6 +48,24 @@ def test_the_best_of_the_others_is_one_system_over_all_seeds() -> None:
     assert over_best(of_seeds("elastic", 4.0, 4.0), others) == pytest.approx(1.0)
     others += of_seeds("conserve", 1.0, None)
     assert over_best(of_seeds("elastic", 4.0, 4.0), others) == pytest.approx(1.0)
+
+
+def test_scenes_of_other_loads_are_in_the_columns_of_theirs() -> None:
+    found = [
+        replace(figures(system, 2.0 * load), scene=scene, load=load)
+        for scene, loads in (("short", (0.5, 1.0)), ("long", (1.0,)))
+        for load in loads
+        for system in ("collocated", "elastic")
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    show_against_best(found, console)
+    assert isinstance(console.file, io.StringIO)
+    lines = {
+        line.split()[1]: line for line in console.file.getvalue().splitlines() if "1:1" in line
+    }
+    assert lines["short"].count("1.00") == 2
+    assert lines["long"].count("1.00") == 1
+    assert lines["long"].rindex("1.00") == lines["short"].rindex("1.00")
 
 
 def test_what_was_simulated_before_is_not_simulated_again(
