@@ -49,7 +49,8 @@ def report(seen: Demonstration, console: Console) -> None:
     conversations = len({row.conversation for row in seen.turns})
     console.print(
         f"{conversations} conversations, {len(seen.turns)} turns, "
-        f"{seen.handoffs} handoffs, {seen.moves} moves, {seen.errors} errors. "
+        f"{_counted(seen.handoffs, 'handoff')}, {_counted(seen.moves, 'move')}, "
+        f"{_counted(seen.errors, 'error')}. "
         f"Decoders computed {computed:,} of {prompts:,} prompt tokens."
     )
     if first and later:
@@ -60,6 +61,10 @@ def report(seen: Demonstration, console: Console) -> None:
         text = escape(answer.text) if answer.right else f"[red]{escape(answer.text)}[/red] (wrong)"
         answers.add_row(_short(answer.conversation), ttfet, text)
     console.print(answers)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _short(name: str) -> str:

@@ -94,5 +94,6 @@ def test_the_table_tells_calls_answers_and_ttfet_in_80_columns() -> None:
     text = console.export_text()
     first = ["agent-12*", "1", "12,345", "-", "896", "12,345", "abcd", "get_price([bold]lamp)"]
     assert first in [line.split() for line in text.splitlines()]
+    assert "1 handoff, 0 moves, 0 errors." in text
     assert "1.50 s" in text
     assert "It is [8]. (wrong)" in text
