@@ -62,8 +62,8 @@ class Scene:
         )
 
 
-# For which a conversation waits in line, at most.
-_ENDLESS_S = 1e9
+# Conversations wait for room until there is some.
+_ENDLESS_LINE = {"queue_limit": 1_000_000, "queue_timeout_s": 1e9}
 # A million tokens of KV an engine: 147 GB of host memory.
 _HOST_TOKENS = 2_000_000
 
@@ -76,12 +76,21 @@ SCENES: tuple[Scene, ...] = (
         "paper, A40, endless line",
         "a40-qwen3-0.6b",
         2_000,
-        options={"queue_limit": 1_000_000, "queue_timeout_s": _ENDLESS_S},
+        options=_ENDLESS_LINE,
         loads=(0.85, 1.0, 1.3),
     ),
     # The A40 profile's model ends at 32k tokens.
     Scene("recorded, A40", "a40-qwen3-0.6b", 140, True, 0.25, loads=_FEWER),
     Scene("recorded, H100", "h100-qwen3-8b", 140, True, loads=_FEWER),
+    Scene(
+        "recorded, A40, endless line",
+        "a40-qwen3-0.6b",
+        140,
+        recorded=True,
+        scale_tokens=0.25,
+        options=_ENDLESS_LINE,
+        loads=_FEWER,
+    ),
     Scene(
         "recorded, H100, host memory",
         "h100-qwen3-8b",
