@@ -244,7 +244,8 @@ def serving(system: str, blocks: int, logs: Path, report: Callable[[str], None])
     engine = {"num_gpu_blocks_override": blocks, "max_model_len": _MAX_MODEL_LEN}
     if system in _SETTINGS:
         own = [f"engine.{name}={value}" for name, value in engine.items()]
-        arguments = ["decoders=1", f"port={PORT}", *own, *_SETTINGS[system]]
+        arguments = ["decoders=1", "placement=conversation", f"port={PORT}", *own]
+        arguments += _SETTINGS[system]
         with Launch(arguments, logs / f"{system}.log") as launch:
             report(f"starting {system}")
             launch.wait_until_serving(URL, 1, 1)

@@ -99,6 +99,12 @@ async def find_application(url: str) -> Application:
     for role in ("prefiller", "decoder"):
         if role not in by_role:
             raise MeasureError(f"the application at {base} has no {role}; wait until it is ready")
+    if any(one.get("hosts") for one in engines if one["role"] == "prefiller"):
+        raise MeasureError(
+            f"the prefillers of the application at {base} host conversations, and hand over no "
+            "prompt that is sooner computed where it stays; start it with placement=conversation "
+            "to measure it (the profile is good for any placement)"
+        )
     return Application(base, models[0]["id"], by_role["prefiller"], by_role["decoder"])
 
 

@@ -190,9 +190,8 @@ def test_what_cannot_be_measured_is_one_line_and_no_file(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("batched", [None, 0, 2048])
-def test_an_application_may_say_how_many_tokens_a_step_has(batched: int | None) -> None:
-    about = {} if batched is None else {"max_batched_tokens": batched}
+def _found(about: dict[str, object]) -> Application:
+    """An application, as it is found that says this of both its engines."""
     roles = ("prefiller", "decoder")
     said = {
         "/v1/models": [{"id": "m"}],
@@ -210,9 +209,20 @@ def test_an_application_may_say_how_many_tokens_a_step_has(batched: int | None) 
         async with TestServer(application) as server:
             return await find_application(str(server.make_url("/")))
 
-    found = asyncio.run(ask())
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("batched", [None, 0, 2048])
+def test_an_application_may_say_how_many_tokens_a_step_has(batched: int | None) -> None:
+    found = _found({} if batched is None else {"max_batched_tokens": batched})
     expected = batched or None
     assert (found.prefiller.batched_tokens, found.decoder.batched_tokens) == (expected, expected)
+
+
+def test_prefillers_that_host_are_not_measured() -> None:
+    """They store nothing that they are not told to, and hand over what they choose to."""
+    with pytest.raises(MeasureError, match="start it with placement=conversation"):
+        _found({"hosts": True})
 
 
 class _Router:
