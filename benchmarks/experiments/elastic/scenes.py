@@ -22,6 +22,10 @@ ENGINES: dict[str, EngineCounts] = {
 }
 LOADS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.3)
 _FEWER = (0.3, 0.7, 1.0)
+# Placements alone; and what `conserve serve` starts: who is idle makes room, and comes back from
+# host memory.
+_PLACED = ("conserve", "collocated", "affinity", "elastic")
+_SHIPPED = "elastic_parking"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Scene:
     conversations: int
     recorded: bool = False
     scale_tokens: float | None = None
-    systems: tuple[str, ...] = ("conserve", "collocated", "affinity", "elastic")
+    systems: tuple[str, ...] = _PLACED
     options: Mapping[str, Any] = field(default_factory=dict)
     engines: tuple[str, ...] = tuple(ENGINES)
     loads: tuple[float, ...] = LOADS
@@ -80,8 +84,8 @@ SCENES: tuple[Scene, ...] = (
         loads=(0.85, 1.0, 1.3),
     ),
     # The A40 profile's model ends at 32k tokens.
-    Scene("recorded, A40", "a40-qwen3-0.6b", 140, True, 0.25, loads=_FEWER),
-    Scene("recorded, H100", "h100-qwen3-8b", 140, True, loads=_FEWER),
+    Scene("recorded, A40", "a40-qwen3-0.6b", 140, True, 0.25, (*_PLACED, _SHIPPED), loads=_FEWER),
+    Scene("recorded, H100", "h100-qwen3-8b", 140, True, None, (*_PLACED, _SHIPPED), loads=_FEWER),
     Scene(
         "recorded, A40, endless line",
         "a40-qwen3-0.6b",
