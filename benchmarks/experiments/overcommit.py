@@ -244,6 +244,7 @@ def serving(system: str, blocks: int, logs: Path, report: Callable[[str], None])
     engine = {"num_gpu_blocks_override": blocks, "max_model_len": _MAX_MODEL_LEN}
     if system in _SETTINGS:
         own = [f"engine.{name}={value}" for name, value in engine.items()]
+        # Its one decoder alone holds histories: whether a prefiller hosts some is not in question.
         arguments = ["decoders=1", "placement=conversation", f"port={PORT}", *own]
         arguments += _SETTINGS[system]
         with Launch(arguments, logs / f"{system}.log") as launch:

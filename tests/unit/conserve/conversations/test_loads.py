@@ -85,16 +85,17 @@ def test_later_turns_count_as_work_of_their_decoder() -> None:
     assert after.own_share > before.own_share
 
 
-def test_who_ends_or_is_moved_holds_nobody_back() -> None:
-    table = elastic_table()
-    turn = start(table, "a", 800)
-    turn.advance(table, 800)
-    other = start(table, "b", 100)
+def test_who_ends_or_is_unbound_sends_no_turn_there() -> None:
+    table = elastic_table(hosts=True)
+    turns = [start(table, name, 100) for name in ("a", "b")]
+    for turn in turns:
+        turn.advance(table, 100)
     assert loads_of(table).work("d1", 0.0).conversations == 2
-    table.release(turn.conversation_id)
+    table.release(turns[0].conversation_id)
     assert loads_of(table).work("d1", 0.0).conversations == 1
-    # Nothing of it ever came to its engine, so it is bound no more.
-    other.abandon(table)
+    # The decoder goes, and what is idle there is bound nowhere.
+    table.leave("d1")
+    table.evict("d1")
     assert loads_of(table).work("d1", 0.0).conversations == 0
 
 
