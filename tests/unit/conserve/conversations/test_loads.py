@@ -85,6 +85,16 @@ def test_later_turns_count_as_work_of_their_decoder() -> None:
     assert after.own_share > before.own_share
 
 
+def test_turns_that_the_decoder_began_by_itself_count_too() -> None:
+    table = elastic_table()
+    turn = start(table, "a", 800)
+    turn.advance(table, 800)
+    before = loads_of(table).work("d1", 0.0)
+    began = turn.key._replace(turn_id=turn.key.turn_id + 1)
+    assert table.began(began, "d1", 0.0)
+    assert loads_of(table).work("d1", 0.0).turns_per_s > before.turns_per_s
+
+
 def test_who_ends_or_is_unbound_sends_no_turn_there() -> None:
     table = elastic_table(hosts=True)
     turns = [start(table, name, 100) for name in ("a", "b")]

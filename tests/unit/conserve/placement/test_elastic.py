@@ -101,6 +101,21 @@ def cost_s(tokens: int, home: str, at: str, shared: Shared, loads: Loads) -> flo
     return wait_s + delayed_s + way_s
 
 
+def test_a_prompt_leaves_a_home_to_which_many_turns_come() -> None:
+    loads = Loads(COSTS)
+    policy = ElasticPlacement(loads)
+    names = [f"c{number}" for number in range(20)]
+    for second in range(3):
+        for name in names:
+            loads.turn_came(name, "d1", NOW_S + second)
+    homes, pool = [Decoder("d1", 100_000)], [Prefiller("p1")]
+    assert policy.place(2_000, homes, pool, now_s=NOW_S + 3) == Placement("d1", "p1")
+    # Two turns a second came of late, and nobody is left to send another.
+    for name in names:
+        loads.left(name, "d1")
+    assert policy.place(2_000, homes, pool, now_s=NOW_S + 3) == Placement("d1", None)
+
+
 def room(one: Decoder, loads: Loads, pool: set[str]) -> int:
     kept = one.capacity_tokens // 10
     if one.id in pool:

@@ -1,12 +1,17 @@
 """What the demonstration promises, and when it says that it was not kept."""
 
+import contextlib
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from conserve_cli.demo import command
 from conserve_cli.demo.demonstration import AgentAnswer, Demonstration, TurnRow, write_json
 from conserve_cli.demo.report import report
 
@@ -97,3 +102,27 @@ def test_the_table_tells_calls_answers_and_ttfet_in_80_columns() -> None:
     assert "1 handoff, 0 moves, 0 errors." in text
     assert "1.50 s" in text
     assert "It is [8]. (wrong)" in text
+
+
+@pytest.mark.parametrize(("settings", "status"), [([], 0), (["placement=conversation"], 1)])
+def test_only_the_papers_placement_promises_a_handoff(
+    settings: list[str], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents' first prompts were computed where they stay."""
+    seen = _kept()
+    for name in ("a", "b"):
+        at = next(n for n, row in enumerate(seen.turns) if row.conversation == name)
+        seen.turns[at] = replace(seen.turns[at], lmcache_tokens=0)
+
+    @contextlib.contextmanager
+    def launched(*_: object) -> Iterator[tuple[None, str]]:
+        yield None, "http://nowhere"
+
+    async def converse(*_: object) -> Demonstration:
+        return seen
+
+    monkeypatch.setattr(command, "launched", launched)
+    monkeypatch.setattr(command, "converse", converse)
+    given = [*settings, "--conversations", "2", "--turns", "3"]
+    done = CliRunner().invoke(command.cli, given)
+    assert done.exit_code == status, done.output
