@@ -1,6 +1,6 @@
 """Where all conversations together wait least for a prefill."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from conserve.placement.handing_over import Price
@@ -36,7 +36,9 @@ class ElasticPlacement:
       or from host memory,
     - the delay of others: of each decode that runs there, by as much as prefills hold up its
       iterations; and of the turns that come while it runs, at the rate at which they came of late,
-      but of each conversation that is there one at most.
+      but of each conversation that is there one at most,
+    - where a prompt is handed over by a prefiller that hosts: what its copy there pushes out for
+      want of room, beside what was lent in the last ten seconds. That is computed again.
 
     What the engine has already is not computed (`Shared`), so a history that comes back goes where
     it costs least to have it again.
@@ -46,9 +48,8 @@ class ElasticPlacement:
     computes the rest and what is appended, and the home takes over the latter. Where host memory
     has nothing of a history, that is seldom so.
 
-    A tenth of each home's KV is promised to nobody: running turns grow into it, where engines would
-    preempt them. A prefiller keeps as much as it has lent in the last ten seconds, too: copies of
-    prompts that it has handed over push its own conversations' histories out.
+    Of each home's KV a tenth is promised to nobody while all its conversations decode, and less as
+    some of them are idle: running turns grow into it, and would push out the histories of those.
 
     It predicts nothing: neither how long answers get, nor how many turns come. The policy reads the
     engines' state by `Loads`, in O(homes x prefillers). It is ConServe's own, beyond the paper;
@@ -56,7 +57,7 @@ class ElasticPlacement:
 
     Settings:
         loads: what is known of engines' work.
-        free_share: of each home's KV, what nothing new is promised.
+        free_share: of each home's KV, what nothing new is promised where everybody decodes.
         near: homes are those whose load is above the least by this share at most.
         occupancy_weight: how much slower a token is where all KV is held: it is read for each.
         host_below: prefillers take new conversations while first prompts ask for less than this
@@ -93,12 +94,10 @@ class ElasticPlacement:
         hosts = self.loads.demand(len(pool), now_s) < self.host_below
         found = []
         for one in decoders:
-            kept_tokens = int(self.free_share * one.capacity_tokens)
-            if one.id in pool:
-                if not hosts:
-                    continue
-                kept_tokens += self.loads.work(one.id, now_s).lent_tokens
-            found.append(replace(one, kept_tokens=kept_tokens))
+            if hosts or one.id not in pool:
+                decodes = self.loads.work(one.id, now_s).decodes
+                share = self.free_share * min(1.0, decodes / max(1, one.conversations))
+                found.append(replace(one, kept_tokens=int(share * one.capacity_tokens)))
         return found
 
     def place(
@@ -109,7 +108,7 @@ class ElasticPlacement:
         shared: Shared = NOTHING_SHARED,
         now_s: float = 0.0,
     ) -> Placement | None:
-        prefillers = list(prefillers)
+        decoders, prefillers = list(decoders), list(prefillers)
         homes = self.homes(decoders, prefillers, now_s)
         pool = [one.id for one in prefillers]
         work = {id: self.loads.work(id, now_s) for id in (*pool, *(one.id for one in homes))}
@@ -129,7 +128,12 @@ class ElasticPlacement:
                 or (one.id in may_have_it and one.occupancy <= emptiest + self.most_uneven)
             )
         }
-        return cheapest(turn1_tokens, near, pool, shared, work, self.loads.price(now_s))
+        room = {
+            one.id: max(0, one.free_tokens - work[one.id].lent_tokens)
+            for one in decoders
+            if one.id in pool
+        }
+        return cheapest(turn1_tokens, near, pool, shared, work, room, self.loads.price(now_s))
 
     def prefill_later_turn(
         self,
@@ -195,6 +199,7 @@ def cheapest(
     prefillers: Sequence[str],
     shared: Shared,
     work: dict[str, Work],
+    room: Mapping[str, int],
     price: Price,
 ) -> Placement | None:
     """Of all pairs of a home and where it has its prompt prefilled, the one of the least cost.
@@ -203,12 +208,17 @@ def cheapest(
 
     Args:
         homes: their loads, by id.
+        room: of prefillers that have histories of their own, the tokens for which nothing of those
+            has to go.
         price: of handing over, beyond what work and ways are estimated to take.
     """
     elsewhere = {}
     for one in prefillers:
         past = min(shared.there(one), tokens - 1)
-        elsewhere[one] = prefill_cost_s(work[one], tokens - past, past)
+        new_tokens = tokens - past
+        pushed_out = new_tokens - room.get(one, new_tokens)
+        elsewhere[one] = prefill_cost_s(work[one], new_tokens, past)
+        elsewhere[one] += again_s(work[one], pushed_out)
     best: tuple[tuple[float, float], Placement] | None = None
     for home, load in homes.items():
         costs = work[home].costs
@@ -231,3 +241,8 @@ def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int) -> float:
     running_s = costs.prefill_share * work.decodes * own_s
     waits_s = work.prefill_wait_s(new_tokens, cached_tokens)
     return waits_s + running_s + work.coming_wait_s(own_s)
+
+
+def again_s(work: Work, tokens: int) -> float:
+    """Until so much that was pushed out is there again, and what decodes wait meanwhile."""
+    return (1 + work.costs.prefill_share * work.decodes) * work.costs.prefill_s(max(0, tokens))

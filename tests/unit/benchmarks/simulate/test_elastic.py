@@ -92,7 +92,7 @@ def test_prefillers_host_and_every_turn_ends_once(more: dict[str, Any]) -> None:
     assert all(table.loads.work(id, 1e9).backlog_s == 0 for id in table.decoders)  # type: ignore[union-attr]
 
 
-def test_engines_fill_to_nine_tenths() -> None:
+def test_running_turns_have_room_to_grow() -> None:
     cluster, _ = _run("elastic", queue_timeout_s=600.0)
     assert sum(one.preemptions for one in cluster.decoders.values()) == 0
 

@@ -135,8 +135,9 @@ def test_a_prefiller_hosts_and_later_turns_find_their_conversation_there() -> No
     assert table.prefill_later_turn(conversation) is None
 
 
-def test_idle_histories_make_room_up_to_the_tenth_that_is_kept_free() -> None:
+def test_idle_histories_make_room_up_to_what_is_kept_free_for_those_that_decode() -> None:
     table = elastic_table(pausing=Pausing())
+    table.engine_says("d1", EngineLoad(decodes=20, step_s=0.02), 0.0)
     for number in range(8):
         idle = start(table, f"idle{number}", 1_000)
         assert idle.advance(table, 990, (str(number).encode() * 16,))

@@ -82,7 +82,9 @@ def known(said: dict[str, EngineLoad], sent: Sequence[tuple[str, str | None]] = 
     return loads
 
 
-def cost_s(tokens: int, home: str, at: str, shared: Shared, loads: Loads) -> float:
+def cost_s(
+    tokens: int, home: str, at: str, shared: Shared, loads: Loads, room: dict[str, int]
+) -> float:
     """The sum that is to be least, by the words of the contract."""
     work = loads.work(at, NOW_S)
     there = {id: shared.there(id) for id in (home, at)}
@@ -96,6 +98,10 @@ def cost_s(tokens: int, home: str, at: str, shared: Shared, loads: Loads) -> flo
     else:
         wait_s = work.backlog_s + own_s + COSTS.prefill_constant_s
     delayed_s = COSTS.prefill_share * work.decodes * own_s + work.coming_wait_s(own_s)
+    if at != home and at in room and new > room[at]:
+        out = new - room[at]
+        again_s = COSTS.per_token_s * out + COSTS.per_pair_s * out**2
+        delayed_s += again_s + COSTS.prefill_share * work.decodes * again_s
     moved = tokens - there[home] if at != home else found - there[home]
     way_s = COSTS.handoff_constant_s + COSTS.handoff_per_token_s * moved if moved > 0 else 0.0
     return wait_s + delayed_s + way_s
@@ -116,11 +122,15 @@ def test_a_prompt_leaves_a_home_to_which_many_turns_come() -> None:
     assert policy.place(2_000, homes, pool, now_s=NOW_S + 3) == Placement("d1", None)
 
 
-def room(one: Decoder, loads: Loads, pool: set[str]) -> int:
-    kept = one.capacity_tokens // 10
-    if one.id in pool:
-        kept += loads.work(one.id, NOW_S).lent_tokens
-    return one.capacity_tokens - kept - one.held_tokens
+def room(one: Decoder, loads: Loads) -> int:
+    decoding = min(1.0, loads.work(one.id, NOW_S).decodes / max(1, one.conversations))
+    return one.capacity_tokens - int(0.1 * decoding * one.capacity_tokens) - one.held_tokens
+
+
+def room_for_copies(homes: list[Decoder], loads: Loads, pool: set[str]) -> dict[str, int]:
+    """Of prefillers that host, or may."""
+    left = {one.id: one.capacity_tokens - one.held_tokens for one in homes if one.id in pool}
+    return {id: max(0, free - loads.work(id, NOW_S).lent_tokens) for id, free in left.items()}
 
 
 def load_of(one: Decoder, tokens: int, decoders: list[Decoder], loads: Loads, pool: int) -> float:
@@ -152,7 +162,7 @@ def test_the_choice_costs_least_of_all_pairs(
     fitting = [
         one
         for one in open_
-        if one.conversations == 0 or shared.beyond(tokens, one.id) <= room(one, loads, pool)
+        if one.conversations == 0 or shared.beyond(tokens, one.id) <= room(one, loads)
     ]
     if not fitting:
         assert choice is None
@@ -170,8 +180,9 @@ def test_the_choice_costs_least_of_all_pairs(
         if load[one.id] <= 1.05 * least * (1 + 1e-12)
         or (one.id in (shared.warm_on, shared.left_on) and one.occupancy <= emptiest + 0.5)
     ]
+    copies = room_for_copies(homes, loads, pool)
     pairs = {
-        (home, at if at != home else None): cost_s(tokens, home, at, shared, loads)
+        (home, at if at != home else None): cost_s(tokens, home, at, shared, loads, copies)
         for home in near
         for at in (home, *pool)
     }
@@ -181,7 +192,7 @@ def test_the_choice_costs_least_of_all_pairs(
 
 
 @given(st.integers(1, 4_000), HOMES, POOL, SHARED, LOADS)
-def test_a_home_has_room_and_a_tenth_to_spare(
+def test_a_home_has_room_and_a_tenth_to_spare_where_all_decode(
     tokens: int,
     homes: list[Decoder],
     prefillers: list[Prefiller],
@@ -192,7 +203,9 @@ def test_a_home_has_room_and_a_tenth_to_spare(
     if choice is not None:
         (home,) = (one for one in homes if one.id == choice.decoder_id)
         held = home.held_tokens + tokens - shared.tokens.get(home.id, 0)
-        assert held <= 0.9 * home.capacity_tokens + 1 or home.conversations == 0
+        decodes = said.get(home.id, EngineLoad()).decodes
+        spared = 0.1 if decodes >= home.conversations else 0.1 * decodes / home.conversations
+        assert held <= (1 - spared) * home.capacity_tokens + 1 or home.conversations == 0
 
 
 @given(st.integers(1, 4_000), HOMES, POOL, LOADS)
@@ -243,12 +256,37 @@ def test_a_prefiller_hosts_where_decoders_are_fuller() -> None:
     assert policy.place(500, homes, [Prefiller("p1")]) == Placement("d1", None)
 
 
-def test_a_prefiller_keeps_room_for_what_it_has_lent() -> None:
-    host = [Decoder("p1", 10_000, 5_000, 5)]
-    policy = ElasticPlacement(known({}, [("d1", "p1")]))
-    assert policy.place(1_000, host, [Prefiller("p1")], now_s=NOW_S) == Placement("p1", None)
-    assert policy.place(1_001, host, [Prefiller("p1")], now_s=NOW_S) is None
-    assert policy.place(1_001, host, [Prefiller("p1")], now_s=NOW_S + 11) is not None
+def test_a_home_is_filled_whose_conversations_are_idle() -> None:
+    def has_room_for(tokens: int, decodes: int) -> bool:
+        policy = ElasticPlacement(known({"d1": EngineLoad(decodes=decodes)}))
+        homes = [Decoder("d1", 10_000, 5_000, 10)]
+        return policy.place(tokens, homes, [], now_s=NOW_S) is not None
+
+    most = {
+        decodes: max(tokens for tokens in range(3_900, 5_200, 50) if has_room_for(tokens, decodes))
+        for decodes in (0, 4, 10, 30)
+    }
+    assert most == {0: 5_000, 4: 4_600, 10: 4_000, 30: 4_000}
+
+
+def test_a_prefiller_does_not_lend_what_would_push_its_own_histories_out() -> None:
+    homes = [Decoder("d1", 100_000, 4_000, 4), Decoder("p1", 10_000, 5_000, 5)]
+    said = {"d1": EngineLoad(decodes=1, step_s=0.01)}
+
+    def prefiller(held_tokens: int, sent: Sequence[tuple[str, str | None]] = ()) -> str | None:
+        homes[1].held_tokens = held_tokens
+        loads = known(said, sent)
+        loads.done("p1", "before0")
+        choice = ElasticPlacement(loads).place(1_000, homes, [Prefiller("p1")], now_s=NOW_S)
+        assert choice is not None
+        assert choice.decoder_id == "d1"
+        return choice.prefiller_id
+
+    assert prefiller(9_000) == "p1"
+    assert prefiller(9_900) is None
+    # What was lent is there yet.
+    assert prefiller(6_001) == "p1"
+    assert prefiller(6_001 + 900, [("d2", "p1")]) is None
 
 
 def test_a_history_goes_back_to_what_is_left_of_it_unless_that_is_full() -> None:
