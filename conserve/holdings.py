@@ -116,8 +116,10 @@ class Holdings:
                 self._continued_by.discard(held.id, _keys(held))
                 held.set_tails(tails, stats)
                 self._continued_by.add(held.id, _keys(held))
-                if self._given_up.get(held.id) == turn.turn_id:
-                    del self._given_up[held.id]
+            # What is no chat has no tails.
+            newest = held.root is None or tails
+            if newest and stats is not None and self._given_up.get(held.id) == turn.turn_id:
+                del self._given_up[held.id]
         if not held.has_last_turn and not held.running:
             self.drop(turn.conversation_id, turn.incarnation)
 
@@ -146,10 +148,12 @@ class Holdings:
         """The history whose newest answer a turn follows; None if there is none that is idle.
 
         Args:
-            root: of the turn's messages.
+            root: of the turn's messages; empty of a completion, as is ``end``.
             end: of the same, up to the newest answer.
             conversation_id: as the client has stated it, scoped to its tenant; None without one.
         """
+        if not end:
+            return None if conversation_id is None else self._completed(conversation_id)
         one = conversation_id is not None and identity.is_generated(conversation_id)
 
         def busy(history_id: str) -> bool:
@@ -160,6 +164,16 @@ class Holdings:
         key = root + mark(end) + scope_for(conversation_id)
         found = self._continued_by.match([key], busy)
         return None if found is None else self._held[found]
+
+    def _completed(self, conversation_id: str) -> Conversation | None:
+        """The history of a conversation's completions; see `continued`."""
+        # Beside those of chats, or by itself.
+        for history_id in (identity.further(conversation_id, 0), conversation_id):
+            held = self._held.get(history_id)
+            if held is not None and held.root is None and not held.tails:
+                idle = held.has_last_turn and not held.running and held.id not in self._given_up
+                return held if idle else None
+        return None
 
     def _note_parked(self, held: Conversation, stats: TurnStats, parked: bool) -> None:
         known = self._parked.get(held.id)

@@ -19,10 +19,10 @@ begins nothing.
 
 
 class Continued(NamedTuple):
-    """What a turn goes on with, by its messages.
+    """What a turn goes on with, by its messages; a completion, by its conversation's id alone.
 
     Attributes:
-        root: digest of the first prompt.
+        root: digest of the first prompt; empty of a completion, as is ``end``.
         end: digest of all up to its newest answer.
         conversation_id: as its client states it, scoped to the tenant; None: it does not.
     """
@@ -35,10 +35,11 @@ class Continued(NamedTuple):
 class Desk:
     """Takes turns that come straight to a decoder, where they are plainly the next one.
 
-    That is: the turn goes on from the newest answer of a history that this decoder holds, of which
-    no turn runs, and which the table has not asked back. Whatever is not so plain (a first turn, a
-    retry, an edit, a branch, two at a time) is the table's to decide, and so is what has been idle
-    for half the time after which it ends: the table may be about to end it.
+    That is: the turn goes on from the newest answer of a history that this decoder holds (or is a
+    completion, and this decoder holds those of its conversation), of which no turn runs, and which
+    the table has not asked back. Whatever is not so plain (a first turn, a retry, an edit, a
+    branch, two at a time) is the table's to decide, and so is what has been idle for half the time
+    after which it ends: the table may be about to end it.
 
     Args:
         holdings: what the decoder holds.

@@ -34,6 +34,8 @@ class Home(NamedTuple):
 class Homes:
     """Where the histories of a first prompt live: the newest of them, of each conversation.
 
+    Completions of a conversation are one history, which has no messages: its id alone says where.
+
     It is a guess and no authority. The decoder says whether a turn goes on with a history that it
     holds (`Desk`), so an entry that is wrong costs a call, and nothing else.
 
@@ -62,11 +64,11 @@ class Homes:
 
         Args:
             conversation_id: as its client states it, scoped to the tenant; None: it does not.
-            chain: of its messages; None: of a completion, which is not remembered.
+            chain: of its messages; None: of a completion, which is not remembered without an id.
         """
-        if chain is None:
-            return
         key = _key(conversation_id, chain)
+        if key is None:
+            return
         self._homes[key] = home
         self._homes.move_to_end(key)
         if len(self._homes) > self._most:
@@ -81,20 +83,23 @@ class Homes:
             hints: what its client says of it now; None: nothing. The table is to be told what is
                 new.
         """
-        if chain is None or not chain.ends:
-            return None
         key = _key(conversation_id, chain)
-        home = self._homes.get(key)
-        if home is None or (hints is not None and hints != home.hints):
+        if key is None or key not in self._homes or (chain is not None and not chain.ends):
+            return None
+        home = self._homes[key]
+        if hints is not None and hints != home.hints:
             return None
         self._homes.move_to_end(key)
         return home
 
     def forget(self, conversation_id: str | None, chain: Chain | None) -> None:
         """What is remembered of a turn is wrong."""
-        if chain is not None:
-            self._homes.pop(_key(conversation_id, chain), None)
+        key = _key(conversation_id, chain)
+        if key is not None:
+            self._homes.pop(key, None)
 
 
-def _key(conversation_id: str | None, chain: Chain) -> tuple[str, bytes]:
-    return conversation_id or "", chain.root
+def _key(conversation_id: str | None, chain: Chain | None) -> tuple[str, bytes] | None:
+    if chain is not None:
+        return conversation_id or "", chain.root
+    return None if conversation_id is None else (conversation_id, b"")

@@ -328,7 +328,8 @@ class TurnObserver:
 
     def _begin_straight(self, headers: Headers, root: Digest) -> TurnKey | None:
         """Begin a turn that the table was not asked for; None: it is to be."""
-        end, stated = bytes.fromhex(headers[wire.END_HEADER]), headers.get(wire.STATED_HEADER)
+        end = bytes.fromhex(headers.get(wire.END_HEADER, ""))
+        stated = headers.get(wire.STATED_HEADER)
         router_id = headers[wire.DIRECT_HEADER]
         key = self._desk.begin(Continued(root, end, stated), router_id, unix_s())
         if key is not None:

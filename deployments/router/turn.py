@@ -301,7 +301,7 @@ class Turn:
     def _where_it_lives(self) -> Home | None:
         """The decoder to which the turn goes straight; None: the table is asked."""
         asked = self._request
-        home = self._homes.find(asked.explicit_id, asked.chain, self._hints)
+        home = self._homes.find(self._stated_id, asked.chain, self._hints)
         if home is not None and self._moves_appends and home.appends_much(len(asked.raw)):
             self._counts_at = home
             return None
@@ -311,16 +311,21 @@ class Turn:
             return None
         return home
 
+    @property
+    def _stated_id(self) -> str | None:
+        """The conversation's id, as the client states it."""
+        return None if self._request.one_off else self._request.explicit_id
+
     async def _decode_straight(self, home: Home) -> bool:
         """Have a turn served whose history should live there; False if its decoder refuses."""
         asked = self._request
-        assert asked.chain is not None
         headers = self._headers()
         headers[wire.DIRECT_HEADER] = self._router_id
-        headers[wire.ROOT_HEADER] = asked.chain.root.hex()
-        headers[wire.END_HEADER] = asked.chain.ends[0].hex()
-        if asked.explicit_id is not None:
-            headers[wire.STATED_HEADER] = asked.explicit_id
+        if asked.chain is not None:
+            headers[wire.ROOT_HEADER] = asked.chain.root.hex()
+            headers[wire.END_HEADER] = asked.chain.ends[0].hex()
+        if self._stated_id is not None:
+            headers[wire.STATED_HEADER] = self._stated_id
         if asked.tenant is not None:
             headers[wire.TENANT_HEADER] = asked.tenant.name
         url = home.url + asked.path
@@ -329,7 +334,7 @@ class Turn:
                 found = response.headers
                 if response.status == wire.REFUSED_STATUS and wire.DIRECT_HEADER in found:
                     self._refused_by = home.decoder_id
-                    self._homes.forget(asked.explicit_id, asked.chain)
+                    self._homes.forget(self._stated_id, asked.chain)
                     return False
                 if wire.TURN_HEADER in found:
                     key = TurnKey(
@@ -341,10 +346,10 @@ class Turn:
                     self._conversation_id = key.conversation_id
                     self._let_in = self._at_decoder = True
                     home = home._replace(request_bytes=len(asked.raw))
-                    self._homes.remember(asked.explicit_id, asked.chain, home)
+                    self._homes.remember(self._stated_id, asked.chain, home)
                 await self._relay(response, home.decoder_id, home.url)
         except EngineUnreachable:
-            self._homes.forget(asked.explicit_id, asked.chain)
+            self._homes.forget(self._stated_id, asked.chain)
             raise
         return True
 
@@ -395,7 +400,7 @@ class Turn:
             if plan.direct and response.status == 200:
                 size = len(asked.raw)
                 home = Home(plan.decoder_id, plan.decoder_url, self._hints, size)
-                self._homes.remember(asked.explicit_id, asked.chain, home)
+                self._homes.remember(self._stated_id, asked.chain, home)
             await self._relay(response, plan.decoder_id, plan.decoder_url)
 
     async def _relay(

@@ -66,7 +66,8 @@ def measure(cell: Cell, systems: Sequence[str], data: Path | None) -> Iterator[F
     """
     scene, counts = cell.scene, ENGINES[cell.engines]
     profile = load_profile(scene.profile)
-    nominal_s = session_s(profile, scene.selection(1.0, cell.seed, data).workload())
+    alone = scene.selection(1.0, cell.seed, data).workload()
+    nominal_s = session_s(profile, alone, kv=scene.kv_binds)
     rate_per_s = cell.load * (counts.prefillers + counts.decoders) / nominal_s
     selection = scene.selection(rate_per_s, cell.seed, data)
     workload = selection.workload()

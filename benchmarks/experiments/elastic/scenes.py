@@ -21,7 +21,7 @@ ENGINES: dict[str, EngineCounts] = {
     "2:6": EngineCounts(2, 6),
 }
 LOADS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.3)
-_FEWER = (0.3, 0.7, 1.0)
+_FEWER = (0.3, 0.7, 1.0, 1.3)
 # Placements alone; and what `conserve serve` starts: who is idle makes room, and comes back from
 # host memory.
 _PLACED = ("conserve", "collocated", "affinity", "elastic")
@@ -37,6 +37,7 @@ class Scene:
         scale_tokens: of recorded ones, what their lengths are multiplied by.
         systems: as `benchmarks.simulate.run.make_system` knows them.
         options: fields of `benchmarks.simulate.System`, for all of them.
+        kv_binds: whether KV space can be what saturates engines; else it is their time.
         engines, loads: prefillers to decoders, and shares of saturation.
     """
 
@@ -47,6 +48,7 @@ class Scene:
     scale_tokens: float | None = None
     systems: tuple[str, ...] = _PLACED
     options: Mapping[str, Any] = field(default_factory=dict)
+    kv_binds: bool = True
     engines: tuple[str, ...] = tuple(ENGINES)
     loads: tuple[float, ...] = LOADS
 
@@ -84,16 +86,16 @@ SCENES: tuple[Scene, ...] = (
         loads=(0.85, 1.0, 1.3),
     ),
     # The A40 profile's model ends at 32k tokens.
-    Scene("recorded, A40", "a40-qwen3-0.6b", 140, True, 0.25, (*_PLACED, _SHIPPED), loads=_FEWER),
-    Scene("recorded, H100", "h100-qwen3-8b", 140, True, None, (*_PLACED, _SHIPPED), loads=_FEWER),
+    Scene("recorded, A40", "a40-qwen3-0.6b", 280, True, 0.25, (*_PLACED, _SHIPPED), loads=_FEWER),
+    Scene("recorded, H100", "h100-qwen3-8b", 280, True, None, (*_PLACED, _SHIPPED), loads=_FEWER),
     Scene(
         "recorded, A40, endless line",
         "a40-qwen3-0.6b",
-        140,
+        280,
         recorded=True,
         scale_tokens=0.25,
         options=_ENDLESS_LINE,
-        loads=_FEWER,
+        loads=(1.0, 1.3),
     ),
     Scene(
         "recorded, H100, host memory",
@@ -102,6 +104,7 @@ SCENES: tuple[Scene, ...] = (
         recorded=True,
         systems=("parking", "elastic_parking"),
         options={"host_tokens": _HOST_TOKENS},
+        kv_binds=False,
         engines=("1:1",),
         loads=(0.3, 0.5, 0.7),
     ),
@@ -112,19 +115,24 @@ SCENES: tuple[Scene, ...] = (
         recorded=True,
         systems=("parking", "elastic_parking"),
         options={"host_tokens": _HOST_TOKENS, "queue_timeout_s": 300.0},
+        kv_binds=False,
         engines=("1:1",),
         loads=(0.5, 0.7),
     ),
 )
 
 
-def session_s(profile: Profile, workload: Workload) -> float:
+def session_s(profile: Profile, workload: Workload, *, kv: bool = True) -> float:
     """For how long a conversation keeps a nominal engine, on average.
 
     That is all its prefills, with what its prompts repeat found, and its decodes at a batch of
-    eight. So many engines for each of these seconds are saturated.
+    eight; or, if it is longer, the time for which it is there, gaps included, times its share of
+    the engine's KV space. So many engines for each of these seconds are saturated.
+
+    Args:
+        kv: whether conversations hold KV between turns.
     """
-    total_s, count = 0.0, 0
+    busy_s, held_token_s, count = 0.0, 0.0, 0
     prefill, decode = profile.prefill, profile.decode
     for _, script in workload:
         count += 1
@@ -134,9 +142,12 @@ def session_s(profile: Profile, workload: Workload) -> float:
             prompt_tokens, output_tokens = request.prompt_tokens or 0, request.output_tokens or 0
             past = last_tokens if request.reused_tokens is None else request.reused_tokens
             past = past if last_tokens else 0
-            total_s += prefill.constant_s + prefill.marginal_s(prompt_tokens - past, past)
+            prefill_s = prefill.constant_s + prefill.marginal_s(prompt_tokens - past, past)
             held_tokens = prompt_tokens + output_tokens / 2
-            total_s += output_tokens * decode.step_s(_BATCH, _BATCH * held_tokens) / _BATCH
+            decode_s = output_tokens * decode.step_s(_BATCH, _BATCH * held_tokens)
+            busy_s += prefill_s + decode_s / _BATCH
+            held_token_s += last_tokens * request.gap_s + held_tokens * (prefill_s + decode_s)
             last_tokens = prompt_tokens
             request = script.next(_NOTHING_SAID)
-    return total_s / count
+    kv_s = held_token_s / profile.kv_capacity_tokens if kv else 0.0
+    return max(busy_s, kv_s) / count

@@ -42,6 +42,24 @@ async def test_later_turns_ask_nobody(
         assert agent.stats[-1]["decoder_cached_tokens"] > agent.stats[-2]["prompt_tokens"] - 128
 
 
+async def test_completions_of_a_conversation_ask_nobody(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    before = direct(), asked()
+    words, decoders = prose(rng, 300), set()
+    for _ in range(4):
+        body = {"prompt": words, "max_tokens": 4, "temperature": 0, "conversation_id": "completed"}
+        response = await client.post(f"{URL}/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        assert response.headers["x-conversation-id"] == "completed"
+        decoders.add(response.headers["x-conserve-decoder"])
+        words += response.json()["choices"][0]["text"] + prose(rng, 30)
+    assert (direct(), asked()) == (before[0] + 3, before[1])
+    assert len(decoders) == 1
+    shown = (await client.get(f"{URL}/v1/conversations/completed")).json()
+    assert (shown["turns"], shown["phase"]) == (4, "acting")
+
+
 async def test_what_has_ended_is_begun_anew(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:

@@ -1,5 +1,6 @@
 """A decoder's own account of what it holds."""
 
+from conserve import identity
 from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.histories.points import mark
 from conserve.holdings import Holdings
@@ -196,3 +197,54 @@ def test_of_a_conversation_that_has_ended_nothing_is_parked() -> None:
     assert [one.incarnation for one in holdings.parked()] == [8]
     holdings.drop("c", 8)
     assert holdings.parked() == []
+
+
+def completed(id: str) -> Holdings:
+    """A completion's history."""
+    holdings = Holdings()
+    holdings.begin(TurnKey(id, 7, 1))
+    holdings.finish(TurnKey(id, 7, 1), STATS, (), completed=True)
+    return holdings
+
+
+def continued(holdings: Holdings, conversation_id: str | None) -> str | None:
+    """What a completion goes on with."""
+    found = holdings.continued(b"", b"", conversation_id)
+    return None if found is None else found.id
+
+
+def test_a_completion_goes_on_with_its_conversations_while_none_runs() -> None:
+    holdings = completed("c")
+    assert continued(holdings, "c") == "c"
+    assert continued(holdings, "d") is None
+    assert continued(holdings, None) is None
+    holdings.begin(TurnKey("c", 7, 2))
+    assert continued(holdings, "c") is None
+    holdings.finish(TurnKey("c", 7, 2), LATER, (), completed=True)
+    assert continued(holdings, "c") == "c"
+    holdings.drop("c", 7)
+    assert continued(holdings, "c") is None
+
+
+def test_a_completion_goes_on_beside_chats_and_not_with_them() -> None:
+    chat = Holdings()
+    chat.begin(TurnKey("c", 7, 1), root=b"r" * 16)
+    chat.finish(TurnKey("c", 7, 1), STATS, TAILS, completed=True)
+    assert continued(chat, "c") is None
+    beside = identity.further("c", 0)
+    chat.begin(TurnKey(beside, 8, 2))
+    assert continued(chat, "c") is None
+    chat.finish(TurnKey(beside, 8, 2), STATS, (), completed=True)
+    assert continued(chat, "c") == beside
+
+
+def test_completions_that_were_taken_back_go_on_once_the_table_has_sent_one() -> None:
+    holdings = completed("c")
+    holdings.give_up("c", 7)
+    assert continued(holdings, "c") is None
+    holdings.begin(TurnKey("c", 7, 2))
+    holdings.finish(TurnKey("c", 7, 2), None, (), completed=False)
+    assert continued(holdings, "c") is None
+    holdings.begin(TurnKey("c", 7, 3))
+    holdings.finish(TurnKey("c", 7, 3), LATER, (), completed=True)
+    assert continued(holdings, "c") == "c"

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from autoscale.capacity.profile import load_profile
 from benchmarks.experiments.elastic import __main__ as command
 from benchmarks.experiments.elastic.measure import Cell, Figures, measure
-from benchmarks.experiments.elastic.scenes import SCENES
+from benchmarks.experiments.elastic.scenes import SCENES, session_s
 from benchmarks.experiments.elastic.show import over_best, show_against_best
+from benchmarks.records import TurnRequest
 
 _SMALL = replace(SCENES[0], conversations=6, engines=("1:1",), loads=(0.3,))
 
@@ -82,3 +84,31 @@ def test_what_was_simulated_before_is_not_simulated_again(
     command.main(["--seeds", "0", "--out", str(tmp_path)])
     assert (tmp_path / "elastic.jsonl").read_text() == first
     assert capsys.readouterr().out == printed
+
+
+class _Idle:
+    """Two turns of a conversation that is away in between."""
+
+    conversation = "c"
+
+    def __init__(self, gap_s: float) -> None:
+        first = TurnRequest(0.0, "", dict, prompt_tokens=4_000, output_tokens=8)
+        later = TurnRequest(gap_s, "", dict, 4_000, reused_tokens=3_999, output_tokens=8)
+        self._turns = [first, later]
+
+    def next(self, _: object) -> TurnRequest | None:
+        return self._turns.pop(0) if self._turns else None
+
+
+def test_what_saturates_engines_is_their_time_or_their_kv_space() -> None:
+    profile = load_profile("a40-qwen3-0.6b").model_copy(update={"kv_capacity_tokens": 400_000})
+
+    def nominal_s(gap_s: float, **how: bool) -> float:
+        return session_s(profile, [(0.0, _Idle(gap_s)), (1.0, _Idle(gap_s))], **how)
+
+    busy_s = nominal_s(0.0)
+    assert 0 < busy_s < 1.0
+    assert nominal_s(1.0) == busy_s
+    # It holds a hundredth of the space for so long.
+    assert nominal_s(1_000.0) == pytest.approx(10.0, rel=0.01)
+    assert nominal_s(1_000.0, kv=False) == busy_s

@@ -47,10 +47,10 @@ class Protocol(RuleBasedStateMachine):
     # --- clients -----------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.world.clients) < 5)
-    @rule(named=OFTEN, which=WHICH, promptly=OFTEN)
-    def client_comes(self, named: bool, which: int, promptly: bool) -> None:
+    @rule(named=OFTEN, chats=OFTEN, which=WHICH, promptly=OFTEN)
+    def client_comes(self, named: bool, chats: bool, which: int, promptly: bool) -> None:
         name = f"c{which % 3}" if named else None
-        client = Client(name, digest(name, which % 2))
+        client = Client(name, digest(name, which % 2), chats=chats or not named)
         self.world.clients.append(client)
         self.world.turn(client, 0)
         self.then(promptly)

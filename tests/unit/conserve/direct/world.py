@@ -52,14 +52,17 @@ class Drawn:
 
 @dataclass
 class Client:
-    """Whose messages are a first prompt and so many answers."""
+    """Whose messages are a first prompt and so many answers; or who has completions made."""
 
     name: str | None
     root: Digest
     answers: list[Digest] = field(default_factory=list)
+    chats: bool = True
 
-    def chain(self, answers: int) -> Chain:
-        """Of a turn that follows so many of its answers."""
+    def chain(self, answers: int) -> Chain | None:
+        """Of a turn that follows so many of its answers; None: of a completion."""
+        if not self.chats:
+            return None
         ends = tuple(reversed(self.answers[:answers]))
         return Chain(self.root, None, ends, ends_with_root=not ends)
 
@@ -199,9 +202,14 @@ class World:
         if not self.ready:
             return
         chain, table = client.chain(answers), self.table
-        history_id = table.recognise(chain, client.name)
+        history_id = table.recognise(chain, client.name) if chain else None
         if history_id is None and client.name is None:
             history_id = f"conv-{self.unique():024x}"
+        elif history_id is None and not client.chats:
+            assert client.name is not None
+            first, beside = table.get(client.name), identity.further(client.name, 0)
+            chats = first is not None and first.root is not None
+            history_id = beside if chats or beside in table else client.name
         elif history_id is None:
             assert client.name is not None
             taken = client.name in table
@@ -296,7 +304,7 @@ class World:
         """A turn ends at its decoder, and its client has an answer."""
         client, answers = decoder.running.pop(turn)
         answer = digest(self.unique())
-        tails = (answer,) if completed else ()
+        tails = (answer,) if completed and client.chats else ()
         # All of the prompt was there: nobody is thought to have been evicted.
         stats = TurnStats(10 + answers, 1, 10 + answers, 0)
         decoder.holdings.finish(turn, stats, tails, completed)
@@ -318,7 +326,8 @@ class World:
             if isinstance(message, Planned):
                 self.table.abandon(message.turn, None, None, self.now_s)
         elif isinstance(message, Planned):
-            root = None if message.later else message.client.root
+            chats = message.client.chats and not message.later
+            root = message.client.root if chats else None
             decoder.holdings.begin(message.turn, root, message.points, not message.later)
             decoder.running[message.turn] = (message.client, message.answers)
         elif isinstance(message, Straight):
@@ -336,7 +345,9 @@ class World:
     def _begin_straight(self, decoder: Decoder, message: Straight) -> None:
         client, answers = message.client, message.answers
         chain = client.chain(answers)
-        asked = Continued(chain.root, chain.ends[0], client.name)
+        asked = Continued(b"", b"", client.name)
+        if chain is not None:
+            asked = Continued(chain.root, chain.ends[0], client.name)
         turn = decoder.desk.begin(asked, "router", self.now_s)
         if turn is None:
             self.homes.forget(client.name, chain)
@@ -351,7 +362,8 @@ class World:
         if history in self.doubtful:
             return
         assert history not in self.ended, "a turn goes on with what has ended"
-        assert mark(self.newest[history]) == mark(asked.end), "it goes on with an old answer"
+        if client.chats:
+            assert mark(self.newest[history]) == mark(asked.end), "it goes on with an old answer"
         known = self.table.get(turn.conversation_id)
         if known is not None and known.incarnation == turn.incarnation:
             assert known.decoder_id in (decoder.id, None), "it has moved"

@@ -81,17 +81,18 @@ class Decoders(Engines):
 def play(
     table: Table,
     decoders: Decoders,
-    *chats: list[Any],
+    *chats: list[Any] | dict[str, Any],
     access: Access | None = None,
     key: str = "",
     **settings: Any,
 ) -> list[dict[bytes, bytes]]:
-    """Chats through one router, one after the other; the headers of their answers."""
+    """Chats, and completions, through one router, one after the other; their answers' headers."""
     endpoint = TurnEndpoint(Settings(**settings), table, decoders, "router")  # type: ignore[arg-type]
     answers = []
 
-    async def chat(messages: list[Any]) -> None:
-        received = [{"type": "http.request", "body": json.dumps({"messages": messages}).encode()}]
+    async def chat(asked: list[Any] | dict[str, Any]) -> None:
+        body = {"messages": asked} if isinstance(asked, list) else asked
+        received = [{"type": "http.request", "body": json.dumps(body).encode()}]
         sent: list[Any] = []
 
         async def receive() -> Any:
@@ -103,7 +104,8 @@ def play(
             sent.append(message)
 
         headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
-        scope = {"type": "http", "path": "/v1/chat/completions", "headers": headers}
+        path = "/v1/chat/completions" if isinstance(asked, list) else "/v1/completions"
+        scope = {"type": "http", "path": path, "headers": headers}
         if access is not None:
             access.admit(scope)
         await endpoint(scope, receive, send)  # type: ignore[arg-type]
@@ -125,6 +127,24 @@ def test_it_goes_straight() -> None:
     assert headers[wire.DIRECT_HEADER] == "router"
     assert wire.STATED_HEADER not in headers
     assert len(headers[wire.ROOT_HEADER]) == len(headers[wire.END_HEADER]) == 32
+
+
+def test_a_completion_goes_straight_by_its_conversations_id() -> None:
+    table, decoders = Placing(), Decoders(die=set())
+    named = {"prompt": [1, 2, 3], "conversation_id": "mine"}
+    play(table, decoders, named, named, named)
+    assert table.asked == ["begin", "place"]
+    for headers in decoders.straight:
+        assert headers[wire.STATED_HEADER] == "mine"
+        assert not {wire.ROOT_HEADER, wire.END_HEADER} & headers.keys()
+    assert len(decoders.straight) == 2
+
+
+def test_a_completion_without_an_id_asks_and_is_not_remembered() -> None:
+    table, decoders = Placing(), Decoders(die=set())
+    play(table, decoders, {"prompt": "on"}, {"prompt": "on"})
+    assert table.asked == ["begin", "place"] * 2
+    assert decoders.straight == []
 
 
 def test_what_is_refused_is_asked_for() -> None:
