@@ -367,6 +367,8 @@ class World:
         known = self.table.get(turn.conversation_id)
         if known is not None and known.incarnation == turn.incarnation:
             assert known.decoder_id in (decoder.id, None), "it has moved"
+            if known.decoder_id is None:
+                assert self.table.notices.may_run(decoder.id, *history), "it was taken back"
 
     def _report(self, message: Reported) -> None:
         notices, decoder_id = self.table.notices, message.decoder_id
