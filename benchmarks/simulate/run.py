@@ -30,6 +30,7 @@ Name = (
         "elastic_pausing",
         "elastic_parking",
         "collocated",
+        "collocated_parking",
         "full_disaggregation",
         "per_turn",
     ]
@@ -37,8 +38,9 @@ Name = (
 )
 """A system's name: ``conserve`` is the paper's, ``pausing`` the same with idle conversations giving
 up their room, ``parking`` with host memory for them; ``elastic`` and the next two are the same with
-that placement; and ``collocated`` and the next two are called as in `benchmarks.peers`. The others
-are other systems: see `benchmarks.simulate.rivals`."""
+that placement; and ``collocated``, ``full_disaggregation`` and ``per_turn`` are called as in
+`benchmarks.peers`, ``collocated_parking`` being the first with both. The others are other systems:
+see `benchmarks.simulate.rivals`."""
 
 _PLACEMENTS: dict[str, PolicyName] = {
     "conserve": "conversation",
@@ -47,9 +49,10 @@ _PLACEMENTS: dict[str, PolicyName] = {
     "elastic": "elastic",
     "elastic_pausing": "elastic",
     "elastic_parking": "elastic",
+    "collocated_parking": "collocated",
 }
-PAUSING = ("pausing", "parking", "elastic_pausing", "elastic_parking")
-PARKING = ("parking", "elastic_parking")
+PARKING = ("parking", "elastic_parking", "collocated_parking")
+PAUSING = ("pausing", "elastic_pausing", *PARKING)
 _RIVALS: tuple[RivalName, ...] = get_args(RivalName)
 NAMES: tuple[str, ...] = (*get_args(get_args(Name)[0]), *_RIVALS)
 
@@ -119,7 +122,9 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
         "keeps_ended": rival is not None,
     }
     if name in PARKING:
-        defaults["host_tokens"] = 2 * sum(one.capacity_tokens for one in decoders)
+        # A collocated system has no more of it than the others.
+        counted = decoders[-engines.decoders :]
+        defaults["host_tokens"] = 2 * sum(one.capacity_tokens for one in counted)
     return System(name, placement, prefillers, decoders, **defaults | options)
 
 

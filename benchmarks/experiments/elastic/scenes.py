@@ -22,10 +22,10 @@ ENGINES: dict[str, EngineCounts] = {
 }
 LOADS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.3)
 _FEWER = (0.3, 0.7, 1.0, 1.3)
-# Placements alone; and what `conserve serve` starts: who is idle makes room, and comes back from
-# host memory.
+# Placements alone; and with what `conserve serve` starts beside: who is idle makes room, and comes
+# back from host memory.
 _PLACED = ("conserve", "collocated", "affinity", "elastic")
-_SHIPPED = "elastic_parking"
+_PARKING = ("parking", "collocated_parking", "elastic_parking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ SCENES: tuple[Scene, ...] = (
         loads=(0.85, 1.0, 1.3),
     ),
     # The A40 profile's model ends at 32k tokens.
-    Scene("recorded, A40", "a40-qwen3-0.6b", 280, True, 0.25, (*_PLACED, _SHIPPED), loads=_FEWER),
-    Scene("recorded, H100", "h100-qwen3-8b", 280, True, None, (*_PLACED, _SHIPPED), loads=_FEWER),
+    Scene("recorded, A40", "a40-qwen3-0.6b", 280, True, 0.25, (*_PLACED, *_PARKING), loads=_FEWER),
+    Scene("recorded, H100", "h100-qwen3-8b", 280, True, None, (*_PLACED, *_PARKING), loads=_FEWER),
     Scene(
         "recorded, A40, endless line",
         "a40-qwen3-0.6b",
