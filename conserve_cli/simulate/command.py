@@ -58,9 +58,10 @@ def simulate(
             help="conserve (the default: the paper's), pausing (the same with idle conversations "
             "giving up their room), parking (with host memory for them, too), elastic, "
             "elastic_pausing or elastic_parking (the same three with `placement: elastic`), "
-            "collocated, full_disaggregation or per_turn; or another system's rules on collocated "
-            "engines: vllm (least loaded), affinity, ttl (Continuum), attained (Autellix) or "
-            "thunderagent; may be given several times, the first is the baseline."
+            "collocated, collocated_parking (with pausing and host memory), full_disaggregation or "
+            "per_turn; or another system's rules on collocated engines: vllm (least loaded), "
+            "affinity, ttl (Continuum), attained (Autellix) or thunderagent; may be given several "
+            "times, the first is the baseline."
         ),
     ] = None,
     prefillers: Annotated[
@@ -130,7 +131,7 @@ def simulate(
     if host_tokens is not None and host_tokens < 1:
         _refuse(f"--host-tokens is {host_tokens}; give a number from 1")
     if host_tokens is not None and not set(PARKING) & set(system or ()):
-        _refuse("--host-tokens is parking's; give --system parking, or elastic_parking, too")
+        _refuse(f"--host-tokens is parking's; give --system {' or '.join(PARKING)}, too")
     if not slo_multiple > 0:
         _refuse(f"--slo-multiple is {slo_multiple:g}; give a number above 0")
     if min(block_tokens, handoff_chunk_tokens) < 1:
