@@ -153,7 +153,7 @@ class Holdings:
             conversation_id: as the client has stated it, scoped to its tenant; None without one.
         """
         if not end:
-            return None if conversation_id is None else self._completed(conversation_id)
+            return None if conversation_id is None else self._completions_of(conversation_id)
         one = conversation_id is not None and identity.is_generated(conversation_id)
 
         def busy(history_id: str) -> bool:
@@ -165,7 +165,7 @@ class Holdings:
         found = self._continued_by.match([key], busy)
         return None if found is None else self._held[found]
 
-    def _completed(self, conversation_id: str) -> Conversation | None:
+    def _completions_of(self, conversation_id: str) -> Conversation | None:
         """The history of a conversation's completions; see `continued`."""
         # Beside those of chats, or by itself.
         for history_id in (identity.further(conversation_id, 0), conversation_id):

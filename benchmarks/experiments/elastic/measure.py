@@ -67,7 +67,7 @@ def measure(cell: Cell, systems: Sequence[str], data: Path | None) -> Iterator[F
     scene, counts = cell.scene, ENGINES[cell.engines]
     profile = load_profile(scene.profile)
     alone = scene.selection(1.0, cell.seed, data).workload()
-    nominal_s = session_s(profile, alone, kv=scene.kv_binds)
+    nominal_s = session_s(profile, alone, kv="host_tokens" not in scene.options)
     rate_per_s = cell.load * (counts.prefillers + counts.decoders) / nominal_s
     selection = scene.selection(rate_per_s, cell.seed, data)
     workload = selection.workload()

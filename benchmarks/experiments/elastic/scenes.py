@@ -37,7 +37,6 @@ class Scene:
         scale_tokens: of recorded ones, what their lengths are multiplied by.
         systems: as `benchmarks.simulate.run.make_system` knows them.
         options: fields of `benchmarks.simulate.System`, for all of them.
-        kv_binds: whether KV space can be what saturates engines; else it is their time.
         engines, loads: prefillers to decoders, and shares of saturation.
     """
 
@@ -48,7 +47,6 @@ class Scene:
     scale_tokens: float | None = None
     systems: tuple[str, ...] = _PLACED
     options: Mapping[str, Any] = field(default_factory=dict)
-    kv_binds: bool = True
     engines: tuple[str, ...] = tuple(ENGINES)
     loads: tuple[float, ...] = LOADS
 
@@ -104,7 +102,6 @@ SCENES: tuple[Scene, ...] = (
         recorded=True,
         systems=("parking", "elastic_parking"),
         options={"host_tokens": _HOST_TOKENS},
-        kv_binds=False,
         engines=("1:1",),
         loads=(0.3, 0.5, 0.7),
     ),
@@ -115,7 +112,6 @@ SCENES: tuple[Scene, ...] = (
         recorded=True,
         systems=("parking", "elastic_parking"),
         options={"host_tokens": _HOST_TOKENS, "queue_timeout_s": 300.0},
-        kv_binds=False,
         engines=("1:1",),
         loads=(0.5, 0.7),
     ),
@@ -130,7 +126,7 @@ def session_s(profile: Profile, workload: Workload, *, kv: bool = True) -> float
     the engine's KV space. So many engines for each of these seconds are saturated.
 
     Args:
-        kv: whether conversations hold KV between turns.
+        kv: whether KV space counts: host memory has it between turns where there is much of that.
     """
     busy_s, held_token_s, count = 0.0, 0.0, 0
     prefill, decode = profile.prefill, profile.decode

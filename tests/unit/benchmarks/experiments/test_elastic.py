@@ -42,6 +42,12 @@ def test_who_refuses_more_than_a_twentieth_is_slower_than_any() -> None:
     assert over_best([figures("elastic", 900.0)], refusing) == 0.0
 
 
+def test_each_is_compared_with_what_has_the_same_beside_its_placement() -> None:
+    others = [figures("collocated", 1.0), figures("collocated_parking", 2.0)]
+    assert over_best([figures("elastic", 4.0)], others) == pytest.approx(4.0)
+    assert over_best([figures("elastic_parking", 4.0)], others) == pytest.approx(2.0)
+
+
 def test_the_best_of_the_others_is_one_system_over_all_seeds() -> None:
     def of_seeds(system: str, *ttfets_s: float | None) -> list[Figures]:
         return [replace(figures(system, s), seed=seed) for seed, s in enumerate(ttfets_s)]

@@ -133,3 +133,15 @@ def test_elastic_systems_are_the_others_with_that_placement() -> None:
         assert (one.placement, same.placement) == ("elastic", "conversation")
         assert (one.pausing, one.host_tokens) == (same.pausing, same.host_tokens)
         assert (one.prefillers, one.decoders) == (same.prefillers, same.decoders)
+
+
+def test_collocated_engines_have_as_much_host_memory_as_the_others() -> None:
+    profile, engines = load_profile("a40-qwen3-0.6b"), EngineCounts(2, 3)
+    alone, beside, others = (
+        make_system(name, profile, engines)
+        for name in ("collocated", "collocated_parking", "parking")
+    )
+    assert (beside.placement, beside.decoders) == ("collocated", alone.decoders)
+    assert (alone.pausing, alone.host_tokens) == (False, 0)
+    assert (beside.pausing, beside.host_tokens) == (others.pausing, others.host_tokens)
+    assert others.host_tokens == 2 * 3 * profile.kv_capacity_tokens

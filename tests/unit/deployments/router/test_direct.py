@@ -12,6 +12,7 @@ import pytest
 
 from conserve import wire
 from conserve.conversation import TurnKey
+from conserve.direct import Homes
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from deployments.messages import TurnPlan
@@ -140,11 +141,18 @@ def test_a_completion_goes_straight_by_its_conversations_id() -> None:
     assert len(decoders.straight) == 2
 
 
-def test_a_completion_without_an_id_asks_and_is_not_remembered() -> None:
-    table, decoders = Placing(), Decoders(die=set())
+def test_a_completion_without_an_id_asks_and_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, decoders, homes = Placing(), Decoders(die=set()), Homes()
+    monkeypatch.setattr("deployments.router.endpoint.Homes", lambda: homes)
     play(table, decoders, {"prompt": "on"}, {"prompt": "on"})
     assert table.asked == ["begin", "place"] * 2
     assert decoders.straight == []
+    # Its conversation ends with it.
+    assert len(homes) == 0
+    play(table, decoders, {"prompt": "on", "conversation_id": "mine"})
+    assert len(homes) == 1
 
 
 def test_what_is_refused_is_asked_for() -> None:
