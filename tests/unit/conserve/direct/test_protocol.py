@@ -211,6 +211,32 @@ class Protocol(RuleBasedStateMachine):
             assert decoder.conversations == len(mine)
 
 
+@pytest.mark.parametrize("chats", [True, False])
+def test_what_was_taken_back_is_asked_for(chats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What random plays come to seldom: a pause of which the decoder has heard."""
+    world = World()
+    monkeypatch.setattr("conserve.holdings.unix_s", lambda: world.now_s)
+    decoder = world.decoders["d"] = Decoder("d")
+    world.register(decoder)
+    client = Client("c", digest("c"), chats=chats)
+
+    def has_a_turn() -> int:
+        """How many have gone straight by then."""
+        world.settle()
+        world.turn(client, len(client.answers))
+        world.settle()
+        for turn in list(decoder.running):
+            world.end(decoder, turn, completed=True)
+        world.settle()
+        return world.straight_turns
+
+    assert [has_a_turn(), has_a_turn()] == [0, 1]
+    (history,) = world.table.live()
+    assert world.table.memory is not None
+    world.table.memory.pause(history, "room")
+    assert [has_a_turn(), has_a_turn()] == [1, 2]
+
+
 def _is_turn(message: Message) -> bool:
     """A request is not sent twice by whom it was not answered to."""
     return not isinstance(message, Reported | Asked)
