@@ -3,12 +3,15 @@
 import itertools
 import logging
 import random
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import hypothesis
 import psutil
 import pytest
+from hypothesis.internal import lambda_sources
 from schemathesis import Case, Response
 
 from tests.engines.applications import MAIN
@@ -24,6 +27,17 @@ pytestmark = [pytest.mark.application(MAIN, last=True)]
 
 # Of all cases, this part is what schemathesis tries of every field; the others are drawn.
 _COVERAGE = 0.25
+
+
+@pytest.fixture(autouse=True)
+def _other_threads_may_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases are drawn while others are sent: what Hypothesis walks through has to stand still.
+
+    It goes through `sys.modules` itself where it describes a lambda, which fails as soon as one of
+    the clients' threads imports anything.
+    """
+    still = SimpleNamespace(**{**vars(sys), "modules": sys.modules.copy()})
+    monkeypatch.setattr(lambda_sources, "sys", still)
 
 
 @pytest.mark.anyio
