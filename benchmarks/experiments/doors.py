@@ -130,7 +130,13 @@ def compare(module: str, doors: Sequence[Door], folder: Path, options: argparse.
     with opened(module, doors, folder, console) as urls:
         with Progress(console=console) as progress:
             results = warm.measure(
-                urls, options.rounds, warm.loads(options), progress, options.seed, headers
+                urls,
+                options.rounds,
+                warm.loads(options),
+                progress,
+                options.seed,
+                headers,
+                warm.size(options),
             )
         warm.report(results, console, doors[0].name)
     if options.json:

@@ -137,7 +137,12 @@ def main() -> None:
                 asyncio.run(_until_answering(peer, SYSTEMS[RAY], RAY))
         with Progress(console=console) as progress:
             results = warm.measure(
-                systems, options.rounds, warm.loads(options), progress, options.seed
+                systems,
+                options.rounds,
+                warm.loads(options),
+                progress,
+                options.seed,
+                size=warm.size(options),
             )
         warm.report(results, console, BARE)
     finally:

@@ -28,8 +28,8 @@ from rich.table import Table
 from benchmarks.hogs import hogs
 
 MODEL = "conserve-embedded"
-OUTPUT_TOKENS = 64
 TURNS = 8
+_LATER_WORDS = 30
 # Turns of one system in one round, over all its clients.
 ROUND_TURNS = 4
 _WARM_UP_ROUNDS = 2
@@ -60,6 +60,21 @@ class Load(NamedTuple):
     def __str__(self) -> str:
         beside = f", {self.hogs} CPU hog{'s' * (self.hogs != 1)}" if self.hogs else ""
         return f"{self.clients} client{'s' * (self.clients != 1)}{beside}"
+
+
+class Size(NamedTuple):
+    """How long turns are.
+
+    Attributes:
+        first_words: of a conversation's first prompt, which its later turns go on from.
+        output_tokens: of each answer.
+    """
+
+    first_words: int = 400
+    output_tokens: int = 64
+
+
+USUAL = Size()
 
 
 # By load, and by system.
@@ -94,8 +109,10 @@ class ChatAgent:
         url: str,
         seed: str,
         headers: Mapping[str, str] | None = None,
+        size: Size = USUAL,
     ) -> None:
         self._headers = headers or {}
+        self._size = size
         self._session = session
         self._url = url
         self._seed = seed
@@ -110,9 +127,9 @@ class ChatAgent:
             self._left = TURNS
             self._number += 1
             self._messages = []
-            await self._turn(400, None)
+            await self._turn(self._size.first_words, None)
         self._left -= 1
-        await self._turn(30, samples)
+        await self._turn(_LATER_WORDS, samples)
 
     async def prepare(self) -> None:
         """Have the next turn be a warm one."""
@@ -125,8 +142,8 @@ class ChatAgent:
         body = {
             "model": MODEL,
             "messages": self._messages,
-            "max_tokens": OUTPUT_TOKENS,
-            "min_tokens": OUTPUT_TOKENS,
+            "max_tokens": self._size.output_tokens,
+            "min_tokens": self._size.output_tokens,
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,
@@ -149,8 +166,8 @@ class ChatAgent:
             raise RuntimeError(f"{self._url}: {response.status} {b''.join(parts)[:300]!r}")
         # The answer is parsed after the clock has stopped.
         content, tokens = _content(b"".join(parts))
-        if tokens != OUTPUT_TOKENS:
-            raise RuntimeError(f"{self._url}: {tokens} tokens, not {OUTPUT_TOKENS}")
+        if tokens != self._size.output_tokens:
+            raise RuntimeError(f"{self._url}: {tokens} tokens, not {self._size.output_tokens}")
         self._messages.append({"role": "assistant", "content": content})
         if samples is not None:
             samples.latency_s.append(ended_s - started_s)
@@ -177,6 +194,7 @@ def measure(
     progress: Progress,
     seed: int,
     headers: Mapping[str, Mapping[str, str]] | None = None,
+    size: Size = USUAL,
 ) -> Results:
     """Have systems take turns under each load.
 
@@ -188,7 +206,7 @@ def measure(
     for load in loads:
         with hogs(load.hogs):
             results[load] = asyncio.run(
-                _alternate(systems, load, rounds, progress, seed, headers or {})
+                _alternate(systems, load, rounds, progress, seed, headers or {}, size)
             )
     return results
 
@@ -200,6 +218,7 @@ async def _alternate(
     progress: Progress,
     seed: int,
     headers: Mapping[str, Mapping[str, str]],
+    size: Size,
 ) -> dict[str, WarmTurns]:
     order = random.Random(seed)
     results = {name: WarmTurns() for name in systems}
@@ -209,7 +228,13 @@ async def _alternate(
     ) as session:
         agents = {
             name: [
-                ChatAgent(session, url, f"{seed}-{load.clients}-{load.hogs}-{n}", headers.get(name))
+                ChatAgent(
+                    session,
+                    url,
+                    f"{seed}-{load.clients}-{load.hogs}-{n}",
+                    headers.get(name),
+                    size,
+                )
                 for n in range(load.clients)
             ]
             for name, url in systems.items()
@@ -289,12 +314,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hogs", type=int, nargs="+", default=[0], help="processes beside it that want cores"
     )
+    parser.add_argument(
+        "--first-words",
+        type=int,
+        default=USUAL.first_words,
+        help="length of a conversation's first prompt, which later turns go on from (%(default)s)",
+    )
+    parser.add_argument(
+        "--output-tokens",
+        type=int,
+        default=USUAL.output_tokens,
+        help="length of each answer (%(default)s)",
+    )
     parser.add_argument("--json", type=Path, help="file for everything that was measured")
 
 
 def loads(options: argparse.Namespace) -> list[Load]:
     """What `add_options` was told."""
     return [Load(clients, hog) for hog, clients in product(options.hogs, options.clients)]
+
+
+def size(options: argparse.Namespace) -> Size:
+    """What `add_options` was told."""
+    return Size(options.first_words, options.output_tokens)
 
 
 def write_json(path: Path, options: argparse.Namespace, results: Results, base: str) -> None:

@@ -231,6 +231,12 @@ class Settings(Strict):
         "histories, for retrieval and `previous_response_id`, in MB; the oldest go first. "
         "0: nothing.",
     )
+    tokenizer_cache_mb: int = Field(
+        default=256,
+        ge=0,
+        description="How much each engine keeps of text that it has tokenized, with its tokens, in "
+        "MB: of a turn only what is new is tokenized. 0: nothing; each turn's whole history is.",
+    )
 
     environments: EnvironmentSettings = Field(
         default_factory=EnvironmentSettings,

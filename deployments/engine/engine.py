@@ -38,6 +38,7 @@ from deployments.engine.scheduler.client import SchedulerClient
 from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.sm_slots import LEASE_METHOD, lease_of, tell_worker
 from deployments.engine.sockets import unnamed_afterwards
+from deployments.engine.tokenizing import keep_tokens
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, Heard
 from deployments.node.lmcache_server import REAPED_S, Address
@@ -255,8 +256,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         app = await self.engine.build_asgi_app()
         describe(app)
         client = self.engine._engine_client
-        make_checkable(client, app.state.online_renderer, await client.get_supported_tasks())
         settings = self._settings
+        renderer = app.state.online_renderer
+        keyed = settings.keys_file is not None
+        keep_tokens(renderer, settings.tokenizer_cache_mb, salted_only=keyed)
+        make_checkable(client, renderer, await client.get_supported_tasks())
         keeper = ResponseKeeper(app, settings.response_store_mb)
         observer = self._observer = TurnObserver(
             keeper, self._holdings, self._desk, self._reporter.has_more, settings.volatile_text

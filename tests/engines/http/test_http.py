@@ -10,7 +10,9 @@ import httpx
 import openai
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
+from conserve.embedded import model_path
 from tests.engines.applications import MAIN
 from tests.engines.client import Agent, chat, engines, prose
 from tests.engines.metrics import exposed, metric
@@ -102,6 +104,24 @@ async def test_tokens_are_those_of_the_prompt(application: str, client: httpx.As
     assert len(same["token_strs"]) == same["count"]
     # No conversation is begun for it.
     assert metric("conserve_conversations") <= 1
+
+
+async def test_a_history_becomes_the_tokens_that_the_models_tokenizer_makes_of_it(
+    application: str, client: httpx.AsyncClient
+) -> None:
+    """However much of it the engines have tokenized before."""
+    tokenizer = AutoTokenizer.from_pretrained(str(model_path()))
+    rng = random.Random(7)
+    messages = [{"role": "system", "content": prose(rng, 300)}]
+    for _ in range(3):
+        messages.append({"role": "user", "content": prose(rng, 100)})
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for _ in range(3):
+            asked = {"messages": messages}
+            made = (await client.post(application + "/tokenize", json=asked)).json()
+            assert made["tokens"] == expected
+        messages.append({"role": "assistant", "content": prose(rng, 100)})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,6 @@
+"""Prompts in tokens, each piece of text tokenized once: see `TokenCache`."""
+
+from conserve.tokenizing.cache import Encode, TokenCache
+from conserve.tokenizing.pieces import Pieces, SpecialToken
+
+__all__ = ["Encode", "Pieces", "SpecialToken", "TokenCache"]

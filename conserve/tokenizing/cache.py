@@ -1,0 +1,95 @@
+"""The tokens of pieces that were tokenized before."""
+
+import sys
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from conserve.tokenizing.pieces import Pieces
+
+# What an entry takes beside its text and its tokens: the key, the array, the table's slots.
+_ENTRY_BYTES = 300
+
+Encode = Callable[[list[str]], Sequence[Sequence[int]]]
+
+
+class TokenCache:
+    """Tokenizes prompts by their pieces, each piece once.
+
+    An agent's turn sends all of its history again, and of a conversation's first prompt most is
+    the system prompt of the others. Both were tokenized before, and nothing but the newest messages
+    has to be: so a later turn's tokenizing takes as long as what is new, not as the history.
+
+    Safe to be used from several threads.
+
+    Args:
+        pieces: cuts prompts.
+        encode: tokenizes texts, each by itself, adding nothing; called without a lock held.
+        most_bytes: of host memory; what was not used for longest goes first.
+
+    Attributes:
+        found_tokens, encoded_tokens: of all prompts, how many came from here and how many from the
+            tokenizer.
+    """
+
+    def __init__(self, pieces: Pieces, encode: Encode, most_bytes: int) -> None:
+        self._pieces = pieces
+        self._encode = encode
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._known: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.found_tokens = 0
+        self.encoded_tokens = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """What the entries take, about."""
+        return self._bytes
+
+    def tokens(self, text: str, scope: str = "") -> list[int]:
+        """A prompt's tokens.
+
+        Args:
+            scope: nothing that was tokenized under another one is found, so that nobody can tell
+                by the time that it takes what others have sent.
+        """
+        pieces = [*self._pieces.of(text)]
+        with self._lock:
+            parts: list[Sequence[int] | None] = [self._find(scope, piece) for piece in pieces]
+            self.found_tokens += sum(len(part) for part in parts if part is not None)
+        missing = [at for at, part in enumerate(parts) if part is None]
+        if missing:
+            encoded = self._encode([pieces[at] for at in missing])
+            for at, ids in zip(missing, encoded, strict=True):
+                parts[at] = ids
+            with self._lock:
+                self.encoded_tokens += sum(map(len, encoded))
+                for at in missing:
+                    # The last one is going to be continued.
+                    if at < len(pieces) - 1:
+                        self._keep(scope, pieces[at], parts[at] or ())
+        tokens: list[int] = []
+        for part in parts:
+            tokens.extend(part or ())
+        return tokens
+
+    def _find(self, scope: str, piece: str) -> "array[int] | None":
+        known = self._known.get((scope, piece))
+        if known is not None:
+            self._known.move_to_end((scope, piece))
+        return known
+
+    def _keep(self, scope: str, piece: str, ids: Sequence[int]) -> None:
+        if (scope, piece) in self._known:
+            return
+        self._known[scope, piece] = array("I", ids)
+        self._bytes += _size(piece, ids)
+        while self._bytes > self._most_bytes:
+            (_, oldest), dropped = self._known.popitem(last=False)
+            self._bytes -= _size(oldest, dropped)
+
+
+def _size(piece: str, ids: Sequence[int]) -> int:
+    return sys.getsizeof(piece) + 4 * len(ids) + _ENTRY_BYTES

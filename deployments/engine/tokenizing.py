@@ -1,0 +1,127 @@
+"""vLLM's renderer, which tokenizes all of each prompt, made to tokenize what is new of it.
+
+Internals of vLLM 0.29 that are used: ``OnlineRenderer`` (``render_chat``, ``render_completion``,
+``preprocess_chat``, ``renderer``), and of that ``_tokenize_prompt_async``, ``_executor``,
+``_wants_offsets`` and ``_build_tokens_prompt``.
+"""
+
+import functools
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import TokenizersBackend
+from vllm.logger import init_logger
+from vllm.utils.async_utils import make_async
+
+from conserve.tokenizing import Encode, Pieces, SpecialToken, TokenCache
+
+logger = init_logger(__name__)
+
+_RENDERING = ("render_chat", "render_completion", "preprocess_chat")
+# Under which salt the engine keeps the KV of the prompt that is being rendered.
+_salt: ContextVar[str] = ContextVar("conserve_salt", default="")
+
+# What is tokenized in both ways before any prompt is, between special tokens: letters, numbers and
+# spaces at the beginning and the end of a piece, and what normalizers change.
+_TRIALS = ("", " ", "a", " a ", "\n\nA1, b  \n", "  12345 é\u0301 ﬁ\u200b", "user\n<|", "日本語 \t")
+_MOST_TRIED = 64
+
+
+def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> TokenCache | None:
+    """Have an engine's HTTP app keep the tokens of what it has tokenized.
+
+    What was tokenized under one ``cache_salt`` is not found under another.
+
+    Args:
+        renderer: the ``OnlineRenderer`` of the app.
+        most_mb: of host memory, in MB.
+        salted_only: keep nothing of a request without a salt: it may be anybody's.
+
+    Returns:
+        What is kept, or None: nothing was to be, or this tokenizer's prompts cannot be cut.
+    """
+    inner = renderer.renderer
+    tokenizer = inner.tokenizer
+    if not most_mb or tokenizer is None:
+        return None
+    try:
+        pieces, encode = cut_by(tokenizer)
+    except ValueError as error:
+        logger.info("prompts are tokenized as a whole: %s", error)
+        return None
+    cache = TokenCache(pieces, encode, most_mb * 10**6)
+    whole = inner._tokenize_prompt_async
+    in_pieces = make_async(cache.tokens, executor=inner._executor)
+
+    async def tokenize(prompt: Any, params: Any) -> Any:
+        asked, salt = params.get_encode_kwargs(), _salt.get()
+        kept = bool(salt) or not salted_only
+        if not kept or asked["add_special_tokens"] or inner._wants_offsets(prompt, params):
+            return await whole(prompt, params)
+        ids = await in_pieces(prompt["prompt"], salt)
+        if asked["truncation"] and len(ids) > asked["max_length"]:
+            # The tokenizer knows which end to cut off.
+            return await whole(prompt, params)
+        return inner._build_tokens_prompt(ids, prompt)
+
+    inner._tokenize_prompt_async = tokenize
+    for name in _RENDERING:
+        setattr(renderer, name, _salted(getattr(renderer, name)))
+    return cache
+
+
+def _salted(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(render)
+    async def rendered(request: Any, *given: Any, **more: Any) -> Any:
+        before = _salt.set(getattr(request, "cache_salt", None) or "")
+        try:
+            return await render(request, *given, **more)
+        finally:
+            _salt.reset(before)
+
+    return rendered
+
+
+def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
+    """How a tokenizer's prompts are cut, and what makes tokens of the pieces.
+
+    Raises:
+        ValueError: they cannot be, and why.
+    """
+    if not isinstance(tokenizer, TokenizersBackend):
+        raise ValueError(f"{type(tokenizer).__name__} is none of Hugging Face's fast tokenizers")
+    backend = tokenizer.backend_tokenizer
+    if type(backend) is not Tokenizer:
+        raise ValueError(f"it is done by {type(backend).__module__}")
+    if tokenizer.split_special_tokens or backend.encode_special_tokens:
+        raise ValueError("the tokenizer splits its special tokens")
+    tokens = _special_tokens(backend)
+    tried = Pieces(tokens, least=1)
+    if not tried.cuts:
+        raise ValueError("the tokenizer has no special tokens")
+    encode = functools.partial(_encode, tokenizer)
+    text = "".join(before + token.content for token in tokens[:_MOST_TRIED] for before in _TRIALS)
+    if [id_ for ids in encode([*tried.of(text)]) for id_ in ids] != encode([text])[0]:
+        raise ValueError("pieces became other tokens; please report this with the model's name")
+    return Pieces(tokens), encode
+
+
+def _special_tokens(backend: Tokenizer) -> list[SpecialToken]:
+    added = backend.get_added_tokens_decoder().values()
+    return [SpecialToken(one.content, _is_plain(one)) for one in added if not one.normalized]
+
+
+def _is_plain(token: Any) -> bool:
+    takes_along = token.lstrip or token.rstrip or token.single_word
+    # Another one may take whitespace along, this one's too.
+    return not takes_along and token.content == token.content.strip()
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    encoded = tokenizer(
+        texts, add_special_tokens=False, truncation=False, padding=False, verbose=False
+    )
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids

@@ -1,0 +1,120 @@
+"""Each piece of text is tokenized once."""
+
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conserve.tokenizing import Pieces, SpecialToken, TokenCache
+
+PIECES = Pieces([SpecialToken("<")], least=1)
+
+
+class Letters:
+    """Tokenizes letter by letter, and notes what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        self.given += texts
+        return [[ord(letter) for letter in text] for text in texts]
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def cache(most_bytes: int = 10**6) -> tuple[TokenCache, Letters]:
+    letters = Letters()
+    return TokenCache(PIECES, letters, most_bytes), letters
+
+
+def test_only_what_is_new_is_tokenized() -> None:
+    kept, letters = cache()
+    assert kept.tokens("<system<why?<") == ids("<system<why?<")
+    letters.given.clear()
+    assert kept.tokens("<system<why?<because<and<") == ids("<system<why?<because<and<")
+    assert letters.given == ["<because", "<and", "<"]
+    assert (kept.found_tokens, kept.encoded_tokens) == (12, 13 + 13)
+
+
+def test_what_another_begins_with_is_found_and_what_is_changed_is_not() -> None:
+    kept, letters = cache()
+    kept.tokens("<system<one<")
+    letters.given.clear()
+    assert kept.tokens("<system<two<one<") == ids("<system<two<one<")
+    assert letters.given == ["<two", "<"]
+
+
+def test_the_last_piece_is_not_kept() -> None:
+    kept, letters = cache()
+    kept.tokens("<one<two")
+    kept.tokens("<one<two")
+    assert letters.given == ["<one", "<two", "<two"]
+
+
+def test_nobody_finds_what_another_scope_has_sent() -> None:
+    kept, letters = cache()
+    for scope in ("one", "other", "one"):
+        assert kept.tokens("<secret<", scope) == ids("<secret<")
+    assert letters.given == ["<secret", "<", "<secret", "<", "<"]
+
+
+def test_the_oldest_go_first() -> None:
+    kept, letters = cache(1000)
+    for text in ("<a" * 1, "<b", "<c"):
+        kept.tokens(text + "<")
+    assert kept.held_bytes <= 1000
+    letters.given.clear()
+    kept.tokens("<c<")
+    assert letters.given == ["<"]
+    kept.tokens("<a<")
+    assert "<a" in letters.given
+
+
+def test_what_is_used_stays() -> None:
+    kept, letters = cache(1000)
+    for text in ("<a", "<b", "<a", "<c", "<a"):
+        kept.tokens(text + "<")
+    assert letters.given.count("<a") == 1
+
+
+def test_a_piece_larger_than_all_of_it_is_tokenized_each_time() -> None:
+    kept, _ = cache(1000)
+    text = "<" + "a" * 2000 + "<"
+    assert kept.tokens(text) == kept.tokens(text) == ids(text)
+    assert kept.held_bytes == 0
+
+
+def test_a_prompt_without_anything() -> None:
+    kept, letters = cache()
+    assert kept.tokens("") == []
+    assert letters.given == []
+
+
+@given(st.lists(st.tuples(st.sampled_from("xy"), st.text("ab<", max_size=40)), max_size=30))
+def test_it_is_always_what_the_tokenizer_says(prompts: list[tuple[str, str]]) -> None:
+    kept, _ = cache(2500)
+    for scope, text in prompts:
+        assert kept.tokens(text, scope) == ids(text)
+        assert 0 <= kept.held_bytes <= 2500
+
+
+def test_threads_may_share_it() -> None:
+    kept, _ = cache(5000)
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        for turn in range(300):
+            text = f"<system<{(number + turn) % 7}<{turn % 11}<end"
+            if kept.tokens(text) != ids(text):
+                wrong.append(text)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert 0 <= kept.held_bytes <= 5000

@@ -1,0 +1,109 @@
+"""A text's pieces become the tokens that the text becomes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+
+from conserve.tokenizing import Pieces, SpecialToken
+from tests.unit.conserve.tokenizing import tokenizers as kinds
+
+MIXED = [
+    *kinds.CHAT,
+    # One begins as another does, and goes on; one lies within another.
+    kinds.special("<|im_start|>user"),
+    kinds.special("<|im"),
+    kinds.special("x<|im_end|>y"),
+    # These take along what is beside them, or look at it.
+    kinds.special("<mask>", lstrip=True),
+    kinds.special("<|assistant|>", rstrip=True),
+    kinds.special("word", single_word=True),
+    kinds.special(" \n"),
+    # These are found after text is normalized.
+    AddedToken("<tool_call>", normalized=True),
+    AddedToken("é", normalized=True),
+]
+ALL = [
+    pytest.param(make(added), id=f"{make.__name__} {name}")
+    for make in (kinds.byte_level, kinds.sentence_piece, kinds.prepending, kinds.word_piece)
+    for name, added in (("chat", kinds.CHAT), ("mixed", MIXED))
+]
+_BITS = [
+    *(token.content for token in MIXED),
+    *("<", "|", "<|", "|>", "im", "x", "y", " ", "  ", "\n", "\t", "\u3000", "a", "word", "words"),
+    *("é", "e\u0301", "\u0301", "ﬁ", "日本", "1234", "'s", "<unk>", "▁", "\u200b", "\x00", "😀"),
+]
+TEXTS = st.lists(st.sampled_from(_BITS) | st.text(max_size=5), max_size=30).map("".join)
+
+
+def special_tokens(tokenizer: Tokenizer) -> list[SpecialToken]:
+    added = tokenizer.get_added_tokens_decoder().values()
+    return [
+        SpecialToken(
+            one.content,
+            not (one.lstrip or one.rstrip or one.single_word)
+            and one.content == one.content.strip(),
+        )
+        for one in added
+        if not one.normalized
+    ]
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("tokenizer", ALL)
+@given(text=TEXTS)
+def test_they_become_the_tokens_of_the_whole(tokenizer: Tokenizer, text: str) -> None:
+    pieces = [*Pieces(special_tokens(tokenizer), least=1).of(text)]
+    assert "".join(pieces) == text
+    assert all(pieces)
+    found = [id_ for piece in pieces for id_ in encode(tokenizer, piece)]
+    assert found == encode(tokenizer, text)
+
+
+@given(text=TEXTS, more=TEXTS, least=st.integers(1, 20))
+def test_all_but_the_last_stay_the_same_whatever_follows(text: str, more: str, least: int) -> None:
+    pieces = Pieces(special_tokens(kinds.byte_level()), least)
+    begun = [*pieces.of(text)][:-1]
+    # A token's first letters may be at the end of what there is.
+    assert [*pieces.of(text + more)][: len(begun)] == begun
+
+
+def test_a_chat_is_cut_before_its_special_tokens() -> None:
+    pieces = Pieces([SpecialToken("<|im_start|>"), SpecialToken("<|im_end|>")], least=4)
+    assert [*pieces.of("hello<|im_end|>\n<|im_start|>user\nwhy?")] == [
+        "hello",
+        "<|im_end|>\n",
+        "<|im_start|>user\nwhy?",
+    ]
+
+
+def test_short_ones_stay_together() -> None:
+    pieces = Pieces([SpecialToken("<a>")], least=10)
+    assert [*pieces.of("<a>1234567<a><a><a><a>12")] == ["<a>1234567", "<a><a><a><a>12"]
+
+
+def test_what_takes_whitespace_along_is_not_cut_at() -> None:
+    pieces = Pieces([SpecialToken("<a>"), SpecialToken("<b>", plain=False)], least=1)
+    assert [*pieces.of("1 <b> 2 <a> 3")] == ["1 <b> 2 ", "<a> 3"]
+
+
+def test_the_longest_is_found_and_takes_the_others_letters() -> None:
+    pieces = Pieces(
+        [SpecialToken("<a>"), SpecialToken("<a><b>", plain=False), SpecialToken("<b>")], least=1
+    )
+    assert [*pieces.of("1<a><b>2<b>")] == ["1<a><b>2", "<b>"]
+
+
+def test_nothing_can_be_cut_without_special_tokens() -> None:
+    pieces = Pieces([SpecialToken(""), SpecialToken("<b>", plain=False)], least=1)
+    assert not pieces.cuts
+    assert [*pieces.of("1<b>2")] == ["1<b>2"]
+    assert [*pieces.of("")] == []
+
+
+def test_letters_that_mean_something_in_patterns_are_letters() -> None:
+    pieces = Pieces([SpecialToken("[.*]"), SpecialToken("[.*](?)|$")], least=1)
+    assert [*pieces.of("ab[.*](?)c[.*](?)|$d")] == ["ab", "[.*](?)c", "[.*](?)|$d"]

@@ -1,0 +1,194 @@
+"""vLLM's own renderer says the same of a prompt, wherever its pieces' tokens come from."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+from vllm.config import ModelConfig, VllmConfig
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.renderers import renderer_from_config
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from conserve.embedded import model_path
+from conserve.tokenizing import TokenCache
+from deployments.engine.tokenizing import keep_tokens
+from tests.unit.conserve.tokenizing import tokenizers as kinds
+
+LONG = "open the file and read it. " * 30
+HISTORY = [
+    {"role": "system", "content": LONG},
+    {"role": "user", "content": "why? " + LONG},
+    {"role": "assistant", "content": "because " + LONG},
+    {"role": "user", "content": "and now?"},
+]
+
+
+def renderer(tokenizer: Any = None) -> OnlineRenderer:
+    """vLLM's, of the embedded model."""
+    model = ModelConfig(model=str(model_path()), max_model_len=4096)
+    inner = renderer_from_config(VllmConfig(model_config=model))
+    if tokenizer is not None:
+        inner.tokenizer = tokenizer
+    return OnlineRenderer(
+        model,
+        inner,
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+    )
+
+
+@pytest.fixture(scope="module")
+def plain() -> OnlineRenderer:
+    return renderer()
+
+
+@pytest.fixture
+def kept() -> tuple[OnlineRenderer, TokenCache]:
+    made = renderer()
+    cache = keep_tokens(made, 16)
+    assert cache is not None
+    return made, cache
+
+
+def chat(which: OnlineRenderer, messages: list[dict[str, str]], **more: Any) -> list[int]:
+    request = ChatCompletionRequest(model="m", messages=messages, **more)
+    _, (prompt,) = asyncio.run(which.render_chat(request))
+    return list(prompt["prompt_token_ids"])
+
+
+def completion(which: OnlineRenderer, prompt: str, **more: Any) -> list[int]:
+    request = CompletionRequest(model="m", prompt=prompt, **more)
+    (made,) = asyncio.run(which.render_completion(request))
+    return list(made["prompt_token_ids"])
+
+
+def test_a_chat_becomes_the_same_tokens_and_only_what_is_new_is_tokenized(
+    plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache]
+) -> None:
+    renderer, cache = kept
+    for messages in (HISTORY[:2], HISTORY, HISTORY):
+        assert chat(renderer, messages) == chat(plain, messages)
+    assert cache.found_tokens > len(chat(plain, HISTORY))
+    before = cache.encoded_tokens
+    more = [*HISTORY, {"role": "assistant", "content": LONG}, {"role": "user", "content": "end"}]
+    whole = chat(plain, more)
+    assert chat(renderer, more) == whole
+    assert cache.encoded_tokens - before < len(whole) / 3
+
+
+def test_it_is_each_salts_own(kept: tuple[OnlineRenderer, TokenCache]) -> None:
+    renderer, cache = kept
+    chat(renderer, HISTORY, cache_salt="one")
+    assert cache.found_tokens == 0
+    chat(renderer, HISTORY, cache_salt="other")
+    chat(renderer, HISTORY)
+    assert cache.found_tokens == 0
+    chat(renderer, HISTORY, cache_salt="one")
+    assert cache.found_tokens > 0
+
+
+def test_where_there_are_keys_nothing_is_kept_without_a_salt(plain: OnlineRenderer) -> None:
+    made = renderer()
+    cache = keep_tokens(made, 16, salted_only=True)
+    assert cache is not None
+    for _ in range(2):
+        assert chat(made, HISTORY) == chat(plain, HISTORY)
+    assert cache.encoded_tokens == 0
+    chat(made, HISTORY, cache_salt="one")
+    assert cache.encoded_tokens > 0
+
+
+def test_a_prompt_that_is_cut_off_is_cut_off_as_ever(
+    plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache]
+) -> None:
+    renderer, _ = kept
+    whole = chat(plain, HISTORY)
+    for _ in range(2):
+        for tokens, side in ((100, None), (100, "left"), (100, "right"), (len(whole), None)):
+            options = {"truncate_prompt_tokens": tokens, "truncation_side": side}
+            cut = chat(renderer, HISTORY, **options)
+            assert cut == chat(plain, HISTORY, **options)
+            assert len(cut) == tokens
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_the_same_words(
+    plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache]
+) -> None:
+    long = [{"role": "user", "content": LONG * 40}]
+    said = []
+    for which in (plain, kept[0], kept[0]):
+        with pytest.raises(Exception, match="maximum context length") as error:
+            chat(which, long)
+        said.append(str(error.value))
+    assert said[0] == said[1] == said[2]
+
+
+def test_completions_too(plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache]) -> None:
+    renderer, cache = kept
+    text = f"<|im_start|>{LONG}<|im_end|>" * 3
+    for special in (True, False, False):
+        options = {"add_special_tokens": special}
+        assert completion(renderer, text, **options) == completion(plain, text, **options)
+    assert cache.found_tokens > 0
+
+
+def test_offsets_are_those_of_the_whole(
+    plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache]
+) -> None:
+    def offsets(which: OnlineRenderer) -> Any:
+        request = ChatCompletionRequest(model="m", messages=HISTORY, return_token_offsets=True)
+        _, (prompt,) = asyncio.run(which.render_chat(request))
+        return prompt.get("prompt_token_offsets")
+
+    chat(kept[0], HISTORY)
+    assert offsets(kept[0]) == offsets(plain)
+
+
+def test_without_memory_nothing_is_kept() -> None:
+    made = renderer()
+    tokenize = made.renderer._tokenize_prompt_async
+    assert keep_tokens(made, 0) is None
+    assert made.renderer._tokenize_prompt_async is tokenize
+
+
+@pytest.mark.parametrize("make", [kinds.byte_level, kinds.sentence_piece, kinds.word_piece])
+def test_other_tokenizers(make: Any) -> None:
+    backend: Tokenizer = make()
+    made = renderer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    cache = keep_tokens(made, 16)
+    assert cache is not None
+    assert cache.tokens(LONG + "<|im_end|> a") == backend.encode(LONG + "<|im_end|> a").ids
+
+
+class Unlike(PreTrainedTokenizerFast):
+    """One that looks at what is around a special token."""
+
+    def __call__(self, text: Any, *given: Any, **more: Any) -> Any:
+        text = [one.replace("a<|im_end|>", "b<|im_end|>") for one in text]
+        return super().__call__(text, *given, **more)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        pytest.param(object(), id="none of Hugging Face's"),
+        pytest.param(
+            PreTrainedTokenizerFast(tokenizer_object=kinds.byte_level([])), id="no special tokens"
+        ),
+        pytest.param(
+            PreTrainedTokenizerFast(tokenizer_object=kinds.byte_level(), split_special_tokens=True),
+            id="special tokens are split",
+        ),
+        pytest.param(Unlike(tokenizer_object=kinds.byte_level()), id="pieces become others"),
+    ],
+)
+def test_what_cannot_be_cut_is_tokenized_as_a_whole(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = renderer()
+    made.renderer.tokenizer = tokenizer
+    assert keep_tokens(made, 16) is None
