@@ -37,16 +37,20 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
         decodes: requests past their first token.
         step_s: how long an iteration without prefill has taken of late; 0: not known.
         prefill_tokens_per_s: how fast it has computed prompts of late; 0: not known.
+        kept_text_tokens, new_text_tokens: since its start, of prompts' text, what it had tokenized
+            before and what not; 0 where it keeps nothing of that.
 
     Example:
-        >>> EngineLoad(prefill_tokens=1800, decodes=12, step_s=0.03)
-        EngineLoad(prefill_tokens=1800, decodes=12, step_s=0.03, prefill_tokens_per_s=0.0)
+        >>> EngineLoad(prefill_tokens=1800, decodes=12, step_s=0.03).decodes
+        12
     """
 
     prefill_tokens: int = 0
     decodes: int = 0
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    kept_text_tokens: int = 0
+    new_text_tokens: int = 0
 
 
 class Work(NamedTuple):

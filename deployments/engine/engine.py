@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import aiohttp
+import msgspec
 import ray
 import uvicorn
 from ray import serve
@@ -24,7 +25,9 @@ from ray.serve.llm.deployment import LLMServer
 from autoscale.serve import DECIDED_S, WANTED_REPLICAS
 from conserve.direct import Desk, Notice
 from conserve.holdings import Holdings
+from conserve.placement import EngineLoad
 from conserve.settings import Settings
+from conserve.tokenizing import TokenCache
 from conserve.wire import BEAT_S, CHECK_PREFIX, SILENCE_S, Role
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.cuda_ops import require_cuda_ops
@@ -83,6 +86,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._scales = own.max_replicas is not None
         # What the table has said last.
         self._heard: Heard | None = None
+        self._tokens: TokenCache | None = None
         if settings.device == "gpu":
             require_cuda_ops()
         self._node = NodeClient(context.app_name, settings)
@@ -259,7 +263,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         settings = self._settings
         renderer = app.state.online_renderer
         keyed = settings.keys_file is not None
-        keep_tokens(renderer, settings.tokenizer_cache_mb, salted_only=keyed)
+        self._tokens = keep_tokens(renderer, settings.tokenizer_cache_mb, salted_only=keyed)
         make_checkable(client, renderer, await client.get_supported_tasks())
         keeper = ResponseKeeper(app, settings.response_store_mb)
         observer = self._observer = TurnObserver(
@@ -357,7 +361,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
                 continue
             try:
-                told: list[Any] = [self._node.energy, self._meter.load(time.monotonic())]
+                told: list[Any] = [self._node.energy, self._load()]
                 if self._scheduler is not None:
                     told.append(self._scheduler.load())
                 heard = await self._table.call("beat", self._id, *told)
@@ -375,6 +379,13 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             except Exception:
                 # Without beats the engine would be taken for lost, and stay so.
                 logger.exception("%s %s: a beat failed", self._role, self._id)
+
+    def _load(self) -> EngineLoad:
+        load = self._meter.load(time.monotonic())
+        if self._tokens is None:
+            return load
+        kept, new = self._tokens.found_tokens, self._tokens.encoded_tokens
+        return msgspec.structs.replace(load, kept_text_tokens=kept, new_text_tokens=new)
 
 
 def capacity_tokens(cache_config: Any) -> int:

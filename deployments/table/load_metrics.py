@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from deployments.table.registry import Registry
@@ -38,6 +38,11 @@ class EngineLoads(Collector):
             "How fast an engine has computed prompts while it had any, over 30 s.",
             labels=labels,
         )
+        text = CounterMetricFamily(
+            "conserve_engine_text_tokens",
+            "Tokens of prompts' text, by whether an engine had tokenized it before (kept) or not.",
+            labels=[*labels, "source"],
+        )
         slots = GaugeMetricFamily(
             "conserve_engine_sm_slots",
             "Tenths of its GPU's SMs that an engine has to itself.",
@@ -55,7 +60,10 @@ class EngineLoads(Collector):
                 step.add_metric(of, load.step_s)
             if load.prefill_tokens_per_s:
                 speed.add_metric(of, load.prefill_tokens_per_s)
-        yield from (prompts, decodes, step, speed)
+            if load.new_text_tokens:
+                text.add_metric([*of, "kept"], load.kept_text_tokens)
+                text.add_metric([*of, "new"], load.new_text_tokens)
+        yield from (prompts, decodes, step, speed, text)
         # Nothing of them where nobody asked for slots.
         for engine in self._registry.engines.values():
             if engine.sm_slots:

@@ -110,6 +110,8 @@ async def test_a_history_becomes_the_tokens_that_the_models_tokenizer_makes_of_i
     application: str, client: httpx.AsyncClient
 ) -> None:
     """However much of it the engines have tokenized before."""
+    name = "conserve_engine_text_tokens_total"
+    before = metric(name, source="kept")
     tokenizer = AutoTokenizer.from_pretrained(str(model_path()))
     rng = random.Random(7)
     messages = [{"role": "system", "content": prose(rng, 300)}]
@@ -122,6 +124,9 @@ async def test_a_history_becomes_the_tokens_that_the_models_tokenizer_makes_of_i
             made = (await client.post(application + "/tokenize", json=asked)).json()
             assert made["tokens"] == expected
         messages.append({"role": "assistant", "content": prose(rng, 100)})
+    # With engines' next beats.
+    await eventually("it is counted", lambda: metric(name, source="kept") > before)
+    assert metric(name, source="new") > 0
 
 
 @pytest.mark.parametrize(

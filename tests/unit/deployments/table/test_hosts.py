@@ -194,7 +194,7 @@ def test_loads_are_shown_while_their_engines_live() -> None:
     async def scenario() -> None:
         service = await a_service("d")
         assert (await shown(service, "d"))["load"] is None
-        await service.beat("d", None, EngineLoad(700, 3, 0.02, 5000.0))
+        await service.beat("d", None, EngineLoad(700, 3, 0.02, 5000.0, 900, 80))
         await service.beat("p", None, EngineLoad())
         assert (await shown(service, "d"))["load"] == {
             "prefill_tokens": 700, "decodes": 3, "step_s": 0.02, "prefill_tokens_per_s": 5000.0,
@@ -208,7 +208,10 @@ def test_loads_are_shown_while_their_engines_live() -> None:
         assert await says(service, f"conserve_engine_step_seconds{{{of}}} 0.02")
         assert await says(service, f"conserve_engine_prefill_tokens_per_second{{{of}}} 5000.0")
         assert await says(service, 'conserve_engine_decodes{engine="p",role="prefiller"} 0.0')
-        assert b'conserve_engine_step_seconds{engine="p"' not in await service.metrics()
+        assert await says(service, f'conserve_engine_text_tokens_total{{{of},source="kept"}} 900.0')
+        assert await says(service, f'conserve_engine_text_tokens_total{{{of},source="new"}} 80.0')
+        for name in ("step_seconds", "text_tokens_total"):
+            assert f'conserve_engine_{name}{{engine="p"'.encode() not in await service.metrics()
         described = {"$ref": "#/components/schemas/Engines", "components": {"schemas": SCHEMAS}}
         jsonschema.validate({"object": "list", "data": await service.engines()}, described)
         await service.engine_lost("d", "it died")
