@@ -16,12 +16,28 @@ class SpecialToken:
 
     Attributes:
         content: the text that becomes it.
-        plain: whether nothing around decides if it is found, or is taken along: neither whitespace
-            beside it (``lstrip``, ``rstrip``) nor letters (``single_word``).
+        plain: whether nothing around it decides if it is found, or is taken along, and it decides
+            nothing for what stands before it: not about whitespace (``lstrip``, ``rstrip``), nor
+            about letters (``single_word``).
     """
 
     content: str
     plain: bool = True
+
+
+def special_tokens(added: Iterable[Any]) -> list[SpecialToken]:
+    """Those of a tokenizer's added tokens that it looks for in raw text.
+
+    Args:
+        added: as ``tokenizers.AddedToken`` describes them.
+    """
+    return [SpecialToken(one.content, _is_plain(one)) for one in added if not one.normalized]
+
+
+def _is_plain(added: Any) -> bool:
+    takes_along = added.lstrip or added.rstrip or added.single_word
+    # One before it may take whitespace along, or be a word that ends where no letter follows.
+    return not (takes_along or re.match(r"\s|\w", added.content))
 
 
 class Pieces:

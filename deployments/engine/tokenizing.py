@@ -15,7 +15,7 @@ from transformers import TokenizersBackend
 from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
 
-from conserve.tokenizing import Encode, Pieces, SpecialToken, TokenCache
+from conserve.tokenizing import Encode, Pieces, TokenCache, special_tokens
 
 logger = init_logger(__name__)
 
@@ -97,7 +97,7 @@ def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
         raise ValueError(f"it is done by {type(backend).__module__}")
     if tokenizer.split_special_tokens or backend.encode_special_tokens:
         raise ValueError("the tokenizer splits its special tokens")
-    tokens = _special_tokens(backend)
+    tokens = special_tokens(backend.get_added_tokens_decoder().values())
     tried = Pieces(tokens, least=1)
     if not tried.cuts:
         raise ValueError("the tokenizer has no special tokens")
@@ -106,17 +106,6 @@ def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
     if [id_ for ids in encode([*tried.of(text)]) for id_ in ids] != encode([text])[0]:
         raise ValueError("pieces became other tokens; please report this with the model's name")
     return Pieces(tokens), encode
-
-
-def _special_tokens(backend: Tokenizer) -> list[SpecialToken]:
-    added = backend.get_added_tokens_decoder().values()
-    return [SpecialToken(one.content, _is_plain(one)) for one in added if not one.normalized]
-
-
-def _is_plain(token: Any) -> bool:
-    takes_along = token.lstrip or token.rstrip or token.single_word
-    # Another one may take whitespace along, this one's too.
-    return not takes_along and token.content == token.content.strip()
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:

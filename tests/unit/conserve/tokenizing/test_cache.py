@@ -54,6 +54,13 @@ def test_the_last_piece_is_not_kept() -> None:
     assert letters.given == ["<one", "<two", "<two"]
 
 
+def test_a_piece_that_is_there_twice_is_kept_once() -> None:
+    kept, once = cache()[0], cache()[0]
+    once.tokens("<one<")
+    kept.tokens("<one<one<")
+    assert kept.held_bytes == once.held_bytes
+
+
 def test_nobody_finds_what_another_scope_has_sent() -> None:
     kept, letters = cache()
     for scope in ("one", "other", "one"):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from conserve.tokenizing import Pieces, SpecialToken
+from conserve.tokenizing import Pieces, SpecialToken, special_tokens
 from tests.unit.conserve.tokenizing import tokenizers as kinds
 
 MIXED = [
@@ -36,36 +36,46 @@ _BITS = [
 TEXTS = st.lists(st.sampled_from(_BITS) | st.text(max_size=5), max_size=30).map("".join)
 
 
-def special_tokens(tokenizer: Tokenizer) -> list[SpecialToken]:
-    added = tokenizer.get_added_tokens_decoder().values()
-    return [
-        SpecialToken(
-            one.content,
-            not (one.lstrip or one.rstrip or one.single_word)
-            and one.content == one.content.strip(),
-        )
-        for one in added
-        if not one.normalized
-    ]
+def cut(tokenizer: Tokenizer, least: int = 1) -> Pieces:
+    """How its texts are cut."""
+    return Pieces(special_tokens(tokenizer.get_added_tokens_decoder().values()), least)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-@pytest.mark.parametrize("tokenizer", ALL)
-@given(text=TEXTS)
-def test_they_become_the_tokens_of_the_whole(tokenizer: Tokenizer, text: str) -> None:
-    pieces = [*Pieces(special_tokens(tokenizer), least=1).of(text)]
+def require_the_same(tokenizer: Tokenizer, text: str) -> None:
+    pieces = [*cut(tokenizer).of(text)]
     assert "".join(pieces) == text
     assert all(pieces)
     found = [id_ for piece in pieces for id_ in encode(tokenizer, piece)]
     assert found == encode(tokenizer, text)
 
 
+@pytest.mark.parametrize("tokenizer", ALL)
+@given(text=TEXTS)
+def test_they_become_the_tokens_of_the_whole(tokenizer: Tokenizer, text: str) -> None:
+    require_the_same(tokenizer, text)
+
+
+@pytest.mark.parametrize("tokenizer", ALL)
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("wordx<|im_end|>y", id="a word, if a special token's letter does not follow"),
+        pytest.param("<|assistant|> \na", id="whitespace that is taken along, and a token"),
+        pytest.param("a<|im_start|>user<|im_end|>", id="one that begins as another does"),
+        pytest.param("a <mask> <|im_end|> <mask>", id="whitespace on both sides"),
+    ],
+)
+def test_these_do_too(tokenizer: Tokenizer, text: str) -> None:
+    require_the_same(tokenizer, text)
+
+
 @given(text=TEXTS, more=TEXTS, least=st.integers(1, 20))
 def test_all_but_the_last_stay_the_same_whatever_follows(text: str, more: str, least: int) -> None:
-    pieces = Pieces(special_tokens(kinds.byte_level()), least)
+    pieces = cut(kinds.byte_level(), least)
     begun = [*pieces.of(text)][:-1]
     # A token's first letters may be at the end of what there is.
     assert [*pieces.of(text + more)][: len(begun)] == begun

@@ -4,13 +4,14 @@ import asyncio
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 from vllm.config import ModelConfig, VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.tokenizers.hf import get_cached_tokenizer
 
 from conserve.embedded import model_path
 from conserve.tokenizing import TokenCache
@@ -31,7 +32,7 @@ def renderer(tokenizer: Any = None) -> OnlineRenderer:
     model = ModelConfig(model=str(model_path()), max_model_len=4096)
     inner = renderer_from_config(VllmConfig(model_config=model))
     if tokenizer is not None:
-        inner.tokenizer = tokenizer
+        inner.tokenizer = get_cached_tokenizer(tokenizer)
     return OnlineRenderer(
         model,
         inner,
@@ -134,6 +135,20 @@ def test_completions_too(plain: OnlineRenderer, kept: tuple[OnlineRenderer, Toke
         options = {"add_special_tokens": special}
         assert completion(renderer, text, **options) == completion(plain, text, **options)
     assert cache.found_tokens > 0
+
+
+def test_what_is_added_to_a_prompt_is_added(plain: OnlineRenderer) -> None:
+    """With a tokenizer that begins prompts as Llama's do."""
+    backend = kinds.byte_level([*kinds.CHAT, kinds.special("<s>")])
+    begin = ("<s>", backend.token_to_id("<s>"))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
+    made = renderer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert keep_tokens(made, 16) is not None
+    text = f"{LONG}<|im_end|>{LONG}"
+    for special in (True, False, True):
+        found = completion(made, text, add_special_tokens=special)
+        assert found == backend.encode(text, add_special_tokens=special).ids
+        assert (found[0] == begin[1]) == special
 
 
 def test_offsets_are_those_of_the_whole(
