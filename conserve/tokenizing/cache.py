@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from conserve.tokenizing.pieces import Pieces
 
-# What an entry takes beside its text and its tokens: the key, the array, the table's slots.
+# What an entry takes beside its strings and its tokens: the key, the array, the table's slots.
 _ENTRY_BYTES = 300
 
 Encode = Callable[[list[str]], Sequence[Sequence[int]]]
@@ -48,31 +48,35 @@ class TokenCache:
         """What the entries take, about."""
         return self._bytes
 
-    def tokens(self, text: str, scope: str = "") -> list[int]:
+    def tokens(
+        self, text: str, scope: str = "", keeps: bool = True, below_tokens: int | None = None
+    ) -> list[int]:
         """A prompt's tokens.
 
         Args:
             scope: nothing that was tokenized under another one is found, so that nobody can tell
                 by the time that it takes what others have sent.
+            keeps: whether its pieces are kept.
+            below_tokens: nothing is kept of one with so many or more, whose sender is refused.
         """
         pieces = [*self._pieces.of(text)]
         with self._lock:
             parts: list[Sequence[int] | None] = [self._find(scope, piece) for piece in pieces]
             self.found_tokens += sum(len(part) for part in parts if part is not None)
         missing = [at for at, part in enumerate(parts) if part is None]
-        if missing:
-            encoded = self._encode([pieces[at] for at in missing])
-            for at, ids in zip(missing, encoded, strict=True):
-                parts[at] = ids
-            with self._lock:
-                self.encoded_tokens += sum(map(len, encoded))
-                for at in missing:
-                    # The last one is going to be continued.
-                    if at < len(pieces) - 1:
-                        self._keep(scope, pieces[at], parts[at] or ())
+        encoded = self._encode([pieces[at] for at in missing]) if missing else []
+        for at, ids in zip(missing, encoded, strict=True):
+            parts[at] = ids
         tokens: list[int] = []
         for part in parts:
             tokens.extend(part or ())
+        keeps = keeps and (below_tokens is None or len(tokens) < below_tokens)
+        with self._lock:
+            self.encoded_tokens += sum(map(len, encoded))
+            for at, ids in zip(missing, encoded, strict=True):
+                # The last one is going to be continued.
+                if keeps and at < len(pieces) - 1:
+                    self._keep(scope, pieces[at], ids)
         return tokens
 
     def _find(self, scope: str, piece: str) -> "array[int] | None":
@@ -85,11 +89,11 @@ class TokenCache:
         if (scope, piece) in self._known:
             return
         self._known[scope, piece] = array("I", ids)
-        self._bytes += _size(piece, ids)
+        self._bytes += _size(scope, piece, ids)
         while self._bytes > self._most_bytes:
-            (_, oldest), dropped = self._known.popitem(last=False)
-            self._bytes -= _size(oldest, dropped)
+            oldest, dropped = self._known.popitem(last=False)
+            self._bytes -= _size(*oldest, dropped)
 
 
-def _size(piece: str, ids: Sequence[int]) -> int:
-    return sys.getsizeof(piece) + 4 * len(ids) + _ENTRY_BYTES
+def _size(scope: str, piece: str, ids: Sequence[int]) -> int:
+    return sys.getsizeof(scope) + sys.getsizeof(piece) + 4 * len(ids) + _ENTRY_BYTES

@@ -1,6 +1,7 @@
 """Where a text can be cut so that its pieces become the tokens that it becomes as a whole."""
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +37,10 @@ def special_tokens(added: Iterable[Any]) -> list[SpecialToken]:
 
 def _is_plain(added: Any) -> bool:
     takes_along = added.lstrip or added.rstrip or added.single_word
-    # One before it may take whitespace along, or be a word that ends where no letter follows.
-    return not (takes_along or re.match(r"\s|\w", added.content))
+    # One before it may take whitespace along, or be a word that ends where no letter follows. What
+    # counts as either is the tokenizer's to say; punctuation and symbols do nowhere.
+    first = unicodedata.category(added.content[:1] or " ")
+    return not takes_along and first[0] in "PS" and first != "Pc"
 
 
 class Pieces:

@@ -60,6 +60,11 @@ _current: ContextVar[_Check | None] = ContextVar("conserve_check", default=None)
 _counting: ContextVar[bool] = ContextVar("conserve_counting", default=False)
 
 
+def only_counts() -> bool:
+    """Whether the request that is being served asks for the number of its tokens alone."""
+    return _counting.get()
+
+
 def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
     """Have an ``AsyncLLM`` judge or prefill, and not serve, the requests of a `RequestCheck`.
 

@@ -68,6 +68,31 @@ def test_nobody_finds_what_another_scope_has_sent() -> None:
     assert letters.given == ["<secret", "<", "<secret", "<", "<"]
 
 
+def test_what_is_not_to_be_kept_is_found_all_the_same() -> None:
+    kept, letters = cache()
+    kept.tokens("<one<")
+    for _ in range(2):
+        letters.given.clear()
+        assert kept.tokens("<one<two<", keeps=False) == ids("<one<two<")
+        assert letters.given == ["<two", "<"]
+
+
+def test_nothing_is_kept_of_what_is_refused() -> None:
+    kept, letters = cache()
+    assert kept.tokens("<one<", below_tokens=5) == ids("<one<")
+    assert kept.held_bytes == 0
+    kept.tokens("<one<", below_tokens=6)
+    letters.given.clear()
+    kept.tokens("<one<", below_tokens=5)
+    assert letters.given == ["<"]
+
+
+def test_scopes_are_counted() -> None:
+    kept, _ = cache()
+    kept.tokens("<one<", "s" * 5000)
+    assert kept.held_bytes > 5000
+
+
 def test_the_oldest_go_first() -> None:
     kept, letters = cache(1000)
     for text in ("<a" * 1, "<b", "<c"):

@@ -19,6 +19,8 @@ MIXED = [
     kinds.special("<|assistant|>", rstrip=True),
     kinds.special("word", single_word=True),
     kinds.special(" \n"),
+    kinds.special("\u0301c"),
+    kinds.special("_b"),
     # These are found after text is normalized.
     AddedToken("<tool_call>", normalized=True),
     AddedToken("é", normalized=True),
@@ -64,6 +66,7 @@ def test_they_become_the_tokens_of_the_whole(tokenizer: Tokenizer, text: str) ->
     "text",
     [
         pytest.param("wordx<|im_end|>y", id="a word, if a special token's letter does not follow"),
+        pytest.param("word\u0301c word_b", id="what some count as letters"),
         pytest.param("<|assistant|> \na", id="whitespace that is taken along, and a token"),
         pytest.param("a<|im_start|>user<|im_end|>", id="one that begins as another does"),
         pytest.param("a <mask> <|im_end|> <mask>", id="whitespace on both sides"),

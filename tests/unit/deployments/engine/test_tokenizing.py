@@ -9,12 +9,14 @@ from transformers import PreTrainedTokenizerFast
 from vllm.config import ModelConfig, VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tokenizers.hf import get_cached_tokenizer
 
 from conserve.embedded import model_path
 from conserve.tokenizing import TokenCache
+from deployments.engine.check import _counting
 from deployments.engine.tokenizing import keep_tokens
 from tests.unit.conserve.tokenizing import tokenizers as kinds
 
@@ -92,6 +94,41 @@ def test_it_is_each_salts_own(kept: tuple[OnlineRenderer, TokenCache]) -> None:
     assert cache.found_tokens > 0
 
 
+def tokenized(which: OnlineRenderer, messages: list[dict[str, str]], **more: Any) -> list[int]:
+    """As `/tokenize` has it."""
+    request = TokenizeChatRequest(model="m", messages=messages, **more)
+    given = (request, request.messages, None, "auto", None)
+    _, (prompt,) = asyncio.run(which.preprocess_chat(*given))
+    return list(prompt["prompt_token_ids"])
+
+
+@pytest.mark.parametrize("salt", ["one", "s" * 10_000, {"a": 1}, 7, None])
+def test_a_salt_that_nobody_has_looked_at_is_none(
+    plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache], salt: Any
+) -> None:
+    renderer, cache = kept
+    chat(renderer, HISTORY, cache_salt="one")
+    for _ in range(2):
+        assert tokenized(renderer, HISTORY, cache_salt=salt) == chat(plain, HISTORY)
+    assert cache.found_tokens == 0
+    chat(renderer, HISTORY)
+    tokenized(renderer, HISTORY, cache_salt=salt)
+    assert cache.found_tokens > 0
+
+
+def test_what_is_only_counted_is_not_kept(kept: tuple[OnlineRenderer, TokenCache]) -> None:
+    """vLLM drops the salt of it."""
+    renderer, cache = kept
+    token = _counting.set(True)
+    try:
+        chat(renderer, HISTORY)
+    finally:
+        _counting.reset(token)
+    assert cache.held_bytes == 0
+    chat(renderer, HISTORY)
+    assert cache.held_bytes > 0
+
+
 def test_where_there_are_keys_nothing_is_kept_without_a_salt(plain: OnlineRenderer) -> None:
     made = renderer()
     cache = keep_tokens(made, 16, salted_only=True)
@@ -106,7 +143,7 @@ def test_where_there_are_keys_nothing_is_kept_without_a_salt(plain: OnlineRender
 def test_a_prompt_that_is_cut_off_is_cut_off_as_ever(
     plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache]
 ) -> None:
-    renderer, _ = kept
+    renderer, cache = kept
     whole = chat(plain, HISTORY)
     for _ in range(2):
         for tokens, side in ((100, None), (100, "left"), (100, "right"), (len(whole), None)):
@@ -114,6 +151,7 @@ def test_a_prompt_that_is_cut_off_is_cut_off_as_ever(
             cut = chat(renderer, HISTORY, **options)
             assert cut == chat(plain, HISTORY, **options)
             assert len(cut) == tokens
+    assert cache.encoded_tokens == 0
 
 
 def test_a_prompt_that_is_too_long_is_refused_in_the_same_words(
@@ -125,6 +163,7 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_same_words(
         with pytest.raises(Exception, match="maximum context length") as error:
             chat(which, long)
         said.append(str(error.value))
+    assert kept[1].held_bytes == 0
     assert said[0] == said[1] == said[2]
 
 
@@ -183,8 +222,33 @@ class Unlike(PreTrainedTokenizerFast):
     """One that looks at what is around a special token."""
 
     def __call__(self, text: Any, *given: Any, **more: Any) -> Any:
-        text = [one.replace("a<|im_end|>", "b<|im_end|>") for one in text]
+        if isinstance(text, str):
+            text = text.replace("a<|im_end|>", "b<|im_end|>")
         return super().__call__(text, *given, **more)
+
+
+class OwnCode(PreTrainedTokenizerFast):
+    """One that takes texts apart itself, as CodeLlama's does."""
+
+    def _encode_plus(self, *given: Any, **more: Any) -> Any:
+        return super()._encode_plus(*given, **more)
+
+
+class Trusted(Unlike):
+    """As if vLLM had made it."""
+
+
+Trusted.__module__ = Unlike.__module__ = "vllm.tokenizers.other"
+
+
+class Fails(PreTrainedTokenizerFast):
+    """One that does not take several texts."""
+
+    def __call__(self, text: Any, *given: Any, **more: Any) -> Any:
+        return super().__call__(text.strip(), *given, **more)
+
+
+Fails.__module__ = "vllm.tokenizers.other"
 
 
 @pytest.mark.parametrize(
@@ -198,12 +262,14 @@ class Unlike(PreTrainedTokenizerFast):
             PreTrainedTokenizerFast(tokenizer_object=kinds.byte_level(), split_special_tokens=True),
             id="special tokens are split",
         ),
-        pytest.param(Unlike(tokenizer_object=kinds.byte_level()), id="pieces become others"),
+        pytest.param(Trusted(tokenizer_object=kinds.byte_level()), id="pieces become others"),
+        pytest.param(OwnCode(tokenizer_object=kinds.byte_level()), id="code of its own"),
+        pytest.param(Fails(tokenizer_object=kinds.byte_level()), id="one that fails"),
     ],
 )
-def test_what_cannot_be_cut_is_tokenized_as_a_whole(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_cut_is_tokenized_as_a_whole(tokenizer: Any) -> None:
     made = renderer()
     made.renderer.tokenizer = tokenizer
+    tokenize = made.renderer._tokenize_prompt_async
     assert keep_tokens(made, 16) is None
+    assert made.renderer._tokenize_prompt_async is tokenize
