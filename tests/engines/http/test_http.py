@@ -119,14 +119,21 @@ async def test_a_history_becomes_the_tokens_that_the_models_tokenizer_makes_of_i
         messages.append({"role": "user", "content": prose(rng, 100)})
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         expected = tokenizer(text, add_special_tokens=False)["input_ids"]
-        for _ in range(3):
-            asked = {"messages": messages}
-            made = (await client.post(application + "/tokenize", json=asked)).json()
-            assert made["tokens"] == expected
-        messages.append({"role": "assistant", "content": prose(rng, 100)})
+        asked = {"messages": messages, "max_tokens": 8, "return_token_ids": True}
+        headers = {"X-Conversation-Id": "tokens"}
+        reply = await client.post(
+            application + "/v1/chat/completions", json=asked, headers=headers, timeout=120
+        )
+        assert reply.json()["prompt_token_ids"] == expected
+        made = await client.post(application + "/tokenize", json={"messages": messages})
+        assert made.json()["tokens"] == expected
+        messages.append(
+            {"role": "assistant", "content": reply.json()["choices"][0]["message"]["content"]}
+        )
     # With engines' next beats.
     await eventually("it is counted", lambda: metric(name, source="kept") > before)
     assert metric(name, source="new") > 0
+    await client.delete(application + "/v1/conversations/tokens")
 
 
 @pytest.mark.parametrize(
