@@ -36,6 +36,27 @@ def test_hogs_compute_while_a_block_runs_and_no_longer() -> None:
     assert not any(process.is_running() for process in started)
 
 
+def test_turns_are_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[int] = []
+
+    async def turn(self: warm.ChatAgent, length: int, samples: WarmTurns | None) -> None:
+        words.append(length)
+        assert self._size.output_tokens == 8
+        if samples is not None:
+            samples.add(WarmTurns([1.0], [0.1], [0.01]))
+
+    monkeypatch.setattr(warm.ChatAgent, "_turn", turn)
+    parser = argparse.ArgumentParser()
+    warm.add_options(parser)
+    options = parser.parse_args(["--rounds", "1", "--first-words", "9000", "--output-tokens", "8"])
+    size = warm.size(options)
+    with Progress() as progress:
+        warm.measure({"A": "a"}, 1, [Load(1)], progress, 0, size=size)
+    assert words[0] == 9000
+    assert set(words[1:]) == {30, 9000}
+    assert warm.size(parser.parse_args([])) == warm.USUAL
+
+
 def test_systems_take_turns_under_each_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
