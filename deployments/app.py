@@ -8,14 +8,12 @@ from typing import Any, cast
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.llm import LLMConfig
 
 from autoscale.capacity.served import with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, Role
-from deployments.engine.engine import EngineServer
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots import SLOT_ENVIRONMENT, SLOT_WORKER
 from deployments.gpu_nodes import nodes_with_gpus
@@ -39,6 +37,8 @@ _LANE_CONNECTOR = "LaneConnector"
 _LANE_CONNECTOR_MODULE = "deployments.engine.lane.connector"
 _LANE_WORKER = "deployments.engine.lane.{}_worker.LaneWorker"
 _SCHEDULER = "deployments.engine.scheduler.scheduling.conversation_scheduler"
+# By its name, so that the process which builds the application does not load vLLM: five seconds.
+_ENGINE_SERVER = "deployments.engine.replica.EngineServer"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
 # For a replica to end, once it is empty.
@@ -173,10 +173,16 @@ def _for_device(settings: Settings, gpu: bool) -> Settings:
 
 
 def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Application:
-    config = llm_config(role, settings, own, gpu)
+    config = llm_arguments(role, settings, own, gpu)
     tier = role_tier(settings, own, gpu)
-    options = EngineServer.get_deployment_options(config)
-    options |= {
+    placement = config["placement_group_config"]
+    options: dict[str, Any] = {
+        "placement_group_bundles": placement["bundles"],
+        "placement_group_strategy": placement["strategy"],
+        "ray_actor_options": {
+            **config["deployment_config"]["ray_actor_options"],
+            "runtime_env": {**ray.get_runtime_context().runtime_env, **config["runtime_env"]},
+        },
         "name": role,
         "max_ongoing_requests": _MAX_ONGOING,
         "health_check_period_s": 2,
@@ -193,13 +199,15 @@ def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Ap
     if tier.labels:
         bundles = options["placement_group_bundles"]
         options["placement_group_bundle_label_selector"] = [dict(tier.labels) for _ in bundles]
-    return serve.deployment(EngineServer, **options).bind(
+    return serve.deployment(**options)(cast(Any, _ENGINE_SERVER)).bind(
         config, role=role, settings=settings, tier=tier
     )
 
 
-def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> LLMConfig:
-    """Ray Serve LLM's configuration of one role's engines."""
+def llm_arguments(
+    role: Role, settings: Settings, own: RoleSettings, gpu: bool
+) -> dict[str, Any]:
+    """Return the arguments of Ray Serve LLM's ``LLMConfig`` for one role's engines."""
     engine = engine_arguments(settings.model, gpu)
     if gpu:
         engine["worker_extension_cls"] = EXTENSION
@@ -235,20 +243,20 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
     bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **resources}
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))
-    return LLMConfig(
-        model_loading_config={
+    return {
+        "model_loading_config": {
             "model_id": settings.model_id,
             "model_source": model_source(settings.model),
         },
-        engine_kwargs=engine,
+        "engine_kwargs": engine,
         # On one node: its LMCache server, and its actor, are the engine's.
-        placement_group_config={
+        "placement_group_config": {
             "strategy": "STRICT_PACK",
             "bundles": [dict(bundle) for _ in range(workers)],
         },
         # The replica shares its first worker's reservation.
-        deployment_config={"ray_actor_options": {"num_cpus": 0}},
-        runtime_env={
+        "deployment_config": {"ray_actor_options": {"num_cpus": 0}},
+        "runtime_env": {
             "env_vars": {
                 **engine_environment(settings.model, gpu),
                 # A domain that is allowed must not lead to one that is not.
@@ -259,8 +267,8 @@ def llm_config(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> 
             }
         },
         # The connector's histograms and Ray's wrapper for them disagree on an argument's name.
-        log_engine_metrics=False,
-    )
+        "log_engine_metrics": False,
+    }
 
 
 def worker_share(num_gpus: float) -> dict[str, str]:
