@@ -1,11 +1,14 @@
 # Everything runs from .venv in this folder, which the first target that needs it makes.
 # Nothing needs root. `make help` lists the targets.
 
+# The set-up for GPUs is an environment beside it, .venv-gpu: a machine can have both. Other targets
+# run in that one by VENV=.venv-gpu, and `make install-gpu VENV=.venv` makes it where .venv would be.
 VENV := .venv
+GPU_VENV := $(if $(filter command,$(origin VENV)),$(VENV),.venv-gpu)
 BIN := $(VENV)/bin
-# What .venv is for: CPUs, unless `make install-gpu` began it.
-FOR_GPUS := $(VENV)/.for-gpus
-KIND := $(if $(wildcard $(FOR_GPUS)),gpu,cpu)
+# What an environment is for: CPUs, unless `make install-gpu` began it.
+FOR_GPUS := .for-gpus
+KIND := $(if $(wildcard $(VENV)/$(FOR_GPUS)),gpu,cpu)
 REQUIREMENTS := $(VENV)/.requirements-installed
 INSTALLED := $(VENV)/.installed
 # The pinned versions are for Python 3.11, those for GPUs for 3.12 as well; give another interpreter
@@ -35,23 +38,26 @@ SHELL := bash
 	bench-tenants bench-unkind bench-table bench-energy bench-sm-slots \
 	bench-simulator bench-scale bench-elastic test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
-	test-compatibility test-fuzz test-gpu test-long test-peers test-vision test-cluster clean
+	test-compatibility test-fuzz test-gpu test-gpu-here test-long test-peers test-vision test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make .venv with the pinned CPU set-up and the embedded model
-	@echo "conserve: .venv is ready"
+	@echo "conserve: $(VENV) is ready"
 
-install-gpu: ## Make .venv with the pinned set-up for NVIDIA GPUs (4.3 GB to fetch)
-	@test ! -e $(BIN)/python -o -e $(FOR_GPUS) || { \
-		echo "conserve: $(VENV) is for CPUs; run make clean first." >&2; exit 1; }
-	@mkdir -p $(VENV) && touch $(FOR_GPUS)
-	@$(MAKE) --no-print-directory install
+# KIND is said, so that `make -n install-gpu` shows what it would do before there is a .venv-gpu.
+install-gpu: ## Make .venv-gpu with the pinned set-up for NVIDIA GPUs (4.3 GB to fetch)
+	@test ! -e $(GPU_VENV)/bin/python -o -e $(GPU_VENV)/$(FOR_GPUS) || { \
+		echo "conserve: $(GPU_VENV) is for CPUs. Remove it, or leave VENV out: without it," \
+			"make install-gpu makes .venv-gpu beside .venv." >&2; exit 1; }
+	@mkdir -p $(GPU_VENV) && touch $(GPU_VENV)/$(FOR_GPUS)
+	@$(MAKE) --no-print-directory VENV=$(GPU_VENV) KIND=gpu install
 
 demo: $(INSTALLED) ## Have a few agents work and show where each turn ran (JSON=path: also as JSON)
-	@$(BIN)/conserve demo $(if $(JSON),--json '$(JSON)') $(ARGS)
+# The set-up for CPUs runs on CPUs, whatever else the machine has.
+	@$(BIN)/conserve demo $(if $(filter cpu,$(KIND)),device=cpu) $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 serve: $(INSTALLED) ## Serve until interrupted (ARGS='decoders=3 port=9000': settings)
 	@$(BIN)/conserve serve $(ARGS)
@@ -85,7 +91,10 @@ test-peers: $(INSTALLED) $(PEERS) ## Start every peer of the benchmarks, and tal
 	@$(BIN)/python -m pytest -m 'long or not long' \
 		tests/engines/peers tests/engines/every_peer $(ARGS)
 
-test-gpu: $(INSTALLED) ## Settle what one GPU can, in fifteen minutes (skips by name where there is none)
+test-gpu: ## Settle what one GPU can, in fifteen minutes (skips by name where there is none)
+	@$(MAKE) --no-print-directory VENV=$(if $(wildcard $(GPU_VENV)),$(GPU_VENV),$(VENV)) test-gpu-here
+
+test-gpu-here: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/engines/gpu -v -o log_cli=true -o log_cli_level=INFO $(ARGS)
 
 test-vision: $(INSTALLED) ## Show images to a model of random weights, and see them handed off (minutes)
@@ -163,8 +172,8 @@ bench-scale: $(INSTALLED) ## Simulate other systems' rules at the papers' scale 
 bench-elastic: $(INSTALLED) ## Simulate where prefills run, elastic and otherwise (DATA=folder of recorded sessions)
 	@$(BIN)/python -m benchmarks.experiments.elastic $(if $(DATA),--data '$(DATA)') $(ARGS)
 
-clean: ## Remove .venv, caches and build products
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## Remove .venv, .venv-gpu, caches and build products
+	rm -rf $(VENV) $(GPU_VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Three steps, each done again only when what it depends on has changed.
@@ -182,7 +191,11 @@ $(BIN)/python:
 	@echo "conserve: making $(VENV) with $$('$(PYTHON)' --version)"
 	@'$(PYTHON)' -m venv $(VENV)
 
+CPU_BUILDS := If it did not find torch's CPU build, give it PyTorch's own CPU index as an extra index \
+	(see the head of requirements-cpu.txt).
+
 $(REQUIREMENTS): requirements-$(KIND).txt | $(BIN)/python
+	$(if $(filter gpu,$(KIND)),@$(BIN)/python -m conserve_cli.doctor.compiler)
 	@echo "conserve: installing $$(grep -c '^[^#].*==' $<) packages, about $(if $(filter gpu,$(KIND)),4.3,3) GB;" \
 		"the first time this takes a few minutes"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps -r $< \
@@ -192,8 +205,7 @@ $(REQUIREMENTS): requirements-$(KIND).txt | $(BIN)/python
 				if (++seen % 20 == 0) print "conserve:   " seen " of " total " fetched"; fflush() } \
 			/^Installing/ { print "conserve:   unpacking, about a minute"; fflush() }' || { \
 		grep -v '^WARNING' $(VENV)/pip-messages.log | tail -20 >&2; \
-		echo "conserve: pip failed. If it did not find torch's CPU build, give it PyTorch's own" \
-			"CPU index as an extra index (see the head of $<)." >&2; exit 1; }
+		echo "conserve: pip failed. $(if $(filter cpu,$(KIND)),$(CPU_BUILDS))" >&2; exit 1; }
 	@touch $@
 
 $(INSTALLED): pyproject.toml $(REQUIREMENTS)

