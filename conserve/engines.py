@@ -9,6 +9,7 @@ from typing import Any
 from conserve.embedded import model_path
 from conserve.settings import EMBEDDED_MODEL
 
+
 def model_source(model: str) -> str:
     """Where engines load a model from: a folder, or a Hugging Face id."""
     return str(model_path()) if model == EMBEDDED_MODEL else model

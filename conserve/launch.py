@@ -23,6 +23,7 @@ from typing import Any, Self
 import psutil
 
 from conserve import shared_memory
+from conserve.wire import START_PHASES
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
@@ -98,24 +99,30 @@ class Launch:
         decoders: int,
         timeout_s: float = 600.0,
         on_progress: Callable[[str], None] | None = None,
-    ) -> None:
-        """Return when so many engines are ready to serve.
+    ) -> dict[str, float]:
+        """Wait until so many engines are ready to serve.
+
+        Returns:
+            The phases of the start, in their order, each with its seconds.
 
         Raises:
             LaunchError: the application ended, or was not ready in time.
         """
         deadline_s = time.monotonic() + timeout_s
+        phases: dict[str, float] = {}
+        since_s = time.monotonic()
         while True:
             state = health(url)
+            phase = _phase(state, prefillers + decoders)
+            now_s = time.monotonic()
+            phases[phase] = phases.get(phase, 0.0) + now_s - since_s
+            since_s = now_s
             ready = (state.get("prefillers", 0), state.get("decoders", 0))
             if ready[0] >= prefillers and ready[1] >= decoders:
-                return
+                return phases
             if on_progress is not None:
-                if state:
-                    count = f"{sum(ready)} of {prefillers + decoders} engines ready"
-                    on_progress(f"loading engines: {count}")
-                else:
-                    on_progress("starting Ray, Serve and LMCache")
+                count = f" ({sum(ready)} of {prefillers + decoders} engines ready)" if state else ""
+                on_progress(phase + count)
             if not self.running:
                 raise LaunchError(f"the application ended while it started.\n{self._last_words()}")
             if time.monotonic() > deadline_s:
@@ -160,6 +167,17 @@ class Launch:
         text = self._log_path.read_text(errors="replace")
         lines = [line for line in text.splitlines() if "Error" in line or "error" in line]
         return "\n".join([*lines[-8:], f"The whole log: {self._log_path}"])
+
+
+def _phase(state: Mapping[str, Any], engines: int) -> str:
+    """Return what the engines that are furthest behind do, by what `health` has said."""
+    if not state:
+        return "starting Ray and Serve"
+    starting = state.get("starting", {})
+    ready = state.get("prefillers", 0) + state.get("decoders", 0)
+    if ready + sum(starting.values()) < engines:
+        return "loading vLLM"
+    return next((phase for phase in START_PHASES if starting.get(phase)), START_PHASES[-1])
 
 
 def require_free(url: str) -> None:

@@ -6,12 +6,16 @@ this; nothing of it is for clients. It stands here once, so that no two of them 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 Role = Literal["prefiller", "decoder"]
 """What an engine is for; where it runs is its tier (`hetero.tiers`)."""
+
+StartPhase = Literal["starting engines", "warming up"]
+"""What an engine does once its code is loaded, until it is ready; in this order."""
+START_PHASES: tuple[StartPhase, ...] = get_args(StartPhase)
 
 # --- Beats ----------------------------------------------------------------------------------------
 

@@ -48,8 +48,12 @@ def launched(
         require_free(url)
         with Launch(arguments, path) as application:
             try:
-                _wait_until_serving(application, settings, url)
-                console.print(f"Serving after {time.monotonic() - started_s:.0f} s (log: {path}).")
+                phases = _wait_until_serving(application, settings, url)
+                parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in phases.items())
+                console.print(
+                    f"Serving after {time.monotonic() - started_s:.1f} s: {parts} (log: {path}).",
+                    highlight=False,
+                )
                 yield application, url
             except KeyboardInterrupt:
                 console.print("Stopping.")
@@ -76,7 +80,7 @@ def _laid_out(settings: Settings) -> Settings:
     return found[0]
 
 
-def _wait_until_serving(application: Launch, settings: Settings, url: str) -> None:
+def _wait_until_serving(application: Launch, settings: Settings, url: str) -> dict[str, float]:
     last = ""
     with console.status("starting") as status:
 
@@ -87,7 +91,7 @@ def _wait_until_serving(application: Launch, settings: Settings, url: str) -> No
                 console.print(f"  {text}")
             last = text
 
-        application.wait_until_serving(
+        return application.wait_until_serving(
             url,
             settings.prefiller_replicas,
             settings.decoders.replicas,

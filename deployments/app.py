@@ -204,9 +204,7 @@ def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Ap
     )
 
 
-def llm_arguments(
-    role: Role, settings: Settings, own: RoleSettings, gpu: bool
-) -> dict[str, Any]:
+def llm_arguments(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> dict[str, Any]:
     """Return the arguments of Ray Serve LLM's ``LLMConfig`` for one role's engines."""
     engine = engine_arguments(settings.model, gpu)
     if gpu:

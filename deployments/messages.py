@@ -9,7 +9,7 @@ from conserve.environments import Standing
 from conserve.holdings import Parked
 from conserve.recognition import Digest
 from conserve.tenants.limits import Limits
-from conserve.wire import Role
+from conserve.wire import Role, StartPhase
 
 # Ray's name for a resource that the head node alone has.
 HEAD_NODE = "node:__internal_head__"
@@ -64,6 +64,18 @@ class EngineInfo:
     def hosts(self) -> bool:
         """Whether conversations are bound to it."""
         return self.role == "decoder" or self.also_hosts
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStarting:
+    """An engine replica that is not ready yet, and what it does now.
+
+    Attributes:
+        id: the Serve replica's unique id.
+    """
+
+    id: str
+    phase: StartPhase
 
 
 @dataclass(frozen=True, slots=True)

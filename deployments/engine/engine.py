@@ -31,7 +31,9 @@ from conserve.placement import EngineLoad
 from conserve.settings import Settings
 from conserve.tokenizing import TokenCache
 from conserve.wire import BEAT_S, CHECK_PREFIX, SILENCE_S, Role
+from deployments.engine import core
 from deployments.engine.check import RequestCheck, make_checkable
+from deployments.engine.core import core_loads_first
 from deployments.engine.cuda_ops import require_cuda_ops
 from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
@@ -45,7 +47,7 @@ from deployments.engine.sm_slots import LEASE_METHOD, lease_of, tell_worker
 from deployments.engine.sockets import unnamed_afterwards
 from deployments.engine.tokenizing import keep_tokens
 from deployments.loopback import listen_where_ray_does
-from deployments.messages import EngineInfo, Heard
+from deployments.messages import EngineInfo, EngineStarting, Heard
 from deployments.node.lmcache_server import REAPED_S, Address
 from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
@@ -117,6 +119,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if schedules:
             # Before minutes of loading, and in a line of its own.
             require_doors()
+        self._table.tell("engine_starting", EngineStarting(self._id, "starting engines"))
         _use_server(llm_config, await self._node.launch())
         if self._sm_slots is not None:
             _use_slots(llm_config, self._sm_slots, self._id, self._node.actor_name)
@@ -150,6 +153,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             host_tokens=self._host_tokens(client.vllm_config) if settings.parks else 0,
             also_hosts=role == "prefiller" and settings.prefillers_host,
         )
+        self._table.tell("engine_starting", EngineStarting(self._id, "warming up"))
         await self._warm_up()
         await self._register()
         if self._info.hosts:
@@ -184,7 +188,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         """Load the engine while LMCache's server comes up; the connector waits for it."""
         cache = asyncio.get_running_loop().create_task(self._node.wait_until_healthy())
         try:
-            with unnamed_afterwards():
+            with unnamed_afterwards(), core_loads_first(core):
                 await super().__init__(config, engine_cls=Engine)
         except Exception:
             # If there is no LMCache server, that is the cause, and its error says so better.

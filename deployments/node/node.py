@@ -62,6 +62,10 @@ class NodeService:
         self._gpus: GpuKeeper | None = None
         self._gpu_thread = ThreadPoolExecutor(1, "gpus")
 
+    async def prepare(self) -> None:
+        """Have the LMCache server started, without waiting for it."""
+        await self._ensure_started()
+
     async def launch(self) -> Address:
         """Have the LMCache server started; returns where it will listen.
 
@@ -256,6 +260,10 @@ class NodeClient:
         self.use: EngineUse | None = None
         # What these have used for it, from the last beat.
         self.energy: EngineEnergy | None = None
+
+    async def prepare(self) -> None:
+        """Have the node's LMCache server start, for engines that are still to come."""
+        await self._actor.prepare.remote()
 
     async def launch(self) -> Address:
         """Have the node's LMCache server started, and see to it that the actor lives on.

@@ -445,11 +445,14 @@ SCHEMAS: Json = {
     **environment_interface.SCHEMAS,
     "Program": _object(program_id={**_ID, "minLength": 1, "pattern": r"^[\x21-\x7e]+$"}),
     "ProgramReleased": _object(program_id=_TEXT, released=_FLAG),
-    "Health": _object(
-        status={"type": "string", "enum": ["ok", "unavailable"]},
-        prefillers=_COUNT,
-        decoders=_COUNT,
-    ),
+    "Health": {
+        **_object(
+            status={"type": "string", "enum": ["ok", "unavailable"]},
+            prefillers=_COUNT,
+            decoders=_COUNT,
+        ),
+        "additionalProperties": True,
+    },
 }
 
 # --- Paths ----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from conserve.wire import BEAT_S
 from deployments.environments.client import EnvironmentClient
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import HEAD_NODE
+from deployments.node.node import NodeClient
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
@@ -53,6 +54,9 @@ class Router:
         self._environments = (
             EnvironmentClient(context.app_name, settings) if settings.environments.enabled else None
         )
+        if settings.nodes == "one":
+            # LMCache's server comes up while engines load, and is there when they ask for it.
+            await NodeClient(context.app_name, settings).prepare()
         self._door = FrontDoor(settings, self._table, self._id, self._environments)
         listener = _listen(settings)
         self._server = uvicorn.Server(

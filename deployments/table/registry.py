@@ -1,5 +1,6 @@
 """Which engines and routers live, by their beats, and what engines are still to be told."""
 
+from collections import Counter
 from urllib.parse import urlsplit
 
 from conserve.conversation import Conversation
@@ -7,7 +8,10 @@ from conserve.conversations import ConversationTable
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.placement.load import EngineLoad
 from conserve.wire import SILENCE_S, Role
-from deployments.messages import EngineInfo
+from deployments.messages import EngineInfo, EngineStarting
+
+# An engine that has not come further by then is taken for one that died while it started.
+_STARTS_WITHIN_S = 1800.0
 
 
 class Registry:
@@ -29,6 +33,7 @@ class Registry:
         self.loads: dict[str, EngineLoad] = {}
         self.schedulers: dict[str, SchedulerLoad] = {}
         self.last_beat_s = now_s
+        self._starting: dict[str, tuple[EngineStarting, float]] = {}
         self._engine_beats_s: dict[str, float] = {}
         self._router_beats_s: dict[str, float] = {}
         self._lost_routers: set[str] = set()
@@ -37,9 +42,21 @@ class Registry:
 
     # --- engines -----------------------------------------------------------------------------
 
+    def start(self, engine: EngineStarting, now_s: float) -> None:
+        """Note what an engine does that is not ready yet."""
+        self._starting[engine.id] = (engine, now_s)
+
+    def starting(self, now_s: float) -> dict[str, int]:
+        """Count the engines that are not ready yet, by what they do."""
+        old = [id_ for id_, (_, at_s) in self._starting.items() if now_s - at_s > _STARTS_WITHIN_S]
+        for engine_id in old:
+            del self._starting[engine_id]
+        return dict(Counter(engine.phase for engine, _ in self._starting.values()))
+
     def add(self, engine: EngineInfo, now_s: float) -> list[tuple[str, int]]:
         """Add an engine that is ready. Returns conversations (and incarnations) to forget."""
         forget: list[tuple[str, int]] = []
+        self._starting.pop(engine.id, None)
         if engine.role == "prefiller":
             self._table.add_prefiller(engine.id)
         if engine.hosts:

@@ -37,6 +37,7 @@ from conserve.settings import Settings
 from conserve.wire import BEAT_S, SILENCE_S
 from deployments.messages import (
     EngineInfo,
+    EngineStarting,
     EventPage,
     Heard,
     Lifecycle,
@@ -137,6 +138,11 @@ class TableService:
         self._host_told_s = started_s
 
     # --- engines -----------------------------------------------------------------------------
+
+    async def engine_starting(self, engine: EngineStarting) -> None:
+        """Note what an engine does that is not ready yet."""
+        self._ensure_housekeeping()
+        self._registry.start(engine, time.monotonic())
 
     async def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
         """Add an engine that is ready. Returns conversations (and incarnations) to forget."""
@@ -341,11 +347,13 @@ class TableService:
         self._ensure_housekeeping()
         self._registry.router_beat(router_id, time.monotonic())
 
-    async def health(self) -> dict[str, int]:
-        """How many engines of each role are alive."""
+    async def health(self) -> dict[str, Any]:
+        """Return how many engines of each role are alive, and what those do that still start."""
         await self._recovery.not_ready()
         roles = [engine.role for engine in self._registry.engines.values()]
-        return {"prefillers": roles.count("prefiller"), "decoders": roles.count("decoder")}
+        alive = {"prefillers": roles.count("prefiller"), "decoders": roles.count("decoder")}
+        starting = self._registry.starting(time.monotonic())
+        return {**alive, "starting": starting} if starting else alive
 
     async def engines(self, exact: bool = False) -> list[dict[str, Any]]:
         """The engines alive, for `GET /v1/engines`.
