@@ -68,10 +68,11 @@ def _vllms_blocks(folder: Path, heads: int, given: int | None) -> tuple[int, int
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     hybrid = GraniteMoeHybridConfig(
-        vocab_size=4096, hidden_size=32 * heads, num_hidden_layers=4, num_attention_heads=heads // 2,
-        num_key_value_heads=1, layer_types=["mamba", "mamba", "mamba", "attention"],
-        mamba_n_heads=heads, mamba_d_head=64, mamba_d_state=128, mamba_expand=2, num_local_experts=0,
-        shared_intermediate_size=512, position_embedding_type="nope", max_position_embeddings=8192,
+        vocab_size=4096, hidden_size=32 * heads, num_hidden_layers=4, num_key_value_heads=1,
+        layer_types=["mamba", "mamba", "mamba", "attention"], num_attention_heads=heads // 2,
+        mamba_n_heads=heads, mamba_d_head=64, mamba_d_state=128, mamba_expand=2,
+        num_local_experts=0, shared_intermediate_size=512, position_embedding_type="nope",
+        max_position_embeddings=8192,
     )  # fmt: skip
     hybrid.architectures = ["GraniteMoeHybridForCausalLM"]
     hybrid.save_pretrained(folder)

@@ -1,0 +1,16 @@
+"""Python runs this as it starts, where a test has put this folder on PYTHONPATH."""
+
+import os
+import sys
+from pathlib import Path
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+sys.path.insert(0, _ROOT)
+try:
+    if "CONSERVE_STANDIN_NVML" in os.environ:
+        from tests.nvml import library
+
+        library.load_here()
+finally:
+    sys.path.remove(_ROOT)
