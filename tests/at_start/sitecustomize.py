@@ -12,5 +12,9 @@ try:
         from tests.nvml import library
 
         library.load_here()
+    if "CONSERVE_TEST_CPU" in os.environ:
+        from tests import machines
+
+        machines.view_cpu_here(os.environ["CONSERVE_TEST_CPU"])
 finally:
     sys.path.remove(_ROOT)

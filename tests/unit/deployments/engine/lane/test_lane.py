@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests import machines
 from tests.unit.deployments.engine.lane.engine import BLOCK_TOKENS, Engine, words
 
 _BUDGET_TOKENS = 96
@@ -14,6 +15,7 @@ _BUDGET_TOKENS = 96
 @pytest.fixture(scope="module")
 def only_engine() -> Iterator[Engine]:
     """An engine is a process's: vLLM has one group of KV connectors in it."""
+    machines.require_kernels()
     engine = Engine()
     yield engine
     engine.drain()
