@@ -1,10 +1,10 @@
 """Other machines than this one: CPUs with other instructions, and no compiler.
 
-vLLM's Python code asks `torch.cpu.get_capabilities` for the CPU's instructions, and so does PyTorch's.
+The Python code of vLLM and PyTorch asks `torch.cpu.get_capabilities` for the CPU's instructions.
 `pytest --cpu=avx2` replaces that function before it is first called, in pytest's process and in
-those that tests start. Native code is not affected: PyTorch's asks the CPU itself, and vLLM's is in
-one library for each kind of CPU, of which vLLM's Python code loads one. So vLLM's kernels are never
-loaded where they could run instructions that the CPU lacks.
+those that tests start. Native code is not affected. PyTorch's asks the CPU itself. vLLM's is in a
+library for each kind of CPU, and vLLM's Python code loads one of them: none is loaded if the view
+has instructions that the CPU lacks.
 """
 
 import os

@@ -14,6 +14,16 @@ from tests.nvml import library, standin
 library.load_here()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_terminal() -> Iterator[None]:
+    """Programs print as into a file, whatever the terminal and the workers of pytest-xdist say."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR"):
+            patch.delenv(name, raising=False)
+        patch.setenv("TERM", "xterm")
+        yield
+
+
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> standin.Machine:
     """Two A40s on which time moves when the test says so."""

@@ -1,10 +1,9 @@
-"""What `--cpu` and `--no-compiler` show: that these tests have run on another machine, as it were."""
+"""The options `--cpu` and `--no-compiler` make this machine look like another one."""
 
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ class _Noting(MetaPathFinder):
 
 @pytest.fixture
 def view(pytestconfig: pytest.Config) -> str:
-    """The view that was asked for, else that which the CPU is nearest to by the kernel's account."""
+    """The view that was asked for, or else that of this CPU, by the kernel's account."""
     if pytestconfig.option.cpu:
         return str(pytestconfig.option.cpu)
     text = Path("/proc/cpuinfo").read_text()
@@ -60,26 +59,23 @@ def test_vllm_decides_by_the_view(view: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_process_of_a_test_has_the_same_view() -> None:
-    code = "import torch; print(*sorted(torch.cpu.get_capabilities().items()))"
+    code = "import torch; print(sorted(torch.cpu.get_capabilities().items()))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == " ".join(
-        map(str, sorted(torch.cpu.get_capabilities().items()))
-    ).split()
+    assert done.stdout.strip() == str(sorted(torch.cpu.get_capabilities().items()))
 
 
 def test_compilers_are_hidden_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    monkeypatch.setenv("CC", "gcc")
     own = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{own}")
+    monkeypatch.setenv("CC", "gcc")
     folder = machines.hide_compilers()
     try:
         assert os.environ["PATH"] == str(folder)
         assert "CC" not in os.environ
-        found = {name for name in ("cc", "gcc", "g++", "clang", "ld", "ninja") if shutil.which(name)}
-        assert found == set()
+        compilers = ("cc", "gcc", "g++", "clang", "ld", "ninja")
+        assert [name for name in compilers if shutil.which(name)] == []
         assert all(shutil.which(name) for name in ("env", "sh", "pytest"))
     finally:
         shutil.rmtree(folder)
