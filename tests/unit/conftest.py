@@ -1,5 +1,6 @@
 """Fixtures of unit tests: GPUs that are not there, and a Ray that is as it was."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,16 +13,11 @@ from tests.nvml import library, standin
 
 # Tests see stand-in GPUs alone, whatever the machine has.
 library.load_here()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_terminal() -> Iterator[None]:
-    """Programs print as into a file, whatever the terminal and the workers of pytest-xdist say."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR"):
-            patch.delenv(name, raising=False)
-        patch.setenv("TERM", "xterm")
-        yield
+# Programs print as into a file, whatever the terminal: consoles look as their modules are imported,
+# and pytest-xdist tells its workers of a width.
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "GITHUB_ACTIONS"):
+    os.environ.pop(_name, None)
+os.environ["TERM"] = "xterm"
 
 
 @pytest.fixture
