@@ -52,6 +52,9 @@ def engine_environment(model: str, gpu: bool) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
+            # With `enforce_eager`, vLLM still compiles a few functions, among them one for log
+            # probabilities. On a CPU that takes a C++ compiler, and an engine without one ends.
+            "TORCH_COMPILE_DISABLE": "1",
         }
     if Path(model_source(model)).is_dir():
         # What lies in a folder is not looked for elsewhere.
