@@ -60,7 +60,7 @@ def load_here() -> None:
     """Have whatever asks `ctypes` for NVIDIA's library in this process get the stand-in."""
     # The process that holds power caps is started with the path of its parent, not with PYTHONPATH.
     if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
+        sys.path.insert(0, str(FOLDER))
     ctypes.CDLL.__new__ = staticmethod(_open)  # type: ignore[method-assign, assignment]
 
 
