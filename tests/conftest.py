@@ -1,9 +1,13 @@
 """Fixtures of all tests."""
 
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests import machines
 
 # So that an assertion in what tests share says as much when it fails as one in a test.
 pytest.register_assert_rewrite("tests.chaos", "tests.engines", "tests.nvml", "tests.unit")
@@ -20,9 +24,19 @@ def anyio_backend() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How much `tests/engines/fuzz` tries, and what `tests/engines/compatibility` is from."""
+    """Add the options of `tests/engines/fuzz` and `compatibility`, and those for other machines."""
     group = parser.getgroup("conserve")
+    group.addoption("--cpu", choices=machines.VIEWS, help="what vLLM takes this CPU for")
+    group.addoption("--no-compiler", action="store_true", help="leave compilers out of PATH")
     group.addoption("--fuzz-cases", type=int, default=300, help="requests to try (%(default)s)")
     group.addoption("--fuzz-seed", type=int, default=0, help="which requests (%(default)s)")
     group.addoption("--vllm", type=Path, help="a checkout of vLLM; none: pip gets its source")
     group.addoption("--openresponses", type=Path, help="a clone of Open Responses; none: clone it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make this machine look like the one that was asked for."""
+    if config.option.cpu:
+        machines.view_cpu(config.option.cpu)
+    if config.option.no_compiler:
+        config.add_cleanup(partial(shutil.rmtree, machines.hide_compilers()))

@@ -1,16 +1,18 @@
-"""GPUs for machines without one: ``libnvidia-ml.c`` compiled, and what its GPUs do.
+"""GPUs for machines without one, in a file that every process maps.
 
-The real ``nvidia-ml-py`` loads the library, as it would NVIDIA's. Several processes that share
-a `Machine`'s file see the same GPUs.
+So several processes see the same GPUs, and a test can move time, power and faults. A GPU draws what
+its load asks for, but no more than its limit; its energy counter is the integral of that.
+`tests.nvml.library` answers about them as NVIDIA's library would.
 """
 
 import ctypes
 import mmap
 import os
-import subprocess
+import time
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("libnvidia-ml.c")
+from tests.at_start import FOLDER
+
 VARIABLE = "CONSERVE_STANDIN_NVML"
 
 NO_ENERGY, NO_MIG, NO_CORES, NO_POWER, NO_UTILISATION = 1, 2, 4, 8, 16
@@ -90,13 +92,13 @@ class Machine:
         self.file = file
         with file.open("r+b") as opened:
             self._mapped = mmap.mmap(opened.fileno(), ctypes.sizeof(_State))
-        self._state = _State.from_buffer(self._mapped)
+        self.state = _State.from_buffer(self._mapped)
         if fresh:
-            self._state.count = gpus
-            self._state.real_time = int(real_time)
+            self.state.count = gpus
+            self.state.real_time = int(real_time)
             self.have_driver("550.54.15", (12, 4))
             for index in range(gpus):
-                self._make(self._state.gpus[index], index)
+                self._make(self.state.gpus[index], index)
 
     def _make(self, gpu: StandInGpu, index: int) -> None:
         gpu.name = b"NVIDIA A40"
@@ -107,24 +109,24 @@ class Machine:
         gpu.cores, gpu.major, gpu.minor = 10752, 8, 6
         gpu.temperature = 40
         gpu.unsupported = NO_MIG
-        gpu.settled_us = _monotonic_us() if self._state.real_time else 0
+        gpu.settled_us = _monotonic_us() if self.state.real_time else 0
 
     @property
     def gpus(self) -> list[StandInGpu]:
-        return [self._state.gpus[index] for index in range(self._state.count)]
+        return [self.state.gpus[index] for index in range(self.state.count)]
 
     def keep_gpus(self, count: int) -> None:
         """Have the first so many alone."""
-        self._state.count = count
+        self.state.count = count
 
     def have_driver(self, version: str, cuda: tuple[int, int]) -> None:
         """Which driver there is, and the newest CUDA that it runs."""
-        self._state.driver = version.encode()
-        self._state.cuda = cuda[0] * 1000 + cuda[1] * 10
+        self.state.driver = version.encode()
+        self.state.cuda = cuda[0] * 1000 + cuda[1] * 10
 
     def advance(self, seconds: float) -> None:
         """Move time, with the loads as they are; counters follow."""
-        self._state.now_us += round(seconds * 1e6)
+        self.state.now_us += round(seconds * 1e6)
         self.settle()
 
     def load(self, gpu: StandInGpu, watts: float) -> None:
@@ -133,41 +135,22 @@ class Machine:
         gpu.load_mw = round(watts * 1e3)
 
     def settle(self) -> None:
-        now_us = _monotonic_us() if self._state.real_time else self._state.now_us
+        """Bring every energy counter up to now."""
+        now_us = _monotonic_us() if self.state.real_time else self.state.now_us
         for gpu in self.gpus:
             gpu.energy_uj += gpu.draw_mw * (now_us - gpu.settled_us) // 1000
             gpu.settled_us = now_us
 
     def fail_to_open(self, code: int) -> None:
         """Have ``nvmlInit`` answer this error (0: none)."""
-        self._state.init_error = code
+        self.state.init_error = code
 
-    def environment(self, library: Path) -> dict[str, str]:
-        """For a process that is to see this machine's GPUs."""
-        search = os.environ.get("LD_LIBRARY_PATH")
-        paths = [str(library.parent), *([search] if search else [])]
-        return {**os.environ, "LD_LIBRARY_PATH": ":".join(paths), VARIABLE: str(self.file)}
-
-
-def compile_library(folder: Path) -> Path:
-    """``libnvidia-ml.so.1`` in that folder."""
-    library = folder / "libnvidia-ml.so.1"
-    subprocess.run(
-        [
-            *("cc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"),
-            *("-Wl,-soname,libnvidia-ml.so.1", "-o", str(library), str(SOURCE)),
-        ],
-        check=True,
-    )
-    return library
-
-
-def load_here(library: Path) -> None:
-    """Have this process's ``nvidia-ml-py`` find the stand-in, by the name it looks for."""
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    def environment(self) -> dict[str, str]:
+        """Return the environment for a process that is to see this machine's GPUs."""
+        search = os.environ.get("PYTHONPATH")
+        paths = [str(FOLDER), *([search] if search else [])]
+        return {**os.environ, "PYTHONPATH": ":".join(paths), VARIABLE: str(self.file)}
 
 
 def _monotonic_us() -> int:
-    import time
-
     return time.monotonic_ns() // 1000

@@ -1,5 +1,6 @@
 """Fixtures of unit tests: GPUs that are not there, and a Ray that is as it was."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,19 +9,19 @@ from ray._private import ray_constants
 from ray.serve._private import replica
 
 from hetero.nvml import Nvml
-from tests.nvml import standin
+from tests.nvml import library, standin
 
-
-@pytest.fixture(scope="session")
-def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stand-in for NVIDIA's library, which this process's nvidia-ml-py finds from now on."""
-    library = standin.compile_library(tmp_path_factory.mktemp("nvml"))
-    standin.load_here(library)
-    return library
+# Tests see stand-in GPUs alone, whatever the machine has.
+library.load_here()
+# Programs print as into a file, whatever the terminal: consoles look as their modules are imported,
+# and pytest-xdist tells its workers of a width.
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "GITHUB_ACTIONS"):
+    os.environ.pop(_name, None)
+os.environ["TERM"] = "xterm"
 
 
 @pytest.fixture
-def machine(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> standin.Machine:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> standin.Machine:
     """Two A40s on which time moves when the test says so."""
     machine = standin.Machine(tmp_path / "gpus")
     monkeypatch.setenv(standin.VARIABLE, str(machine.file))

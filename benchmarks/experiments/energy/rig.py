@@ -11,7 +11,7 @@ from benchmarks.experiments.energy.model import Step
 from hetero.energy import EnergyBook
 from hetero.gpus import EngineUse, GpuKeeper
 from hetero.power import Cap
-from tests.nvml import standin
+from tests.nvml import library, standin
 
 # The keeper's own period.
 _TICK_S = 1.0
@@ -66,11 +66,10 @@ class Accounted:
 
 
 class Rig:
-    """Four stand-in A40s; loads its library into this process."""
+    """Four stand-in A40s; this process sees no other GPUs from then on."""
 
     def __init__(self, folder: Path) -> None:
-        self._library = standin.compile_library(folder)
-        standin.load_here(self._library)
+        library.load_here()
         self._folder = folder
 
     def account(
@@ -89,7 +88,7 @@ class Rig:
         own = Path(tempfile.mkdtemp(dir=self._folder))
         engines = [name for tier in tiers.values() for name in tier.engines]
         machine = standin.Machine(own / "gpus", gpus=len(engines))
-        os.environ.update(machine.environment(self._library))
+        os.environ.update(machine.environment())
         gpus = dict(zip(engines, machine.gpus, strict=True))
         keeper, book = GpuKeeper(own / "power"), EnergyBook()
         uses = {

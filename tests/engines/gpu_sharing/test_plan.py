@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import ROOT
-from tests.nvml.standin import Machine, compile_library
+from tests.nvml.standin import Machine
 
 SCRIPT = """
 import ray, torch
@@ -40,8 +40,9 @@ finally:
 
 def test_engines_share_one_gpu_or_are_refused(machine_alone: None, tmp_path: Path) -> None:
     machine = Machine(tmp_path / "gpus", gpus=1)
-    environment = machine.environment(compile_library(tmp_path))
-    environment |= {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = machine.environment()
+    environment["PYTHONPATH"] += f":{ROOT}"
+    environment["RAY_USAGE_STATS_ENABLED"] = "0"
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

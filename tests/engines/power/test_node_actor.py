@@ -17,7 +17,6 @@ import pytest
 from hetero.power import DIRECTORY_VARIABLE, records
 from tests.checkout import ROOT
 from tests.engines.processes import processes
-from tests.nvml import standin
 from tests.nvml.standin import Machine
 
 PATIENCE_S = 300.0
@@ -96,7 +95,7 @@ def start(
     machine: Machine, folder: Path, name: str, slots: int, address: str = ""
 ) -> subprocess.Popen[str]:
     """An engine's end of this name, that wants so many tenths of the first GPU."""
-    environment = machine.environment(standin.compile_library(folder))
+    environment = machine.environment()
     environment[DIRECTORY_VARIABLE] = str(folder / "power")
     # A token that lies about here is for the first alone to find.
     environment["RAY_AUTH_MODE"] = "disabled"

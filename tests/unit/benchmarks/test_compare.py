@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -330,6 +331,12 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
         read_report(tmp_path / "newer.json")
 
 
+def test_without_git_no_commit_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.environment()["git_commit"] is None
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_the_commit_is_that_of_the_code_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,15 @@
 """What engines are started with, and vLLM's own server of one."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from conserve.engines import engine_arguments, flags, server_command
+from conserve.engines import engine_arguments, engine_environment, flags, server_command
+from conserve.settings import EMBEDDED_MODEL
+from tests.checkout import ROOT
 
 
 def test_a_bare_engine_listens_on_loopback_alone_and_has_its_arguments_last() -> None:
@@ -42,3 +47,20 @@ def test_engine_arguments_as_flags() -> None:
 @pytest.mark.parametrize("gpu", [True, False])
 def test_engines_say_what_they_found_in_caches(gpu: bool) -> None:
     assert engine_arguments("embedded", gpu)["enable_prompt_tokens_details"] is True
+
+
+def test_an_engine_on_a_cpu_needs_no_compiler(tmp_path: Path) -> None:
+    """VLLM compiles what ranks the tokens of log probabilities."""
+    code = (
+        "import torch\n"
+        "from vllm.v1.sample.ops.logprobs import batched_count_greater_than as rank\n"
+        "print(rank(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2.0]])).tolist())"
+    )
+    environment = {**os.environ, **engine_environment(EMBEDDED_MODEL, gpu=False)}
+    # No program is there, and nothing that was compiled earlier.
+    environment |= {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment.pop("CXX", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1:] == ["[2]"], done.stderr

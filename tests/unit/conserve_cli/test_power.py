@@ -133,9 +133,7 @@ Started = subprocess.Popen[str]
 
 
 @pytest.fixture
-def start(
-    machine: Machine, nvml_library: Path, application: str
-) -> Iterator[Callable[[], Started]]:
+def start(machine: Machine, application: str) -> Iterator[Callable[[], Started]]:
     started: list[Started] = []
 
     def run() -> Started:
@@ -143,7 +141,7 @@ def start(
         process = subprocess.Popen(
             [*command, "--fraction", "0.667", "--url", application],
             cwd=ROOT,
-            env=machine.environment(nvml_library),
+            env=machine.environment(),
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 
+import conserve
 from conserve.settings import Settings, SettingsError, load
 from hetero.gpu_layout import with_counts, with_memory
 from hetero.model_shape import shape_of
 from tests.unit.hetero.shapes import QWEN3_8B
+
+
+def test_the_package_is_the_door_to_the_application() -> None:
+    from deployments.app import app
+
+    assert conserve.app is app
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from tests.nvml.standin import Machine
 
 @pytest.fixture
 def keeper(
-    machine: Machine, nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[GpuKeeper]:
     # The guard of power caps is a process of its own.
-    for name, value in machine.environment(nvml_library).items():
+    for name, value in machine.environment().items():
         monkeypatch.setenv(name, value)
     keeper = GpuKeeper(tmp_path / "power")
     yield keeper

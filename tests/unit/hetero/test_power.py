@@ -272,7 +272,7 @@ Start = Callable[[str], subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(machine: Machine, nvml_library: Path, folder: Path, gpu: str) -> Iterator[Start]:
+def start(machine: Machine, folder: Path, gpu: str) -> Iterator[Start]:
     """Runs a program that caps the first GPU; returns when it has."""
     started: list[subprocess.Popen[str]] = []
 
@@ -280,7 +280,7 @@ def start(machine: Machine, nvml_library: Path, folder: Path, gpu: str) -> Itera
         process = subprocess.Popen(
             [sys.executable, "-c", program, str(folder), gpu],
             cwd=ROOT,
-            env=machine.environment(nvml_library),
+            env=machine.environment(),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -334,9 +334,9 @@ def test_a_guard_restores_when_the_one_it_holds_for_is_killed(
 
 
 def test_a_guard_restores_when_it_is_told_to_end(
-    machine: Machine, nvml_library: Path, folder: Path, gpu: str, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, folder: Path, gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in machine.environment(nvml_library).items():
+    for name, value in machine.environment().items():
         monkeypatch.setenv(name, value)
     guard = Guard("test", folder)
     guard.want({gpu: Cap(watts=200)}, {gpu})
@@ -355,9 +355,9 @@ def test_a_guard_restores_when_it_is_told_to_end(
 
 
 def test_a_guard_says_what_holds_and_what_was_refused(
-    machine: Machine, nvml_library: Path, folder: Path, gpu: str, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, folder: Path, gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in machine.environment(nvml_library).items():
+    for name, value in machine.environment().items():
         monkeypatch.setenv(name, value)
     other = machine.gpus[1]
     other.denied = 1

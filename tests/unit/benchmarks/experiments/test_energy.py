@@ -11,6 +11,7 @@ from benchmarks.experiments.energy.__main__ import SETUPS, gains, modelled_j, ru
 from benchmarks.experiments.energy.model import Machine, Speed
 from benchmarks.experiments.energy.rig import Draw, Rig
 from benchmarks.selection import Selection
+from tests.nvml import standin
 
 FEW = Selection("synthetic", 6, rate_per_s=2.0)
 
@@ -53,12 +54,10 @@ def test_slower_prefills_take_longer() -> None:
     assert max(slow.outcome.ttft1_s) > max(fast.outcome.ttft1_s)
 
 
-def test_the_rig_caps_meters_and_puts_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvml_library: Path
-) -> None:
+def test_the_rig_caps_meters_and_puts_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the rig sets for its processes is undone afterwards.
-    for name in ("LD_LIBRARY_PATH", "CONSERVE_STANDIN_NVML"):
-        monkeypatch.setenv(name, str(nvml_library.parent))
+    for name in ("PYTHONPATH", standin.VARIABLE):
+        monkeypatch.setenv(name, "")
     rig = Rig(tmp_path)
     draw = Draw(decode_w=280.0)
     with Progress(console=Console(quiet=True)) as progress:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deployments.engine.kv_layers import require_whole_blocks
+from hetero.gpu_plan import _STATE_BLOCK_TOKENS
 
 
 def _config(device: str = "cuda") -> Any:
@@ -59,31 +60,48 @@ def test_engines_on_a_cpu_hand_over_one_kind_of_layers() -> None:
         require_whole_blocks(_config("cpu"), _groups(544, 544), 544)
 
 
-def test_vllm_takes_a_hybrid_models_block_size_from_the_operator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By itself it makes blocks as large as a Mamba state, whatever number that is."""
+def _vllms_blocks(folder: Path, heads: int, given: int | None) -> tuple[int, int]:
+    """Return vLLM's blocks, of attention and of Mamba, for a model with this many Mamba heads."""
     from transformers import GraniteMoeHybridConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     hybrid = GraniteMoeHybridConfig(
-        vocab_size=4096, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=1, layer_types=["mamba", "mamba", "mamba", "attention"],
-        mamba_n_heads=8, mamba_d_head=64, mamba_d_state=128, mamba_expand=2, num_local_experts=0,
-        shared_intermediate_size=512, position_embedding_type="nope", max_position_embeddings=8192,
+        vocab_size=4096, hidden_size=32 * heads, num_hidden_layers=4, num_key_value_heads=1,
+        layer_types=["mamba", "mamba", "mamba", "attention"], num_attention_heads=heads // 2,
+        mamba_n_heads=heads, mamba_d_head=64, mamba_d_state=128, mamba_expand=2,
+        num_local_experts=0, shared_intermediate_size=512, position_embedding_type="nope",
+        max_position_embeddings=8192,
     )  # fmt: skip
     hybrid.architectures = ["GraniteMoeHybridForCausalLM"]
-    hybrid.save_pretrained(tmp_path)
-    blocks = {}
-    for given in (None, 1024):
-        config = EngineArgs(
-            str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
-            enable_prefix_caching=True, **({"block_size": given} if given else {}),
-        ).create_engine_config()  # fmt: skip
-        current_platform._align_hybrid_block_size(config, CPUAttentionBackend)
-        blocks[given] = (config.cache_config.block_size, config.cache_config.mamba_block_size)
-    assert blocks == {None: (640, 640), 1024: (1024, 1024)}
+    hybrid.save_pretrained(folder)
+    config = EngineArgs(
+        str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
+        enable_prefix_caching=True, **({"block_size": given} if given else {}),
+    ).create_engine_config()  # fmt: skip
+    current_platform._align_hybrid_block_size(config, CPUAttentionBackend)
+    return config.cache_config.block_size, config.cache_config.mamba_block_size
+
+
+@pytest.mark.parametrize("heads", [4, 8, 16])
+def test_vllm_takes_a_hybrid_models_block_size_from_the_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
+    """By itself it makes blocks as large as a Mamba state, whose type depends on the CPU."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    own, of_mamba = _vllms_blocks(tmp_path, heads, None)
+    assert own == of_mamba > 128  # A state does not fit in a block of the CPU backend.
+    told, of_mamba = _vllms_blocks(tmp_path, heads, _STATE_BLOCK_TOKENS)
+    assert told == of_mamba
+    if own <= _STATE_BLOCK_TOKENS:
+        assert told == _STATE_BLOCK_TOKENS
+        require_whole_blocks(_config(), _groups(told, told), _STATE_BLOCK_TOKENS)
+        return
+    # The state is larger: the engine refuses the chunk, and vLLM keeps to the size that it names.
+    with pytest.raises(ValueError, match=r"engine\.block_size") as refused:
+        require_whole_blocks(_config(), _groups(told, told), _STATE_BLOCK_TOKENS)
+    named = int(re.findall(r"engine\.block_size to (\d+)", str(refused.value))[0])
+    assert _vllms_blocks(tmp_path, heads, named) == (named, named)
+    require_whole_blocks(_config(), _groups(named, named), named)

@@ -96,6 +96,7 @@ def test_a_plain_prefiller_hosts_nothing() -> None:
         service = TableService(Settings())
         await service.register(engine("p", "prefiller", also_hosts=False))
         await service.register(engine("d", "decoder"))
+        service._recovery.complete.set()
         view = await shown(service, "p")
         assert (view["hosts"], view["conversations"], view["held_tokens"]) == (False, None, None)
         assert (await shown(service, "d"))["hosts"]

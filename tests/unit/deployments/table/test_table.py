@@ -499,6 +499,7 @@ def test_a_turn_is_told_to_park_where_there_is_host_memory(
         service = TableService(Settings(**settings))  # type: ignore[arg-type]
         for role in ("prefiller", "decoder"):
             await service.register(dataclasses.replace(engine(role), host_tokens=host_tokens))
+        service._recovery.complete.set()  # No engine is still to report what it has.
         assert isinstance(await service.begin("r", "c", []), Unplaced)
         plan = await service.place("r", "c", TOKENS)
         assert isinstance(plan, TurnPlan)

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from tests import machines
 from tests.unit.deployments.engine.lane.engine import BLOCK_TOKENS, Engine, words
 
 _BUDGET_TOKENS = 96
@@ -14,10 +16,13 @@ _BUDGET_TOKENS = 96
 @pytest.fixture(scope="module")
 def only_engine() -> Iterator[Engine]:
     """An engine is a process's: vLLM has one group of KV connectors in it."""
-    engine = Engine()
-    yield engine
-    engine.drain()
-    engine.core.shutdown()
+    machines.require_kernels()
+    # Nor does an engine's own process compile: see `conserve.engines`.
+    with torch.compiler.set_stance("force_eager"):
+        engine = Engine()
+        yield engine
+        engine.drain()
+        engine.core.shutdown()
     assert not engine_thread_lives()
 
 
