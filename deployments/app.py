@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from collections.abc import Mapping
 from typing import Any, cast
 
 import ray
@@ -31,6 +32,7 @@ from hetero.tiers import role_tier
 logger = logging.getLogger("ray.serve")
 
 _CONNECTOR = "ResilientMPConnector"
+_SETUP_HOOK = "ray.llm._internal.serve._worker_process_setup_hook"
 _NO_DOMAIN = "no domain: this server takes media in data: URLs only"
 _CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
 _LANE_CONNECTOR = "LaneConnector"
@@ -175,14 +177,7 @@ def _for_device(settings: Settings, gpu: bool) -> Settings:
 def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Application:
     config = llm_arguments(role, settings, own, gpu)
     tier = role_tier(settings, own, gpu)
-    placement = config["placement_group_config"]
-    options: dict[str, Any] = {
-        "placement_group_bundles": placement["bundles"],
-        "placement_group_strategy": placement["strategy"],
-        "ray_actor_options": {
-            **config["deployment_config"]["ray_actor_options"],
-            "runtime_env": {**ray.get_runtime_context().runtime_env, **config["runtime_env"]},
-        },
+    options = placement_options(config, gpu) | {
         "name": role,
         "max_ongoing_requests": _MAX_ONGOING,
         "health_check_period_s": 2,
@@ -202,6 +197,27 @@ def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Ap
     return serve.deployment(**options)(cast(Any, _ENGINE_SERVER)).bind(
         config, role=role, settings=settings, tier=tier
     )
+
+
+def placement_options(config: Mapping[str, Any], gpu: bool) -> dict[str, Any]:
+    """Return where Serve is to place an engine's replica, and in which environment.
+
+    As ``LLMServer.get_deployment_options`` has it, which would load vLLM.
+
+    Args:
+        config: what `llm_arguments` returned.
+    """
+    placement = config["placement_group_config"]
+    environment = {**ray.get_runtime_context().runtime_env, **config["runtime_env"]}
+    if gpu:
+        # vLLM's workers inherit it; it sets up their logs.
+        environment["worker_process_setup_hook"] = _SETUP_HOOK
+    actor = {**config["deployment_config"]["ray_actor_options"], "runtime_env": environment}
+    return {
+        "placement_group_bundles": placement["bundles"],
+        "placement_group_strategy": placement["strategy"],
+        "ray_actor_options": actor,
+    }
 
 
 def llm_arguments(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> dict[str, Any]:
@@ -241,6 +257,10 @@ def llm_arguments(role: Role, settings: Settings, own: RoleSettings, gpu: bool) 
     bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **resources}
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))
+    environment = engine_environment(settings.model, gpu)
+    if not gpu and not engine["enforce_eager"]:
+        # An operator who wants the model compiled has a compiler.
+        del environment["TORCH_COMPILE_DISABLE"]
     return {
         "model_loading_config": {
             "model_id": settings.model_id,
@@ -256,7 +276,7 @@ def llm_arguments(role: Role, settings: Settings, own: RoleSettings, gpu: bool) 
         "deployment_config": {"ray_actor_options": {"num_cpus": 0}},
         "runtime_env": {
             "env_vars": {
-                **engine_environment(settings.model, gpu),
+                **environment,
                 # A domain that is allowed must not lead to one that is not.
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
                 **(worker_share(own.num_gpus) if gpu else {}),

@@ -17,8 +17,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from conserve.settings import load
-from deployments.app import llm_config
-from deployments.engine.engine import EngineServer
+from deployments.app import llm_arguments, placement_options
 
 CORE = '''
 import json
@@ -43,7 +42,7 @@ settings = load({"device": "gpu", "prefillers.num_gpus": 0.35, "decoders.num_gpu
 ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
 said, workers = {}, []
 for role, own in (("prefiller", settings.prefillers), ("decoder", settings.decoders)):
-    options = EngineServer.get_deployment_options(llm_config(role, settings, own, True))
+    options = placement_options(llm_arguments(role, settings, own, True), True)
     group = placement_group(
         options["placement_group_bundles"], strategy=options["placement_group_strategy"]
     )

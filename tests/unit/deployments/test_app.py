@@ -48,21 +48,21 @@ def test_a_prefiller_that_hosts_stores_what_it_is_told_to(parking: bool, decoder
 
 
 def _config(gpu: bool = True, **arguments: Any) -> Any:
-    from deployments.app import llm_config
+    from deployments.app import llm_arguments
 
     settings = load(arguments)
-    return llm_config("decoder", settings, settings.decoders, gpu)
+    return llm_arguments("decoder", settings, settings.decoders, gpu)
 
 
 def test_an_engine_on_a_part_of_a_gpu_asks_for_no_more() -> None:
     """Its core has the replica's environment, by which alone vLLM learns of the part."""
     shared = _config(decoders={"num_gpus": 0.65})
-    assert shared.runtime_env["env_vars"]["VLLM_RAY_PER_WORKER_GPUS"] == "0.65"
-    assert shared.placement_group_config["bundles"] == [{"CPU": 0.5, "GPU": 0.65}]
+    assert shared["runtime_env"]["env_vars"]["VLLM_RAY_PER_WORKER_GPUS"] == "0.65"
+    assert shared["placement_group_config"]["bundles"] == [{"CPU": 0.5, "GPU": 0.65}]
     # It has a GPU of its own, and nothing to add to what vLLM asks for anyway.
-    assert "VLLM_RAY_PER_WORKER_GPUS" not in _config().runtime_env["env_vars"]
+    assert "VLLM_RAY_PER_WORKER_GPUS" not in _config()["runtime_env"]["env_vars"]
     on_cpu = _config(gpu=False, decoders={"num_gpus": 0.65})
-    assert "VLLM_RAY_PER_WORKER_GPUS" not in on_cpu.runtime_env["env_vars"]
+    assert "VLLM_RAY_PER_WORKER_GPUS" not in on_cpu["runtime_env"]["env_vars"]
 
 
 def test_what_the_plan_tells_engines_reaches_vllm() -> None:
@@ -70,9 +70,9 @@ def test_what_the_plan_tells_engines_reaches_vllm() -> None:
     settings = with_counts(load({"device": "gpu"}), 1)
     shape = shape_of(QWEN3_8B, 16_381_470_720)
     settings, plans = with_memory(settings, shape, {"prefillers": card, "decoders": card})
-    from deployments.app import llm_config
+    from deployments.app import llm_arguments
 
-    arguments = llm_config("decoder", settings, settings.decoders, True).engine_kwargs
+    arguments = llm_arguments("decoder", settings, settings.decoders, True)["engine_kwargs"]
     assert arguments["kv_cache_memory_bytes"] == plans[-1].kv_bytes
     # vLLM takes both by these names.
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -118,12 +118,12 @@ def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch
 def test_a_chunk_is_a_whole_number_of_every_engines_blocks(
     given: dict[str, Any], gpu: bool, chunk: int
 ) -> None:
-    from deployments.app import _for_device, llm_config
+    from deployments.app import _for_device, llm_arguments
 
     settings = _for_device(load(given), gpu)
     assert settings.lmcache.chunk_tokens == chunk
     # Engines are told, to say what to set where their blocks turn out to be others.
-    engine = llm_config("decoder", settings, settings.decoders, gpu).engine_kwargs
+    engine = llm_arguments("decoder", settings, settings.decoders, gpu)["engine_kwargs"]
     extra = engine["kv_transfer_config"]["kv_connector_extra_config"]
     assert extra["conserve.chunk_tokens"] == chunk
 
@@ -157,11 +157,11 @@ def test_a_chunk_of_broken_blocks_is_refused(given: dict[str, Any], gpu: bool, w
 def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_for(
     settings: dict[str, Any], scheduled: tuple[str, ...]
 ) -> None:
-    from deployments.app import llm_config
+    from deployments.app import llm_arguments
 
     chosen = Settings(**settings)
     for role, own in (("decoder", chosen.decoders), ("prefiller", chosen.prefillers)):
-        arguments = llm_config(role, chosen, own, gpu=False).engine_kwargs  # type: ignore[arg-type]
+        arguments = llm_arguments(role, chosen, own, gpu=False)["engine_kwargs"]  # type: ignore[arg-type]
         assert ("scheduler_cls" in arguments) == (role in scheduled)
         assert ("scheduling_policy" in arguments) == (role in scheduled)
         assert "worker_cls" not in arguments
@@ -170,13 +170,13 @@ def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_fo
 
 @pytest.mark.parametrize(("gpu", "worker"), [(False, "cpu_worker"), (True, "gpu_worker")])
 def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) -> None:
-    from deployments.app import llm_config
+    from deployments.app import llm_arguments
 
     chosen = Settings(engine_scheduler="conversation", prefill_lane=True, placement="conversation")
-    decoder = llm_config("decoder", chosen, chosen.decoders, gpu).engine_kwargs
+    decoder = llm_arguments("decoder", chosen, chosen.decoders, gpu)["engine_kwargs"]
     assert decoder["worker_cls"] == f"deployments.engine.lane.{worker}.LaneWorker"
     assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
-    prefiller = llm_config("prefiller", chosen, chosen.prefillers, gpu).engine_kwargs
+    prefiller = llm_arguments("prefiller", chosen, chosen.prefillers, gpu)["engine_kwargs"]
     assert "worker_cls" not in prefiller
     assert prefiller["kv_transfer_config"]["kv_connector"] == "ResilientMPConnector"
 
@@ -184,7 +184,7 @@ def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) ->
 def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from deployments.app import llm_config
+    from deployments.app import llm_arguments
     from deployments.engine.lane.working import LaneWorking
     from deployments.engine.sm_slots.worker import SlotWorker
 
@@ -193,7 +193,7 @@ def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
     chosen = Settings(
         engine_scheduler="conversation", prefill_lane=True, tiers=tiers, decoders=decoders
     )
-    decoder = llm_config("decoder", chosen, chosen.decoders, gpu=True).engine_kwargs
+    decoder = llm_arguments("decoder", chosen, chosen.decoders, gpu=True)["engine_kwargs"]
     assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
     worker = resolve_obj_by_qualname(decoder["worker_cls"])
     assert issubclass(worker, LaneWorking)

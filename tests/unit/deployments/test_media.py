@@ -14,10 +14,10 @@ def connector(**settings: Any) -> tuple[Any, list[str]]:
     # Here, since it takes ten seconds, and files are read for every test.
     from vllm.multimodal.media.connector import MediaConnector
 
-    from deployments.app import llm_config
+    from deployments.app import llm_arguments
 
     made = Settings(**settings)
-    arguments = llm_config("decoder", made, made.decoders, gpu=False).engine_kwargs
+    arguments = llm_arguments("decoder", made, made.decoders, gpu=False)["engine_kwargs"]
     fetched: list[str] = []
 
     class Connection:
@@ -70,8 +70,8 @@ def test_a_domain_that_is_allowed_is_fetched_from() -> None:
 
 
 def test_where_one_redirects_to_is_not_asked() -> None:
-    from deployments.app import llm_config
+    from deployments.app import llm_arguments
 
     made = Settings()
-    config = llm_config("decoder", made, made.decoders, gpu=False)
-    assert config.runtime_env["env_vars"]["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+    config = llm_arguments("decoder", made, made.decoders, gpu=False)
+    assert config["runtime_env"]["env_vars"]["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"

@@ -432,26 +432,28 @@ def test_vllm_takes_the_worker_by_its_name() -> None:
 def test_only_an_engine_with_slots_on_a_gpu_has_another_worker(
     gpu: bool, slots: int | None
 ) -> None:
-    from deployments.app import llm_config
+    from deployments.app import llm_arguments
 
     settings = load({"tiers": {"x": {"sm_slots": slots}}, "decoders.tier": "x"})
-    config = llm_config("decoder", settings, settings.decoders, gpu)
-    environment = config.runtime_env["env_vars"]
+    config = llm_arguments("decoder", settings, settings.decoders, gpu)
+    environment = config["runtime_env"]["env_vars"]
     if gpu and slots:
-        assert config.engine_kwargs["worker_cls"] == sm_slots.SLOT_WORKER
+        assert config["engine_kwargs"]["worker_cls"] == sm_slots.SLOT_WORKER
         assert environment["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] == "1"
     else:
-        assert "worker_cls" not in config.engine_kwargs
+        assert "worker_cls" not in config["engine_kwargs"]
         assert "VLLM_DISABLE_SHARED_EXPERTS_STREAM" not in environment
 
 
 def test_an_engine_tells_its_worker_beside_what_the_connector_needs() -> None:
-    from deployments.app import llm_config
+    from ray.serve.llm import LLMConfig
+
+    from deployments.app import llm_arguments
     from deployments.engine.engine import _use_server, _use_slots
     from deployments.node.lmcache_server import Address
 
     settings = load({"tiers": {"x": {"sm_slots": 7}}, "decoders.tier": "x"})
-    config = llm_config("decoder", settings, settings.decoders, True)
+    config = LLMConfig(**llm_arguments("decoder", settings, settings.decoders, True))
     _use_server(config, Address("127.0.0.1", 7610, 7611))
     _use_slots(config, 7, "decoder#1", "the node's")
     transfer = SimpleNamespace(**config.engine_kwargs["kv_transfer_config"])
