@@ -38,7 +38,8 @@ SHELL := bash
 	bench-tenants bench-unkind bench-table bench-energy bench-sm-slots \
 	bench-simulator bench-scale bench-elastic test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
-	test-compatibility test-fuzz test-gpu test-gpu-here test-long test-peers test-vision test-cluster clean
+	test-all test-compatibility test-cpus test-fuzz test-gpu test-gpu-here test-long test-peers \
+	test-vision test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -62,14 +63,29 @@ demo: $(INSTALLED) ## Have a few agents work and show where each turn ran (JSON=
 serve: $(INSTALLED) ## Serve until interrupted (ARGS='decoders=3 port=9000': settings)
 	@$(BIN)/conserve serve $(ARGS)
 
-test: $(INSTALLED) $(LIBRARIES) ## Run the tests, on real engines too (ARGS=...: for pytest)
+test: $(INSTALLED) ## Run the tests that every change has to pass, on real engines too (ARGS=...: only those)
+ifneq ($(ARGS),)
 	@$(BIN)/python -m pytest $(ARGS)
+else
+	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile
+	@$(BIN)/python -m pytest tests/engines -m 'not long and not full'
+endif
+
+test-all: $(INSTALLED) $(LIBRARIES) ## Run all tests that need nothing but this machine (most of an hour)
+	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest tests/engines $(ARGS)
 
 test-long: $(INSTALLED) ## Run the tests on engines that `make test` leaves out for their time (minutes)
 	@$(BIN)/python -m pytest tests -m long $(ARGS)
 
-test-unit: $(INSTALLED) ## Run the unit tests alone: no engine, two minutes
-	@$(BIN)/python -m pytest tests/unit $(ARGS)
+test-unit: $(INSTALLED) ## Run the unit tests alone, on every core: no engine, two and a half minutes on two
+	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile $(ARGS)
+
+test-cpus: $(INSTALLED) ## Run the unit tests as on four other CPUs, and without a compiler (12 minutes on two cores)
+	@for machine in --cpu=avx2 --cpu=avx512 --cpu=bf16 --cpu=amx --no-compiler; do \
+		echo "conserve: unit tests with $$machine"; \
+		$(BIN)/python -m pytest tests/unit -n auto --dist loadfile $$machine $(ARGS); \
+	done
 
 test-engines: $(INSTALLED) $(LIBRARIES) ## Run only the tests on real engines: all but the unit tests (minutes)
 	@$(BIN)/python -m pytest tests --ignore=tests/unit $(ARGS)

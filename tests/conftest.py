@@ -1,9 +1,11 @@
 """Fixtures of all tests."""
 
+import os
 import shutil
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -40,3 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
         machines.view_cpu(config.option.cpu)
     if config.option.no_compiler:
         config.add_cleanup(partial(shutil.rmtree, machines.hide_compilers()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker a core: with vLLM imported, each takes up to 1.5 GB of memory."""
+    room = psutil.virtual_memory().available // (2 << 30)
+    return max(1, min(len(os.sched_getaffinity(0)), room, 8))

@@ -95,10 +95,21 @@ def require_kernels() -> None:
 
 def hide_compilers() -> Path:
     """Leave all programs on PATH but compilers and their tools; return the new folder."""
-    import shutil
     import tempfile
 
     folder = Path(tempfile.mkdtemp(prefix="without-compilers-"))
+    os.environ |= environment_without_compilers(folder)
+    return folder
+
+
+def environment_without_compilers(folder: Path) -> dict[str, str]:
+    """Return variables that leave processes no compiler.
+
+    Args:
+        folder: gets links to all programs on PATH but compilers and their tools.
+    """
+    import shutil
+
     for search in os.environ["PATH"].split(":"):
         if not os.path.isdir(search):
             continue
@@ -106,11 +117,8 @@ def hide_compilers() -> Path:
             link = folder / program.name
             if not _is_compiler(program.name) and not link.is_symlink():
                 link.symlink_to(os.path.join(os.path.abspath(search), program.name))
-    for variable in ("CC", "CXX"):
-        os.environ.pop(variable, None)
-    os.environ["PATH"] = str(folder)
-    assert not any(shutil.which(name) for name in (*_COMPILERS, *_TOOLS))
-    return folder
+    assert not any(shutil.which(name, path=str(folder)) for name in (*_COMPILERS, *_TOOLS))
+    return {"PATH": str(folder), "CC": "", "CXX": ""}
 
 
 def _is_compiler(program: str) -> bool:

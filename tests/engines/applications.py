@@ -27,6 +27,7 @@ class Application:
         prefillers: how many it begins with.
         decoders: how many it begins with.
         lone_engine: whether a bare engine runs beside it, to compare answers with.
+        no_compiler: whether it runs with no compiler on PATH, as on a machine that has none.
         make_model: makes the model that they serve, in a folder; unset, it is the embedded one.
     """
 
@@ -36,6 +37,7 @@ class Application:
     prefillers: int = 1
     decoders: int = 1
     lone_engine: bool = False
+    no_compiler: bool = False
     make_model: Callable[[Path], None] | None = None
 
 
@@ -89,6 +91,7 @@ ELASTIC = Application(
         "engine.num_gpu_blocks_override=48",
     ),
     lone_engine=True,
+    no_compiler=True,
 )
 
 # A decoder whose scheduler knows conversations, and which is full soon.
@@ -279,6 +282,9 @@ GPU_LANE = Application("gpu-lane", (*GPU.arguments, *_GPU_LANE), make_model=make
 GPU_LANE_SLOTS = Application(
     "gpu-lane-slots", (*GPU_SLOTS.arguments, *_GPU_LANE), make_model=make_real_shape
 )
+
+# Those that `make test` starts: the paper's placement, and the default one.
+QUICK = (MAIN, ELASTIC)
 
 # In the order in which they are started.
 APPLICATIONS = (

@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.applications import APPLICATIONS, Application
+from tests.engines.applications import APPLICATIONS, QUICK, Application
 
 
 def arrange(items: list[pytest.Item], folder: Path) -> None:
     """Mark the tests on engines, and sort all tests so that each application starts once.
+
+    Those that start Ray or engines by themselves, or use an application that is not among `QUICK`,
+    are marked as left out of `make test`.
 
     First come tests that need no engine; then those of one application after the other; then
     those that need the machine for themselves.
@@ -22,6 +25,8 @@ def arrange(items: list[pytest.Item], folder: Path) -> None:
     for item in items:
         if _is_on_engines(item):
             item.add_marker("engines")
+            if not _is_quick(item):
+                item.add_marker("full")
         elif item.path.is_relative_to(folder):
             raise pytest.UsageError(
                 f"{item.nodeid} uses neither `application` nor `machine_alone`: "
@@ -43,6 +48,10 @@ def _is_on_engines(item: pytest.Item) -> bool:
     # Whatever starts Ray or an engine uses `stage`; a test's names are those of all fixtures that
     # it uses, directly or not.
     return "stage" in _fixtures(item)
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    return "application" in _fixtures(item) and _wanted(item)[0] in QUICK
 
 
 def _fixtures(item: pytest.Item) -> list[str]:

@@ -8,6 +8,7 @@ from conserve.settings import EMBEDDED_MODEL
 from tests.engines.applications import START_S, URL, Application
 from tests.engines.lone import lone_engine, wait_for_lone
 from tests.engines.processes import require_none_left
+from tests.machines import environment_without_compilers
 
 
 class Stage:
@@ -46,7 +47,12 @@ class Stage:
     def _launch_of(self, application: Application, model: str) -> Launch:
         log = self._logs / f"{application.name}.log"
         if application.file is None:
-            return Launch([f"model={model}", *application.arguments], log)
+            environment = {}
+            if application.no_compiler:
+                folder = self._logs / f"{application.name}-programs"
+                folder.mkdir()
+                environment = environment_without_compilers(folder)
+            return Launch([f"model={model}", *application.arguments], log, environment)
         file = self._logs / "conserve.yaml"
         file.write_text(application.file)
         return Launch([], log, None, [sys.executable, "-m", "ray.serve.scripts", "run", str(file)])

@@ -20,6 +20,15 @@ for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "GITHUB_ACTIONS"):
 os.environ["TERM"] = "xterm"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """Undo what a file's tests change of the environment: vLLM sets some ten variables itself."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> standin.Machine:
     """Two A40s on which time moves when the test says so."""

@@ -166,7 +166,7 @@ async def test_a_decoder_before_its_answer_began(
     await asyncio.to_thread(stage.wait_until_whole)
 
 
-@pytest.mark.parametrize("victim", ["replica", pytest.param("worker", marks=pytest.mark.long)])
+@pytest.mark.parametrize("victim", ["replica", pytest.param("engine core", marks=pytest.mark.long)])
 async def test_the_prefiller(
     application: str,
     stage: Stage,
@@ -176,7 +176,7 @@ async def test_the_prefiller(
 ) -> None:
     """Cold conversations are served while it is away, and it is used again when it is back.
 
-    A SIGTERM breaks the worker's forward pass off where it stands; half-computed KV must not
+    A SIGTERM breaks the forward pass off where it stands; half-computed KV must not
     become anybody's prefix.
     """
     stage.wait_for_lone()
@@ -192,8 +192,8 @@ async def test_the_prefiller(
     if victim == "replica":
         kill(prefiller["pid"])
     else:
-        (worker,) = processes("Worker", below=prefiller["pid"])
-        worker.terminate()
+        (core,) = processes("EngineCore", below=prefiller["pid"])
+        core.terminate()
     await asyncio.gather(*running)
     await agent.say("go on", tokens=OUTPUT_TOKENS)
     alone = Agent(client, f"without-{victim}")
@@ -248,7 +248,7 @@ async def test_the_lmcache_server(
     assert restarted.pid != server.pid
     await _shared_with_engines(restarted.pid)
     # What the dead one had would stay taken, if an engine kept it.
-    assert not [one.pid for one in processes("VLLM::Worker") if lost in _memory_of(one.pid)]
+    assert not [one.pid for one in processes("VLLM::EngineCore") if lost in _memory_of(one.pid)]
 
 
 async def _shared_with_engines(server: int) -> int:
@@ -256,7 +256,7 @@ async def _shared_with_engines(server: int) -> int:
     (pool,) = _memory_of(server)
     await eventually(
         "the prefiller and both decoders copy from and to the server's memory",
-        lambda: sum(pool in _memory_of(one.pid) for one in processes("VLLM::Worker")) == 3,
+        lambda: sum(pool in _memory_of(one.pid) for one in processes("VLLM::EngineCore")) == 3,
     )
     return pool
 
