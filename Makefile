@@ -232,6 +232,13 @@ $(INSTALLED): pyproject.toml $(REQUIREMENTS)
 		--config-settings editable_mode=compat -e .
 	@echo "conserve: making the embedded model"
 	@$(BIN)/python -c "from conserve.embedded import model_path; print('conserve: it is in', model_path())"
+ifeq ($(KIND),cpu)
+# It keeps what it finds; else each engine looks for itself at its first start, for nine seconds.
+	@echo "conserve: having vLLM look at the model"
+	@VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -c \
+		"from conserve.embedded import model_path as path; from vllm.engine.arg_utils import EngineArgs; \
+		EngineArgs(str(path()), enforce_eager=True, dtype='bfloat16').create_model_config()"
+endif
 	@touch $@
 
 # A client, at the versions that its file says.

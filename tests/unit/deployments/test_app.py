@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,40 @@ def _config(gpu: bool = True, **arguments: Any) -> Any:
 
     settings = load(arguments)
     return llm_arguments("decoder", settings, settings.decoders, gpu)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_replicas_are_placed_as_ray_serve_llm_would(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    """Without asking it: that loads vLLM."""
+    import ray
+    from ray.serve.llm import LLMConfig
+    from ray.serve.llm.deployment import LLMServer
+
+    from deployments.app import placement_options
+
+    context = SimpleNamespace(runtime_env={"working_dir": "/work"})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    arguments = _config(gpu, decoders={"num_cpus": 2}, engine={"tensor_parallel_size": 2})
+    ours = placement_options(arguments, gpu)
+    theirs = LLMServer.get_deployment_options(LLMConfig(**arguments))
+    # Without GPUs Serve need not be told that there are none, nor to set up workers' logs.
+    for bundle in theirs["placement_group_bundles"]:
+        bundle |= {name: 1.0 for name in ("GPU",) if bundle.get(name)}
+        if not bundle.get("GPU"):
+            bundle.pop("GPU", None)
+    if not gpu:
+        del theirs["ray_actor_options"]["runtime_env"]["worker_process_setup_hook"]
+    assert ours == theirs
+
+
+def test_a_model_that_is_to_be_compiled_on_a_cpu_is() -> None:
+    def environment(**engine: Any) -> Any:
+        return _config(False, engine=engine)["runtime_env"]["env_vars"]
+
+    assert environment()["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in environment(enforce_eager=False)
 
 
 def test_an_engine_on_a_part_of_a_gpu_asks_for_no_more() -> None:

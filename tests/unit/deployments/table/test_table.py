@@ -14,6 +14,7 @@ from conserve.recognition import Chain
 from conserve.settings import Settings
 from deployments.messages import (
     EngineInfo,
+    EngineStarting,
     Prefilled,
     Refusal,
     TurnPlan,
@@ -40,6 +41,20 @@ async def a_full_service() -> TableService:
     assert isinstance(await service.begin("r", "full", []), Unplaced)
     assert isinstance(await service.place("r", "full", TOKENS), TurnPlan)
     return service
+
+
+@pytest.mark.anyio
+async def test_health_says_what_engines_do_that_are_not_ready() -> None:
+    service = TableService(Settings())
+    await service.engine_starting(EngineStarting("prefiller#1", "starting engines"))
+    await service.engine_starting(EngineStarting("decoder#1", "starting engines"))
+    await service.engine_starting(EngineStarting("prefiller#1", "warming up"))
+    assert await service.health() == {
+        "prefillers": 0, "decoders": 0, "starting": {"starting engines": 1, "warming up": 1},
+    }  # fmt: skip
+    for role in ("prefiller", "decoder"):
+        await service.register(engine(role))
+    assert await service.health() == {"prefillers": 1, "decoders": 1}
 
 
 def test_a_conversation_waits_once_for_room() -> None:

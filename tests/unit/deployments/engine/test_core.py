@@ -1,0 +1,64 @@
+"""An engine's core: what its process loads first, and the memory that it leaves alone."""
+
+import multiprocessing
+import sys
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from deployments.engine.core import allocate_untouched, core_loads_first
+from tests.unit.deployments.engine import loaded_first
+
+_SIZE = 2**28
+
+
+def test_a_spawned_process_loads_the_module_first() -> None:
+    main = sys.modules["__main__"]
+    before = main.__spec__
+    context = multiprocessing.get_context("spawn")
+    with core_loads_first(loaded_first):
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=loaded_first.tell, args=(sender,))
+        child.start()
+    assert receiver.recv() == "__mp_main__"
+    child.join()
+    assert main.__spec__ is before
+
+
+def test_memory_reads_as_zeros_and_is_taken_when_it_is_written() -> None:
+    def allocate(elements: int) -> torch.Tensor:
+        return torch.zeros(elements, dtype=torch.int8, device=torch.device("cpu"))
+
+    process, zeros = psutil.Process(), torch.zeros
+    before_bytes = process.memory_info().rss
+    space = allocate_untouched(allocate)(_SIZE)
+    assert process.memory_info().rss < before_bytes + _SIZE / 2
+    assert torch.zeros is zeros
+    assert space.shape == (_SIZE,)
+    part = space.view(torch.float32).view(-1, 1024)
+    part[7] = 1.5
+    assert space.view(torch.float32)[7 * 1024 : 8 * 1024].sum() == 1.5 * 1024
+    assert part[6].count_nonzero() == part[8].count_nonzero() == 0
+    space.fill_(1)
+    assert process.memory_info().rss >= before_bytes + _SIZE * 0.9
+
+
+def test_what_fails_leaves_pytorch_as_it_was() -> None:
+    def fails() -> None:
+        raise MemoryError
+
+    zeros = torch.zeros
+    with pytest.raises(MemoryError):
+        allocate_untouched(fails)()
+    assert torch.zeros is zeros
+
+
+def test_vllm_allocates_its_kv_space_so() -> None:
+    """What `core` replaces in vLLM is there, and is what makes the space."""
+    from vllm.v1.worker import gpu_model_runner, utils
+
+    assert gpu_model_runner.allocate_kv_cache is utils.allocate_kv_cache
+    names: Any = utils.allocate_kv_cache.__code__.co_names
+    assert "zeros" in names
