@@ -10,7 +10,11 @@ from tests.engines.applications import MAIN
 from tests.engines.lone import LONE_PORT
 from tests.engines.stage import Stage
 
-pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN, last=True)]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.full,
+    pytest.mark.application(MAIN, last=True),
+]
 
 PLAN = Plan(seed=12, clients=8, duration_s=20, kill_every_s=0)
 KILLS = (PlannedKill(4.0, "lmcache", 0.0), PlannedKill(10.0, "decoder", 0.0))

@@ -23,7 +23,7 @@ from tests.engines.waiting import eventually
 
 logger = logging.getLogger(__name__)
 
-pytestmark = [pytest.mark.application(MAIN, last=True)]
+pytestmark = [pytest.mark.full, pytest.mark.application(MAIN, last=True)]
 
 # Of all cases, this part is what schemathesis tries of every field; the others are drawn.
 _COVERAGE = 0.25
