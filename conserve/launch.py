@@ -27,6 +27,7 @@ from conserve.wire import START_PHASES
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
+_KILLED_WITHIN_S = 20.0
 
 
 class LaunchError(RuntimeError):
@@ -154,10 +155,13 @@ class Launch:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
         _, left = psutil.wait_procs(left, timeout=5)
-        for process in [*left, *_descendants()]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs([*left, *_descendants()], timeout=10)
+        # Those that end may start others on their way, and a busy kernel takes its time.
+        deadline_s = time.monotonic() + _KILLED_WITHIN_S
+        while (left := [*left, *_descendants()]) and time.monotonic() < deadline_s:
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            _, left = psutil.wait_procs(left, timeout=1)
         shared_memory.remove(in_memory)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)

@@ -1,5 +1,6 @@
 """What `serve` and `demo` do with an application: how it ends, and what its user is told."""
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +33,9 @@ class _Application:
     def __exit__(self, *error: object) -> None:
         type(self).left += 1
 
-    def wait_until_serving(self, url: str, *engines: int, **options: Any) -> None:
-        options["on_progress"]("loading engines")
+    def wait_until_serving(self, url: str, *engines: int, **options: Any) -> dict[str, float]:
+        options["on_progress"]("loading vLLM")
+        return {"loading vLLM": 12.345, "warming up": 1.0}
 
 
 @pytest.fixture
@@ -58,8 +60,8 @@ def test_a_host_that_is_every_address_is_reached_on_loopback(
         assert url == "http://127.0.0.1:8123"
     assert (application.entered, application.left) == (1, 1)
     said = capsys.readouterr().out
-    assert "loading engines" in said
-    assert "Serving after 0 s" in said
+    assert "loading vLLM" in said
+    assert re.search(r"Serving after 0\.\d s: loading vLLM 12\.3, warming up 1\.0 ", said)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *_HANDLED])

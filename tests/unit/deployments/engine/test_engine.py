@@ -20,7 +20,7 @@ async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
             if server_fails:
                 raise RuntimeError("port 7610 is in use")
 
-    async def load(self: object, config: object) -> None:
+    async def load(self: object, config: object, engine_cls: type) -> None:
         if engine_fails:
             raise ValueError("engine core initialization failed")
 
