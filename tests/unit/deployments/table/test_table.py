@@ -46,6 +46,7 @@ async def a_full_service() -> TableService:
 @pytest.mark.anyio
 async def test_health_says_what_engines_do_that_are_not_ready() -> None:
     service = TableService(Settings())
+    service._recovery.complete.set()  # No engine is still to report what it has.
     await service.engine_starting(EngineStarting("prefiller#1", "starting engines"))
     await service.engine_starting(EngineStarting("decoder#1", "starting engines"))
     await service.engine_starting(EngineStarting("prefiller#1", "warming up"))
