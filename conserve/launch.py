@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -169,8 +170,7 @@ class Launch:
 
     def _last_words(self) -> str:
         text = self._log_path.read_text(errors="replace")
-        lines = [line for line in text.splitlines() if "Error" in line or "error" in line]
-        return "\n".join([*lines[-8:], f"The whole log: {self._log_path}"])
+        return "\n".join([*_errors(text), f"The whole log: {self._log_path}"])
 
 
 def _phase(state: Mapping[str, Any], engines: int) -> str:
@@ -182,6 +182,22 @@ def _phase(state: Mapping[str, Any], engines: int) -> str:
     if ready + sum(starting.values()) < engines:
         return "loading vLLM"
     return next((phase for phase in START_PHASES if starting.get(phase)), START_PHASES[-1])
+
+
+def _errors(log: str) -> list[str]:
+    """Return the lines of a log that speak of errors, each once: the first, which name causes,
+    and the last, which say what came of them.
+
+    Serve starts a replica three times before it gives up, so that a log has each error thrice.
+    """
+    found: dict[str, str] = {}
+    for line in log.splitlines():
+        if "Error" in line or "error" in line:
+            # Without colours, and the names of the processes in front.
+            bare = re.sub(r"^(\([^)]*\)\s*)+", "", re.sub(r"\x1b\[[0-9;]*m", "", line))
+            found.setdefault(re.sub(r"\d+", "", bare), bare)
+    lines = list(found.values())
+    return lines if len(lines) <= 10 else [*lines[:6], "...", *lines[-4:]]
 
 
 def require_free(url: str) -> None:

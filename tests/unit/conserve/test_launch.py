@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from conserve import launch
-from conserve.launch import Launch
+from conserve.launch import Launch, LaunchError
 
 _STATES: list[dict[str, Any]] = [
     {},
@@ -46,3 +46,26 @@ def test_a_start_says_what_it_waits_for_and_how_long_it_did(application: Launch)
         "starting Ray and Serve", "loading vLLM", "starting engines", "warming up",
     ]  # fmt: skip
     assert all(took_s > 0 for took_s in phases.values())
+
+
+def test_an_application_that_failed_names_the_cause_first(tmp_path: Path) -> None:
+    """A replica fails three times, of the same cause, and each time much is said of it."""
+    cause = "InductorError: InvalidCxxCompiler: No working C++ compiler found"
+    text, log = tmp_path / "text", tmp_path / "log"
+    decoder = "\x1b[36m(ServeReplica:default:decoder pid=%d)\x1b[0m "
+    attempt = [
+        decoder + f"(EngineCore pid=%d) {cause}",
+        *(decoder + f"pid %d: error of step {'x' * n}" for n in range(20)),
+        "(ServeController pid=1%d) RuntimeError: the engine failed its first turn (%d)",
+    ]
+    lines = [line % (number, number) for number in range(3) for line in attempt]
+    text.write_text("\n".join([*lines, "RuntimeError: Deploying application default failed"]))
+    with Launch([], log, command=["cat", str(text)]) as application:
+        application.wait()
+        with pytest.raises(LaunchError) as failed:
+            application.wait_until_serving("http://127.0.0.1:9", 1, 1)
+    said = str(failed.value).splitlines()
+    assert said[1] == cause
+    assert said[-2] == "RuntimeError: Deploying application default failed"
+    assert len(said) == 13
+    assert said[-1] == f"The whole log: {log}"
