@@ -8,6 +8,7 @@ from typing import Any
 from conserve import apis, budget, hints, identity
 from conserve.events import KINDS
 from conserve.pausing.tools import MOST_NAME_CHARS
+from conserve.wire import START_PHASES
 from deployments.router import environment_interface, events, tool_reports
 
 Json = dict[str, Any]
@@ -445,14 +446,18 @@ SCHEMAS: Json = {
     **environment_interface.SCHEMAS,
     "Program": _object(program_id={**_ID, "minLength": 1, "pattern": r"^[\x21-\x7e]+$"}),
     "ProgramReleased": _object(program_id=_TEXT, released=_FLAG),
-    "Health": {
-        **_object(
-            status={"type": "string", "enum": ["ok", "unavailable"]},
-            prefillers=_COUNT,
-            decoders=_COUNT,
-        ),
-        "additionalProperties": True,
-    },
+    "Health": _object(
+        {
+            "starting": {
+                "type": "object",
+                "description": "Engines that are not ready yet, by what they do.",
+                "properties": dict.fromkeys(START_PHASES, _COUNT),
+            }
+        },
+        status={"type": "string", "enum": ["ok", "unavailable"]},
+        prefillers=_COUNT,
+        decoders=_COUNT,
+    ),
 }
 
 # --- Paths ----------------------------------------------------------------------------------------
