@@ -53,8 +53,7 @@ def engine_environment(model: str, gpu: bool) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
             # With `enforce_eager`, vLLM still compiles a few functions: of its sampler, and for log
-            # probabilities. That takes a C++ compiler, and most of a start; run as they are, a
-            # step takes 0.3 ms more.
+            # probabilities. That takes a C++ compiler, and most of a start.
             "TORCH_COMPILE_DISABLE": "1",
         }
     if Path(model_source(model)).is_dir():

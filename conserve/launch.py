@@ -102,7 +102,7 @@ class Launch:
         timeout_s: float = 600.0,
         on_progress: Callable[[str], None] | None = None,
     ) -> dict[str, float]:
-        """Wait until so many engines are ready to serve.
+        """Wait until these numbers of engines are ready to serve.
 
         Returns:
             The phases of the start, in their order, each with its seconds.

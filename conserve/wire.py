@@ -14,7 +14,7 @@ Role = Literal["prefiller", "decoder"]
 """What an engine is for; where it runs is its tier (`hetero.tiers`)."""
 
 StartPhase = Literal["starting engines", "warming up"]
-"""What an engine does once its code is loaded, until it is ready; in this order."""
+"""The phases of an engine's start once its code is loaded, in this order."""
 START_PHASES: tuple[StartPhase, ...] = get_args(StartPhase)
 
 # --- Beats ----------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class SoftwareFacts:
 
 @dataclass(frozen=True, slots=True)
 class CompilerFacts:
-    """What Triton finds to compile with.
+    """The compiler and the headers that Triton finds.
 
     Attributes:
         python: ``3.11``, of which it needs the headers.

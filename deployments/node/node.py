@@ -261,9 +261,9 @@ class NodeClient:
         # What these have used for it, from the last beat.
         self.energy: EngineEnergy | None = None
 
-    async def prepare(self) -> None:
-        """Have the node's LMCache server start, for engines that are still to come."""
-        await self._actor.prepare.remote()
+    def prepare(self) -> None:
+        """Have the node's LMCache server start, without waiting, for engines that are to come."""
+        self._actor.prepare.remote()
 
     async def launch(self) -> Address:
         """Have the node's LMCache server started, and see to it that the actor lives on.

@@ -55,8 +55,9 @@ class Router:
             EnvironmentClient(context.app_name, settings) if settings.environments.enabled else None
         )
         if settings.nodes == "one":
-            # LMCache's server comes up while engines load, and is there when they ask for it.
-            await NodeClient(context.app_name, settings).prepare()
+            # LMCache's server comes up while engines load. If it does not, engines say so; a router
+            # that starts again serves without it.
+            NodeClient(context.app_name, settings).prepare()
         self._door = FrontDoor(settings, self._table, self._id, self._environments)
         listener = _listen(settings)
         self._server = uvicorn.Server(

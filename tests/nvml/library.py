@@ -33,7 +33,7 @@ class _Refused(Exception):
 
 
 class _Session:
-    """What the library has open between its initialization and the next one."""
+    """The state of the library between its initialization and the next one."""
 
     def __init__(self, file: Path) -> None:
         self.machine = Machine(file)

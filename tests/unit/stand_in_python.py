@@ -118,7 +118,7 @@ class StandInMachine:
         (self._programs / program).unlink()
 
     def asked(self) -> list[str]:
-        """What pip has been told to install so far, a command each."""
+        """The arguments of each `pip install` so far."""
         return self._said("asked: ")
 
     def installed(self) -> set[str]:

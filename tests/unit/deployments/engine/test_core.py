@@ -56,7 +56,7 @@ def test_what_fails_leaves_pytorch_as_it_was() -> None:
 
 
 def test_vllm_allocates_its_kv_space_so() -> None:
-    """What `core` replaces in vLLM is there, and is what makes the space."""
+    """The function that `core` replaces in vLLM is there, and makes the space."""
     from vllm.v1.worker import gpu_model_runner, utils
 
     assert gpu_model_runner.allocate_kv_cache is utils.allocate_kv_cache
