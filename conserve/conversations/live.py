@@ -5,14 +5,13 @@ from itertools import islice
 
 from conserve import identity
 from conserve.conversation import Conversation
-from conserve.histories.families import scope_for, scope_of
 from conserve.histories.groups import Groups
 from conserve.histories.kinship import Kinship
 from conserve.histories.points import mark
 from conserve.recognition import Chain
 
-# Of the histories of one first prompt, so many are looked at, the newest.
-_LOOKED_AT = 32
+# Of the histories that have come as far as each other, so many are looked at.
+_LOOKED_AT = 256
 
 
 class LiveHistories:
@@ -90,17 +89,10 @@ class LiveHistories:
             return None
         return self._families.match(chain, conversation_id)
 
-    def to_be_heard(self, chain: Chain, conversation_id: str | None) -> str | None:
+    def to_be_heard(self, chain: Chain, conversation_id: str | None) -> set[str]:
         """See `ConversationTable.to_be_heard`."""
         if not chain.ends:
-            return None
-        newest = mark(chain.ends[0])
-        ends = {mark(end) for end in (*chain.ends, chain.root)}
-        for history_id in islice(self._families.newest(chain.root), _LOOKED_AT):
-            history = self.by_id[history_id]
-            its_own = scope_of(history) == scope_for(conversation_id)
-            if not history.running or not its_own or newest in history.tails:
-                continue
-            if history.decoder_id is not None and not ends.isdisjoint(history.tails):
-                return history.decoder_id
-        return None
+            return set()
+        before = islice(self._families.before(chain, conversation_id), _LOOKED_AT)
+        running = (one.decoder_id for one in before if one.running)
+        return {decoder_id for decoder_id in running if decoder_id is not None}

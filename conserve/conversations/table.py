@@ -275,10 +275,10 @@ class ConversationTable:
         """
         return self._turns.began(turn, decoder_id, now_s, parks)
 
-    def to_be_heard(self, chain: Chain, conversation_id: str | None) -> str | None:
-        """The decoder of a running turn whose answer a turn may follow, and that may have ended.
+    def to_be_heard(self, chain: Chain, conversation_id: str | None) -> set[str]:
+        """The decoders of running turns whose answer a turn may follow, and that may have ended.
 
-        It may be where the turn's messages go on beyond what is known of the history.
+        They may have where the turn's messages go on beyond what is known of a history.
 
         Args:
             chain: of the turn's messages.

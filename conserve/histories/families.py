@@ -3,7 +3,7 @@
 A *family* are the histories of one root. Most have one member, and take one entry here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from conserve import identity
 from conserve.conversation import Conversation, TurnStats
@@ -109,6 +109,26 @@ class Families:
             return iter((known,))
         return iter(()) if known is None else reversed(known.members)
 
+    def before(self, chain: Chain, conversation_id: str | None) -> Iterator[Conversation]:
+        """Histories that a turn would continue if its newest answer were theirs.
+
+        The ones that were continued last come first.
+
+        Args:
+            conversation_id: as the client has stated it, scoped to its tenant; None without one.
+        """
+        known = self._of.get(chain.root)
+        if known is None:
+            return
+        scope = scope_for(conversation_id)
+        marks = [mark(end) for end in (*chain.ends[1:], chain.root)]
+        ids = iter((known,)) if isinstance(known, str) else known.continued_by(marks, scope)
+        for history_id in ids:
+            history = self._get(history_id)
+            assert history is not None
+            if scope_of(history) == scope and not set(marks).isdisjoint(history.tails):
+                yield history
+
     def knows(self, root: Digest) -> bool:
         """Whether any has this root."""
         return root in self._of
@@ -134,6 +154,10 @@ class _Family:
     def join(self, history: Conversation) -> None:
         self.members[history.id] = None
         self.tails.add(history.id, _keys(history))
+
+    def continued_by(self, marks: Iterable[bytes], scope: bytes) -> Iterator[str]:
+        for one in marks:
+            yield from self.tails.newest(one + scope)
 
     def leave(self, history: Conversation) -> None:
         self.members.pop(history.id, None)

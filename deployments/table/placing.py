@@ -74,11 +74,12 @@ class Placing:
         prompt_tokens: int | None,
     ) -> TurnPlan | Unplaced | Refusal:
         """See `TableService.begin`."""
-        if refused_by is None and chain and history_id is None:
-            refused_by = self._table.to_be_heard(chain, explicit_id)
-        if refused_by is not None:
-            # Of what it has done before, all is to be known: another turn, say.
-            await self._listeners.have_heard([refused_by], LOOK_S)
+        decoder_ids = set() if refused_by is None else {refused_by}
+        if chain and history_id is None:
+            decoder_ids |= self._table.to_be_heard(chain, explicit_id)
+        if decoder_ids:
+            # Of what they have done before, all is to be known: another turn, say.
+            await self._listeners.have_heard(decoder_ids, LOOK_S)
         conversation_id = history_id or self._history_of(explicit_id, chain, tenant)
         if over := self._gate.turn_over(tenant):
             return self._over_limit(tenant, over)

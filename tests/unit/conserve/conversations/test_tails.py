@@ -81,3 +81,29 @@ def test_any_choice_of_an_answer_can_be_continued() -> None:
         for tail in (TAILS, OTHER_TAILS):
             assert table.recognise(chain(like, tail)) is not None
             assert table.recognise(chain(like, tail), id) == id
+
+
+def test_all_decoders_are_heard_on_which_the_turn_before_may_just_have_ended() -> None:
+    """Of equal conversations it cannot be said which one a turn continues, nor where that is."""
+    table = a_table(decoders=2, capacity_tokens=1_000_000)
+    twins = [identity.new_id() for _ in range(100)]
+    for twin in twins:
+        turn(table, twin, tails=TAILS, like="twin")
+    third = chain("twin", [b"y" * 16, *TAILS])
+    assert table.to_be_heard(third, None) == set()
+    begun = []
+    for _ in twins:
+        twin_id = table.recognise(chain("twin", TAILS))
+        assert twin_id is not None
+        begun.append(start(table, twin_id))
+    assert table.to_be_heard(third, None) == {"d1", "d2"}
+    # All but the two that are oldest have ended, each with an answer of its own.
+    last = {one.decoder_id: one for one in reversed(begun)}
+    for number, one in enumerate(begun):
+        if one not in last.values():
+            assert one.advance(table, 200, tails=(number.to_bytes(16),))
+    assert table.to_be_heard(third, None) == {"d1", "d2"}
+    assert table.to_be_heard(third, "named") == set()
+    assert last["d1"].advance(table, 200, tails=(b"y" * 16,))
+    assert table.to_be_heard(third, None) == {"d2"}
+    assert table.recognise(third) == last["d1"].conversation_id
