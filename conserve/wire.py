@@ -149,6 +149,9 @@ _LOADED = "num_lmcache_extra_cached_tokens"
 # were found nowhere, and whether they were looked up more than once.
 MISSED = "conserve.missed_tokens"
 LATE = "conserve.late"
+# In the connector's statistics, what iterations took: lists of the fields of a
+# `conserve.placement.Step`.
+STEPS = "conserve.steps"
 
 
 @dataclass(frozen=True, slots=True)

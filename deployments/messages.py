@@ -39,6 +39,9 @@ class EngineInfo:
         also_hosts: whether it is a prefiller that conversations are bound to as well.
         registration: of a decoder that begins turns by itself, how often it has registered; 0: it
             does not.
+        kind: what engines have in common whose work takes the same time.
+        handoffs: prompts' lengths in tokens, and by how many seconds each took longer when it was
+            handed over than when it was computed here, as tried at the engine's start.
     """
 
     id: str
@@ -59,6 +62,8 @@ class EngineInfo:
     parked: list[Parked] = field(default_factory=list)
     also_hosts: bool = False
     registration: int = 0
+    kind: str = ""
+    handoffs: tuple[tuple[int, float], ...] = ()
 
     @property
     def hosts(self) -> bool:

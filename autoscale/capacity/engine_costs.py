@@ -18,7 +18,7 @@ def engine_costs(settings: Settings) -> EngineCosts | None:
 
 def costs_of(profile: Profile) -> EngineCosts:
     """What work costs an engine of this profile, under its highest power cap."""
-    prefill, handoff = profile.prefill, profile.handoff
+    prefill, decode, handoff = profile.prefill, profile.decode, profile.handoff
     costs = EngineCosts(
         per_token_s=prefill.per_token_s,
         per_pair_s=prefill.per_token_squared_s,
@@ -27,6 +27,9 @@ def costs_of(profile: Profile) -> EngineCosts:
         prefill_share=profile.interference.prefill_share,
         handoff_constant_s=handoff.constant_s,
         handoff_per_token_s=handoff.per_token_s,
+        step_s=decode.constant_s,
+        per_sequence_s=decode.per_sequence_s,
+        per_kv_token_s=decode.per_kv_token_s,
     )
     chunk_tokens = profile.max_batched_tokens.get("decoder")
     return costs if chunk_tokens is None else replace(costs, chunk_tokens=chunk_tokens)

@@ -8,7 +8,11 @@ simulated is the rest: engines (`benchmarks.simulate.engine`), handoffs and clie
 Not simulated: engines that fail.
 """
 
+import math
+import random
 from collections.abc import Callable
+
+import msgspec
 
 from benchmarks.counters import ServerFigures
 from benchmarks.records import Script, TurnRecord, TurnRequest
@@ -23,12 +27,15 @@ from conserve.conversations import ConversationTable
 from conserve.direct import LARGE_TOKENS
 from conserve.pausing import Pausing
 from conserve.pausing.host import HostMemory
-from conserve.placement import make_policy
+from conserve.placement import Step, make_policy
 
 # None of the clients is idle for longer than its gaps, and no turn is lost.
 _NEVER_S = 1e12
 # As often as the live table looks after its line, whatever happens.
 _LOOK_S = 1.0
+_NOISE_SEED = 31
+# Engines try at their start how long handing over takes, with prompts of these lengths.
+_TRIED_TOKENS = (512, 4_096)
 
 
 class _Open(Open):
@@ -62,7 +69,7 @@ class Cluster(Clients[_Open]):
             system.placement,
             min_remote_prefill_tokens=system.min_remote_prefill_tokens,
             wrong_decision_rate=system.wrong_decision_rate,
-            costs=system.decoders[0].estimated,
+            costs=system.decoders[0].estimated.times(system.prior_error),
         )
         patience_s = system.queue_timeout_s * 5 / 6
         pausing = Pausing(patience_s=patience_s) if system.pausing else None
@@ -96,7 +103,14 @@ class Cluster(Clients[_Open]):
             self.table.add_decoder(name, engine.costs.capacity_tokens)
         for name in self.prefillers:
             self.table.add_prefiller(name)
+        if self.table.loads is not None:
+            for name, engine in self._homes.items():
+                # Of one kind are those of one role, as far as anybody was told.
+                handoff = engine.costs.handoff
+                tried = [(tokens, handoff(tokens)) for tokens in _TRIED_TOKENS]
+                self.table.loads.joined(name, name.split("-")[0], tried)
         self._tells = False
+        self._noise = random.Random(_NOISE_SEED)
         capacity_tokens = {name: one.costs.capacity_tokens for name, one in self._homes.items()}
         self._kv_use = KvUse(self.table, capacity_tokens)
         self._handoffs = self._handoff_tokens = self._loaded_tokens = 0
@@ -154,9 +168,15 @@ class Cluster(Clients[_Open]):
     def _tell(self, now_s: float, _: None) -> None:
         self._tells = False
         for name, engine in {**self.decoders, **self.prefillers}.items():
-            self.table.engine_says(name, engine.load, now_s)
+            steps = tuple(self._noisy(step) for step in engine.take_steps())
+            said = msgspec.structs.replace(engine.load, steps=steps)
+            self.table.engine_says(name, said, now_s)
         if self._under_way:
             self._tell_again(now_s)
+
+    def _noisy(self, step: Step) -> Step:
+        off = math.exp(self._noise.gauss(0.0, self.system.noise))
+        return msgspec.structs.replace(step, lasted_s=off * step.lasted_s)
 
     # --- Placement ----------------------------------------------------------------------------
 

@@ -91,6 +91,9 @@ class Costs:
             handoff_constant_s=self.handoff_s,
             handoff_per_token_s=self.handoff_per_token_s,
             chunk_tokens=self.batched_tokens,
+            step_s=self.step_s,
+            per_sequence_s=self.per_sequence_s,
+            per_kv_token_s=self.per_kv_token_s,
         )
 
     def handoff(self, tokens: int) -> float:

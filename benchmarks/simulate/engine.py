@@ -23,12 +23,14 @@ from benchmarks.records import SharedPrefix
 from benchmarks.simulate.costs import Costs
 from benchmarks.simulate.shared import SharedPrefixes, Stretch
 from benchmarks.simulate.turn import EngineTurn
-from conserve.placement import EngineLoad
+from conserve.placement import EngineLoad, Step
 
 __all__ = ["EngineTurn", "SimulatedEngine"]
 
 # Float noise, in steps: a turn that comes at a step's end is not to wait for another one.
 _EPSILON_STEPS = 1e-9
+# A live engine tells of no more at a time.
+_MOST_STEPS = 64
 
 
 class SimulatedEngine:
@@ -92,6 +94,10 @@ class SimulatedEngine:
         self._completing: list[EngineTurn] = []
         self._under_way = False
         self._has_prefill = False
+        # Of the step under way, what it prefills, its pairs of tokens, and its loads' time.
+        self._chunk_tokens = self._chunk_pairs = 0
+        self._loads_s = 0.0
+        self._taken: list[Step] = []
         self._changing = False
         self.busy_prefill_s = 0.0
         self.busy_decode_s = 0.0
@@ -182,6 +188,8 @@ class SimulatedEngine:
         self._under_way = False
         self._changing = True
         taken_s, steps = now_s - self._began_s, self._steps
+        if steps and len(self._taken) < _MOST_STEPS:
+            self._taken.append(self._step_taken(taken_s, steps))
         if self._has_prefill:
             self.busy_prefill_s += taken_s
         else:
@@ -205,6 +213,19 @@ class SimulatedEngine:
             self._completing = []
         self._changing = False
         self._start(now_s)
+
+    def _step_taken(self, taken_s: float, steps: int) -> Step:
+        decodes = len(self._decoding)
+        kv_tokens = self._kv_tokens + decodes * (steps - 1) // 2
+        if not self._has_prefill:
+            return Step(taken_s / steps, 0, 0, decodes, kv_tokens, steps)
+        lasted_s = max(0.0, taken_s - self._loads_s)
+        return Step(lasted_s, self._chunk_tokens, self._chunk_pairs, decodes, kv_tokens)
+
+    def take_steps(self) -> tuple[Step, ...]:
+        """The steps since this was asked last, as a live engine would tell of them."""
+        taken, self._taken = tuple(self._taken), []
+        return taken
 
     # --- Steps --------------------------------------------------------------------------------
 
@@ -241,6 +262,7 @@ class SimulatedEngine:
                 # No step takes less than one of nothing.
                 taken_s = max(costs.step_s, added_s)
             taken_s += loads_s
+            self._loads_s = loads_s
             self._steps, self._has_prefill = 1, True
         elif sequences:
             finishes = self._finishes
@@ -287,6 +309,7 @@ class SimulatedEngine:
         costs, prefilling = self.costs, self._prefilling
         added_s = loads_s = 0.0
         begun = 0
+        self._chunk_tokens = self._chunk_pairs = 0
         # A batch of decodes as large as the step leaves one token, so that prefills go on.
         room_tokens = max(1, room_tokens)
         while prefilling and room_tokens > 0:
@@ -299,9 +322,10 @@ class SimulatedEngine:
                 added_s += costs.per_cached_token_s * work.past_tokens
                 loads_s += work.load_s
             chunk = min(work.left_tokens, room_tokens)
-            added_s += chunk * (
-                costs.per_token_s + costs.per_pair_s * (chunk + 2 * work.past_tokens)
-            )
+            pairs = chunk * (chunk + 2 * work.past_tokens)
+            added_s += costs.per_token_s * chunk + costs.per_pair_s * pairs
+            self._chunk_tokens += chunk
+            self._chunk_pairs += pairs
             work.past_tokens += chunk
             work.left_tokens -= chunk
             room_tokens -= chunk

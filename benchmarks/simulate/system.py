@@ -34,6 +34,9 @@ class System:
         max_sequences, block_tokens: each engine's, as in `SimulatedEngine`.
         pausing: whether idle conversations give up their room, as in `Settings`.
         stale_s: how often engines say what they do, where the placement asks for that; above 0.
+        noise: how far what they say of a step is from what it took, as the standard deviation of
+            its logarithm; 0: they say what it took. The same seed draws the same noise.
+        prior_error: what work costs is expected to be so many times as much before any step.
         host_tokens: room for KV in host memory; 0: none is kept there, but while it is handed off.
         keeps_ended: whether engines keep the KV of conversations that have ended until they need
             its room, as vLLM does; else it is gone at once.
@@ -60,6 +63,8 @@ class System:
     queue_timeout_s: float = 60.0
     pausing: bool = False
     stale_s: float = 1.0
+    noise: float = 0.1
+    prior_error: float = 1.0
     host_tokens: int = 0
     keeps_ended: bool = False
     rival: RivalName | None = None

@@ -163,6 +163,18 @@ class ConversationTable:
         """The prefillers to which prompts may be sent."""
         return self._engines.accepting_prefillers
 
+    def engine_joined(
+        self, engine_id: str, kind: str, handoffs: Iterable[tuple[int, float]] = ()
+    ) -> None:
+        """Note of what kind an engine is that was added, if the policy asks for that.
+
+        Args:
+            kind: what engines have in common whose work takes the same time.
+            handoffs: tokens, and what it takes to hand over so many, as tried at its start.
+        """
+        if self.loads is not None:
+            self.loads.joined(engine_id, kind, tuple(handoffs))
+
     def engine_says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
         """Note what an engine says of its work, if the policy asks for that."""
         self._engines.says(engine_id, load, now_s)

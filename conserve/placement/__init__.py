@@ -22,6 +22,7 @@ from conserve.placement.state import (
     Prefiller,
     Shared,
 )
+from conserve.placement.step_costs import EngineStepCosts, Step, StepCosts
 
 PolicyName = Literal["conversation", "elastic", "collocated", "full_disaggregation", "per_turn"]
 
@@ -34,6 +35,7 @@ __all__ = [
     "ElasticPlacement",
     "EngineCosts",
     "EngineLoad",
+    "EngineStepCosts",
     "FullDisaggregationPlacement",
     "Loads",
     "PerTurnPlacement",
@@ -42,6 +44,8 @@ __all__ = [
     "PolicyName",
     "Prefiller",
     "Shared",
+    "Step",
+    "StepCosts",
     "make_policy",
 ]
 
@@ -56,7 +60,8 @@ def make_policy(
     """The policy of this name, with the settings that are its own.
 
     Args:
-        costs: for ``elastic``: engines' measured ones; None: as they are observed.
+        costs: for ``elastic``: engines' measured ones, from which it begins to learn; None: nothing
+            is known of them.
     """
     match name:
         case "conversation":

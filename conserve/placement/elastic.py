@@ -1,5 +1,6 @@
 """Where all conversations together wait least for a prefill."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,8 @@ from conserve.placement.state import NOTHING_SHARED, Appended, Decoder, Placemen
 
 # A home whose time seems to be all taken counts as so much busy, and no more.
 _BUSIEST = 0.95
+# A turn decodes for so long at least.
+_LEAST_TURN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +22,14 @@ class ElasticPlacement:
     sooner over for everybody, and a prefiller that is also listed as a decoder *hosts*
     conversations while first prompts leave it time.
 
-    *Homes*: those with room whose load is near the least. The load is what makes a token slow
-    there: ``(1 + 4 occupancy) / (1 - share)``, the prompt included, where the share of time that
-    prefills take is a decoder's own (the mean of all decoders': one engine's is noise), and for a
-    prefiller what first prompts ask of each prefiller and what its own conversations append. A
-    prefiller's counts up to twice, the emptier the emptiest decoder is; where there are fewer than
-    two decoders a prefiller, which hosting would relieve of much, as much less of that. The engines
-    that hold the prompt's beginning, or should have what a paused history has left there, are homes
-    too, unless they are much fuller than the emptiest.
+    *Homes*: those with room whose load is near the least. The load is what a token of the
+    conversation will take there, and delay others by: an iteration with one decode more than run
+    there on average, and by what that one lengthens it for each of those, over the share of the
+    engine's time that prefills leave to decodes (its own conversations', the mean of all decoders'
+    or prefillers', since one engine's is noise; and for prefillers what they compute for others).
+    Times ``1 + 4 occupancy``, the prompt included: a full engine pushes histories out. Of equal
+    loads decoders go first. The engines that hold the prompt's beginning, or should have what a
+    paused history has left there, are homes too, unless they are much fuller than the emptiest.
 
     *Prefill*: at the home or at any prefiller, by the least sum, in seconds, of
 
@@ -39,6 +42,9 @@ class ElasticPlacement:
       but of each conversation that is there one at most,
     - where a prompt is handed over by a prefiller that hosts: what its copy there pushes out for
       want of room, beside what was lent in the last ten seconds. That is computed again.
+
+    Costs are known within a standard deviation (`EngineCosts.doubt`). Where a prefill elsewhere is
+    not cheaper by more than that, it is a tie, and ties stay home.
 
     What the engine has already is not computed (`Shared`), so a history that comes back goes where
     it costs least to have it again.
@@ -59,15 +65,15 @@ class ElasticPlacement:
         loads: what is known of engines' work.
         free_share: of each home's KV, what nothing new is promised where everybody decodes.
         near: homes are those whose load is above the least by this share at most.
-        occupancy_weight: how much slower a token is where all KV is held: it is read for each.
+        occupancy_weight: how much dearer a token is where all KV is held.
         host_below: prefillers take new conversations while first prompts ask for less than this
             share of their time.
         most_uneven: nobody goes back to where more of the capacity is held, by this, than on the
             emptiest home.
 
     Example:
-        >>> from conserve.placement.load import EngineLoad
-        >>> policy = ElasticPlacement()
+        >>> from conserve.placement import EngineCosts, EngineLoad
+        >>> policy = ElasticPlacement(Loads(EngineCosts(per_token_s=1e-3, step_s=0.01)))
         >>> homes = [Decoder("d1", 8000, 1000, 1)]
         >>> policy.place(900, homes, [Prefiller("p1")])
         Placement(decoder_id='d1', prefiller_id=None)
@@ -112,28 +118,33 @@ class ElasticPlacement:
         homes = self.homes(decoders, prefillers, now_s)
         pool = [one.id for one in prefillers]
         work = {id: self.loads.work(id, now_s) for id in (*pool, *(one.id for one in homes))}
-        demand = self.loads.demand(len(pool), now_s)
-        loads = home_loads(turn1_tokens, homes, pool, shared, work, demand, self.occupancy_weight)
+        loads = home_loads(
+            turn1_tokens,
+            homes,
+            pool,
+            shared,
+            work,
+            self.loads.demand(len(pool), now_s),
+            self.loads.residual_s(len(pool), now_s),
+            self.occupancy_weight,
+        )
         if not loads:
             return None
         most = (1 + self.near) * min(loads.values())
         emptiest = min(one.occupancy for one in homes)
         may_have_it = (shared.warm_on, shared.left_on)
+        even = {one.id for one in homes if one.occupancy <= emptiest + self.most_uneven}
         near = {
-            one.id: loads[one.id]
-            for one in homes
-            if one.id in loads
-            and (
-                loads[one.id] <= most
-                or (one.id in may_have_it and one.occupancy <= emptiest + self.most_uneven)
-            )
+            id: load
+            for id, load in loads.items()
+            if load <= most or (id in may_have_it and id in even)
         }
         room = {
             one.id: max(0, one.free_tokens - work[one.id].lent_tokens)
             for one in decoders
             if one.id in pool
         }
-        return cheapest(turn1_tokens, near, pool, shared, work, room, self.loads.price(now_s))
+        return cheapest(turn1_tokens, near, pool, shared, work, room, self.loads.price())
 
     def prefill_later_turn(
         self,
@@ -147,8 +158,8 @@ class ElasticPlacement:
         held_tokens = min(appended.held_tokens, appended.tokens - 1)
         parked_tokens = min(appended.parked_tokens, held_tokens)
         new_tokens = appended.tokens - held_tokens
-        least_s = prefill_cost_s(home, new_tokens, held_tokens)
-        back_s = home.costs.handoff_s(new_tokens) + self.loads.price(now_s).of(new_tokens)
+        home_s = least_s = prefill_cost_s(home, new_tokens, held_tokens)
+        back_s = home.costs.handoff_s(new_tokens) + self.loads.price().of(new_tokens)
         best = None
         for one in prefillers:
             if one.id == appended.decoder_id:
@@ -156,7 +167,7 @@ class ElasticPlacement:
             work = self.loads.work(one.id, now_s)
             there_s = prefill_cost_s(work, appended.tokens - parked_tokens, parked_tokens)
             cost_s = work.costs.handoff_s(parked_tokens) + there_s + back_s
-            if cost_s < least_s:
+            if cost_s < least_s and cost_s + _doubt_s(home, home_s, work, there_s) < home_s:
                 best, least_s = one.id, cost_s
         return best
 
@@ -168,28 +179,49 @@ def home_loads(
     shared: Shared,
     work: dict[str, Work],
     demand: float,
+    residual_s: float,
     occupancy_weight: float,
 ) -> dict[str, float]:
-    """How slow a token is, with a prompt on it, at each home that has room for that.
+    """What a token will take, and delay others by, at each home that has room for a prompt.
+
+    Decoders come before prefillers.
 
     Args:
         pool: the prefillers' ids.
-        demand: the share of a prefiller's time that first prompts ask for.
     """
-    decoders = [one for one in homes if one.id not in pool]
-    share = sum(work[one.id].own_share for one in decoders) / max(1, len(decoders))
-    spared = 1 - min((one.occupancy for one in decoders), default=1.0)
-    premium = max(0.0, spared) * min(1.0, len(decoders) / max(1, 2 * len(pool)))
+    decoders = [work[one.id] for one in homes if one.id not in pool]
+    hosting = [work[one.id] for one in homes if one.id in pool]
+    busy = {
+        False: sum(one.own_share for one in decoders) / max(1, len(decoders)),
+        True: demand + sum(one.append_share for one in hosting) / max(1, len(hosting)),
+    }
+    waits_s = {
+        False: sum(one.residual_s for one in decoders) / max(1, len(decoders)),
+        True: residual_s,
+    }
+    decodes = sum(work[one.id].mean_decodes for one in homes)
+    conversations = sum(work[one.id].conversations for one in homes)
+    turns_per_s = sum(work[one.id].turns_per_s for one in homes)
+    # Of the time, for how much a conversation decodes, half before it is known; and for how long in
+    # a turn.
+    duty = min(1.0, (decodes + 0.5) / (conversations + 1))
+    turn_s = max(_LEAST_TURN_S, decodes / turns_per_s if turns_per_s else 0.0)
     loads = {}
-    for one in homes:
+    for one in sorted(homes, key=lambda one: one.id in pool):
         new_tokens = shared.beyond(tokens, one.id)
         if not one.has_room(new_tokens):
             continue
-        held = (one.held_tokens + new_tokens) / one.capacity_tokens
+        costs = work[one.id].costs
+        others = max(duty * work[one.id].conversations, work[one.id].mean_decodes)
+        held_tokens = one.held_tokens * min(1.0, others / max(1, one.conversations))
+        step_s = costs.decode_s(others + 1, held_tokens + tokens)
+        delay_s = others * (step_s - costs.decode_s(others, held_tokens))
         hosts = one.id in pool
-        busy = min(_BUSIEST, demand + work[one.id].append_share if hosts else share)
-        load = (1 + occupancy_weight * held) / (1 - busy)
-        loads[one.id] = load * (1 + premium) if hosts else load
+        # A turn that waits for a second at its beginning is as slow as one that decodes for as
+        # much longer.
+        slower = (1 + waits_s[hosts] / turn_s) / (1 - min(_BUSIEST, busy[hosts]))
+        fullness = (one.held_tokens + new_tokens) / one.capacity_tokens
+        loads[one.id] = (step_s + delay_s) * (1 + occupancy_weight * fullness) * slower
     return loads
 
 
@@ -204,7 +236,8 @@ def cheapest(
 ) -> Placement | None:
     """Of all pairs of a home and where it has its prompt prefilled, the one of the least cost.
 
-    Of equal costs the least loaded home's, and the home itself.
+    Of equal costs the least loaded home's, and the home itself; also where it is dearer by no more
+    than what is not known of either.
 
     Args:
         homes: their loads, by id.
@@ -220,18 +253,30 @@ def cheapest(
         elsewhere[one] = prefill_cost_s(work[one], new_tokens, past)
         elsewhere[one] += again_s(work[one], pushed_out)
     best: tuple[tuple[float, float], Placement] | None = None
+    best_moved: tuple[tuple[float, float], Placement, float] | None = None
     for home, load in homes.items():
         costs = work[home].costs
         there = shared.there(home)
         past = min(shared.found(home), tokens - 1)
-        here_s = costs.handoff_s(past - there) + prefill_cost_s(work[home], tokens - past, past)
-        moved_s = costs.handoff_s(tokens - there) + price.of(tokens - there)
-        places: list[tuple[float, str | None]] = [(here_s, None)]
-        places += [(elsewhere[one] + moved_s, one) for one in prefillers if one != home]
-        for cost_s, prefiller in places:
-            if best is None or (cost_s, load) < best[0]:
-                best = (cost_s, load), Placement(home, prefiller)
-    return None if best is None else best[1]
+        prefill_s = prefill_cost_s(work[home], tokens - past, past)
+        here = costs.handoff_s(past - there) + prefill_s, load
+        if best is None or here < best[0]:
+            best = here, Placement(home, None)
+        way_s = costs.handoff_s(tokens - there) + price.of(tokens - there)
+        for one in prefillers:
+            moved = elsewhere[one] + way_s, load
+            if one != home and (best_moved is None or moved < best_moved[0]):
+                doubt_s = _doubt_s(work[home], prefill_s, work[one], elsewhere[one])
+                best_moved = moved, Placement(home, one), doubt_s
+    if best is None or best_moved is None:
+        return None if best is None else best[1]
+    (moved_s, _), placement, doubt_s = best_moved
+    return placement if moved_s + doubt_s < best[0][0] else best[1]
+
+
+def _doubt_s(home: Work, here_s: float, other: Work, there_s: float) -> float:
+    """Within how many seconds two costs are the same, for all that is known."""
+    return math.hypot(home.costs.doubt * here_s, other.costs.doubt * there_s)
 
 
 def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int) -> float:

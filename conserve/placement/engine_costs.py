@@ -1,10 +1,14 @@
 """How long work takes an engine: as it was measured, or as it is observed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
-# Before anything is known of an engine: of what two engines would take only the ratio counts.
+# Before anything is known of an engine. Its first iterations scale all of it.
 _ASSUMED_TOKENS_PER_S = 5_000.0
+_ASSUMED_STEP_S = 0.01
+_ASSUMED_SEQUENCE_S = 0.0005
+# After so many tokens a token takes twice as long as the first.
+_ASSUMED_PAIR_TOKENS = 50_000
 # To take a token from host memory takes this share of the time to compute it: see
 # `conserve.pausing.policy`.
 _HANDOFF_SHARE = 0.25
@@ -17,16 +21,19 @@ class EngineCosts:
     Attributes:
         per_token_s, per_pair_s, per_cached_token_s: what a prefill adds to an iteration for each
             new token, each pair of a new token and a token before it, and each token found cached.
-        prefill_constant_s: what it takes beside that where nothing else runs.
+        prefill_constant_s: what an iteration takes beside that where nothing decodes.
         prefill_share: of a prefill's time, what iterations of running decodes are longer by: 1 if
             nothing overlaps.
         handoff_constant_s, handoff_per_token_s: until KV has come from elsewhere.
         chunk_tokens: most tokens of one iteration.
+        step_s, per_sequence_s, per_kv_token_s: an iteration of decodes, what each adds to it, and
+            each token of KV that they read.
+        doubt: how wrong a prefill's time may be, relative to it: a standard deviation.
 
     Example:
-        >>> costs = EngineCosts.observed(tokens_per_s=2000)
-        >>> costs.prefill_s(1000), costs.handoff_s(1000)
-        (0.5, 0.125)
+        >>> costs = EngineCosts(per_token_s=1e-3, handoff_constant_s=0.1, step_s=0.01)
+        >>> costs.prefill_s(1000), costs.handoff_s(1000), costs.decode_s(4)
+        (1.0, 0.1, 0.01)
     """
 
     per_token_s: float
@@ -37,16 +44,25 @@ class EngineCosts:
     handoff_constant_s: float = 0.0
     handoff_per_token_s: float = 0.0
     chunk_tokens: int = 8192
+    step_s: float = 0.0
+    per_sequence_s: float = 0.0
+    per_kv_token_s: float = 0.0
+    doubt: float = 0.0
 
     @classmethod
-    def observed(cls, tokens_per_s: float = 0.0) -> Self:
-        """Those of an engine of which no profile is known.
-
-        Args:
-            tokens_per_s: how fast it has computed prompts of late; 0: not known.
-        """
-        per_token_s = 1.0 / (tokens_per_s or _ASSUMED_TOKENS_PER_S)
-        return cls(per_token_s, handoff_per_token_s=_HANDOFF_SHARE * per_token_s)
+    def assumed(cls) -> Self:
+        """Those of an engine of which nothing is known yet."""
+        per_token_s = 1.0 / _ASSUMED_TOKENS_PER_S
+        return cls(
+            per_token_s,
+            per_pair_s=per_token_s / _ASSUMED_PAIR_TOKENS,
+            prefill_constant_s=_ASSUMED_STEP_S,
+            handoff_per_token_s=_HANDOFF_SHARE * per_token_s,
+            step_s=_ASSUMED_STEP_S,
+            per_sequence_s=_ASSUMED_SEQUENCE_S,
+            per_kv_token_s=_ASSUMED_SEQUENCE_S / _ASSUMED_PAIR_TOKENS,
+            doubt=0.5,
+        )
 
     def prefill_s(self, new_tokens: float, cached_tokens: float = 0) -> float:
         """What a prefill adds to iterations that run anyway; without its constant."""
@@ -60,3 +76,20 @@ class EngineCosts:
     def handoff_s(self, tokens: int) -> float:
         """Until KV of so many tokens has come from elsewhere; 0 for none."""
         return self.handoff_constant_s + self.handoff_per_token_s * tokens if tokens > 0 else 0.0
+
+    def decode_s(self, decodes: float, kv_tokens: float = 0) -> float:
+        """An iteration of so many decodes, which read so many tokens of KV."""
+        return self.step_s + self.per_sequence_s * decodes + self.per_kv_token_s * kv_tokens
+
+    def times(self, factor: float) -> Self:
+        """The costs of an engine that takes so many times as long, for all but handoffs."""
+        return replace(
+            self,
+            per_token_s=factor * self.per_token_s,
+            per_pair_s=factor * self.per_pair_s,
+            per_cached_token_s=factor * self.per_cached_token_s,
+            prefill_constant_s=factor * self.prefill_constant_s,
+            step_s=factor * self.step_s,
+            per_sequence_s=factor * self.per_sequence_s,
+            per_kv_token_s=factor * self.per_kv_token_s,
+        )

@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -11,6 +12,7 @@ from conserve.conversation import Conversation, TurnStats
 from conserve.placement.engine_costs import EngineCosts
 from conserve.placement.handing_over import HandingOver, Price
 from conserve.placement.state import Placement, Shared
+from conserve.placement.step_costs import EngineStepCosts, Step, StepCosts
 
 # Over so many seconds turns and prefills are averaged, and first prompts of the whole pool.
 _LATE_S = 30.0
@@ -21,6 +23,8 @@ _LENT_S = 10.0
 _WAITS = 0.1
 # So many prompts are remembered of which the first token has not come, the newest.
 _MOST_PLACED = 1_024
+# Engines' reports, one a second, are averaged over as long.
+_SHARE = 1 / _LATE_S
 # Of a turn: below that, what is held up is worked out by the first term of the series.
 _HARDLY_ANY = 1e-4
 # Histories that had no turn for so long are not about to send one.
@@ -36,9 +40,11 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
         prefill_tokens: of the prompts that it has and has not computed yet, beyond what caches had.
         decodes: requests past their first token.
         step_s: how long an iteration without prefill has taken of late; 0: not known.
-        prefill_tokens_per_s: how fast it has computed prompts of late; 0: not known.
+        prefill_tokens_per_s: how fast it has computed prompts of late, for people to read; 0: not
+            known.
         kept_text_tokens, new_text_tokens: since its start, of prompts' text, what it had tokenized
             before and what not; 0 where it keeps nothing of that.
+        steps: the iterations that it has taken since it spoke last, alike ones together.
 
     Example:
         >>> EngineLoad(prefill_tokens=1800, decodes=12, step_s=0.03).decodes
@@ -51,6 +57,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     prefill_tokens_per_s: float = 0.0
     kept_text_tokens: int = 0
     new_text_tokens: int = 0
+    steps: tuple[Step, ...] = ()
 
 
 class Work(NamedTuple):
@@ -66,6 +73,9 @@ class Work(NamedTuple):
         own_share: of its time, what prefills for conversations of its own have taken of late.
         append_share: of that, what later turns have appended.
         lent_tokens: prefilled for other engines in the last ten seconds.
+        lent_share: of its time, what that has taken of late.
+        mean_decodes: how many requests were past their first token of late, on average.
+        residual_s: how long the prefill that runs is to take yet, on average over time.
     """
 
     costs: EngineCosts
@@ -78,6 +88,9 @@ class Work(NamedTuple):
     append_share: float = 0.0
     lent_tokens: int = 0
     conversations: int = 0
+    lent_share: float = 0.0
+    mean_decodes: float = 0.0
+    residual_s: float = 0.0
 
     def coming_wait_s(self, held_up_s: float) -> float:
         """What turns that come meanwhile wait in all, if the engine is held up for so long.
@@ -128,31 +141,52 @@ class Loads:
     Of prompts that find no line it is kept in mind how long they should take until their first
     token, and learned what those that are handed over take beyond that (`HandingOver`).
 
+    What work costs is learned from the iterations that engines tell of (`StepCosts`), by engines
+    of the same kind together.
+
     Args:
-        costs: engines' measured costs; None: each one's own pace, as it says it.
+        prior: what work is expected to cost before anything was seen; None: nothing is known.
 
     Example:
-        >>> loads = Loads()
-        >>> loads.says("p1", EngineLoad(prefill_tokens=5000, prefill_tokens_per_s=2000), now_s=10)
+        >>> loads = Loads(EngineCosts(per_token_s=0.0005))
+        >>> loads.says("p1", EngineLoad(prefill_tokens=5000), now_s=10)
         >>> loads.placed("c", 1000, Placement("d1", "p1"), Shared({}), now_s=10.5)
         >>> loads.work("p1", now_s=11.0).backlog_s
         2.0
     """
 
-    def __init__(self, costs: EngineCosts | None = None) -> None:
-        self._costs = costs
+    def __init__(self, prior: EngineCosts | None = None) -> None:
+        self._prior = prior or EngineCosts.assumed()
+        self._kinds: dict[str, StepCosts] = {}
         self._engines: dict[str, _Engine] = {}
         self._demand = _Late(_DEMAND_S)
+        self._residuals = _Late(_DEMAND_S)
         self._placed: dict[str, _Placed] = {}
         self._handing_over = HandingOver()
+
+    def joined(self, engine_id: str, kind: str, handoffs: Sequence[tuple[int, float]] = ()) -> None:
+        """An engine is ready.
+
+        Args:
+            kind: engines of one kind do the same work in the same time: same hardware, same model,
+                same arguments.
+            handoffs: tokens, and the seconds by which a prompt of so many took longer when it was
+                handed over than when it was computed here, as tried at its start.
+        """
+        known = self._engines.get(engine_id)
+        if known is None or known.kind != kind:
+            self._engines[engine_id] = known = self._new_engine(kind)
+        known.handoff = _line_through(handoffs) or known.handoff
+        known.learn(())
 
     def says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
         """An engine says what it does."""
         engine = self._of(engine_id)
-        if self._costs is None and load.prefill_tokens_per_s:
-            engine.costs = EngineCosts.observed(load.prefill_tokens_per_s)
+        engine.learn(load.steps)
         engine.load = load
-        engine.queue.set(load.prefill_tokens, load.prefill_tokens * engine.token_s(now_s), now_s)
+        backlog_s = load.prefill_tokens * engine.token_s(now_s)
+        engine.queue.set(load.prefill_tokens, backlog_s, now_s)
+        engine.mean_decodes += _SHARE * (load.decodes - engine.mean_decodes)
 
     def placed(
         self, history_id: str, tokens: int, placement: Placement, shared: Shared, now_s: float
@@ -171,9 +205,9 @@ class Loads:
         self._expect(history_id, tokens, past, there, placement, now_s)
         seconds = engine.prefills(tokens - past, past, now_s)
         engine.queue.add(history_id, tokens - past, seconds, now_s)
-        if where is None:
-            home.first_prompts.add(seconds, now_s)
+        (home.first_prompts if where is None else engine.lending).add(seconds, now_s)
         self._demand.add(seconds, now_s)
+        self._residuals.add(seconds * seconds / 2, now_s)
 
     def appended(
         self,
@@ -196,7 +230,9 @@ class Loads:
         if lent:
             engine.lent.append((now_s, new_tokens + cached_tokens))
             seconds = engine.prefills(new_tokens, cached_tokens, now_s)
+            engine.lending.add(seconds, now_s)
             self._demand.add(seconds, now_s)
+            self._residuals.add(seconds * seconds / 2, now_s)
         else:
             # It counts among what the engine has computed when that is known.
             seconds = engine.costs.prefill_s(new_tokens, cached_tokens)
@@ -251,28 +287,35 @@ class Loads:
         """An engine's work at this time."""
         engine = self._engines.get(engine_id)
         if engine is None:
-            return Work(self._costs or EngineCosts.observed())
+            return Work(self._prior)
         tokens, seconds = engine.queue.left(now_s)
         return Work(
             engine.costs,
             tokens,
             seconds,
             engine.load.decodes,
-            engine.load.step_s,
+            engine.load.step_s or engine.costs.decode_s(engine.load.decodes),
             engine.turns.per_s(now_s),
             min(1.0, engine.first_prompts.per_s(now_s) + engine.appends.per_s(now_s)),
             min(1.0, engine.appends.per_s(now_s)),
             engine.lent_tokens(now_s),
             engine.turns.histories(now_s),
+            min(1.0, engine.lending.per_s(now_s)),
+            engine.mean_decodes,
+            engine.residuals.per_s(now_s),
         )
 
-    def price(self, now_s: float) -> Price:
+    def price(self) -> Price:
         """What it takes to hand a prompt over, beyond what is estimated."""
-        return self._handing_over.price(now_s)
+        return self._handing_over.price()
 
     def demand(self, prefillers: int, now_s: float) -> float:
         """Of so many prefillers' time, the share that first prompts ask for, wherever they run."""
         return self._demand.per_s(now_s) / max(1, prefillers)
+
+    def residual_s(self, prefillers: int, now_s: float) -> float:
+        """How long a first prompt that runs is to take yet, on average, if so many run all."""
+        return self._residuals.per_s(now_s) / max(1, prefillers)
 
     def _expect(
         self,
@@ -311,16 +354,33 @@ class Loads:
                 seconds,
                 placed.estimated_s,
                 placed.moves_tokens,
-                now_s,
                 handed_over=placed.handed_over,
             )
 
     def _of(self, engine_id: str) -> "_Engine":
         engine = self._engines.get(engine_id)
         if engine is None:
-            engine = _Engine(self._costs or EngineCosts.observed())
-            self._engines[engine_id] = engine
+            engine = self._engines[engine_id] = self._new_engine("")
         return engine
+
+    def _new_engine(self, kind: str) -> "_Engine":
+        if kind not in self._kinds:
+            self._kinds[kind] = StepCosts(self._prior)
+        return _Engine(kind, EngineStepCosts(self._kinds[kind]))
+
+
+def _line_through(handoffs: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    """Seconds for any, and for each token, neither below 0; None without points."""
+    if not handoffs:
+        return None
+    n = len(handoffs)
+    mean_tokens = sum(tokens for tokens, _ in handoffs) / n
+    mean_s = sum(seconds for _, seconds in handoffs) / n
+    square = sum((tokens - mean_tokens) ** 2 for tokens, _ in handoffs)
+    product = sum((tokens - mean_tokens) * (s - mean_s) for tokens, s in handoffs)
+    per_token_s = max(0.0, product / square) if square else 0.0
+    constant_s = max(0.0, mean_s - per_token_s * mean_tokens)
+    return constant_s, per_token_s
 
 
 class _Late:
@@ -429,26 +489,46 @@ class _Engine:
     """One engine's."""
 
     __slots__ = (
-        "_seconds", "_tokens", "appends", "costs", "first_prompts", "lent", "load", "queue", "turns"
+        "_model", "_seconds", "_tokens", "appends", "costs", "first_prompts", "handoff", "kind",
+        "lending", "lent", "load", "mean_decodes", "queue", "residuals", "turns",
     )  # fmt: skip
 
-    def __init__(self, costs: EngineCosts) -> None:
-        self.costs = costs
+    def __init__(self, kind: str, model: EngineStepCosts) -> None:
+        self.kind = kind
+        self._model = model
+        self.costs = model.costs()
+        # Measured at its start: seconds for any handoff, and for each token.
+        self.handoff: tuple[float, float] | None = None
         self.load = EngineLoad()
+        self.mean_decodes = 0.0
         self.queue = _Queue()
         self.turns = _Turns()
-        # What prefills for its own conversations take.
+        # What prefills take, for its own conversations and for other engines.
         self.first_prompts = _Late(_LATE_S)
         self.appends = _Late(_LATE_S)
+        self.lending = _Late(_LATE_S)
         self.lent: deque[tuple[float, int]] = deque()
+        self.residuals = _Late(_LATE_S)
         self._seconds = _Late(_LATE_S)
         self._tokens = _Late(_LATE_S)
+
+    def learn(self, steps: Sequence[Step]) -> None:
+        """It has taken these iterations."""
+        for step in steps:
+            self._model.add(step)
+        self.costs = self._model.costs()
+        if self.handoff is not None:
+            constant_s, per_token_s = self.handoff
+            self.costs = replace(
+                self.costs, handoff_constant_s=constant_s, handoff_per_token_s=per_token_s
+            )
 
     def prefills(self, tokens: int, cached_tokens: int, now_s: float) -> float:
         """It computes so much; how long that takes."""
         seconds = self.costs.prefill_s(tokens, cached_tokens)
         self._seconds.add(seconds, now_s)
         self._tokens.add(tokens, now_s)
+        self.residuals.add(seconds * seconds / 2, now_s)
         return seconds
 
     def token_s(self, now_s: float) -> float:

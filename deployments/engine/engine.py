@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import random
 import socket
 import time
 from typing import Any
@@ -30,7 +31,7 @@ from conserve.holdings import Holdings
 from conserve.placement import EngineLoad
 from conserve.settings import Settings
 from conserve.tokenizing import TokenCache
-from conserve.wire import BEAT_S, CHECK_PREFIX, SILENCE_S, Role
+from conserve.wire import BEAT_S, CHECK_PREFIX, PREFILL_PREFIX, SILENCE_S, Role
 from deployments.engine import core
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.core import core_loads_first
@@ -60,6 +61,8 @@ from hetero.tiers import RoleTier
 logger = logging.getLogger("ray.serve")
 
 WARM_UP_TIMEOUT_S = 300.0
+# Lengths of prompts that an engine tries at its start. None is whole chunks of LMCache's.
+_TRIED_TOKENS = (300, 1_500)
 # Serve gives an engine that does not scale ten seconds to end (deployments/app.py).
 _LETTING_GO_S = 5.0
 
@@ -152,6 +155,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             sms=sum(lease.sms for lease in leases),
             host_tokens=self._host_tokens(client.vllm_config) if settings.parks else 0,
             also_hosts=role == "prefiller" and settings.prefillers_host,
+            kind=kind_of(client.vllm_config, tier.name),
         )
         self._table.tell("engine_starting", EngineStarting(self._id, "warming up"))
         await self._warm_up()
@@ -342,9 +346,52 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         ) as session:
             for prompt in prompts:
                 await self._own_turn(session, prompt)
+            self._meter.forget()
             more = (f"{prompt} {number}" for number in range(2) for prompt in prompts)
             await asyncio.gather(*(self._own_turn(session, prompt) for prompt in more))
+            await self._try_lengths(session)
         logger.info("%s %s warm after %.1f s", self._role, self._id, time.monotonic() - started_s)
+
+    async def _try_lengths(self, session: aiohttp.ClientSession) -> None:
+        """Compute prompts of several lengths, here and as if they were handed over.
+
+        By their iterations the table knows from the first turn on what work takes. A prompt that is
+        handed over is stored, looked up, loaded, and its end computed again: what that takes beyond
+        a prompt at home is tried by this engine alone, which forgets what it had computed between
+        the two.
+        """
+        client = self.engine._engine_client
+        most = self._info.max_model_len // 2
+        # What neither stores nor loads has nothing to try; nor what keeps its blocks for a while.
+        hands_over = client.vllm_config.kv_transfer_config.kv_role == "kv_both"
+        handoffs = []
+        for tokens in sorted({min(tokens, most) for tokens in _TRIED_TOKENS}):
+            here_s = await self._try(session, "", self._own_prompt("here", tokens))
+            prompt = self._own_prompt("away", tokens)
+            if not hands_over:
+                continue
+            away_s = await self._try(session, PREFILL_PREFIX, prompt)
+            if await client.reset_prefix_cache():
+                away_s += await self._try(session, "", prompt)
+                handoffs.append((tokens, max(0.0, away_s - here_s)))
+        self._info = dataclasses.replace(self._info, handoffs=tuple(handoffs))
+
+    def _own_prompt(self, name: str, tokens: int) -> list[int]:
+        """Token ids that are no other prompt's."""
+        size = self.engine._engine_client.vllm_config.model_config.get_vocab_size()
+        draw = random.Random(f"{self._id} {name} {tokens}")
+        # The first and last ones of a vocabulary may be special.
+        return [draw.randrange(size // 4, size // 2) for _ in range(tokens)]
+
+    async def _try(self, session: aiohttp.ClientSession, prefix: str, prompt: list[int]) -> float:
+        """How many seconds a prompt takes until its first token."""
+        began_s = time.monotonic()
+        body = {"model": self._settings.model_id, "prompt": prompt, "max_tokens": 1}
+        async with session.post(prefix + "/v1/completions", json=body) as response:
+            await response.read()
+            if response.status >= 500:
+                raise RuntimeError(f"the engine failed a prompt of its own ({response.status})")
+        return time.monotonic() - began_s
 
     async def _own_turn(self, session: aiohttp.ClientSession, prompt: str) -> None:
         chat = {
@@ -416,6 +463,23 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             return load
         kept, new = self._tokens.found_tokens, self._tokens.encoded_tokens
         return msgspec.structs.replace(load, kept_text_tokens=kept, new_text_tokens=new)
+
+
+def kind_of(vllm_config: Any, tier: str) -> str:
+    """What engines have in common whose work takes the same time, by a ``VllmConfig``."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    said = (
+        vllm_config.device_config.device_type,
+        tier,
+        model.model,
+        model.quantization,
+        model.dtype,
+        vllm_config.cache_config.cache_dtype,
+        vllm_config.parallel_config.world_size,
+        scheduler.max_num_batched_tokens,
+        model.enforce_eager,
+    )
+    return " ".join(map(str, said))
 
 
 def capacity_tokens(cache_config: Any) -> int:

@@ -23,15 +23,17 @@ more): check it when that version changes.
 """
 
 import sys
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
 
-from conserve.wire import CHUNK_TOKENS, LATE, MISSED, PARK, PREFILLED, STORED_TOKENS
+from conserve.wire import CHUNK_TOKENS, LATE, MISSED, PARK, PREFILLED, STEPS, STORED_TOKENS
 from deployments.engine.kv_layers import require_whole_blocks
 from deployments.engine.late_kv import LateKV
 from deployments.engine.lmcache_client import (
@@ -43,6 +45,7 @@ from deployments.engine.lmcache_client import (
     say_less,
     wait_for_server,
 )
+from deployments.engine.step_meter import StepMeter, StepStats
 from deployments.engine.stores import StepNotes, Steps, Stores
 from deployments.node import kv_pool
 
@@ -71,7 +74,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         super().__init__(vllm_config, *args, **kwargs)
         self._parks = vllm_config.kv_transfer_config.kv_role == "kv_both"
         if hasattr(self, "scheduler_adapter"):
-            self._prepare_scheduler()
+            self._prepare_scheduler(1 + vllm_config.num_speculative_tokens)
             adapter = self.scheduler_adapter
             say_less(adapter)
             for url, client in adapter.req_clients.items():
@@ -84,12 +87,13 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             on_gpu = vllm_config.device_config.device_type != "cpu"
             be_patient(worker.req_client, _GPU_PING_TIMEOUT_S if on_gpu else PING_TIMEOUT_S)
 
-    def _prepare_scheduler(self) -> None:
+    def _prepare_scheduler(self, decode_tokens: int = 1) -> None:
         self._late = LateKV()
         self._step = 0
         # Requests of which something was stored, and those of them that ended since the last step.
         self._storing: set[str] = set()
         self._ended: set[str] = set()
+        self._meter = StepMeter(decode_tokens)
 
     def _prepare_worker(self, connection: Connection) -> None:
         self._steps = Steps()
@@ -284,7 +288,19 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         metadata.notes = StepNotes(self._step, frozenset(last), frozenset(self._ended))
         self._step += 1
         self._ended.clear()
+        self._meter.began(scheduler_output, time.monotonic(), counts=not last)
         return metadata
+
+    def get_kv_connector_stats(self) -> Any:
+        """Also what iterations took, from the scheduler's connector, at each one's end."""
+        stats = super().get_kv_connector_stats()
+        if not hasattr(self, "scheduler_adapter"):
+            return stats
+        steps = self._meter.ended(time.monotonic())
+        if steps:
+            data = {} if stats is None else stats.data
+            stats = StepStats({**data, STEPS: [msgspec.structs.astuple(one) for one in steps]})
+        return stats
 
     def _report_block_allocation_deltas(self, scheduler_output: Any) -> None:
         """Nothing: it would be for metrics of the server's, and costs every turn (`say_less`)."""

@@ -1,8 +1,8 @@
 """An engine's load, which it tells the table with each beat: `EngineLoad`.
 
 What waits and what decodes is read, once a beat, from the state that vLLM keeps of each request
-for its answers. How long iterations take, and how fast prompts are computed, vLLM tells its
-loggers of statistics once an iteration. Nothing is done once a token.
+for its answers. How long iterations take the core's connector meters (`step_meter`), and vLLM tells
+its loggers of statistics. Nothing is done once a token.
 
 How far a prompt has come, and what of it caches had, vLLM's core tells with the first token. Until
 then a prompt counts whole, but for what its turn expects in caches: the history that this engine
@@ -15,18 +15,21 @@ it none of ours).
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from conserve.placement.load import EngineLoad
+from conserve.placement import EngineLoad, Step
+from conserve.wire import STEPS
 
 # Of late.
 WINDOW_S = 30
-# Of prompts with fewer tokens to compute, what is measured is what any iteration costs.
+# Of iterations with fewer tokens of prompts, most is what any iteration costs.
 _LEAST_PREFILL_TOKENS = 128
+# The table is told of no more iterations at a time; the newest say most.
+_MOST_STEPS = 64
 # Of a prompt: all of it.
 ALL_TOKENS = 2**63
 
@@ -79,12 +82,12 @@ class LoadMeter:
     def __init__(self, requests: Mapping[str, RequestState]) -> None:
         self._requests = requests
         self._expected: dict[str, int] = {}
-        self._steps = Lately()
+        self._decodes = Lately()
         self._prefills = Lately()
-        self._prefilled_until_s = 0.0
+        self._steps: deque[Step] = deque(maxlen=_MOST_STEPS)
 
     def load(self, now_s: float) -> EngineLoad:
-        """The load now."""
+        """The load now, with the iterations since it was asked for last."""
         # Several choices have one prompt.
         prompts: dict[str, int] = {}
         decodes = 0
@@ -94,9 +97,19 @@ class LoadMeter:
                 continue
             expected = self._expected.get(request.external_req_id, 0)
             prompts[request.external_req_id] = max(0, request.prompt_len - expected)
+        steps = tuple(self._steps)
+        self._steps.clear()
         return EngineLoad(
-            sum(prompts.values()), decodes, self._steps.mean(now_s), self._prefills.mean(now_s)
+            sum(prompts.values()),
+            decodes,
+            self._decodes.mean(now_s),
+            self._prefills.mean(now_s),
+            steps=steps,
         )
+
+    def forget(self) -> None:
+        """Forget the iterations until now: the first ones of an engine take many times as long."""
+        self._steps.clear()
 
     @asynccontextmanager
     async def expecting(self, request_id: str, tokens: int) -> AsyncIterator[None]:
@@ -107,35 +120,14 @@ class LoadMeter:
         finally:
             self._expected.pop(request_id, None)
 
-    def iteration(
-        self,
-        now_s: float,
-        *,
-        gaps_s: Sequence[float],
-        waits_s: Sequence[float],
-        computed_tokens: int,
-        ended: int,
-        running: int,
-    ) -> None:
-        """Note an iteration that put something out.
-
-        Args:
-            gaps_s: for each request that decoded, how long ago its token before this one came.
-            waits_s: for each request that has come to its first token, how long that took.
-            computed_tokens: of those requests' prompts, what was in no cache.
-            ended: how many requests end with it.
-            running: how many go on after it.
-        """
-        if waits_s:
-            if computed_tokens >= _LEAST_PREFILL_TOKENS:
-                # Prompts that overlap share their time.
-                since_s = max(now_s - max(waits_s), self._prefilled_until_s)
-                self._prefills.add(computed_tokens, max(0.0, now_s - since_s), now_s)
-                self._prefilled_until_s = now_s
-        elif gaps_s and len(gaps_s) >= running + ended:
-            # Whoever runs has put out a token: nobody's prompt was computed in part. Who was
-            # preempted has a longer gap than the iteration took.
-            self._steps.add(min(gaps_s), 1, now_s)
+    def took(self, steps: Iterable[Step], now_s: float) -> None:
+        """Note iterations that are over."""
+        for step in steps:
+            self._steps.append(step)
+            if not step.new_tokens:
+                self._decodes.add(step.lasted_s * step.count, step.count, now_s)
+            elif step.new_tokens >= _LEAST_PREFILL_TOKENS:
+                self._prefills.add(step.new_tokens, step.lasted_s, now_s)
 
 
 def measure(client: Any) -> LoadMeter:
@@ -157,16 +149,9 @@ class _Iterations(StatLoggerBase):  # type: ignore[misc]  # vLLM's types are not
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        if scheduler_stats is None or iteration_stats is None:
-            return
-        self._meter.iteration(
-            time.monotonic(),
-            gaps_s=iteration_stats.inter_token_latencies_iter,
-            waits_s=iteration_stats.time_to_first_tokens_iter,
-            computed_tokens=iteration_stats.prompt_token_stats.computed,
-            ended=len(iteration_stats.finished_requests),
-            running=scheduler_stats.num_running_reqs,
-        )
+        said = scheduler_stats.kv_connector_stats if scheduler_stats is not None else None
+        if said and STEPS in said:
+            self._meter.took((Step(*one) for one in said[STEPS]), time.monotonic())
 
     def log_engine_initialized(self) -> None:
         pass

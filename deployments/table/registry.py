@@ -66,6 +66,7 @@ class Registry:
             self._ended.setdefault(engine.id, [])
             if engine.registration:
                 self._table.notices.add(engine.id, engine.registration)
+        self._table.engine_joined(engine.id, engine.kind, engine.handoffs)
         if engine.leaving:
             self._table.leave(engine.id)
         self.engines[engine.id] = engine

@@ -96,7 +96,7 @@ def test_turns_that_the_decoder_began_by_itself_count_too() -> None:
 
 
 def test_who_ends_or_is_unbound_sends_no_turn_there() -> None:
-    table = elastic_table(hosts=True)
+    table = elastic_table()
     turns = [start(table, name, 100) for name in ("a", "b")]
     for turn in turns:
         turn.advance(table, 100)

@@ -3,8 +3,8 @@
 import doctest
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -31,6 +31,8 @@ COSTS = EngineCosts(
     handoff_constant_s=0.02,
     handoff_per_token_s=1e-4,
     chunk_tokens=512,
+    step_s=0.01,
+    per_sequence_s=0.0005,
 )
 DECODERS, PREFILLERS = ("d1", "d2", "d3"), ("p1", "p2")
 
@@ -133,16 +135,25 @@ def room_for_copies(homes: list[Decoder], loads: Loads, pool: set[str]) -> dict[
     return {id: max(0, free - loads.work(id, NOW_S).lent_tokens) for id, free in left.items()}
 
 
-def load_of(one: Decoder, tokens: int, decoders: list[Decoder], loads: Loads, pool: int) -> float:
-    """How slow a token is there."""
-    occupancy = (one.held_tokens + tokens) / one.capacity_tokens
-    shares = [loads.work(d.id, NOW_S).own_share for d in decoders]
-    if one in decoders:
-        return (1 + 4 * occupancy) / (1 - min(0.95, sum(shares) / len(shares)))
-    share = loads.demand(pool, NOW_S) + loads.work(one.id, NOW_S).append_share
-    emptiest = min((d.occupancy for d in decoders), default=1.0)
-    premium = max(0.0, 1 - emptiest) * min(1.0, len(decoders) / (2 * pool))
-    return (1 + 4 * occupancy) / (1 - min(0.95, share)) * (1 + premium)
+def load_of(one: Decoder, tokens: int, homes: list[Decoder], loads: Loads, pool: set[str]) -> float:
+    """What a token takes there, and delays others by."""
+    work = {home.id: loads.work(home.id, NOW_S) for home in homes}
+    decodes = sum(each.mean_decodes for each in work.values())
+    turns_per_s = sum(each.turns_per_s for each in work.values())
+    conversations = sum(each.conversations for each in work.values())
+    duty = min(1.0, (decodes + 0.5) / (conversations + 1))
+    turn_s = max(0.5, decodes / turns_per_s if turns_per_s else 0.0)
+    others = max(duty * work[one.id].conversations, work[one.id].mean_decodes)
+    token_s = COSTS.step_s + (others + 1) * COSTS.per_sequence_s + others * COSTS.per_sequence_s
+    alike = [each for id, each in work.items() if (id in pool) == (one.id in pool)]
+    if one.id in pool:
+        busy = loads.demand(len(pool), NOW_S) + sum(e.append_share for e in alike) / len(alike)
+        wait_s = loads.residual_s(len(pool), NOW_S)
+    else:
+        busy = sum(each.own_share for each in alike) / len(alike)
+        wait_s = sum(each.residual_s for each in alike) / len(alike)
+    full = (one.held_tokens + tokens) / one.capacity_tokens
+    return token_s * (1 + 4 * full) * (1 + wait_s / turn_s) / (1 - min(0.95, busy))
 
 
 @given(st.integers(1, 4_000), HOMES, POOL, SHARED, LOADS, SENT)
@@ -167,10 +178,8 @@ def test_the_choice_costs_least_of_all_pairs(
     if not fitting:
         assert choice is None
         return
-    decoders = [one for one in open_ if one.id not in pool]
     load = {
-        one.id: load_of(one, shared.beyond(tokens, one.id), decoders, loads, len(pool))
-        for one in fitting
+        one.id: load_of(one, shared.beyond(tokens, one.id), open_, loads, pool) for one in fitting
     }
     least = min(load.values())
     emptiest = min(one.occupancy for one in open_)
@@ -247,12 +256,35 @@ def test_running_decodes_send_a_prompt_to_a_prefiller_and_its_queue_sends_it_bac
     assert policy.place(1_000, homes, pool, now_s=NOW_S) == Placement("d1", None)
 
 
+def test_two_conversations_use_two_idle_engines_where_decodes_delay_each_other() -> None:
+    homes = [Decoder("d1", 10_000_000), Decoder("p1", 10_000_000)]
+
+    def second_home(costs: EngineCosts) -> str:
+        loads = Loads(costs)
+        policy = ElasticPlacement(loads)
+        first = policy.place(2_000, homes, [Prefiller("p1")], now_s=NOW_S)
+        assert first == Placement("d1", None)
+        loads.placed("first", 2_000, first, NOTHING_SHARED, NOW_S)
+        loads.says("d1", EngineLoad(decodes=1, step_s=0.01), NOW_S + 5)
+        second = policy.place(1_000, homes, [Prefiller("p1")], now_s=NOW_S + 5)
+        assert second is not None
+        # Nothing is handed over while both engines have hardly anything to do.
+        assert second.prefiller_id is None
+        return second.decoder_id
+
+    fast = EngineCosts(
+        per_token_s=1e-5, prefill_constant_s=0.03, step_s=0.01, per_sequence_s=0.004,
+        prefill_share=0.5,
+    )  # fmt: skip
+    assert second_home(fast) == "p1"
+    assert second_home(replace(fast, per_sequence_s=1e-6)) == "d1"
+
+
 def test_a_prefiller_hosts_where_decoders_are_fuller() -> None:
-    homes = [Decoder("d1", 10_000, 8_000, 8), Decoder("p1", 10_000, 0, 0)]
+    homes = [Decoder("d1", 10_000, 1_000, 1), Decoder("p1", 10_000, 0, 0)]
     policy = ElasticPlacement(Loads(COSTS))
     assert policy.place(500, homes, [Prefiller("p1")]) == Placement("p1", None)
-    # The emptier decoders are, the more it takes.
-    homes[0].held_tokens = 1_000
+    homes[0].held_tokens = 0
     assert policy.place(500, homes, [Prefiller("p1")]) == Placement("d1", None)
 
 
@@ -314,12 +346,12 @@ def test_what_engines_have_said_a_second_ago_is_as_good(
     """They have worked since, at their pace."""
     homes = [Decoder(id, 10_000, at, 1) for id, at in zip(DECODERS, held, strict=True)]
     pool = [Prefiller(id) for id in PREFILLERS]
-    fresh, stale = Loads(), Loads()
+    costs = EngineCosts(per_token_s=1e-3, step_s=0.01)
+    fresh, stale = Loads(costs), Loads(costs)
     for engine_id, left in waiting.items():
-        pace = 1_000
-        fresh.says(engine_id, EngineLoad(left, prefill_tokens_per_s=pace), NOW_S)
-        before = EngineLoad(left + round(pace * ago_s), prefill_tokens_per_s=pace)
-        stale.says(engine_id, before, NOW_S - round(pace * ago_s) / pace)
+        fresh.says(engine_id, EngineLoad(left), NOW_S)
+        before = EngineLoad(left + round(1_000 * ago_s))
+        stale.says(engine_id, before, NOW_S - round(1_000 * ago_s) / 1_000)
     for engine_id in waiting:
         one, other = fresh.work(engine_id, NOW_S), stale.work(engine_id, NOW_S)
         assert math.isclose(one.backlog_s, other.backlog_s, rel_tol=1e-6)
@@ -343,37 +375,6 @@ def test_what_first_prompts_ask_of_prefillers_makes_them_slower_homes() -> None:
     busy = ElasticPlacement(loads).place(500, homes, [Prefiller("p1")], now_s=NOW_S)
     assert busy is not None
     assert busy.decoder_id == "d1"
-
-
-def test_a_prefiller_hosts_sooner_where_it_has_one_decoder_than_where_it_has_more() -> None:
-    def home_of(decoders: int, held_tokens: int) -> str:
-        homes = [Decoder(f"d{i}", 10_000, held_tokens, 5) for i in range(decoders)]
-        homes.append(Decoder("p1", 10_000, 0, 0))
-        choice = ElasticPlacement(Loads(COSTS)).place(100, homes, [Prefiller("p1")])
-        assert choice is not None
-        return choice.decoder_id
-
-    # So full decoders are when it begins to.
-    begins = {
-        decoders: next(held for held in range(0, 9_000, 50) if home_of(decoders, held) == "p1")
-        for decoders in (1, 2, 9)
-    }
-    assert begins[1] < begins[2] == begins[9] < 4_000
-
-
-def test_a_hosted_prompt_counts_once_in_its_prefillers_time() -> None:
-    homes = [Decoder("d1", 10_000, 3_500, 5), Decoder("p1", 100_000, 0, 1)]
-    loads = Loads(COSTS)
-    # Prompts of 3.9 s, which the prefiller computes for conversations of its own.
-    for number in range(6):
-        loads.placed(f"{number}", 3_000, Placement("p1", None), NOTHING_SHARED, NOW_S)
-    demand = loads.demand(1, NOW_S)
-    assert demand == pytest.approx(0.39)
-    assert loads.work("p1", NOW_S).own_share > 0.7
-    # With both counted it would be the slower home.
-    choice = ElasticPlacement(loads).place(500, homes, [Prefiller("p1")], now_s=NOW_S)
-    assert choice is not None
-    assert choice.decoder_id == "p1"
 
 
 def test_a_large_append_leaves_running_decodes_to_a_prefiller_that_finds_its_history() -> None:
@@ -421,3 +422,18 @@ def test_a_later_turn_goes_where_it_costs_least(
             costs[one.id] = ways_s + cost_s(one.id, turn.tokens - parked, parked)
     chosen = ElasticPlacement(loads).prefill_later_turn(pool, turn, NOW_S)
     assert math.isclose(costs[chosen], min(costs.values()))
+
+
+def test_a_tie_stays_home_and_a_difference_that_is_known_does_not() -> None:
+    homes, pool = [Decoder("d1", 100_000, 4_000, 4)], [Prefiller("p1")]
+
+    def prefiller(doubt: float, decodes: int) -> str | None:
+        loads = Loads(replace(COSTS, doubt=doubt))
+        loads.says("d1", EngineLoad(decodes=decodes, step_s=0.01), NOW_S)
+        choice = ElasticPlacement(loads).place(4_000, homes, pool, now_s=NOW_S)
+        assert choice is not None
+        return choice.prefiller_id
+
+    assert prefiller(0.0, 1) == "p1"
+    assert prefiller(0.5, 1) is None
+    assert prefiller(0.5, 9) == "p1"

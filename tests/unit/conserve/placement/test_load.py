@@ -7,12 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.placement import NOTHING_SHARED, EngineLoad, Loads, Placement, engine_costs, load
+from conserve.placement import (
+    NOTHING_SHARED,
+    EngineLoad,
+    Loads,
+    Placement,
+    Step,
+    engine_costs,
+    load,
+    step_costs,
+)
 from conserve.placement.engine_costs import EngineCosts
 from conserve.placement.load import Work
 
 # A token takes a millisecond.
-COSTS = EngineCosts(per_token_s=1e-3)
+COSTS = EngineCosts(per_token_s=1e-3, step_s=0.01, per_sequence_s=5e-4)
 AT_HOME = Placement("d", None)
 
 
@@ -76,14 +85,42 @@ def test_the_backlog_is_that_of_an_engine_that_serves_in_order(
         assert backlog_s(loads, now_s) == pytest.approx(sum(queue.values()), abs=1e-6)
 
 
-def test_a_pace_is_observed_where_none_was_measured() -> None:
+def test_what_work_takes_is_learned_from_iterations_and_kept() -> None:
     loads = Loads()
-    loads.says("d", EngineLoad(prefill_tokens=500, prefill_tokens_per_s=250.0), 1.0)
-    assert backlog_s(loads, 1.0) == pytest.approx(2.0)
-    # It is kept while the engine has nothing to compute.
-    loads.says("d", EngineLoad(), 2.0)
-    send(loads, "a", 500, 2.0)
-    assert backlog_s(loads, 2.0) == pytest.approx(2.0)
+    slow = tuple(Step(0.01 + tokens / 250, tokens, tokens**2) for tokens in (200, 500, 900) * 10)
+    loads.says("d", EngineLoad(prefill_tokens=500, steps=slow), 1.0)
+    assert backlog_s(loads, 1.0) == pytest.approx(2.0, rel=0.1)
+    before = loads.work("d", 1.0).costs
+    # Silence changes nothing, however long it is; nor do reports that say nothing.
+    loads.says("d", EngineLoad(), 3_600.0)
+    assert loads.work("d", 9_999.0).costs == before
+    send(loads, "a", 500, 3_600.0)
+    assert backlog_s(loads, 3_600.0) == pytest.approx(2.0, rel=0.1)
+
+
+def test_engines_of_one_kind_learn_from_each_other_and_of_others_they_do_not() -> None:
+    loads = Loads(COSTS)
+    for name, kind in (("d1", "a"), ("d2", "a"), ("d3", "b")):
+        loads.joined(name, kind)
+    slow = tuple(Step(tokens / 250, tokens, tokens**2) for tokens in (200, 500, 900) * 10)
+    loads.says("d1", EngineLoad(steps=slow), 1.0)
+    for name in ("d2", "d3"):
+        loads.says(name, EngineLoad(prefill_tokens=1_000), 1.0)
+    assert backlog_s(loads, 1.0, "d2") == pytest.approx(4.0, rel=0.1)
+    assert backlog_s(loads, 1.0, "d3") == pytest.approx(1.0)
+
+
+def test_what_a_handoff_took_at_an_engines_start_is_what_it_takes() -> None:
+    loads = Loads(COSTS)
+    loads.joined("d", "kind", [(300, 0.05), (1_500, 0.11)])
+    costs = loads.work("d", 0.0).costs
+    assert (costs.handoff_s(0), costs.handoff_s(900)) == (0, pytest.approx(0.08))
+    assert costs.handoff_s(3_000) == pytest.approx(0.185)
+    # Longer ones never take less, nor any less than none.
+    loads.joined("e", "kind", [(300, 0.05), (1_500, 0.01)])
+    assert loads.work("e", 0.0).costs.handoff_s(10_000) == pytest.approx(0.03)
+    loads.says("d", EngineLoad(steps=(Step(0.5, 500, 500**2),)), 1.0)
+    assert loads.work("d", 1.0).costs.handoff_s(900) == pytest.approx(0.08)
 
 
 def test_tokens_take_as_long_as_those_that_have_come_of_late() -> None:
@@ -176,6 +213,6 @@ def test_nothing_is_known_of_an_engine_that_is_gone() -> None:
     assert loads.work("d", 1.0) == Loads(COSTS).work("d", 1.0)
 
 
-@pytest.mark.parametrize("module", [load, engine_costs])
+@pytest.mark.parametrize("module", [load, engine_costs, step_costs])
 def test_docstrings_run(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]

@@ -552,9 +552,12 @@ def test_workers_are_told_whose_prompt_ends_and_whose_blocks_are_kept(role: str)
     def step(scheduled: dict[str, int], new: str, preempted: str = "") -> Any:
         cached = [one for one in scheduled if one not in new]
         output = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=one) for one in new],
+            scheduled_new_reqs=[SimpleNamespace(req_id=one, num_computed_tokens=0) for one in new],
             scheduled_cached_reqs=SimpleNamespace(
-                req_ids=cached, new_block_ids=[None] * len(cached), resumed_req_ids=set()
+                req_ids=cached,
+                new_block_ids=[None] * len(cached),
+                resumed_req_ids=set(),
+                num_computed_tokens=[0] * len(cached),
             ),
             num_scheduled_tokens=scheduled,
             preempted_req_ids=set(preempted),

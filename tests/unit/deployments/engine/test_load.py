@@ -1,6 +1,7 @@
 """What an engine says of its work, by what vLLM tells of requests and iterations."""
 
 import asyncio
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, PrefillStats, SchedulerStats
+from msgspec.structs import astuple
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from conserve.placement.load import EngineLoad
-from deployments.engine import load
+from conserve.placement import EngineLoad, Step
+from conserve.wire import STEPS
 from deployments.engine.load import ALL_TOKENS, WINDOW_S, Lately, LoadMeter, measure
 
 
@@ -26,27 +28,6 @@ class Request:
 
 def meter(**requests: Request) -> LoadMeter:
     return LoadMeter(requests)
-
-
-def step(
-    meter: LoadMeter,
-    now_s: float,
-    *gaps_s: float,
-    running: int | None = None,
-    ended: int = 0,
-) -> None:
-    """An iteration in which some decode and no prompt is done."""
-    running = len(gaps_s) - ended if running is None else running
-    meter.iteration(
-        now_s, gaps_s=gaps_s, waits_s=(), computed_tokens=0, ended=ended, running=running
-    )
-
-
-def prefill(meter: LoadMeter, now_s: float, tokens: int, *waits_s: float) -> None:
-    """An iteration after which prompts are done, of which so much was in no cache."""
-    meter.iteration(
-        now_s, gaps_s=(0.5,), waits_s=waits_s, computed_tokens=tokens, ended=0, running=2
-    )
 
 
 def test_an_engine_with_nothing_to_do_says_so() -> None:
@@ -83,58 +64,30 @@ def test_what_caches_should_have_does_not_count() -> None:
     asyncio.run(scenario())
 
 
-def test_an_iteration_takes_as_long_as_the_shortest_gap_between_tokens() -> None:
+def test_iterations_are_told_of_once_and_make_means() -> None:
     one = meter()
-    step(one, 10.0, 0.03, 0.02)  # One of them was preempted meanwhile.
-    step(one, 10.1, 0.04)
-    assert one.load(11).step_s == pytest.approx(0.03)
-
-
-@pytest.mark.parametrize(
-    ("running", "ended", "counts"),
-    [(2, 0, True), (1, 1, True), (0, 2, True), (3, 0, False), (2, 1, False)],
-)
-def test_an_iteration_counts_where_whoever_runs_puts_out_a_token(
-    running: int, ended: int, counts: bool
-) -> None:
-    """If not, a part of a prompt may have been computed beside the decodes."""
-    one = meter()
-    step(one, 10.0, 0.02, 0.02, running=running, ended=ended)
-    assert bool(one.load(11).step_s) == counts
-
-
-def test_an_iteration_with_a_prefill_says_nothing_of_those_without() -> None:
-    one = meter()
-    prefill(one, 10.0, 700, 0.1)
-    assert one.load(11).step_s == 0
-
-
-def test_prompts_that_wait_for_each_other_share_their_time() -> None:
-    one = meter()
-    prefill(one, 10.0, 1000, 0.2)
-    # They came while the first was computed, and were done 0.3 s after it.
-    prefill(one, 10.3, 2000, 0.4, 0.35)
-    assert one.load(11).prefill_tokens_per_s == pytest.approx(3000 / 0.5)
-    # Then there was none for a while.
-    prefill(one, 20.0, 3000, 0.5)
-    assert one.load(21).prefill_tokens_per_s == pytest.approx(6000 / 1.0)
-
-
-def test_the_end_of_a_prompt_that_was_in_caches_says_nothing_of_the_speed() -> None:
-    one = meter()
-    prefill(one, 10.0, 127, 0.2)
-    assert one.load(11).prefill_tokens_per_s == 0
-    prefill(one, 10.0, 128, 0.2)
-    assert one.load(11).prefill_tokens_per_s == pytest.approx(640)
-
-
-def test_what_was_long_ago_is_not_known() -> None:
-    one = meter()
-    prefill(one, 10.0, 1000, 0.5)
-    step(one, 10.0, 0.02)
-    assert one.load(10.0 + WINDOW_S - 1).step_s
+    decodes, prefill = Step(0.02, decodes=3, count=3), Step(0.5, 1000, 10**6, decodes=2)
+    one.took([decodes, prefill, Step(0.06, decodes=1)], 10.0)
+    # Of few tokens the time is that of any iteration.
+    one.took([Step(0.02, 127, 127**2)], 10.0)
+    load = one.load(11.0)
+    assert load.steps == (decodes, prefill, Step(0.06, decodes=1), Step(0.02, 127, 127**2))
+    assert load.step_s == pytest.approx(0.03)
+    assert load.prefill_tokens_per_s == pytest.approx(2000)
+    assert one.load(11.0).steps == ()
     assert one.load(10.0 + WINDOW_S).step_s == 0
     assert one.load(10.0 + WINDOW_S).prefill_tokens_per_s == 0
+
+
+def test_of_many_iterations_the_newest_are_told() -> None:
+    one = meter()
+    one.took((Step(float(number + 1)) for number in range(1000)), 10.0)
+    told = one.load(11.0).steps
+    assert len(told) < 100
+    assert told[-1].lasted_s == 1000
+    one.took([Step(1.0)], 12.0)
+    one.forget()
+    assert one.load(12.0).steps == ()
 
 
 @given(
@@ -168,24 +121,17 @@ class Client:
             logger.record(stats, iteration, mm_cache_stats=None, engine_idx=0)
 
 
-def test_vllm_tells_of_its_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load.time, "monotonic", lambda: 50.0)
+def test_vllm_tells_of_what_the_connector_has_metered() -> None:
     client = Client()
     meter = measure(client)
-    client.record(SchedulerStats(), None)
     client.record(None, IterationStats())
-    prompts = IterationStats()
-    done = PrefillStats()
-    done.set(num_prompt_tokens=900, num_local_cached_tokens=100, num_external_cached_tokens=0)
-    prompts.prompt_token_stats.update_from_output(done)
-    prompts.time_to_first_tokens_iter = [0.4]
-    client.record(SchedulerStats(num_running_reqs=1), prompts)
-    decodes = IterationStats()
-    decodes.inter_token_latencies_iter = [0.01, 0.01]
-    decodes.finished_requests = [FinishedRequestStats(finish_reason=None)]  # type: ignore[arg-type]
-    client.record(SchedulerStats(num_running_reqs=1), decodes)
+    client.record(SchedulerStats(), None)
+    client.record(SchedulerStats(kv_connector_stats={"other": [1.0]}), None)
+    step = Step(0.5, 1000, 10**6, 2, 900)
+    client.record(SchedulerStats(kv_connector_stats={STEPS: [list(astuple(step))]}), None)
     client.output_processor.request_states["r-1"] = Request("r", 70)
-    assert meter.load(51.0) == EngineLoad(70, 0, pytest.approx(0.01), pytest.approx(2000))
+    load = meter.load(time.monotonic())
+    assert (load.prefill_tokens, load.steps) == (70, (step,))
 
 
 def test_without_statistics_times_are_not_known() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from conserve.conversation import TurnStats
 from conserve.events import EventLog
+from conserve.placement import EngineLoad
 from conserve.settings import Settings
 from deployments.messages import EventPage, Prefilled, TurnPlan, TurnTiming, Unplaced
 from deployments.table import listening
@@ -19,6 +20,8 @@ from tests.unit.deployments.table.virtual_time import run
 def test_what_happens_is_told_in_order() -> None:
     async def scenario() -> None:
         service = await a_full_service()
+        # So much that prompts are prefilled elsewhere.
+        await service.beat("decoder#1", None, EngineLoad(decodes=9, step_s=0.02))
         began = (await service.events(None)).newest
         assert isinstance(await service.begin("r", "c", []), Unplaced)
         waiting = asyncio.create_task(service.place("r", "c", TOKENS))

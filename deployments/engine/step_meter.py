@@ -1,0 +1,106 @@
+"""What each iteration of an engine takes, metered in its core and told with vLLM's statistics.
+
+A KV connector is asked at each iteration's beginning what its workers are to be told, and at its
+end for statistics; those go to the engine's front with the iteration's outputs. Both are vLLM's
+public interface for connectors.
+
+Iterations that wait for a prompt's KV to be stored are left out: their time is not the model's.
+"""
+
+import statistics
+from collections import deque
+from typing import Any
+
+from lmcache.integration.vllm.lmcache_mp_metrics import LMCacheMPConnectorStats
+
+from conserve.placement import Step
+from conserve.wire import STEPS
+
+# Decodes are told of together, so many iterations, or those of so long.
+_MOST_DECODES = 64
+_TOGETHER_S = 0.25
+
+
+class StepStats(LMCacheMPConnectorStats):  # type: ignore[misc]  # LMCache ships no types.
+    """A connector's statistics, and the iterations that it has metered."""
+
+    def is_empty(self) -> bool:
+        return bool(super().is_empty()) and not self.data.get(STEPS)
+
+
+class StepMeter:
+    """Meters iterations, of which several may be under way. Times are of the monotonic clock.
+
+    Args:
+        decode_tokens: most tokens that a decode computes in an iteration.
+    """
+
+    def __init__(self, decode_tokens: int = 1) -> None:
+        self._decode_tokens = decode_tokens
+        # When each began, and what it computes; None: nothing, or what is not to be metered.
+        self._under_way: deque[tuple[float, Step | None]] = deque()
+        self._ended_s = 0.0
+        self._decodes: dict[int, list[Step]] = {}
+        self._since_s: float | None = None
+
+    def began(self, scheduled: Any, now_s: float, *, counts: bool = True) -> None:
+        """An iteration begins.
+
+        Args:
+            scheduled: vLLM's ``SchedulerOutput``.
+            counts: whether its time is the model's.
+        """
+        self._under_way.append((now_s, self._computes(scheduled) if counts else None))
+
+    def ended(self, now_s: float) -> list[Step]:
+        """The oldest one ends; returns those that are to be told of now."""
+        if not self._under_way:
+            return []
+        began_s, step = self._under_way.popleft()
+        # With two under way the second begins when the first is over.
+        lasted_s = now_s - max(began_s, self._ended_s)
+        self._ended_s = now_s
+        told: list[Step] = []
+        if step is not None:
+            step = _lasting(step, lasted_s)
+            if step.new_tokens:
+                told.append(step)
+            else:
+                self._decodes.setdefault(step.decodes, []).append(step)
+                if self._since_s is None:
+                    self._since_s = now_s
+        waiting = sum(map(len, self._decodes.values()))
+        due = self._since_s is not None and now_s - self._since_s >= _TOGETHER_S
+        if waiting and (told or due or waiting >= _MOST_DECODES):
+            told += [_together(alike) for alike in self._decodes.values()]
+            self._decodes.clear()
+            self._since_s = None
+        return told
+
+    def _computes(self, scheduled: Any) -> Step | None:
+        new_tokens = pairs = decodes = kv_tokens = 0
+        cached = scheduled.scheduled_cached_reqs
+        requests = [(one.req_id, one.num_computed_tokens) for one in scheduled.scheduled_new_reqs]
+        requests += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        for request_id, before in requests:
+            tokens = scheduled.num_scheduled_tokens.get(request_id, 0)
+            if tokens > self._decode_tokens:
+                new_tokens += tokens
+                pairs += tokens * (tokens + 2 * before)
+            elif tokens:
+                decodes += 1
+                kv_tokens += before
+        if not new_tokens and not decodes:
+            return None
+        return Step(0.0, new_tokens, pairs, decodes, kv_tokens)
+
+
+def _lasting(step: Step, lasted_s: float) -> Step:
+    return Step(lasted_s, step.new_tokens, step.pairs, step.decodes, step.kv_tokens)
+
+
+def _together(alike: list[Step]) -> Step:
+    """The median of iterations: of those that were held up by something else there are few."""
+    lasted_s = statistics.median(one.lasted_s for one in alike)
+    kv_tokens = sum(one.kv_tokens for one in alike) // len(alike)
+    return Step(lasted_s, 0, 0, alike[0].decodes, kv_tokens, len(alike))
