@@ -27,7 +27,7 @@ class ElasticPlacement:
     there on average, and by what that one lengthens it for each of those, over the share of the
     engine's time that prefills leave to decodes (its own conversations', the mean of all decoders'
     or prefillers', since one engine's is noise; and for prefillers what they compute for others).
-    Times ``1 + 4 occupancy``, the prompt included: a full engine pushes histories out. Of equal
+    Times ``1 + occupancy``, the prompt included: a full engine pushes histories out. Of equal
     loads decoders go first. The engines that hold the prompt's beginning, or should have what a
     paused history has left there, are homes too, unless they are much fuller than the emptiest.
 
@@ -65,7 +65,7 @@ class ElasticPlacement:
         loads: what is known of engines' work.
         free_share: of each home's KV, what nothing new is promised where everybody decodes.
         near: homes are those whose load is above the least by this share at most.
-        occupancy_weight: how much dearer a token is where all KV is held.
+        occupancy_weight: how much dearer a token is where all KV is held, beyond reading it.
         host_below: prefillers take new conversations while first prompts ask for less than this
             share of their time.
         most_uneven: nobody goes back to where more of the capacity is held, by this, than on the
@@ -85,7 +85,7 @@ class ElasticPlacement:
     loads: Loads = field(default_factory=Loads)
     free_share: float = 0.1
     near: float = 0.05
-    occupancy_weight: float = 4.0
+    occupancy_weight: float = 1.0
     host_below: float = 0.8
     most_uneven: float = 0.5
 

@@ -153,7 +153,7 @@ def load_of(one: Decoder, tokens: int, homes: list[Decoder], loads: Loads, pool:
         busy = sum(each.own_share for each in alike) / len(alike)
         wait_s = sum(each.residual_s for each in alike) / len(alike)
     full = (one.held_tokens + tokens) / one.capacity_tokens
-    return token_s * (1 + 4 * full) * (1 + wait_s / turn_s) / (1 - min(0.95, busy))
+    return token_s * (1 + full) * (1 + wait_s / turn_s) / (1 - min(0.95, busy))
 
 
 @given(st.integers(1, 4_000), HOMES, POOL, SHARED, LOADS, SENT)
@@ -241,8 +241,8 @@ def test_where_nothing_runs_the_emptiest_computes_its_own(
     assert choice is not None
     assert choice.prefiller_id is None
     (home,) = (one for one in homes if one.id == choice.decoder_id)
-    loads = [1 + 4 * (one.held_tokens + tokens) / 10_000 for one in homes]
-    assert 1 + 4 * (home.held_tokens + tokens) / 10_000 <= 1.05 * min(loads) + 1e-9
+    loads = [1 + (one.held_tokens + tokens) / 10_000 for one in homes]
+    assert 1 + (home.held_tokens + tokens) / 10_000 <= 1.05 * min(loads) + 1e-9
 
 
 def test_running_decodes_send_a_prompt_to_a_prefiller_and_its_queue_sends_it_back() -> None:
