@@ -60,7 +60,7 @@ class Holdings:
         Args:
             root, points: of its history, if that begins here; see `Conversation`.
             look_up: LMCache may have more of it than is known here: a prefiller has stored its
-                prompt, or it was elsewhere since.
+                prompt, it was elsewhere since, or others may have stored what it begins with.
         """
         if look_up:
             self._stored_tokens.pop(turn.conversation_id, None)
@@ -74,6 +74,8 @@ class Holdings:
             held.root, held.points = root, points
             self._held[turn.conversation_id] = held
             self._stored_tokens.pop(turn.conversation_id, None)
+            if not look_up:
+                self._stored_tokens[turn.conversation_id] = 0
         elif held.id in self._given_up:
             self._given_up[held.id] = turn.turn_id
         held.running += (turn.turn_id,)

@@ -36,7 +36,7 @@ RECOGNISE_HEADER = "x-conserve-recognise"
 ROOT_HEADER = "x-conserve-root"
 POINTS_HEADER = "x-conserve-points"
 # Set where LMCache may have more of the history than this decoder knows of: a prefiller has stored
-# its prompt, or it comes from another decoder.
+# its prompt, it comes from another decoder, or others may have stored what it begins with.
 LOOK_UP_HEADER = "x-conserve-look-up"
 # Set where the turn is to leave its prompt's KV in host memory.
 PARK_HEADER = "x-conserve-park"

@@ -147,6 +147,7 @@ class TurnPlan:
 
     Attributes:
         later: whether this decoder had a turn of the history before.
+        looks_up: whether LMCache may have more of the history than this decoder knows of.
         root: of a history that begins, the digest of its first prompt, where that is a chat's.
         points: of the same, those of its beginnings whose length is known (`Points.packed`).
         parks: whether it is to leave its prompt's KV in host memory.
@@ -159,6 +160,7 @@ class TurnPlan:
     prefiller_id: str | None = None
     prefiller_url: str | None = None
     later: bool = False
+    looks_up: bool = False
     root: Digest | None = None
     points: bytes = b""
     parks: bool = False

@@ -380,7 +380,7 @@ class Turn:
         if plan.root is not None:
             headers[wire.ROOT_HEADER] = plan.root.hex()
             headers[wire.POINTS_HEADER] = plan.points.hex()
-        if not plan.later or plan.prefiller_id is not None:
+        if plan.looks_up:
             headers[wire.LOOK_UP_HEADER] = "1"
         if plan.parks:
             headers[wire.PARK_HEADER] = "1"

@@ -53,6 +53,8 @@ class Membership:
             # It has not heard that it is known; what it has done since is in what it holds.
             self._remove(known)
         forget = self._registry.add(engine, now_s)
+        # It has served under a table before this one, which may have had some of it stored.
+        self._running.may_be_stored |= bool(engine.holds or engine.parked)
         if engine.wanted_replicas is not None and now_s - self._recovery.started_s <= SILENCE_S:
             # A predecessor has wanted so many engines, and they are there.
             self._autoscaler.adopt(engine.role, engine.wanted_replicas, now_s)

@@ -22,6 +22,8 @@ class RunningTurns:
 
     Attributes:
         routers, decoders: of each turn.
+        may_be_stored: whether LMCache may have any conversation's KV. Before that, nothing is
+            looked up there.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class RunningTurns:
         self._room = room
         self.routers: dict[TurnKey, str] = {}
         self.decoders: dict[TurnKey, str] = {}
+        self.may_be_stored = False
 
     # --- they begin --------------------------------------------------------------------------
 
@@ -54,6 +57,9 @@ class RunningTurns:
         assert conversation.decoder_id is not None
         engines = self._registry.engines
         prefiller = engines.get(prefiller_id) if prefiller_id else None
+        # Under `per_turn` prefillers read the history from there.
+        parks = self._settings.placement == "per_turn" or self._table.park(conversation)
+        looks_up = prefiller is not None or (not later and self.may_be_stored)
         plan = TurnPlan(
             turn=turn,
             decoder_id=conversation.decoder_id,
@@ -61,10 +67,10 @@ class RunningTurns:
             prefiller_id=prefiller.id if prefiller else None,
             prefiller_url=prefiller.url if prefiller else None,
             later=later,
+            looks_up=looks_up,
             root=None if later else conversation.root,
             points=b"" if later else conversation.points,
-            # Under `per_turn` prefillers read the history from there.
-            parks=self._settings.placement == "per_turn" or self._table.park(conversation),
+            parks=parks,
             direct=self._settings.placement in _DIRECT,
         )
         self.begins(plan, router_id)
@@ -73,6 +79,7 @@ class RunningTurns:
     def begins(self, plan: TurnPlan, router_id: str) -> None:
         """A turn is under way."""
         self.routers[plan.turn], self.decoders[plan.turn] = router_id, plan.decoder_id
+        self.may_be_stored |= plan.parks or plan.prefiller_id is not None
         self._accounts.turn_begins(plan)
 
     def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:

@@ -18,7 +18,7 @@ def the_only(holdings: Holdings) -> Conversation:
 
 def after_one_turn() -> Holdings:
     holdings = Holdings()
-    holdings.begin(TurnKey("c", 7, 1))
+    holdings.begin(TurnKey("c", 7, 1), look_up=True)
     holdings.finish(TurnKey("c", 7, 1), STATS, TAILS, completed=True)
     return holdings
 
@@ -124,18 +124,29 @@ def test_the_account_given_away_is_a_copy() -> None:
 
 def test_the_first_turns_length_here_is_remembered_until_the_conversation_ends() -> None:
     holdings = Holdings()
-    holdings.begin(TurnKey("c", 7, 1))
+    holdings.begin(TurnKey("c", 7, 1), look_up=True)
     assert holdings.stored_tokens("c") is None
     holdings.finish(TurnKey("c", 7, 1), STATS, TAILS, completed=True)
     holdings.begin(TurnKey("c", 7, 2))
     holdings.finish(TurnKey("c", 7, 2), LATER, TAILS, completed=True)
     assert holdings.stored_tokens("c") == STATS.prompt_tokens
-    holdings.begin(TurnKey("c", 9, 3))
+    holdings.begin(TurnKey("c", 9, 3), look_up=True)
     assert holdings.stored_tokens("c") is None
     holdings.finish(TurnKey("c", 9, 3), LATER, TAILS, completed=True)
     assert holdings.stored_tokens("c") == LATER.prompt_tokens
     holdings.drop("c", 9)
     assert holdings.stored_tokens("c") is None
+
+
+def test_where_lmcache_can_have_nothing_it_has_nothing_until_something_is_left_there() -> None:
+    holdings = Holdings()
+    holdings.begin(TurnKey("c", 7, 1))
+    assert holdings.stored_tokens("c") == 0
+    holdings.finish(TurnKey("c", 7, 1), STATS, TAILS, completed=True)
+    holdings.begin(TurnKey("c", 7, 2))
+    assert holdings.stored_tokens("c") == 0
+    holdings.finish(TurnKey("c", 7, 2), LATER, TAILS, completed=True, parked=True)
+    assert holdings.stored_tokens("c") == LATER.prompt_tokens
 
 
 def test_what_lmcache_has_of_one_that_comes_back_is_what_was_prefilled_last() -> None:

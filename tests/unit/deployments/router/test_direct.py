@@ -203,8 +203,9 @@ FURTHER = [*FAR, {"role": "assistant", "content": "so"}, {"role": "user", "conte
 
 def test_the_table_says_where_a_turn_that_appends_much_is_prefilled() -> None:
     at_p1 = TurnPlan(
-        TurnKey("c", 1, 256), "d1", "http://d1", "p1", "http://p1", later=True, direct=True
-    )
+        TurnKey("c", 1, 256), "d1", "http://d1", "p1", "http://p1", later=True, looks_up=True,
+        direct=True,
+    )  # fmt: skip
     table, decoders = Placing(later=at_p1), Decoders(die=set())
     play(table, decoders, FIRST, LATER, FAR, FURTHER, placement="elastic")
     assert table.asked == ["begin", "place", "begin"]

@@ -221,22 +221,19 @@ def test_engines_that_were_gone_before_are_not_held_against_the_prompt() -> None
     assert b"x-should-retry" not in headers
 
 
-@pytest.mark.parametrize(
-    ("later", "prefillers", "look_up"), [(False, 0, True), (True, 0, False), (True, 1, True)]
-)
+@pytest.mark.parametrize("look_up", [False, True])
 @pytest.mark.parametrize("parks", [False, True])
 def test_decoders_are_told_what_lmcache_is_to_be_asked_and_given(
-    later: bool, prefillers: int, look_up: bool, parks: bool
+    look_up: bool, parks: bool
 ) -> None:
-    """Whoever had the history before knows what LMCache has, but for a new prefill."""
 
     class Telling(Table):
         async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
             plan = await super().call(method, *arguments, **options)
-            return replace(plan, later=later, parks=parks) if method == "place" else plan
+            return replace(plan, looks_up=look_up, parks=parks) if method == "place" else plan
 
     engines = Engines(die=set())
-    assert ask(Telling(prefillers=prefillers), engines)[0] == 200
+    assert ask(Telling(), engines)[0] == 200
     sent, _ = engines.got[-1]
     assert (wire.LOOK_UP_HEADER in sent, wire.PARK_HEADER in sent) == (look_up, parks)
 

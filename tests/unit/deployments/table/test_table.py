@@ -10,6 +10,7 @@ from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.histories.kinship import Opening
 from conserve.pausing import ToolReport
 from conserve.pausing.tools import MOST_RUNNING
+from conserve.placement import EngineLoad
 from conserve.recognition import Chain
 from conserve.settings import Settings
 from deployments.messages import (
@@ -651,3 +652,40 @@ def test_handoffs_that_came_late_or_not_are_counted() -> None:
         assert "conserve_missed_handoff_tokens_total 256.0" in shown
 
     asyncio.run(scenario())
+
+
+@pytest.mark.anyio
+async def test_nothing_is_looked_up_in_lmcache_before_something_may_be_stored_there() -> None:
+    service = TableService(Settings())
+    for role in ("prefiller", "decoder"):
+        info = engine(role)
+        await service.register(dataclasses.replace(info, capacity_tokens=100_000))
+
+    async def plan_of(name: str) -> TurnPlan:
+        unplaced = await service.begin("r", name, [])
+        assert isinstance(unplaced, Unplaced)
+        plan = await service.place("r", name, TOKENS)
+        assert isinstance(plan, TurnPlan)
+        return plan
+
+    first, second = await plan_of("a"), await plan_of("b")
+    assert [(one.prefiller_id, one.looks_up) for one in (first, second)] == [(None, False)] * 2
+    # A prompt that is handed over is looked up, and so is all that comes after it.
+    await service.beat("decoder#1", None, EngineLoad(decodes=30, step_s=0.02))
+    handed_over = await plan_of("c")
+    assert (handed_over.prefiller_id, handed_over.looks_up) == ("prefiller#1", True)
+    await service.beat("decoder#1", None, EngineLoad())
+    fourth = await plan_of("d")
+    assert (fourth.prefiller_id, fourth.looks_up) == (None, True)
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_has_served_before_may_have_had_something_stored() -> None:
+    service = TableService(Settings())
+    held = Conversation("b", 2, 0.0, 0.0, decoder_id="decoder#1")
+    await service.register(engine("prefiller"))
+    await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
+    assert isinstance(await service.begin("r", "a", []), Unplaced)
+    plan = await service.place("r", "a", TOKENS)
+    assert isinstance(plan, TurnPlan)
+    assert plan.looks_up
