@@ -88,6 +88,22 @@ async def test_both_engines_host(
     assert found.status_code == 200, found.text
 
 
+async def test_idle_engines_hand_nothing_over_and_two_answers_use_both(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    await nothing_is_left_to_do()
+    handed_over = metric("conserve_cold_prefills_total")
+    talker, second = Agent(client, "alone"), Agent(client, "beside")
+    talker.messages.append({"role": "user", "content": prose(rng, _WORDS)})
+    began = asyncio.Event()
+    telling = asyncio.ensure_future(talker.ask(tokens=400, stream=True, began=began))
+    await asyncio.wait_for(began.wait(), 60)
+    beside = await second.say(prose(rng, _WORDS), tokens=OUTPUT_TOKENS)
+    alone = await telling
+    assert {alone.decoder, beside.decoder} == {one["id"] for one in engines()}
+    assert metric("conserve_cold_prefills_total") == handed_over
+
+
 async def nothing_is_left_to_do() -> None:
     await eventually(
         "nothing is left to do",
@@ -96,6 +112,29 @@ async def nothing_is_left_to_do() -> None:
         ),
         10,
     )
+
+
+async def fill_prefiller(
+    application: str, client: httpx.AsyncClient, rng: random.Random, name: str
+) -> list[Agent]:
+    """Leave the prefiller room for little more, and nothing to do; returns who is there."""
+    hosted: list[Agent] = []
+    for number in range(_MOST_AGENTS):
+        agent = Agent(client, f"{name}-{number}")
+        await agent.say(prose(rng, _WORDS), tokens=OUTPUT_TOKENS)
+        if agent.replies[0].decoder == engine("prefiller")["id"]:
+            hosted.append(agent)
+        else:
+            await end(application, client, agent)
+        if engine("prefiller")["held_tokens"] > 0.8 * engine("prefiller")["capacity_tokens"]:
+            await nothing_is_left_to_do()
+            return hosted
+    raise AssertionError(f"the prefiller hosts {len(hosted)} of {_MOST_AGENTS}")
+
+
+async def end(application: str, client: httpx.AsyncClient, *agents: Agent) -> None:
+    for agent in agents:
+        await client.delete(f"{application}/v1/conversations/{agent.id}")
 
 
 async def stories(
@@ -127,6 +166,7 @@ async def test_a_prompt_is_prefilled_for_a_busy_decoder_and_loads_are_told(
     stage.wait_for_lone()
     await nothing_is_left_to_do()
     prefiller, decoder = engine("prefiller")["id"], engine("decoder")["id"]
+    hosted = await fill_prefiller(application, client, rng, "fills")
     telling = await stories(client, rng, "talks", 1500)
     busy = max(engines(), key=lambda one: one["load"]["decodes"])
     await eventually(
@@ -164,6 +204,7 @@ async def test_a_prompt_is_prefilled_for_a_busy_decoder_and_loads_are_told(
     await agent.say("go on", tokens=OUTPUT_TOKENS)
     assert agent.replies[1].decoder == decoder
     await answered_alike(client, [agent], 1)
+    await end(application, client, *hosted)
 
 
 async def test_a_prefiller_computes_a_large_append_for_a_busy_decoder(
@@ -173,6 +214,7 @@ async def test_a_prefiller_computes_a_large_append_for_a_busy_decoder(
     stage.wait_for_lone()
     await nothing_is_left_to_do()
     decoder = engine("decoder")["id"]
+    hosted = await fill_prefiller(application, client, rng, "stays")
     agents = [Agent(client, f"appends-{n}") for n in range(5)]
     for agent in agents:
         await agent.say(prose(rng, 60), tokens=OUTPUT_TOKENS)
@@ -205,6 +247,7 @@ async def test_a_prefiller_computes_a_large_append_for_a_busy_decoder(
         assert told.status == 200
     for turn in range(3):
         await answered_alike(client, [taken], turn)
+    await end(application, client, *hosted)
 
 
 async def test_a_new_table_learns_what_the_prefiller_holds(
