@@ -36,7 +36,7 @@ class System:
         stale_s: how often engines say what they do, where the placement asks for that; above 0.
         noise: how far what they say of a step is from what it took, as the standard deviation of
             its logarithm; 0: they say what it took. The same seed draws the same noise.
-        prior_error: what work costs is expected to be so many times as much before any step.
+        prior_error: the factor by which costs are wrong before the first step is reported.
         host_tokens: room for KV in host memory; 0: none is kept there, but while it is handed off.
         keeps_ended: whether engines keep the KV of conversations that have ended until they need
             its room, as vLLM does; else it is gone at once.

@@ -10,7 +10,7 @@ from conserve.histories.kinship import Kinship
 from conserve.histories.points import mark
 from conserve.recognition import Chain
 
-# Of the histories that have come as far as each other, so many are looked at.
+# The most histories with the same newest tail that are looked at.
 _LOOKED_AT = 256
 
 

@@ -170,7 +170,8 @@ class ConversationTable:
 
         Args:
             kind: what engines have in common whose work takes the same time.
-            handoffs: tokens, and what it takes to hand over so many, as tried at its start.
+            handoffs: prompt lengths in tokens, each with the seconds that a handoff took at the
+                engine's start.
         """
         if self.loads is not None:
             self.loads.joined(engine_id, kind, tuple(handoffs))

@@ -182,7 +182,7 @@ def home_loads(
     residual_s: float,
     occupancy_weight: float,
 ) -> dict[str, float]:
-    """What a token will take, and delay others by, at each home that has room for a prompt.
+    """Return the seconds that a token takes and delays others by, for each home with room.
 
     Decoders come before prefillers.
 

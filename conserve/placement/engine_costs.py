@@ -7,7 +7,7 @@ from typing import Self
 _ASSUMED_TOKENS_PER_S = 5_000.0
 _ASSUMED_STEP_S = 0.01
 _ASSUMED_SEQUENCE_S = 0.0005
-# After so many tokens a token takes twice as long as the first.
+# The prompt length at which a token takes twice as long as the first one.
 _ASSUMED_PAIR_TOKENS = 50_000
 # To take a token from host memory takes this share of the time to compute it: see
 # `conserve.pausing.policy`.
@@ -51,7 +51,7 @@ class EngineCosts:
 
     @classmethod
     def assumed(cls) -> Self:
-        """Those of an engine of which nothing is known yet."""
+        """Return the costs that are assumed before an engine has taken its first step."""
         per_token_s = 1.0 / _ASSUMED_TOKENS_PER_S
         return cls(
             per_token_s,
@@ -78,11 +78,11 @@ class EngineCosts:
         return self.handoff_constant_s + self.handoff_per_token_s * tokens if tokens > 0 else 0.0
 
     def decode_s(self, decodes: float, kv_tokens: float = 0) -> float:
-        """An iteration of so many decodes, which read so many tokens of KV."""
+        """Return the seconds of an iteration without a prefill."""
         return self.step_s + self.per_sequence_s * decodes + self.per_kv_token_s * kv_tokens
 
     def times(self, factor: float) -> Self:
-        """The costs of an engine that takes so many times as long, for all but handoffs."""
+        """Return these costs with all times but those of handoffs multiplied by a factor."""
         return replace(
             self,
             per_token_s=factor * self.per_token_s,
