@@ -489,13 +489,14 @@ class _Engine:
     """One engine's."""
 
     __slots__ = (
-        "_model", "_seconds", "_tokens", "appends", "costs", "first_prompts", "handoff", "kind",
-        "lending", "lent", "load", "mean_decodes", "queue", "residuals", "turns",
+        "_model", "_seconds", "_started", "_tokens", "appends", "costs", "first_prompts", "handoff",
+        "kind", "lending", "lent", "load", "mean_decodes", "queue", "residuals", "turns",
     )  # fmt: skip
 
     def __init__(self, kind: str, model: EngineStepCosts) -> None:
         self.kind = kind
         self._model = model
+        self._started = False
         self.costs = model.costs()
         # Measured at its start: seconds for any handoff, and for each token.
         self.handoff: tuple[float, float] | None = None
@@ -515,7 +516,12 @@ class _Engine:
     def learn(self, steps: Sequence[Step]) -> None:
         """It has taken these iterations."""
         for step in steps:
-            self._model.add(step)
+            if self._started:
+                self._model.add(step)
+            else:
+                self._model.add_start(step)
+        # Its first report with any has those of its start.
+        self._started |= bool(steps)
         self.costs = self._model.costs()
         if self.handoff is not None:
             constant_s, per_token_s = self.handoff

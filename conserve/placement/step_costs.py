@@ -199,6 +199,14 @@ class EngineStepCosts:
             prefills.add(beside_s / kind.prefills_s(step), step.count)
         kind.add(step, prefills.value, decodes.value)
 
+    def add_start(self, step: Step) -> None:
+        """Learn from iterations of its start, which say nothing of how fast it is itself.
+
+        Engines start side by side and take the machine from each other, the last one least.
+        """
+        if step.lasted_s > 0:
+            self._kind.add(step)
+
     def costs(self) -> EngineCosts:
         """What is known by now."""
         costs = self._kind.costs()

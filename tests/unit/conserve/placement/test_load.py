@@ -216,3 +216,18 @@ def test_nothing_is_known_of_an_engine_that_is_gone() -> None:
 @pytest.mark.parametrize("module", [load, engine_costs, step_costs])
 def test_docstrings_run(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+def test_what_engines_took_at_their_starts_makes_none_of_them_look_faster() -> None:
+    """They start side by side, and the last one has the machine to itself."""
+    loads = Loads(COSTS)
+    for name, slower in (("d1", 2.0), ("d2", 1.0)):
+        loads.joined(name, "kind")
+        start = tuple(Step(slower * tokens / 1000, tokens, tokens**2) for tokens in (300, 1500))
+        loads.says(name, EngineLoad(steps=(*start, Step(0.01 * slower, decodes=1))), 1.0)
+    for name in ("d1", "d2"):
+        loads.says(name, EngineLoad(), 2.0)
+    assert loads.work("d1", 2.0).costs == loads.work("d2", 2.0).costs
+    served = tuple(Step(2 * tokens / 1000, tokens, tokens**2) for tokens in (300, 1500) * 9)
+    loads.says("d1", EngineLoad(steps=served), 3.0)
+    assert loads.work("d1", 3.0).costs.per_token_s > 1.2 * loads.work("d2", 3.0).costs.per_token_s
