@@ -67,8 +67,8 @@ test: $(INSTALLED) ## Run the tests that every change has to pass, on real engin
 ifneq ($(ARGS),)
 	@$(BIN)/python -m pytest $(ARGS)
 else
-	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile
-	@$(BIN)/python -m pytest tests/engines -m 'not long and not full'
+	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile --hypothesis-profile same
+	@$(BIN)/python -m pytest tests/engines -m 'not long and not full' --hypothesis-profile same
 endif
 
 test-all: $(INSTALLED) $(LIBRARIES) ## Run all tests that need nothing but this machine (half an hour)

@@ -16,6 +16,8 @@ pytest.register_assert_rewrite("tests.chaos", "tests.engines", "tests.nvml", "te
 
 # How long an example takes is the machine's business.
 settings.register_profile("conserve", deadline=None)
+# What every change has to pass tries the same examples each time; `make test-all` looks for others.
+settings.register_profile("same", deadline=None, derandomize=True)
 settings.load_profile("conserve")
 
 

@@ -46,7 +46,8 @@ def test_the_difference_is_the_price_and_a_wrong_estimate_is_none(
         seen.took(seconds, estimated_s, tokens, handed_over=handed_over)
     for tokens in (1_000, 8_000, 18_000):
         paid_s = constant_s + per_token_s * tokens
-        assert seen.price().of(tokens) == pytest.approx(paid_s, abs=0.04 + 0.05 * paid_s)
+        # The two prompts that count as seen from the start draw what is constant towards 0.
+        assert seen.price().of(tokens) == pytest.approx(paid_s, abs=0.05 + 0.1 * paid_s)
 
 
 def test_nothing_costs_nothing_and_nothing_is_ever_gained_by_it() -> None:
