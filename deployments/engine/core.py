@@ -62,7 +62,10 @@ def _load() -> None:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            pass
+            from vllm.v1.worker import gpu_model_runner
+
+            untouched = allocate_untouched(gpu_model_runner.allocate_kv_cache)
+            gpu_model_runner.allocate_kv_cache = untouched
 
         import deployments.engine.lmcache_connector  # noqa: F401
     finally:

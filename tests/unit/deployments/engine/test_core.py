@@ -7,7 +7,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from vllm.platforms import current_platform
 
+from deployments.engine import core
 from deployments.engine.core import allocate_untouched, core_loads_first
 from tests.unit.deployments.engine import loaded_first
 
@@ -55,7 +57,18 @@ def test_what_fails_leaves_pytorch_as_it_was() -> None:
     assert torch.zeros is zeros
 
 
-def test_vllm_allocates_its_kv_space_so() -> None:
+def test_a_core_allocates_its_kv_space_so() -> None:
+    context = multiprocessing.get_context("spawn")
+    with core_loads_first(core):
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=loaded_first.tell_who_allocates, args=(sender,))
+        child.start()
+    ours = current_platform.is_cpu()
+    assert receiver.recv() == ("__mp_main__" if ours else "vllm.v1.worker.utils")
+    child.join()
+
+
+def test_vllm_makes_its_kv_space_there() -> None:
     """The function that `core` replaces in vLLM is there, and makes the space."""
     from vllm.v1.worker import gpu_model_runner, utils
 
