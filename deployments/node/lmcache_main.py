@@ -5,13 +5,17 @@ something arrives, but for at most a time that its Python API sets to zero: so i
 takes a whole core of an idle machine (measured: 98 %; with the time below: 0 %). What arrives still
 wakes it at once.
 
+Without a GPU it is to rest as well: LMCache looks 200 times a second whether a copy to or from one
+has ended, which took as much as all of an idle engine.
+
 It reaches into internals of nixl 1.5 (``nixlBind.nixlAgentConfig``, as its ``_api`` module uses
-it): check it when that version changes.
+it) and of lmcache 0.5.6 (``DeviceHostFuncDispatcher``): check them when those versions change.
 """
 
 import importlib
 import sys
 from types import ModuleType
+from typing import Any
 
 from deployments.node import kv_pool
 
@@ -20,6 +24,7 @@ OWN_POOL = "own"
 # The packages in the order in which LMCache tries them.
 NIXL_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 _LONGEST_SLEEP_US = 10_000
+_LOOKS_EVERY_S = 1.0
 
 
 def nixl_api() -> ModuleType:
@@ -58,6 +63,14 @@ def let_progress_thread_sleep(api: ModuleType) -> None:
     bindings.nixlAgentConfig = SleepingConfig
 
 
+def look_less_often_for_copies() -> None:
+    """Have dispatchers that are made from now on look for copies to or from a GPU rarely."""
+    from lmcache.v1.multiprocess.native_completion import DeviceHostFuncDispatcher
+
+    start: Any = DeviceHostFuncDispatcher.__init__
+    start.__defaults__ = (_LOOKS_EVERY_S,)
+
+
 def main() -> None:
     """``python -m deployments.node.lmcache_main server ...``: as ``lmcache server ...``."""
     from lmcache.cli.main import main as lmcache
@@ -66,6 +79,11 @@ def main() -> None:
         let_progress_thread_sleep(nixl_api())
     if OWN_POOL in sys.argv:
         sys.argv[sys.argv.index(OWN_POOL)] = kv_pool.offer()
+    # LMCache has loaded PyTorch.
+    import torch
+
+    if not torch.accelerator.is_available():
+        look_less_often_for_copies()
     lmcache()
 
 

@@ -1,6 +1,14 @@
-"""NIXL, as LMCache servers of several nodes use it."""
+"""What LMCache servers do while nobody asks anything of them."""
 
-from deployments.node.lmcache_main import let_progress_thread_sleep, nixl_api
+import inspect
+
+from lmcache.v1.multiprocess.native_completion import DeviceHostFuncDispatcher
+
+from deployments.node.lmcache_main import (
+    let_progress_thread_sleep,
+    look_less_often_for_copies,
+    nixl_api,
+)
 
 
 def test_an_agents_progress_thread_may_sleep() -> None:
@@ -20,3 +28,16 @@ def test_an_agents_progress_thread_may_sleep() -> None:
         assert agent.get_agent_metadata()
     finally:
         api.nixlBind.nixlAgentConfig = original
+
+
+def test_a_dispatcher_may_rest() -> None:
+    start = DeviceHostFuncDispatcher.__init__
+    before = start.__defaults__
+    assert list(inspect.signature(start).parameters) == ["self", "drain_interval_seconds"]
+    # As it is called where LMCache makes its own.
+    assert DeviceHostFuncDispatcher().interval == 0.005
+    look_less_often_for_copies()
+    try:
+        assert DeviceHostFuncDispatcher().interval == 1.0
+    finally:
+        start.__defaults__ = before
