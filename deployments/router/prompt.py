@@ -1,5 +1,6 @@
 """A turn's prompt in tokens, by the model's own chat template and tokenizer."""
 
+import asyncio
 import json
 from bisect import bisect_left
 from collections import OrderedDict
@@ -133,11 +134,15 @@ class SystemLengths:
         if tools := tools_of(request.path, request.body):
             chat["tools"] = tools
         leading = [*takewhile(_is_leading, given[:-1])]
+        bodies = (
+            chat | {"messages": [*leading, {"role": "user", "content": text}]}
+            for text in _DIFFERENT
+        )
+        raws = (json.dumps(body).encode("utf-8", "surrogatepass") for body in bodies)
+        checks = await asyncio.gather(*(self._upstream.check(url, CHAT, raw) for raw in raws))
         length = len(prompt)
-        for text in _DIFFERENT:
-            chat["messages"] = [*leading, {"role": "user", "content": text}]
-            raw = json.dumps(chat).encode("utf-8", "surrogatepass")
-            (begun,) = (await self._upstream.check(url, CHAT, raw)).prompts
+        for check in checks:
+            (begun,) = check.prompts
             length, prompt = _common_length(prompt[:length], begun), begun
         return length
 

@@ -130,4 +130,5 @@ def test_a_refusal_is_kept_and_an_engine_that_is_gone_is_not() -> None:
         engine = Engine(error)
         lengths = SystemLengths(engine)  # type: ignore[arg-type]
         assert [length(lengths, asked, asked.body) for _ in range(2)] == [0, 0]
-        assert len(engine.checked) == times
+        # Each time with two texts, side by side.
+        assert len(engine.checked) == 2 * times
