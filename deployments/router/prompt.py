@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from conserve.apis import CHAT
+from conserve.apis import CHAT, COMPLETIONS
 from conserve.errors import ApiError
 from conserve.histories.kinship import LEAST_SYSTEM_TOKENS
 from conserve.recognition import Digest
@@ -29,6 +29,8 @@ _WRITE_IT_OTHERWISE = (
     "reasoning_effort",
     "thinking",
 )
+# With these a completion's prompt is not what its token ids are.
+_ALTER_IDS = ("prompt_embeds", "truncate_prompt_tokens")
 _NO_TOOLS = ("none", {"type": "none"})
 _LEADING = ("system", "developer")
 # Some templates refuse a chat without a message of the user's. Neither begins as the other does.
@@ -60,6 +62,20 @@ class CountedPrompt:
         return CountedPrompt(
             prompt, self.tokens + more, self.longest_tokens + more, self.multimodal
         )
+
+
+def counted_as_sent(request: ClientRequest) -> CountedPrompt | None:
+    """A prompt that is one list of token ids, which is as long as it is; None for any other.
+
+    No engine has to be asked. Whatever else is wrong with the request, its decoder says.
+    """
+    body = request.body
+    if request.path != COMPLETIONS or any(body.get(name) is not None for name in _ALTER_IDS):
+        return None
+    prompt = body.get("prompt")
+    if not isinstance(prompt, list) or not all(type(one) is int for one in prompt):
+        return None
+    return CountedPrompt(prompt, len(prompt), len(prompt)) if prompt else None
 
 
 async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> CountedPrompt:

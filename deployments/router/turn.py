@@ -33,7 +33,7 @@ from deployments.router.answer import (
     StreamBroken,
 )
 from deployments.router.patience import hold_back
-from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt
+from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt, counted_as_sent
 from deployments.router.request import ClientRequest
 from deployments.router.responses import TABLE_RESTARTING
 from deployments.router.stream_record import StreamRecord
@@ -264,7 +264,9 @@ class Turn:
 
     async def _count(self, url: str, engine_id: str) -> CountedPrompt:
         try:
-            counted = await count_prompt(self._request, self._upstream, url)
+            counted = counted_as_sent(self._request)
+            if counted is None:
+                counted = await count_prompt(self._request, self._upstream, url)
             if self._sent is None:
                 return counted
             sent = wire.read_notes(self._sent)

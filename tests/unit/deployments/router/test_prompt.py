@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from conserve.apis import CHAT, MESSAGES, RESPONSES
+from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from conserve.errors import ApiError
 from conserve.recognition import chain_of
 from conserve.recognition.apis import heard
-from deployments.router.prompt import CountedPrompt, SystemLengths
+from deployments.router.prompt import CountedPrompt, SystemLengths, counted_as_sent
 from deployments.router.request import ClientRequest
 from deployments.router.upstream import Checked, EngineUnreachable
 
@@ -132,3 +132,15 @@ def test_a_refusal_is_kept_and_an_engine_that_is_gone_is_not() -> None:
         assert [length(lengths, asked, asked.body) for _ in range(2)] == [0, 0]
         # Each time with two texts, side by side.
         assert len(engine.checked) == 2 * times
+
+
+def test_token_ids_are_counted_where_they_are() -> None:
+    def counted(path: str = COMPLETIONS, **body: Any) -> CountedPrompt | None:
+        return counted_as_sent(request(path, **body))
+
+    assert counted(prompt=[5, 6, 7]) == CountedPrompt([5, 6, 7], 3, 3)
+    # Of any other prompt an engine says how long it is, or what is wrong with it.
+    for prompt in ("5 6 7", [], [[5, 6], [7]], [5, True], [5, "6"], None):
+        assert counted(prompt=prompt) is None
+    assert counted(prompt=[5, 6], truncate_prompt_tokens=1) is None
+    assert counted(CHAT, prompt=[5, 6], messages=[]) is None
