@@ -27,7 +27,7 @@ from benchmarks.storage import RecordWriter
 
 _UNLOADED_CONVERSATIONS = 5
 _TURN_TIMEOUT_S = 120.0
-_IDLE_S = 5.0
+_IDLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
