@@ -63,7 +63,7 @@ demo: $(INSTALLED) ## Have a few agents work and show where each turn ran (JSON=
 serve: $(INSTALLED) ## Serve until interrupted (ARGS='decoders=3 port=9000': settings)
 	@$(BIN)/conserve serve $(ARGS)
 
-test: $(INSTALLED) ## Run the tests that every change has to pass, on real engines too: eleven minutes on two cores (ARGS=...: only those)
+test: $(INSTALLED) ## Run the tests that every change has to pass, on real engines too: thirteen minutes on two cores (ARGS=...: only those)
 ifneq ($(ARGS),)
 	@$(BIN)/python -m pytest $(ARGS)
 else
@@ -71,17 +71,17 @@ else
 	@$(BIN)/python -m pytest tests/engines -m 'not long and not full' --hypothesis-profile same
 endif
 
-test-all: $(INSTALLED) $(LIBRARIES) ## Run all tests that need nothing but this machine (half an hour)
+test-all: $(INSTALLED) $(LIBRARIES) ## Run all tests that need nothing but this machine (under forty minutes on two cores)
 	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile $(ARGS)
 	@$(BIN)/python -m pytest tests/engines $(ARGS)
 
 test-long: $(INSTALLED) ## Run the tests on engines that `make test` leaves out for their time (minutes)
 	@$(BIN)/python -m pytest tests -m long $(ARGS)
 
-test-unit: $(INSTALLED) ## Run the unit tests alone, on every core: no engine, three and a half minutes on two
+test-unit: $(INSTALLED) ## Run the unit tests alone, on every core: no engine, four minutes on two
 	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile $(ARGS)
 
-test-cpus: $(INSTALLED) ## Run the unit tests as on four other CPUs, and without a compiler (12 minutes on two cores)
+test-cpus: $(INSTALLED) ## Run the unit tests as on four other CPUs, and without a compiler (20 minutes on two cores)
 	@for machine in --cpu=avx2 --cpu=avx512 --cpu=bf16 --cpu=amx --no-compiler; do \
 		echo "conserve: unit tests with $$machine"; \
 		$(BIN)/python -m pytest tests/unit -n auto --dist loadfile $$machine $(ARGS); \
