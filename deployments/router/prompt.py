@@ -65,9 +65,9 @@ class CountedPrompt:
 
 
 def counted_as_sent(request: ClientRequest) -> CountedPrompt | None:
-    """A prompt that is one list of token ids, which is as long as it is; None for any other.
+    """Count a prompt that is one list of token ids; return None for any other.
 
-    No engine has to be asked. Whatever else is wrong with the request, its decoder says.
+    No engine is asked, so nothing else of the request is judged by this.
     """
     body = request.body
     if request.path != COMPLETIONS or any(body.get(name) is not None for name in _ALTER_IDS):

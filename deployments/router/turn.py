@@ -285,6 +285,9 @@ class Turn:
             path, raw = COMPLETIONS, _token_ids(asked, counted.prompt)
         done: Prefilled | None = None
         try:
+            if counted_as_sent(asked) is not None:
+                # Nobody has judged the request yet, and what its decoder refuses is not computed.
+                await self._upstream.check(plan.prefiller_url, asked.path, asked.raw)
             done = await self._upstream.prefill(plan.prefiller_url, path, raw)
         except (EngineUnreachable, ApiError) as error:
             # No turn fails for want of a prefiller: its decoder computes what it does not find.

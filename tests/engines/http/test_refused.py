@@ -76,6 +76,10 @@ def computed() -> tuple[float, ...]:
             pytest.param("completions", {**COMPLETION, **b}, id=f"completion: {n}")
             for n, b in (BOTH | COMPLETIONS).items()
         ),
+        *(
+            pytest.param("completions", {"prompt": [5] * 300, **b}, id=f"token ids: {n}")
+            for n, b in BOTH.items()
+        ),
     ],
 )
 async def test_bad_parameters_cost_no_prefill(

@@ -2,6 +2,9 @@
 
 import multiprocessing
 import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -16,16 +19,22 @@ from tests.unit.deployments.engine import loaded_first
 _SIZE = 2**28
 
 
+def told_by_a_process(loads: ModuleType, tell: Callable[[Connection], None]) -> str:
+    """Return what a spawned process says that loads a module first."""
+    context = multiprocessing.get_context("spawn")
+    with core_loads_first(loads):
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=tell, args=(sender,))
+        child.start()
+    told: str = receiver.recv()
+    child.join()
+    return told
+
+
 def test_a_spawned_process_loads_the_module_first() -> None:
     main = sys.modules["__main__"]
     before = main.__spec__
-    context = multiprocessing.get_context("spawn")
-    with core_loads_first(loaded_first):
-        receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=loaded_first.tell, args=(sender,))
-        child.start()
-    assert receiver.recv() == "__mp_main__"
-    child.join()
+    assert told_by_a_process(loaded_first, loaded_first.tell) == "__mp_main__"
     assert main.__spec__ is before
 
 
@@ -58,14 +67,9 @@ def test_what_fails_leaves_pytorch_as_it_was() -> None:
 
 
 def test_a_core_allocates_its_kv_space_so() -> None:
-    context = multiprocessing.get_context("spawn")
-    with core_loads_first(core):
-        receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=loaded_first.tell_who_allocates, args=(sender,))
-        child.start()
     ours = current_platform.is_cpu()
-    assert receiver.recv() == ("__mp_main__" if ours else "vllm.v1.worker.utils")
-    child.join()
+    told = told_by_a_process(core, loaded_first.tell_who_allocates)
+    assert told == ("__mp_main__" if ours else "vllm.v1.worker.utils")
 
 
 def test_vllm_makes_its_kv_space_there() -> None:

@@ -1,4 +1,4 @@
-"""What LMCache servers do while nobody asks anything of them."""
+"""Tests that LMCache servers rest when they are idle."""
 
 import inspect
 
