@@ -37,7 +37,7 @@ from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt
 from deployments.router.request import ClientRequest
 from deployments.router.responses import TABLE_RESTARTING
 from deployments.router.stream_record import StreamRecord
-from deployments.router.upstream import EngineUnreachable, Upstream, engine_error
+from deployments.router.upstream import EngineUnreachable, Upstream, engine_error, error_of_event
 from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
@@ -428,6 +428,9 @@ class Turn:
         except StreamBroken as broken:
             if broken.event is not None and await self._upstream.healthy(decoder_url):
                 # It is not lost: what it says is about this request.
+                refusal = None if self._answer.started else error_of_event(broken.event)
+                if refusal is not None:
+                    raise refusal from None
                 await self._answer.end_with_event(broken.event + form_of(path).after_error)
                 raise AnsweredWithError from None
             raise EngineUnreachable(f"decoder {decoder_id}: {broken}") from None

@@ -214,6 +214,20 @@ async def engine_error(response: aiohttp.ClientResponse) -> ApiError:
     return from_engine(response.status, body)
 
 
+def error_of_event(event: bytes) -> ApiError | None:
+    """Read a refusal that an engine has put into a stream's event, as on OpenAI's older paths.
+
+    Args:
+        event: with its ``data:``; other APIs' events name no status, and give None.
+    """
+    try:
+        body = json.loads(event.removeprefix(b"data: "))
+        status = body["error"]["code"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return from_engine(status, body) if isinstance(status, int) else None
+
+
 def _silent(silence_s: float) -> ApiError:
     return ApiError(
         504, f"the engine was silent for {silence_s:g} s; the turn was given up", "timeout"

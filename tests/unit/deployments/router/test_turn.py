@@ -482,6 +482,26 @@ def test_an_error_of_a_decoder_that_lives_is_its_answer() -> None:
             assert engines.served == ["d1"]
 
 
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_refusal_in_a_streams_first_event_gets_its_status(continues: bool) -> None:
+    class Living(Streams):
+        async def healthy(self, url: str) -> bool:
+            return True
+
+    error = b'data: {"error":{"message":"no such token","param":"logit_bias","code":400}}\n\n'
+    error += b"data: [DONE]\n\n"
+    table, engines = Table(), Living(die=set(), after={"d1": 0}, last_words=error)
+    start, body = exchange(table, engines, STREAMED, continue_streams=continues)
+    assert start["status"] == 400
+    told = json.loads(body["body"])["error"]
+    assert (told["message"], told["param"]) == ("no such token", "logit_bias")
+    assert told["type"] == "invalid_request_error"
+    assert [name for name, _ in table.told].count("abandon") == 1
+    # Once something has been sent, the status cannot be had back.
+    table, engines = Table(), Living(die=set(), after={"d1": 2}, last_words=error)
+    assert _streamed(table, engines, continue_streams=continues) == ("one two ", [400, "done"])
+
+
 @pytest.mark.parametrize(("notes", "continues"), [(False, True), (True, False)])
 def test_a_stream_that_cannot_or_is_not_to_go_on_ends_in_an_error(
     notes: bool, continues: bool
