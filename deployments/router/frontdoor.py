@@ -97,7 +97,8 @@ class FrontDoor:
                 Exception: _bug,
             },
         )
-        self._guarded = Guard(self._admitted, settings.host, settings.allowed_hosts)
+        keyed = settings.keys_file is not None
+        self._guarded = Guard(self._admitted, settings.host, settings.allowed_hosts, keyed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._guarded(scope, receive, send)
