@@ -16,7 +16,8 @@ Json = dict[str, Any]
 DESCRIPTION = """\
 OpenAI's interface and Anthropic's, scheduled by the conversation. Every error has OpenAI's \
 shape, under `/v1/messages` Anthropic's. A path that is not listed answers 404, another method on \
-one that is listed 405."""
+one that is listed 405. Preflights (CORS) of origins that are admitted are answered on every path, \
+without a key."""
 
 # An id as `conserve.identity` takes it.
 _ID: Json = {"type": "string", "maxLength": identity.MAX_ID_CHARS, "pattern": r"^[\x20-\x7e]*$"}
@@ -336,6 +337,7 @@ SCHEMAS: Json = {
         output={"type": "array", "items": _object(type=_TEXT)},
         usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
     ),
+    "InputTokens": _object(object={"const": "response.input_tokens"}, input_tokens=_COUNT),
     "ResponseDeleted": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
     "ChatCompletion": _completion("chat.completion", {"message": _object(role=_TEXT)}),
     "Completion": _completion("text_completion", {"text": _TEXT}),
@@ -576,6 +578,9 @@ PATHS: Json = {
     ),
     apis.RESPONSES: _turn(
         "createResponse", "A turn, by OpenAI's Responses API", "Response", "response.completed"
+    ),
+    apis.COUNT_INPUT: _tokens(
+        "countInputTokens", "What a response's prompt would have in tokens", "InputTokens"
     ),
     "/v1/responses/{id}": {
         "get": _read(
