@@ -257,6 +257,29 @@ READ_FIELDS: Json = {
 DROPPED = {"kv_transfer_params": "The router directs the handoff."}
 # Those of one path alone that mean something else here than to vLLM.
 CHANGED: dict[str, Json] = {
+    apis.CHAT: {
+        "tool_choice": {
+            "description": "`allowed_tools`: as if these tools alone had been sent.",
+            "anyOf": [
+                {"type": "string", "enum": ["none", "auto", "required"]},
+                _object(type={"const": "function"}, function=_object(name=_TEXT)),
+                _object(
+                    type={"const": "allowed_tools"},
+                    allowed_tools=_object(
+                        mode={"type": "string", "enum": ["auto", "required"]},
+                        tools={
+                            "type": "array",
+                            "minItems": 1,
+                            "items": _object(
+                                type={"const": "function"}, function=_object(name=_TEXT)
+                            ),
+                        },
+                    ),
+                ),
+                {"type": "null"},
+            ],
+        }
+    },
     apis.RESPONSES: {
         "background": {
             "description": "Not served: a turn ends with its client's connection.",
@@ -272,7 +295,7 @@ CHANGED: dict[str, Json] = {
             "type": ["string", "null"],
             "description": "A response that a decoder keeps: its history comes before the input.",
         },
-    }
+    },
 }
 # Those without which a turn is refused, and what they must be.
 NEEDED: dict[str, dict[str, Json]] = {
