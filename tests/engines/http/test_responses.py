@@ -151,7 +151,8 @@ async def test_a_call_that_is_cut_is_incomplete(official: Any) -> None:
     assert cut.status == "incomplete"
     (begun,) = cut.output
     assert (begun.type, begun.name) == ("function_call", "write")
-    assert call.arguments.startswith(begun.arguments)
+    # As the model has written it; what is whole is written anew.
+    assert f'{{"text":"{text}"}}'.startswith(begun.arguments)
     assert 20 < len(begun.arguments) < len(text)
 
 
