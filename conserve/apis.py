@@ -11,6 +11,7 @@ COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 RESPONSES = "/v1/responses"
+COUNT_INPUT = "/v1/responses/input_tokens"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 

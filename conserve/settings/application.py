@@ -130,8 +130,10 @@ class Settings(Strict):
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Names that a router on loopback goes by beside loopback's own, in `Host` and "
-        "in a web page's `Origin`: those of a proxy on its machine.",
+        description="Names that are as good as loopback's. A router on loopback goes by them in "
+        "`Host`: those of a proxy on its machine. And web pages of such an `Origin` may use a "
+        "router and read its answers (CORS); so may all pages where `host` is not loopback and "
+        "keys are needed.",
     )
     max_body_bytes: int = Field(
         default=8 * 1024 * 1024,

@@ -36,6 +36,7 @@ from deployments.engine import core
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.core import core_loads_first
 from deployments.engine.cuda_ops import require_cuda_ops
+from deployments.engine.cut_calls import tell_of_cut_calls
 from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.load import measure
@@ -293,9 +294,15 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
         describe(app)
+        state = app.state
+        tell_of_cut_calls(
+            state.openai_serving_chat,
+            state.anthropic_serving_messages,
+            state.openai_serving_responses,
+        )
         client = self.engine._engine_client
         settings = self._settings
-        renderer = app.state.online_renderer
+        renderer = state.online_renderer
         keyed = settings.keys_file is not None
         self._tokens = keep_tokens(renderer, settings.tokenizer_cache_mb, salted_only=keyed)
         make_checkable(client, renderer, await client.get_supported_tasks())

@@ -10,6 +10,7 @@ from conserve.errors import ApiError
 from conserve.loopback import is_loopback
 from conserve.settings import Settings, SettingsError
 from conserve.tenants import Caller, KeyFileError, KeyRing, keyfile
+from deployments.router.guard import is_of_foreign_page
 
 # Whoever balances load over routers has no key, and learns nothing from it.
 _OPEN = ("/health",)
@@ -94,4 +95,5 @@ def _is_here(scope: Scope) -> bool:
     # Behind a proxy on this machine it is the proxy's client, by X-Forwarded-For: uvicorn puts it
     # there, for peers on loopback.
     peer = scope.get("client")
-    return peer is not None and is_loopback(peer[0])
+    # A page from elsewhere is here in a browser only, and reads what it is answered.
+    return peer is not None and is_loopback(peer[0]) and not is_of_foreign_page(scope)

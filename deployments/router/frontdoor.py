@@ -6,10 +6,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from conserve import apis, identity
@@ -40,6 +41,15 @@ _ANTHROPIC_HEADER = "anthropic-version"
 _SHORT_BYTES = 64 * 1024
 
 
+class _Name(PathConvertor):
+    """A name that may hold slashes, and holds something: `/v1/models/` is `/v1/models`."""
+
+    regex = ".+"
+
+
+register_url_convertor("name", _Name())
+
+
 class FrontDoor:
     """The ASGI application of a router.
 
@@ -66,22 +76,23 @@ class FrontDoor:
         upstream = Upstream(settings.turn_timeout_s)
         turns = TurnEndpoint(settings, table, upstream, router_id, homes)
         stored = StoredResponses(settings, table, upstream)
-        tokens = TokensEndpoint(settings, table, upstream)
+        tokens = TokensEndpoint(settings, table, upstream, stored)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(
             routes=[
                 *(Route(path, turns, methods=post) for path in apis.TURN_PATHS),
                 *(Route(path, tokens.serve, methods=post) for path in apis.TOKEN_PATHS),
+                Route(apis.COUNT_INPUT, tokens.count_input, methods=post),
                 Route("/v1/responses/{id}", stored.retrieve, methods=get),
                 Route("/v1/responses/{id}", stored.delete, methods=delete),
                 Route("/v1/responses/{id}/cancel", stored.cancel, methods=post),
                 Route("/v1/models", self._models, methods=get),
-                Route("/v1/models/{model:path}", self._model, methods=get),
+                Route("/v1/models/{model:name}", self._model, methods=get),
                 Route("/v1/conversations", self._conversations, methods=get),
                 Route("/v1/conversations/{id:path}/tools", self._report_tool, methods=post),
                 *Environments(environments, _tenant).routes(),
-                Route("/v1/conversations/{id:path}", self._conversation, methods=get),
-                Route("/v1/conversations/{id:path}", self._release, methods=delete),
+                Route("/v1/conversations/{id:name}", self._conversation, methods=get),
+                Route("/v1/conversations/{id:name}", self._release, methods=delete),
                 Route("/v1/engines", self._engines, methods=get),
                 Route("/v1/events", Events(table).serve, methods=get),
                 Route("/programs/release", self._release_program, methods=post),
@@ -97,7 +108,8 @@ class FrontDoor:
                 Exception: _bug,
             },
         )
-        self._guarded = Guard(self._admitted, settings.host, settings.allowed_hosts)
+        keyed = settings.keys_file is not None
+        self._guarded = Guard(self._admitted, settings.host, settings.allowed_hosts, keyed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._guarded(scope, receive, send)
@@ -258,13 +270,25 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path, headers = request.url.path, dict(error.headers or {})
     if error.status_code == 404:
-        message = f"no such path: {request.url.path[:100]}"
+        message = f"no such path: {path[:100]}"
+    elif error.status_code == 405:
+        # Starlette names those of one route, and a path may have several.
+        headers["Allow"] = ", ".join(sorted(_methods(request)))
+        message = f"{request.method} is not possible on {path[:100]}; it has {headers['Allow']}"
     else:
         message = f"{request.method} is not possible here"
-    response = error_response(ApiError(error.status_code, message), request.url.path)
-    response.headers.update(error.headers or {})
+    response = error_response(ApiError(error.status_code, message), path)
+    response.headers.update(headers)
     return response
+
+
+def _methods(request: Request) -> set[str]:
+    """The methods that a path has."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    on_it = (route for route in routes if route.matches(request.scope)[0] != Match.NONE)
+    return {method for route in on_it for method in route.methods or ()}
 
 
 async def _unavailable(request: Request, error: Exception) -> Response:

@@ -1,85 +1,209 @@
-"""Which requests a router hears at all: none that a web page of somebody else's could send.
+"""Which requests a router hears at all, and which web pages may read its answers.
 
 A browser sends a form or a text to any address, loopback included, without asking; what it may not
 send unasked is JSON. And a name of the page's own may come to stand for 127.0.0.1 (DNS rebinding):
-then the browser holds the router for the page's own server, but it sends that name.
+then the browser holds the router for the page's own server, but it sends that name. An address, or
+a name that no public DNS server can answer for, cannot be rebound.
+
+What a page of another origin may send and read is agreed between browser and server by CORS
+(https://fetch.spec.whatwg.org/#http-cors-protocol). Starlette's middleware for it takes a fixed
+list of origins, answers preflights as it decides itself, and refuses in plain text; here the guard
+has decided already.
 """
 
+import ipaddress
 import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conserve.errors import ApiError
 from conserve.loopback import is_loopback
+from deployments.router.answer import RawHeaders
 from deployments.router.responses import error_response
 
 _JSON = re.compile(
     r"\s*application/(?:json|[\w.!#$&^+-]+\+json)\s*(?:;|$)", re.IGNORECASE | re.ASCII
 )
+# Distributions' /etc/hosts give them to loopback. A name without a dot is in no public DNS.
+_LOOPBACK_NAMES = ("ip6-localhost", "ip6-loopback", "localhost4", "localhost6")
+# https://www.rfc-editor.org/rfc/rfc6761#section-6.3: browsers take it for loopback by themselves.
+_LOOPBACK_DOMAIN = ".localhost"
+
+_EXPOSED = "X-Conversation-Id, X-Conserve-Decoder, X-Request-Id, Retry-After, X-Should-Retry"
+_METHODS = "GET, POST, DELETE"
+# As long as Chrome keeps a preflight's answer; others keep it longer.
+_PREFLIGHT_S = 7200
+_ASKED_HEADERS = "access-control-request-headers"
+_ASKED_METHOD = "access-control-request-method"
+_ASKED_NETWORK = "access-control-request-private-network"
+_FOREIGN_PAGE = "conserve.foreign_page"
+
+
+def is_of_foreign_page(scope: Scope) -> bool:
+    """Whether a web page sent a request that is of another origin than loopback's, or allowed."""
+    return _FOREIGN_PAGE in scope
 
 
 class Guard:
     """ASGI middleware that refuses what is not JSON and, on loopback, who comes by another name.
 
+    A page whose origin it lets use the router gets CORS headers with every answer, and its
+    preflights are answered here, since they come without a key.
+
     Args:
         host: the address that the router listens on; where it is not loopback, names are not
             checked.
         allowed_hosts: names that are as good as loopback's, of a proxy on this machine.
+        keyed: whether requests need a key. Without one, a browser that reaches the router would
+            be all that a page of any origin needs, so elsewhere than on loopback too only pages
+            of loopback and of `allowed_hosts` may read answers.
     """
 
-    def __init__(self, app: ASGIApp, host: str, allowed_hosts: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        allowed_hosts: Collection[str] = (),
+        keyed: bool = False,
+    ) -> None:
         self._app = app
         self._checks_names = is_loopback(host)
         self._allowed = {name.lower() for name in allowed_hosts}
+        self._any_page = keyed and not self._checks_names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            error = self._refusal(scope, Headers(scope=scope))
+            headers = Headers(scope=scope)
+            error = self._by_name(headers)
+            if error is None:
+                if not all(map(self._is_our_page, headers.getlist("origin"))):
+                    scope[_FOREIGN_PAGE] = True
+                origin = self._readable_by(headers)
+                if origin is not None:
+                    if scope["method"] == "OPTIONS" and _ASKED_METHOD in headers:
+                        await _preflight(origin, headers)(scope, receive, send)
+                        return
+                    send = _with_headers(_cors_headers(origin), send)
+                error = _by_form(scope, headers)
             if error is not None:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        if not scope["path"].isprintable():
-            # Starlette takes a path with a line break at its end for the one without.
-            return ApiError(404, "no such path: it holds a character that cannot be seen")
-        if self._checks_names:
-            # HTTP/1.0 may come without a Host; browsers never do.
-            for host in headers.getlist("host"):
-                if not self._is_ours(f"//{host}"):
-                    return ApiError(
-                        421,
-                        f"this router listens on loopback and does not go by the name "
-                        f"{host[:100]!r}; ask for 127.0.0.1 or localhost, or have the setting "
-                        "allowed_hosts name it",
-                        "wrong_host",
-                    )
-            for origin in headers.getlist("origin"):
-                if not self._is_ours(origin):
-                    return ApiError(
-                        403,
-                        f"web pages of {origin[:100]!r} may not use this router, which listens on "
-                        "loopback; the setting allowed_hosts can let them",
-                        "wrong_origin",
-                    )
-        if scope["method"] == "POST" and not _JSON.match(headers.get("content-type", "")):
-            return ApiError(
-                415,
-                "the body must be JSON, and say so: send it with `Content-Type: application/json`",
-                "unsupported_media_type",
-            )
+    def _by_name(self, headers: Headers) -> ApiError | None:
+        """The refusal of a request that names another server, or comes from another's page."""
+        if not self._checks_names:
+            return None
+        # HTTP/1.0 may come without a Host; browsers never do.
+        for host in headers.getlist("host"):
+            name = _name_in(f"//{host}")
+            if name is None or not (_address(name) or self._is_ours(name)):
+                return ApiError(
+                    421,
+                    f"this router listens on loopback and does not go by the name "
+                    f"{host[:100]!r}; ask for 127.0.0.1 or localhost, or have the setting "
+                    "allowed_hosts name it",
+                    "wrong_host",
+                )
+        for origin in headers.getlist("origin"):
+            if not self._is_our_page(origin):
+                return ApiError(
+                    403,
+                    f"web pages of {origin[:100]!r} may not use this router, which listens on "
+                    "loopback; the setting allowed_hosts can let them",
+                    "wrong_origin",
+                )
         return None
 
-    def _is_ours(self, url: str) -> bool:
-        try:
-            parts = urlsplit(url)
-            name = parts.hostname
-        except ValueError:
-            return False
-        if name is None or parts.username is not None:
-            return False
-        return is_loopback(name.removesuffix(".")) or name in self._allowed
+    def _readable_by(self, headers: Headers) -> str | None:
+        """The origin of the page that asks, if it may read the answer; None where there is none."""
+        origins = headers.getlist("origin")
+        if len(origins) != 1 or not (self._any_page or self._is_our_page(origins[0])):
+            return None
+        return origins[0]
+
+    def _is_our_page(self, origin: str) -> bool:
+        name = _name_in(origin)
+        return name is not None and self._is_ours(name)
+
+    def _is_ours(self, name: str) -> bool:
+        return (
+            is_loopback(name)
+            or _is_unspecified(name)
+            or name in _LOOPBACK_NAMES
+            or name.endswith(_LOOPBACK_DOMAIN)
+            or name in self._allowed
+        )
+
+
+def _by_form(scope: Scope, headers: Headers) -> ApiError | None:
+    if not scope["path"].isprintable():
+        # Starlette takes a path with a line break at its end for the one without.
+        return ApiError(404, "no such path: it holds a character that cannot be seen")
+    if scope["method"] == "POST" and not _JSON.match(headers.get("content-type", "")):
+        return ApiError(
+            415,
+            "the body must be JSON, and say so: send it with `Content-Type: application/json`",
+            "unsupported_media_type",
+        )
+    return None
+
+
+def _name_in(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        name = parts.hostname
+    except ValueError:
+        return None
+    return None if name is None or parts.username is not None else name.removesuffix(".")
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _is_unspecified(name: str) -> bool:
+    """Whether it is 0.0.0.0 or ``::``, by which a client reaches its own machine."""
+    address = _address(name)
+    return address is not None and address.is_unspecified
+
+
+def _preflight(origin: str, headers: Headers) -> Response:
+    """The answer to a browser that asks what a page of this origin may send."""
+    allowed = {
+        "Access-Control-Allow-Methods": _METHODS,
+        "Access-Control-Max-Age": str(_PREFLIGHT_S),
+    }
+    if _ASKED_HEADERS in headers:
+        # Those that name conversations and hints are many, and `*` would not cover keys.
+        allowed["Access-Control-Allow-Headers"] = headers[_ASKED_HEADERS]
+    if headers.get(_ASKED_NETWORK) == "true":
+        allowed["Access-Control-Allow-Private-Network"] = "true"
+    response = Response(status_code=204, headers=allowed)
+    response.raw_headers += _cors_headers(origin)
+    return response
+
+
+def _cors_headers(origin: str) -> RawHeaders:
+    return [
+        (b"access-control-allow-origin", origin.encode("latin-1")),
+        (b"access-control-expose-headers", _EXPOSED.encode()),
+        # So that no cache gives one origin's answer to another.
+        (b"vary", b"Origin"),
+    ]
+
+
+def _with_headers(more: RawHeaders, send: Send) -> Send:
+    async def send_with_more(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *more]}
+        await send(message)
+
+    return send_with_more

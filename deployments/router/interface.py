@@ -16,7 +16,8 @@ Json = dict[str, Any]
 DESCRIPTION = """\
 OpenAI's interface and Anthropic's, scheduled by the conversation. Every error has OpenAI's \
 shape, under `/v1/messages` Anthropic's. A path that is not listed answers 404, another method on \
-one that is listed 405."""
+one that is listed 405. Preflights (CORS) of origins that are admitted are answered on every path, \
+without a key."""
 
 # An id as `conserve.identity` takes it.
 _ID: Json = {"type": "string", "maxLength": identity.MAX_ID_CHARS, "pattern": r"^[\x20-\x7e]*$"}
@@ -256,6 +257,29 @@ READ_FIELDS: Json = {
 DROPPED = {"kv_transfer_params": "The router directs the handoff."}
 # Those of one path alone that mean something else here than to vLLM.
 CHANGED: dict[str, Json] = {
+    apis.CHAT: {
+        "tool_choice": {
+            "description": "`allowed_tools`: as if these tools alone had been sent.",
+            "anyOf": [
+                {"type": "string", "enum": ["none", "auto", "required"]},
+                _object(type={"const": "function"}, function=_object(name=_TEXT)),
+                _object(
+                    type={"const": "allowed_tools"},
+                    allowed_tools=_object(
+                        mode={"type": "string", "enum": ["auto", "required"]},
+                        tools={
+                            "type": "array",
+                            "minItems": 1,
+                            "items": _object(
+                                type={"const": "function"}, function=_object(name=_TEXT)
+                            ),
+                        },
+                    ),
+                ),
+                {"type": "null"},
+            ],
+        }
+    },
     apis.RESPONSES: {
         "background": {
             "description": "Not served: a turn ends with its client's connection.",
@@ -271,7 +295,7 @@ CHANGED: dict[str, Json] = {
             "type": ["string", "null"],
             "description": "A response that a decoder keeps: its history comes before the input.",
         },
-    }
+    },
 }
 # Those without which a turn is refused, and what they must be.
 NEEDED: dict[str, dict[str, Json]] = {
@@ -336,6 +360,7 @@ SCHEMAS: Json = {
         output={"type": "array", "items": _object(type=_TEXT)},
         usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
     ),
+    "InputTokens": _object(object={"const": "response.input_tokens"}, input_tokens=_COUNT),
     "ResponseDeleted": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
     "ChatCompletion": _completion("chat.completion", {"message": _object(role=_TEXT)}),
     "Completion": _completion("text_completion", {"text": _TEXT}),
@@ -576,6 +601,9 @@ PATHS: Json = {
     ),
     apis.RESPONSES: _turn(
         "createResponse", "A turn, by OpenAI's Responses API", "Response", "response.completed"
+    ),
+    apis.COUNT_INPUT: _tokens(
+        "countInputTokens", "What a response's prompt would have in tokens", "InputTokens"
     ),
     "/v1/responses/{id}": {
         "get": _read(

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from conserve.apis import TOKEN_PATHS, TURN_PATHS
+from conserve.apis import COUNT_INPUT, RESPONSES, TOKEN_PATHS, TURN_PATHS
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from deployments.router import interface
@@ -73,6 +73,10 @@ def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
         paths[path]["post"]["requestBody"] = body
         for name in _references(body):
             _complete(schemas[name], path, model_id)
+    # It is read as the turn would be.
+    paths[COUNT_INPUT]["post"]["requestBody"] = copy.deepcopy(
+        paths[RESPONSES]["post"]["requestBody"]
+    )
     components = {
         "schemas": {**schemas, **interface.SCHEMAS},
         "responses": interface.RESPONSES,

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from conserve import apis, budget, identity, recognition
+from conserve import apis, budget, identity, recognition, tool_choice
 from conserve.apis import COMPLETIONS, DETOKENIZE, RESPONSES
 from conserve.errors import ApiError, unknown_model
 from conserve.hints import Hints, InvalidHint, hints
@@ -155,7 +155,7 @@ def checked_body(raw: bytes, path: str, settings: Settings) -> dict[str, Any]:
         ApiError: it is not.
     """
     body = read_json(raw, path, settings)
-    budget.check(body, path)
+    budget.check(tool_choice.resolved(path, body), path)
     return body
 
 
@@ -179,7 +179,7 @@ def _understood(
         said = hints(headers, body)
     except InvalidHint as error:
         raise ApiError(400, str(error), "invalid_hint", param=error.source) from None
-    own = identity.without_identity(body)
+    own = identity.without_identity(tool_choice.resolved(path, body))
     for name in _NOT_FORWARDED:
         own.pop(name, None)
     # The other way into the engine's arguments.

@@ -22,6 +22,7 @@ from deployments.environments.client import EnvironmentClient
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import HEAD_NODE
 from deployments.node.node import NodeClient
+from deployments.router.connection import Connection
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
@@ -63,6 +64,7 @@ class Router:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._door,
+                http=Connection,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

@@ -1,4 +1,4 @@
-"""The endpoints of `conserve.apis.TOKEN_PATHS`: an engine's own answer, and no turn.
+"""The endpoints of `conserve.apis.TOKEN_PATHS`, and `COUNT_INPUT`: an engine's answer, and no turn.
 
 What they take of an engine is bounded as a turn's check is (`conserve.budget`), and a router asks
 for little at a time: engines make tokens in one thread, which turns wait for too.
@@ -7,15 +7,15 @@ for little at a time: engines make tokens in one thread, which turns wait for to
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from conserve import budget
-from conserve.apis import COUNT_TOKENS, DETOKENIZE, TOKENIZE
+from conserve.apis import COUNT_TOKENS, DETOKENIZE, RESPONSES, TOKENIZE
 from conserve.errors import ApiError
 from conserve.recognition.volatile import without_billing_header
 from conserve.settings import Settings
@@ -23,8 +23,15 @@ from conserve.tenants import Caller
 from deployments.router.access import caller_of
 from deployments.router.patience import hold_back
 from deployments.router.reading import understood
-from deployments.router.request import changed_body, checked_body, read_body, read_json
+from deployments.router.request import (
+    changed_body,
+    checked_body,
+    read_body,
+    read_json,
+    read_request,
+)
 from deployments.router.salt import own_media
+from deployments.router.stored import StoredResponses
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
 
@@ -39,6 +46,7 @@ _ATTEMPTS = 3
 
 _Judged = Callable[[Caller | None, Settings, bytes], bytes]
 """A body as the engine gets it; raises ApiError where it is refused."""
+_T = TypeVar("_T")
 
 
 class TokensEndpoint:
@@ -46,12 +54,20 @@ class TokensEndpoint:
 
     Args:
         table: knows the engines.
+        stored: finds the history of an input that names a response.
     """
 
-    def __init__(self, settings: Settings, table: TableClient, upstream: Upstream) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        table: TableClient,
+        upstream: Upstream,
+        stored: StoredResponses,
+    ) -> None:
         self._settings = settings
         self._table = table
         self._upstream = upstream
+        self._stored = stored
         self._free = asyncio.Semaphore(_AT_A_TIME)
         self._waiting = 0
 
@@ -61,12 +77,27 @@ class TokensEndpoint:
         Raises:
             ApiError: what is asked for is not to be had.
         """
-        arrived_s = time.perf_counter()
-        try:
-            return await self._answered(request)
-        except ApiError as error:
-            await hold_back(error, arrived_s)
-            raise
+        return await _held_back(self._answered(request))
+
+    async def count_input(self, request: Request) -> Response:
+        """``POST /v1/responses/input_tokens``: the tokens of the prompt that a turn would have.
+
+        Raises:
+            ApiError: the turn would be refused.
+        """
+        return await _held_back(self._counted(request))
+
+    async def _counted(self, request: Request) -> Response:
+        scope = {**request.scope, "path": RESPONSES}
+        turn = await read_request(scope, request.receive, self._settings, self._stored)
+        if turn is None:
+            raise ClientDisconnect
+        async with self._one_of_few():
+            checked = await self._ask(
+                RESPONSES, lambda url: self._upstream.check(url, RESPONSES, turn.raw)
+            )
+        tokens = sum(map(len, checked.prompts))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def _answered(self, request: Request) -> Response:
         path = request.url.path
@@ -79,7 +110,7 @@ class TokensEndpoint:
         caller = caller_of(request.scope)
         asked = await understood(len(raw), judged, caller, self._settings, raw)
         async with self._one_of_few():
-            answer = await self._ask(path, asked)
+            answer = await self._ask(path, lambda url: self._upstream.answered(url + path, asked))
         return Response(answer, media_type="application/json")
 
     @asynccontextmanager
@@ -99,15 +130,25 @@ class TokensEndpoint:
         finally:
             self._free.release()
 
-    async def _ask(self, path: str, raw: bytes) -> bytes:
+    async def _ask(self, path: str, ask: Callable[[str], Awaitable[_T]]) -> _T:
         for engine in by_leisure(await self._table.call("engines"))[:_ATTEMPTS]:
             try:
-                return await self._upstream.answered(engine["url"] + path, raw)
+                return await ask(engine["url"])
             except EngineUnreachable as error:
                 logger.warning("%s at %s: %s", path, engine["id"], error)
         raise ApiError(
             503, "no engine is ready to answer; try again shortly", "unavailable", retry_after_s=5
         )
+
+
+async def _held_back(answer: Awaitable[Response]) -> Response:
+    """An answer; a refusal that took long comes later."""
+    arrived_s = time.perf_counter()
+    try:
+        return await answer
+    except ApiError as error:
+        await hold_back(error, arrived_s)
+        raise
 
 
 def _busy() -> ApiError:

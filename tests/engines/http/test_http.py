@@ -89,6 +89,67 @@ def test_tools_are_passed_through(official: openai.OpenAI) -> None:
     assert isinstance(json.loads(call.function.arguments)["on"], bool)
 
 
+def test_some_of_the_tools_may_be_called(official: openai.OpenAI) -> None:
+    """As if these alone had been sent."""
+    completions: Any = official.chat.completions
+    other = {"type": "function", "function": {"name": "erase", "parameters": {"type": "object"}}}
+    named = [{"type": "function", "function": {"name": "look_up"}}]
+    asked = {"model": "conserve-embedded", "messages": HELLO, "max_tokens": 200, "temperature": 0}
+    answer = completions.create(
+        tools=[other, TOOL],
+        tool_choice={
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "required", "tools": named},
+        },
+        **asked,
+    )
+    calls = answer.choices[0].message.tool_calls
+    assert {call.function.name for call in calls} == {"look_up"}
+    alone = completions.create(tools=[TOOL], tool_choice="required", **asked)
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="'custom' is not served"):
+        completions.create(
+            tools=[TOOL], tool_choice={"type": "custom", "custom": {"name": "x"}}, **asked
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_is_cut_says_so(
+    application: str, client: httpx.AsyncClient, stream: bool
+) -> None:
+    """Else a client takes it for text, or runs what there is of it."""
+    text = "write " * 40
+    schema = {"type": "object", "properties": {"text": {"enum": [text]}}, "required": ["text"]}
+    function = {"name": "write", "parameters": schema}
+    asked: dict[str, Any] = {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "write"}},
+        "ignore_eos": False,
+    }
+    whole = await chat(client, HELLO, tokens=300, **asked)
+    assert whole.status == 200, whole.body
+    needed = whole.body["usage"]["completion_tokens"]
+    reply = await chat(client, HELLO, tokens=needed - 20, stream=stream, **asked)
+    if stream:
+        choices = [one["choices"][0] for one in reply.body if one["choices"]]
+        reasons = {choice["finish_reason"] for choice in choices} - {None}
+        parts = [part for choice in choices for part in choice["delta"].get("tool_calls") or ()]
+        names = [part["function"]["name"] for part in parts if part["function"].get("name")]
+        arguments = "".join(part["function"].get("arguments") or "" for part in parts)
+    else:
+        (choice,) = reply.body["choices"]
+        reasons = {choice["finish_reason"]}
+        functions = [call["function"] for call in choice["message"]["tool_calls"]]
+        names = [function["name"] for function in functions]
+        arguments = functions[0]["arguments"]
+    assert reasons == {"length"}
+    assert names == ["write"]
+    assert not reply.content
+    # As the model has written it, without spaces between.
+    assert f'{{"text":"{text}"}}'.startswith(arguments)
+    assert 20 < len(arguments) < len(text)
+
+
 async def test_tokens_are_those_of_the_prompt(application: str, client: httpx.AsyncClient) -> None:
     """Of the same messages, and the text of them is what they were made of."""
     asked = {"messages": HELLO, "max_tokens": 1}
@@ -319,6 +380,8 @@ async def test_paths_and_methods(application: str, client: httpx.AsyncClient) ->
         response = await client.request(method, application + path, json={})
         assert response.status_code == status, path
         assert response.json()["error"]["message"]
+    listed = await client.get(application + "/v1/models/", follow_redirects=True)
+    assert [one["id"] for one in listed.json()["data"]] == ["conserve-embedded"]
     health = (await client.get(application + "/health")).json()
     assert health == {"status": "ok", "prefillers": 1, "decoders": 2}
 
@@ -330,6 +393,8 @@ async def test_paths_and_methods(application: str, client: httpx.AsyncClient) ->
         ({"Host": "rebound.example:8000"}, 421),
         ({"Origin": "https://somewhere.example"}, 403),
         ({"Host": "localhost:8000", "Origin": "http://127.0.0.1:3000"}, 200),
+        ({"Host": "0.0.0.0:8000"}, 200),
+        ({"Host": "ip6-localhost:8000"}, 200),
     ],
 )
 async def test_what_a_web_page_could_send(
@@ -340,6 +405,37 @@ async def test_what_a_web_page_could_send(
     reply = await client.post(application + "/v1/chat/completions", content=body, headers=sent)
     assert reply.status_code == status, reply.text
     assert metric("conserve_conversations") == (status == 200)
+
+
+async def test_a_web_page_that_may_use_it(application: str, client: httpx.AsyncClient) -> None:
+    """A browser asks first, and shows the page what it is let see: errors and streams, too."""
+    page = {"Origin": "http://localhost:3000"}
+    chats = application + "/v1/chat/completions"
+    asks = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization, content-type, x-conversation-id",
+    }
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/models", "/metrics", "/nowhere"):
+        preflight = await client.options(application + path, headers=page | asks)
+        assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        allowed = preflight.headers["access-control-allow-headers"]
+        assert {"authorization", "x-conversation-id"} <= {one.strip() for one in allowed.split(",")}
+    said = {"messages": HELLO, "max_tokens": 2}
+    for body, status in (
+        (said, 200),
+        (said | {"stream": True}, 200),
+        (said | {"temperature": -1}, 400),
+    ):
+        reply = await client.post(chats, json=body, headers=page)
+        assert reply.status_code == status
+        assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert "X-Conversation-Id" in reply.headers["access-control-expose-headers"]
+        assert ("x-conversation-id" in reply.headers) or status != 200
+    missing = await client.get(application + "/v1/nothing", headers=page)
+    assert missing.status_code == 404
+    assert missing.headers["access-control-allow-origin"] == "http://localhost:3000"
 
 
 async def test_nothing_listens_beyond_loopback(application: str) -> None:
@@ -393,6 +489,35 @@ async def test_a_client_that_leaves(
     agent.messages[-1] = {"role": "user", "content": "never mind"}
     reply = await agent.say("go on", tokens=4)
     assert reply.decoder == decoder["id"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_has_closed_its_own_side_is_answered(
+    application: str, stream: bool
+) -> None:
+    """As `nc` does behind a request; another one left, and is missed (see above)."""
+    asked = {"messages": HELLO, "max_tokens": 60, "ignore_eos": True, "stream": stream}
+    body = json.dumps(asked).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    reading, writing = await asyncio.open_connection("127.0.0.1", 8000)
+    writing.write(head.encode() + body)
+    writing.write_eof()
+    try:
+        # Its end, since the connection is closed behind it.
+        answer = (await asyncio.wait_for(reading.read(), 60)).decode()
+    finally:
+        writing.close()
+    answer = answer.removeprefix("HTTP/1.1 100 Continue\r\n\r\n")
+    assert answer.startswith("HTTP/1.1 200 OK\r\n")
+    if stream:
+        assert "data: [DONE]\n\n" in answer
+        assert answer.endswith("0\r\n\r\n")
+    else:
+        told = json.loads(answer.partition("\r\n\r\n")[2])
+        assert told["usage"]["completion_tokens"] == 60
 
 
 async def test_a_client_that_leaves_before_its_request_is_whole(application: str) -> None:

@@ -146,6 +146,19 @@ async def test_a_tool_is_called_and_its_result_told(
     assert again["x-conserve-decoder"] == headers["x-conserve-decoder"]
 
 
+async def test_a_stream_that_is_cut_in_a_call_says_so(official: Any) -> None:
+    schema = {"type": "object", "properties": {"text": {"enum": ["write " * 40]}}}
+    options: Any = {
+        "tools": [{"name": "write", "input_schema": schema | {"required": ["text"]}}],
+        "tool_choice": {"type": "tool", "name": "write"},
+        "max_tokens": 40,
+    }
+    answer, _ = await ask(official, [{"role": "user", "content": "hello"}], True, **options)
+    events = [event async for event in answer]
+    assert [e.content_block.name for e in events if e.type == "content_block_start"] == ["write"]
+    assert [e.delta.stop_reason for e in events if e.type == "message_delta"] == ["max_tokens"]
+
+
 async def test_tokens_are_counted_as_the_engine_counts_them(
     application: str, official: Any, client: httpx.AsyncClient, rng: random.Random
 ) -> None:

@@ -136,6 +136,41 @@ async def test_a_tool_is_called_and_its_result_told(
     assert response.usage.input_tokens > 200
 
 
+async def test_a_call_that_is_cut_is_incomplete(official: Any) -> None:
+    text = "write " * 40
+    schema = {"type": "object", "properties": {"text": {"enum": [text]}}, "required": ["text"]}
+    options: Any = {
+        "tools": [{"type": "function", "name": "write", "parameters": schema}],
+        "tool_choice": {"type": "function", "name": "write"},
+    }
+    whole, _ = await ask(official, "hello", max_output_tokens=300, **options)
+    (call,) = [item for item in whole.output if item.type == "function_call"]
+    assert json.loads(call.arguments) == {"text": text}
+    most = whole.usage.output_tokens - 20
+    cut, _ = await ask(official, "hello", max_output_tokens=most, **options)
+    assert cut.status == "incomplete"
+    (begun,) = cut.output
+    assert (begun.type, begun.name) == ("function_call", "write")
+    # As the model has written it; what is whole is written anew.
+    assert f'{{"text":"{text}"}}'.startswith(begun.arguments)
+    assert 20 < len(begun.arguments) < len(text)
+
+
+async def test_input_is_counted_as_the_engine_counts_it(official: Any) -> None:
+    """With what comes before it, and the tools."""
+    first, _ = await ask(official, "hello", instructions="You are brief.")
+    for options in (
+        {"input": "hello"},
+        {"input": "hello", "instructions": "You are brief.", "tools": [TOOL]},
+        {"input": "go on", "previous_response_id": first.id},
+    ):
+        counted = await official.input_tokens.count(model=MODEL, **options)
+        turn, _ = await ask(official, options["input"], **{**options, "max_output_tokens": 1})
+        assert counted.input_tokens == turn.usage.input_tokens
+    with pytest.raises(openai.NotFoundError):
+        await official.input_tokens.count(model=MODEL, input="x", previous_response_id="resp_x")
+
+
 async def test_a_response_is_where_its_history_is(
     application: str, official: Any, client: httpx.AsyncClient, rng: random.Random
 ) -> None:

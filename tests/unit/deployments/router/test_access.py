@@ -178,6 +178,41 @@ def test_operators_paths_are_for_admins_and_this_machine(
     assert ask(keys.settings, "GET", path, headers, peer=peer)[0] == status
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/v1/engines", "/v1/events"])
+def test_a_web_page_from_elsewhere_is_not_this_machine(keys: Keys, path: str) -> None:
+    """It could read the answer, where keys are what keeps pages out."""
+    page = {"Origin": "https://somebody.example"}
+    assert ask(keys.settings, "GET", path, page, peer="127.0.0.1")[0] == 401
+    as_acme = page | bearer(keys.acme)
+    assert ask(keys.settings, "GET", path, as_acme, peer="127.0.0.1")[0] == 403
+    if path != "/v1/events":  # It has no end.
+        own = {"Origin": "http://localhost:3000"}
+        assert ask(keys.settings, "GET", path, own, peer="127.0.0.1")[0] == 200
+
+
+@pytest.mark.parametrize(("method", "path"), [*PATHS, ("GET", "/health")])
+def test_a_page_asks_without_its_key_first_and_reads_refusals(
+    keys: Keys, method: str, path: str
+) -> None:
+    """A browser leaves keys out of preflights."""
+    page = {"Origin": "https://app.example"}
+    preflight = page | {
+        "Access-Control-Request-Method": method,
+        "Access-Control-Request-Headers": "authorization",
+    }
+    table = Table()
+    status, found, _ = ask(keys.settings, "OPTIONS", path, preflight, table=table)
+    assert status == 204
+    assert table.asked == []
+    assert found["access-control-allow-origin"] == "https://app.example"
+    assert method in found["access-control-allow-methods"].split(", ")
+    assert found["access-control-allow-headers"] == "authorization"
+    status, found, _ = ask(keys.settings, method, path, page)
+    assert status == (200 if path == "/health" else 401)
+    assert found["access-control-allow-origin"] == "https://app.example"
+    assert "X-Conversation-Id" in found["access-control-expose-headers"].split(", ")
+
+
 def test_loopback_alone_opens_nothing_else(keys: Keys) -> None:
     assert ask(keys.settings, "GET", "/v1/conversations", peer="127.0.0.1")[0] == 401
 

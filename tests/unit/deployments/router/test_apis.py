@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from conserve import identity, wire
-from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
+from conserve.apis import COUNT_INPUT, COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.errors import ApiError
 from conserve.recognition import Beginning
 from conserve.recognition.apis import heard
@@ -18,7 +18,7 @@ from deployments.router import answer
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.request import ClientRequest, read_request
 from deployments.router.stored import StoredResponses
-from deployments.router.upstream import EngineUnreachable
+from deployments.router.upstream import Checked, EngineUnreachable
 from tests.unit.conserve.recognition.apis.told import event
 
 Json = dict[str, Any]
@@ -73,6 +73,23 @@ class Upstream:
             raise EngineUnreachable("no connection")
         assert json.loads(raw)["model"] == MODEL
         return b'{"input_tokens": 7}'
+
+    async def check(self, url: str, path: str, raw: bytes) -> Checked:
+        """Of a token for each letter of the input's text."""
+        assert path == RESPONSES
+        self.asked.append(url)
+        if url == "p":
+            raise EngineUnreachable("no connection")
+        body = json.loads(raw)
+        assert body["model"] == MODEL
+        given = body["input"]
+        texts = [given] if isinstance(given, str) else map(_text_of, given)
+        return Checked([[5] * len("".join(texts))], False)
+
+
+def _text_of(item: Json) -> str:
+    content = item["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def read(
@@ -372,6 +389,28 @@ def test_tokens_are_counted_by_an_engine_that_is_there() -> None:
     status, told = at_the_door("POST", COUNT_TOKENS, {"messages": HELLO}, upstream)
     assert (status, told) == (200, {"input_tokens": 7})
     assert upstream.asked == ["p", "d1"]
+
+
+def test_a_responses_input_is_counted_with_what_it_goes_on_from() -> None:
+    """As the turn's prompt, by an engine that is there, which serves nothing."""
+    counted = {"object": "response.input_tokens"}
+    upstream = Upstream(d1=ResponseStore(10_000))
+    status, told = at_the_door("POST", COUNT_INPUT, {"input": "hello"}, upstream)
+    assert (status, told) == (200, {**counted, "input_tokens": 5})
+    assert upstream.asked == ["p", "d1"]
+    keep(upstream.kept["d1"], "resp_1", "x" * 30)
+    whole = read(
+        RESPONSES,
+        {"input": "hello", "previous_response_id": "resp_1"},
+        StoredResponses(Settings(), Table("d1"), upstream),  # type: ignore[arg-type]
+    ).body["input"]
+    length = len("".join(map(_text_of, whole)))
+    assert length > 30
+    body = {"input": "hello", "previous_response_id": "resp_1"}
+    status, told = at_the_door("POST", COUNT_INPUT, body, upstream)
+    assert (status, told) == (200, {**counted, "input_tokens": length})
+    status, told = at_the_door("POST", COUNT_INPUT, {"input": 5}, upstream)
+    assert (status, told["error"]["param"]) == (400, "input")
 
 
 def test_a_response_is_retrieved_and_forgotten() -> None:

@@ -127,3 +127,60 @@ def test_a_client_that_leaves_while_it_sends_is_no_failure_of_ours() -> None:
     half = {"type": "http.request", "body": b"{", "more_body": True}
     start, _ = release_program([half, {"type": "http.disconnect"}])
     assert start["status"] < 500
+
+
+def ask(method: str, path: str) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the answer to a request without a body."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"host", b"localhost:8000"), (b"content-type", b"application/json")],
+        "scheme": "http",
+        "server": ("127.0.0.1", 8000),
+    }
+    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    asyncio.run(door(scope, receive, send))
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, sent[1]["body"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/conversations"),
+        ("GET", "/v1/engines"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/responses/input_tokens"),
+    ],
+)
+def test_a_slash_at_the_end_leads_to_the_path_without(method: str, path: str) -> None:
+    """It is not the name of a model, or of a conversation, that is empty."""
+    status, headers, _ = ask(method, path + "/")
+    assert (status, headers["location"]) == (307, f"http://localhost:8000{path}")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "has"),
+    [
+        ("DELETE", "/v1/models", "GET, HEAD"),
+        ("GET", "/v1/chat/completions", "POST"),
+        ("POST", "/v1/responses/resp_1", "DELETE, GET, HEAD"),
+        ("POST", "/v1/conversations/a/b", "DELETE, GET, HEAD"),
+    ],
+)
+def test_another_method_is_told_which_there_are(method: str, path: str, has: str) -> None:
+    status, headers, body = ask(method, path)
+    assert (status, headers["allow"]) == (405, has)
+    message = json.loads(body)["error"]["message"]
+    assert message == f"{method} is not possible on {path}; it has {has}"

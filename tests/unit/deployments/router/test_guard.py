@@ -20,6 +20,22 @@ def ask(
     allowed: tuple[str, ...] = (),
 ) -> tuple[int, str | None]:
     """Status and error code; 204 is what is behind the guard."""
+    sent = answer(headers, method, host, allowed)
+    if len(sent) == 1:
+        return sent[0]["status"], None
+    error = json.loads(sent[1]["body"])["error"]
+    assert len(error["message"]) < 400
+    return sent[0]["status"], error["code"]
+
+
+def answer(
+    headers: dict[str, str] | list[tuple[str, str]],
+    method: str = "POST",
+    host: str = "127.0.0.1",
+    allowed: tuple[str, ...] = (),
+    keyed: bool = False,
+) -> list[Any]:
+    """What the guard sends, or lets through from an application that answers 204."""
     given = headers.items() if isinstance(headers, dict) else headers
     scope = {
         "type": "http",
@@ -30,17 +46,24 @@ def ask(
     sent: list[Any] = []
 
     async def behind(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.start", "status": 204, "headers": [(b"x-own", b"1")]})
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(Guard(behind, host, allowed)(scope, None, send))  # type: ignore[arg-type]
-    if len(sent) == 1:
-        return sent[0]["status"], None
-    error = json.loads(sent[1]["body"])["error"]
-    assert len(error["message"]) < 400
-    return sent[0]["status"], error["code"]
+    guard = Guard(behind, host, allowed, keyed)
+    asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
+    return sent
+
+
+def cors(sent: list[Any]) -> dict[str, str]:
+    """The CORS headers of an answer, and `Vary`, without `access-control-`."""
+    found = {name.lower().decode(): value.decode() for name, value in sent[0]["headers"]}
+    return {
+        name.removeprefix("access-control-"): value
+        for name, value in found.items()
+        if name.startswith("access-control-") or name == "vary"
+    }
 
 
 @pytest.mark.parametrize(
@@ -75,7 +98,22 @@ def test_what_does_not_say_that_it_is_json_is_refused(kind: str | None, host: st
 
 
 @pytest.mark.parametrize(
-    "name", ["localhost", "LOCALHOST", "localhost.", "127.0.0.1", "127.1.2.3", "[::1]"]
+    "name",
+    [
+        "localhost",
+        "LOCALHOST",
+        "localhost.",
+        "127.0.0.1",
+        "127.1.2.3",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "0.0.0.0",
+        "[::]",
+        "ip6-localhost",
+        "ip6-loopback",
+        "localhost6",
+        "agent.localhost",
+    ],
 )
 @pytest.mark.parametrize("port", ["", ":8000"])
 @pytest.mark.parametrize("listens", ["127.0.0.1", "::1", "localhost"])
@@ -92,11 +130,13 @@ def test_loopback_by_any_of_its_names(name: str, port: str, listens: str) -> Non
         "rebound.example:8000",
         "localhost.rebound.example",
         "127.0.0.1.rebound.example",
-        "10.0.0.1",
-        "0.0.0.0",
+        "0.0.0.0.rebound.example",
+        "ip6-localhost.rebound.example",
+        "notlocalhost",
+        "rebound-localhost",
         "localhost@rebound.example",
+        "0.0.0.0@rebound.example",
         "rebound.example/localhost",
-        "[::2]",
         "[",
         "",
         "é",
@@ -111,6 +151,109 @@ def test_no_other_name_is_heard_on_loopback(name: str, method: str) -> None:
     )
     # Where others are meant to come, they come by whatever name there is.
     assert ask({"host": name, "origin": f"http://{name}", **JSON}, method, "0.0.0.0") == (204, None)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "192.168.1.5:8000", "[::2]", "[fe80::1%25lo]"])
+def test_an_address_cannot_be_rebound_and_is_no_origin_of_ours(address: str) -> None:
+    """A tunnel's client names its own end; a page from there is a page of that server."""
+    assert ask({"host": address, **JSON}) == (204, None)
+    assert ask({"host": "localhost", "origin": f"http://{address}", **JSON}) == (
+        403,
+        "wrong_origin",
+    )
+
+
+PREFLIGHT = {
+    "host": "localhost:8000",
+    "origin": "http://localhost:3000",
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-conversation-id",
+}
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "https://app.example", "http://[::1]"])
+def test_a_preflight_of_an_origin_that_is_admitted(origin: str) -> None:
+    """It has no key and no body, and is answered before anything asks for one."""
+    sent = answer({**PREFLIGHT, "origin": origin}, "OPTIONS", allowed=("app.example",))
+    assert sent[0]["status"] == 204
+    assert b"".join(part.get("body", b"") for part in sent[1:]) == b""
+    assert cors(sent) == {
+        "allow-origin": origin,
+        "allow-methods": "GET, POST, DELETE",
+        "allow-headers": "authorization,content-type,x-conversation-id",
+        "expose-headers": EXPOSED,
+        "max-age": "7200",
+        "vary": "Origin",
+    }
+    # It came from the guard, and not from behind it.
+    assert b"x-own" not in dict(sent[0]["headers"])
+
+
+EXPOSED = "X-Conversation-Id, X-Conserve-Decoder, X-Request-Id, Retry-After, X-Should-Retry"
+
+
+def test_a_preflight_that_asks_for_less_or_for_a_private_network() -> None:
+    asked = {name: value for name, value in PREFLIGHT.items() if not name.endswith("-headers")}
+    found = cors(answer(asked, "OPTIONS"))
+    assert "allow-headers" not in found
+    assert "allow-private-network" not in found
+    asked["access-control-request-private-network"] = "true"
+    assert cors(answer(asked, "OPTIONS"))["allow-private-network"] == "true"
+
+
+def test_a_preflight_of_another_origin_or_name_is_refused() -> None:
+    assert ask({**PREFLIGHT, "origin": "https://rebound.example"}, "OPTIONS") == (
+        403,
+        "wrong_origin",
+    )
+    assert ask({**PREFLIGHT, "host": "rebound.example"}, "OPTIONS") == (421, "wrong_host")
+    for headers in ({**PREFLIGHT, "origin": "https://rebound.example"}, {**PREFLIGHT, "host": "x"}):
+        assert cors(answer(headers, "OPTIONS")) == {}
+
+
+def test_options_that_are_no_preflight_go_on() -> None:
+    plain = {"host": "localhost", "origin": "http://localhost:3000"}
+    assert b"x-own" in dict(answer(plain, "OPTIONS")[0]["headers"])
+    asked = {"host": "localhost", "access-control-request-method": "POST"}
+    assert b"x-own" in dict(answer(asked, "OPTIONS")[0]["headers"])
+
+
+def test_a_page_reads_answers_and_refusals() -> None:
+    page = {"host": "localhost", "origin": "http://localhost:3000"}
+    readable = {
+        "allow-origin": "http://localhost:3000",
+        "expose-headers": EXPOSED,
+        "vary": "Origin",
+    }
+    sent = answer({**page, **JSON})
+    assert cors(sent) == readable
+    assert b"x-own" in dict(sent[0]["headers"])
+    refused = answer({**page, "content-type": "text/plain"})
+    assert refused[0]["status"] == 415
+    assert cors(refused) == readable
+    # To whom is no page there is nothing to say.
+    assert cors(answer({"host": "localhost", **JSON})) == {}
+
+
+def test_which_pages_may_read_beyond_loopback() -> None:
+    """With keys any: it needs one. Without, those that the operator names."""
+    page = {"host": "llm.example", "origin": "https://app.example", **JSON}
+    assert cors(answer(page, host="0.0.0.0", keyed=True))["allow-origin"] == "https://app.example"
+    heard = answer(page, host="0.0.0.0")
+    assert heard[0]["status"] == 204
+    assert cors(heard) == {}
+    named = answer(page, host="0.0.0.0", allowed=("app.example",))
+    assert cors(named)["allow-origin"] == "https://app.example"
+    preflight = {**PREFLIGHT, "origin": "https://app.example"}
+    assert answer(preflight, "OPTIONS", "0.0.0.0", keyed=True)[0]["status"] == 204
+    assert cors(answer(preflight, "OPTIONS", "0.0.0.0")) == {}
+    # Loopback's guard is no looser with keys.
+    assert answer(page | {"host": "localhost"}, keyed=True)[0]["status"] == 403
+
+
+def test_an_origin_that_comes_twice_is_none() -> None:
+    twice = [("host", "x"), ("origin", "https://a.example"), ("origin", "https://b.example")]
+    assert cors(answer([*twice, *JSON.items()], host="0.0.0.0", keyed=True)) == {}
 
 
 def test_a_page_of_no_origin_is_refused() -> None:

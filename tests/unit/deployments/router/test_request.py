@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from conserve import budget
 from conserve.errors import ApiError
 from conserve.hints import Hints
 from conserve.settings import Settings
@@ -171,3 +172,34 @@ def test_a_long_body_comes_no_faster_than_it_costs(
     assert request is not None
     assert request.body["messages"] == json.loads(raw)["messages"]
     assert sum(sleeps) == pytest.approx(slept_s)
+
+
+def _tool(name: str, text: str = "") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": text}}
+
+
+def _allowing(mode: str, *names: str) -> dict[str, Any]:
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
+def test_an_engine_gets_the_tools_that_a_choice_allows_and_the_history_is_of_these() -> None:
+    """The prompt is another one than with all of them, so no other's KV is to be found for it."""
+    tools = [_tool("read"), _tool("write")]
+    some = read({**HELLO, "tools": tools, "tool_choice": _allowing("required", "write")})
+    sent = json.loads(some.raw)
+    assert sent == some.body
+    assert sent["tools"] == [_tool("write")]
+    assert sent["tool_choice"] == "required"
+    same = read({**HELLO, "tools": [_tool("write")], "tool_choice": "required"})
+    assert some.chain == same.chain
+    both = read({**HELLO, "tools": tools, "tool_choice": _allowing("auto", "write", "read")})
+    assert both.chain == read({**HELLO, "tools": tools}).chain != some.chain
+
+
+def test_tools_that_a_choice_leaves_out_make_no_grammar() -> None:
+    tools = [_tool("read"), _tool("write", "x" * budget.MOST_TOOL_CHARS)]
+    assert read({**HELLO, "tools": tools, "tool_choice": _allowing("required", "read")})
+    assert read({**HELLO, "tools": tools, "tool_choice": _allowing("auto", "write")})
+    error = refused({**HELLO, "tools": tools, "tool_choice": _allowing("required", "write")})
+    assert error.param == "tools"

@@ -9,12 +9,13 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from conserve import budget
-from conserve.apis import COUNT_TOKENS, TOKEN_PATHS
+from conserve.apis import COUNT_INPUT, COUNT_TOKENS, TOKEN_PATHS
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, keyfile
 from deployments.router import tokens
 from deployments.router.frontdoor import FrontDoor
+from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint, by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
 
@@ -177,9 +178,10 @@ def test_a_refusal_that_took_long_is_held_back(
         held.append(error.status)
 
     monkeypatch.setattr(tokens, "hold_back", hold_back)
-    for path in TOKEN_PATHS:
+    paths = (*TOKEN_PATHS, COUNT_INPUT)
+    for path in paths:
         assert asked(path, {"model": 5})[0] == 400
-    assert held == [400] * len(TOKEN_PATHS)
+    assert held == [400] * len(paths)
     assert engines.asked == []
 
 
@@ -282,7 +284,8 @@ def test_a_key_is_needed_and_its_tenants_media_are_its_own(
 
 def test_nothing_is_asked_for_a_client_that_left(engines: Engines) -> None:
     async def scenario() -> None:
-        endpoint = TokensEndpoint(Settings(), Table(), Upstream(5))  # type: ignore[arg-type]
+        stored = StoredResponses(Settings(), Table(), Upstream(5))  # type: ignore[arg-type]
+        endpoint = TokensEndpoint(Settings(), Table(), Upstream(5), stored)  # type: ignore[arg-type]
 
         async def left() -> dict[str, Any]:
             return {"type": "http.disconnect"}
