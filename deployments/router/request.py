@@ -22,7 +22,7 @@ from conserve.recognition.volatile import without_billing_header
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of
-from deployments.router.reading import understood
+from deployments.router.reading import understood, whole_characters
 from deployments.router.salt import own_media, salted, with_member
 from deployments.router.stored import PREVIOUS, StoredResponses
 
@@ -180,6 +180,7 @@ def _understood(
     except InvalidHint as error:
         raise ApiError(400, str(error), "invalid_hint", param=error.source) from None
     own = identity.without_identity(body)
+    raw = whole_characters(raw)
     for name in _NOT_FORWARDED:
         own.pop(name, None)
     # The other way into the engine's arguments.
