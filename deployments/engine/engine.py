@@ -40,6 +40,7 @@ from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.load import measure
 from deployments.engine.observer import TurnObserver, observe_engine
+from deployments.engine.refusals import explain_refusals
 from deployments.engine.reporter import Reporter
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.scheduler.client import SchedulerClient
@@ -293,6 +294,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
         describe(app)
+        explain_refusals(app)
         client = self.engine._engine_client
         settings = self._settings
         renderer = app.state.online_renderer
