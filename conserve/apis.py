@@ -15,6 +15,9 @@ COUNT_INPUT = "/v1/responses/input_tokens"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 
+# The fields that say how much output is wanted at most, each API's own.
+OUTPUT_CAPS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
 # Where a turn goes to, on a router as on an engine.
 TURN_PATHS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 # What an engine answers as it stands.

@@ -132,6 +132,11 @@ def check(body: Mapping[str, Any], path: str) -> None:
                 param=name,
             )
     _check_tool_grammars(body)
+    for name in apis.OUTPUT_CAPS:
+        cap = body.get(name)
+        # vLLM names one field for all of them.
+        if isinstance(cap, int) and cap < 1:
+            raise ApiError(400, f"{name} must be at least 1, and is {cap}", param=name)
     n = body.get("n")
     # The engine would make a number of "2" and of 2.0.
     if n is not None and type(n) is not int:
@@ -258,8 +263,9 @@ def _check_messages(messages: Any) -> None:
                     400, f"{where}.content may hold objects and strings only", param="messages"
                 )
         calls = message.get("tool_calls")
-        if isinstance(calls, list | dict):
-            items += ITEMS_A_PART * len(calls)
+        if not isinstance(calls, list | None):
+            raise ApiError(400, f"{where}.tool_calls must be a list", param="messages")
+        items += ITEMS_A_PART * len(calls or ())
     if items > MOST_ITEMS:
         raise ApiError(
             400,

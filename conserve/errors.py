@@ -2,11 +2,27 @@
 
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from conserve import apis
+from conserve.complaints import complaint_in
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+
+class Told(NamedTuple):
+    """An error in words: what is wrong and what to do, and the request's field, if one is to blame.
+
+    Anthropic's API tells the message alone.
+    """
+
+    message: str
+    param: str | None
+
+
+# Messages become chats before vLLM judges them: what it blames, and what their client wrote.
+_IN_MESSAGES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
+_OF_CHATS = re.compile(rf"^(?:{'|'.join(_IN_MESSAGES)})\b")
 
 
 class ApiError(Exception):
@@ -40,20 +56,30 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
         self.final = final
 
+    def told(self, path: str) -> Told:
+        """The error in the words of the API that a path is of."""
+        if not apis.is_anthropic(path):
+            return Told(self.message, self.param)
+        message = _OF_CHATS.sub(lambda field: _IN_MESSAGES[field[0]], self.message)
+        # Claude Code knows by these words that it has to compact its history.
+        too_long = self.code == CONTEXT_LENGTH_EXCEEDED
+        return Told(f"prompt is too long: {message}" if too_long else message, None)
+
     def body(self, path: str = "") -> dict[str, Any]:
         """The response's JSON body: Anthropic's shape on its paths, else OpenAI's.
 
         Args:
             path: what was asked for.
         """
+        message, param = self.told(path)
         if apis.is_anthropic(path):
-            error = {"type": _anthropic_type(self.status), "message": _anthropic_message(self)}
+            error = {"type": _anthropic_type(self.status), "message": message}
             return {"type": "error", "error": error, "request_id": None}
         return {
             "error": {
-                "message": self.message,
+                "message": message,
                 "type": _error_type(self.status),
-                "param": self.param,
+                "param": param,
                 "code": self.code,
             }
         }
@@ -68,12 +94,13 @@ class ApiError(Exception):
         if path == apis.MESSAGES:
             return b"event: error\ndata: " + json.dumps(self.body(path)).encode() + b"\n\n"
         if path != apis.RESPONSES:
-            return b"data: " + json.dumps(self.body()).encode() + b"\n\n"
+            return b"data: " + json.dumps(self.body(path)).encode() + b"\n\n"
+        message, param = self.told(path)
         data = {
             "type": "error",
             "code": self.code or _error_type(self.status),
-            "message": self.message,
-            "param": self.param,
+            "message": message,
+            "param": param,
             "sequence_number": number,
         }
         return b"event: error\ndata: " + json.dumps(data).encode() + b"\n\n"
@@ -105,25 +132,144 @@ def _anthropic_type(status: int) -> str:
     return known or ("api_error" if status >= 500 else "invalid_request_error")
 
 
-def _anthropic_message(error: ApiError) -> str:
-    # Claude Code knows by these words that it has to compact its history.
-    too_long = error.code == CONTEXT_LENGTH_EXCEEDED
-    return f"prompt is too long: {error.message}" if too_long else error.message
+# --- What does not fit into a model's context -----------------------------------------------------
 
 
-# FastAPI's report of a bad body, as vLLM prints it; only place and complaint are for clients.
-_INVALID = re.compile(r"'loc': \(([^)]*)\), 'msg': (\"[^\"]*\"|'(?:[^'\\]|\\.)*')")
-# vLLM says it in several ways: a prompt over the context, a prompt with the output asked for, or
-# the output alone. Not each mention of max_model_len is one: a truncation may be too long too.
-_CONTEXT = re.compile(
-    r"maximum (?:context|model) length|context length is only"
-    r"|cannot be greater than max_model_len=|exceeds the max_model_len",
-    re.IGNORECASE,
+class PromptTooLong(ApiError):
+    """A prompt that leaves no room for an answer: its client has to shorten the history.
+
+    Args:
+        length: the prompt's, in tokens.
+        max_model_len: the longest that prompt plus output may be, in tokens.
+        characters: whether the length is in characters, as of one that was not tokenized: with so
+            many it cannot fit.
+    """
+
+    def __init__(self, length: int, max_model_len: int, *, characters: bool = False) -> None:
+        # A prompt that is as long as the context leaves no room either.
+        self._most_tokens = min(max_model_len, length - 1)
+        self._length = f"{length} {'characters' if characters else 'tokens'}"
+        super().__init__(400, self._said("messages"), CONTEXT_LENGTH_EXCEEDED, param="messages")
+
+    def told(self, path: str) -> Told:
+        """OpenAI's words, or Anthropic's, by which Claude Code knows that it has to compact."""
+        if apis.is_anthropic(path):
+            unit = "" if self._length.endswith("tokens") else "tokens "
+            return Told(
+                f"prompt is too long: {self._length} > {self._most_tokens} {unit}maximum", None
+            )
+        field = next((name for of, name in _PROMPTS.items() if path.startswith(of)), "messages")
+        return Told(self._said(field), field)
+
+    def _said(self, field: str) -> str:
+        return (
+            f"This model's maximum context length is {self._most_tokens} tokens. However, your "
+            f"{field} resulted in {self._length}. Please reduce the length of the {field}."
+        )
+
+
+# Where a prompt is no list of messages, by how the path begins.
+_PROMPTS = {apis.COMPLETIONS: "prompt", apis.RESPONSES: "input"}
+
+
+class OutputTooLong(ApiError):
+    """More output asked for than the context has room for, behind a prompt that fits.
+
+    No word of it may be one by which clients know that they have to compact their history: they
+    would do so again and again.
+
+    Args:
+        output_tokens: what was asked for.
+        max_model_len: the longest that prompt plus output may be.
+        prompt_tokens: the prompt's length; None where that is not known.
+        param: the field by which it was asked for.
+    """
+
+    def __init__(
+        self, output_tokens: int, max_model_len: int, prompt_tokens: int | None, param: str
+    ) -> None:
+        self._tokens = (prompt_tokens, output_tokens, max_model_len)
+        most_tokens = max_model_len - (prompt_tokens or 0)
+        behind = "" if prompt_tokens is None else f" behind a prompt of {prompt_tokens}"
+        super().__init__(
+            400,
+            f"{param} is too large: {output_tokens}. This model supports at most {most_tokens} "
+            f"output tokens{behind}; ask for no more.",
+            "invalid_value",
+            param=param,
+        )
+
+    def told(self, path: str) -> Told:
+        """Where the cap alone is too large, by it alone; Claude Code asks for less by the other."""
+        if not apis.is_anthropic(path):
+            return super().told(path)
+        prompt_tokens, output_tokens, most_tokens = self._tokens
+        if prompt_tokens is None or output_tokens > most_tokens:
+            return Told(
+                f"max_tokens: {output_tokens} > {most_tokens}, which is the maximum allowed number "
+                "of output tokens for this model",
+                None,
+            )
+        return Told(
+            f"input length and `max_tokens` exceed context limit: {prompt_tokens} + "
+            f"{output_tokens} > {most_tokens}, decrease input length or `max_tokens` and try again",
+            None,
+        )
+
+
+# vLLM's ways to say it, of a prompt with the output asked for, or of one of them.
+_TOO_LONG = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"maximum context length is (?P<most>\d+) tokens\. However, you requested (?P<output>\d+) "
+        r"output tokens and your prompt contains (?P<prompt>\d+) input tokens",
+        r"(?P<param>\w+)=(?P<output>\d+) cannot be greater than "
+        r"max_model_len=max_total_tokens=(?P<most>\d+)",
+        r"Input length \((?P<prompt>\d+)\) exceeds model's maximum context length "
+        r"\((?P<most>\d+)\)",
+        r"prompt \(length (?P<prompt>\d+)\) .*longer than the maximum model length of "
+        r"(?P<most>\d+)",
+        r"prompt length (?P<prompt>\d+) exceeds the max_model_len (?P<most>\d+)",
+        r"maximum context length is (?P<most>\d+) tokens\. .*prompt contains (?P<characters>\d+) "
+        r"characters",
+    )
+]
+# Other words for it, without numbers to go by.
+_CONTEXT = re.compile(r"maximum (?:context|model) length|context length is only", re.IGNORECASE)
+
+
+def _does_not_fit(message: str, param: Any) -> ApiError | None:
+    for pattern in _TOO_LONG:
+        found = pattern.search(message)
+        if found is None:
+            continue
+        said = found.groupdict()
+        most_tokens, output = int(said["most"]), said.get("output")
+        if "characters" in said:
+            return PromptTooLong(int(said["characters"]), most_tokens, characters=True)
+        prompt_tokens = int(said["prompt"]) if "prompt" in said else None
+        if prompt_tokens is not None and (output is None or prompt_tokens >= most_tokens):
+            return PromptTooLong(prompt_tokens, most_tokens)
+        field = said.get("param") or (param if isinstance(param, str) else "max_tokens")
+        return OutputTooLong(int(output or 0), most_tokens, prompt_tokens, field)
+    return None
+
+
+# --- What engines say ----------------------------------------------------------------------------
+
+# What is of use to programmers alone, at a message's end: fields as vLLM names them, and all the
+# parameters of a class.
+_INNER = re.compile(r"(?: \(parameter=[\w.]+(?:, value=.*)?\)|: \{'json': .*\})\Z", re.DOTALL)
+# What Python says of values that some code did not expect.
+_PYTHONS = re.compile(
+    r"'\w+' object|got multiple values|unsupported operand|instance, \w+ found"
+    r"|can only concatenate|indices must be|TextEncodeInput"
 )
+_NO_MEDIA = re.compile(r"\S+ is not a multimodal model")
 
 
 def from_engine(status: int, body: Any) -> ApiError:
-    """An engine's error response as ours: same status and message, OpenAI's codes.
+    """An engine's error response as ours: same status and message, the API's own codes and words.
 
     Args:
         status: the engine's HTTP status.
@@ -143,11 +289,21 @@ def from_engine(status: int, body: Any) -> ApiError:
             "the engine failed on this request; try again, and see its log if it fails again",
             "engine_error",
         )
-    complaints = _INVALID.findall(message)
-    if complaints:
-        location = [part.strip(" '") for part in complaints[0][0].split(",")]
-        param = ".".join(part for part in location if part and part != "body")
-        message = f"{param}: {complaints[0][1][1:-1]}"
+    too_long = _does_not_fit(message, param) if status == 400 else None
+    if too_long is not None:
+        return too_long
+    complaint = complaint_in(message)
+    if complaint is not None:
+        param = complaint.field or None
+        message = f"{complaint.field}: {complaint.message}".removeprefix(": ")
+    elif _PYTHONS.search(message):
+        message = (
+            "the model's chat template or tokenizer does not take a value of this request; check "
+            "the types of those in messages, tools and chat_template_kwargs"
+        )
+    elif _NO_MEDIA.match(message):
+        message = "this model takes text alone; send no images, audio or video"
+    message = _INNER.sub("", message)
     code = None
     if status == 400 and _CONTEXT.search(message):
         code = CONTEXT_LENGTH_EXCEEDED
@@ -163,15 +319,4 @@ def unknown_model(asked: str, served: str) -> ApiError:
         f"the model {asked[:100]!r} is not served here; use {served!r}",
         "model_not_found",
         param="model",
-    )
-
-
-def context_length_exceeded(prompt_tokens: int, max_model_len: int) -> ApiError:
-    """The error of a prompt that leaves no room for an answer within the model's context."""
-    return ApiError(
-        400,
-        f"This model's maximum context length is {max_model_len} tokens, and the messages "
-        f"have {prompt_tokens}. Shorten them.",
-        CONTEXT_LENGTH_EXCEEDED,
-        param="messages",
     )

@@ -128,6 +128,9 @@ class StoredResponse(msgspec.Struct, frozen=True):
 CHECK_PREFIX = "/conserve/check"
 # Before the path of a turn: the engine computes the prompt's KV, stores it, and serves no more.
 PREFILL_PREFIX = "/conserve/prefill"
+# Behind the path of a turn, with or without a prefix: of the output that is asked for, what there
+# is room for will do.
+ROOM_LEFT = "?room_left"
 
 # --- kv_transfer_params, from whoever asks an engine to LMCache's connector and back --------------
 

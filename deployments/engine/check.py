@@ -32,6 +32,7 @@ from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
 from deployments.messages import Prefilled
 
+_ROOM_LEFT = wire.ROOM_LEFT.removeprefix("?").encode()
 # What vLLM makes answers of these from has a choice; of a chat's, it may have none.
 _WITH_A_CHOICE = (MESSAGES, RESPONSES)
 
@@ -58,11 +59,17 @@ class _Check:
 _current: ContextVar[_Check | None] = ContextVar("conserve_check", default=None)
 # Whether tokens are only counted: nothing comes to the engine's core then either.
 _counting: ContextVar[bool] = ContextVar("conserve_counting", default=False)
+_room_left: ContextVar[bool] = ContextVar("conserve_room_left", default=False)
 
 
 def only_counts() -> bool:
     """Whether the request that is being served asks for the number of its tokens alone."""
     return _counting.get()
+
+
+def takes_what_room_is_left() -> bool:
+    """Whether the request that is being served may get less output than it asks for."""
+    return _room_left.get()
 
 
 def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
@@ -192,6 +199,7 @@ class RequestCheck:
         # One request may be begun within another one's task.
         _current.set(None)
         _counting.set(scope.get("path") == COUNT_TOKENS)
+        _room_left.set(scope.get("query_string") == _ROOM_LEFT)
         prefixes = (CHECK_PREFIX, PREFILL_PREFIX)
         if scope["type"] != "http" or not scope["path"].startswith(prefixes):
             await self._app(scope, receive, send)

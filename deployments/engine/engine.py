@@ -41,6 +41,7 @@ from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.load import measure
 from deployments.engine.observer import TurnObserver, observe_engine
+from deployments.engine.refusals import explain_refusals
 from deployments.engine.reporter import Reporter
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.scheduler.client import SchedulerClient
@@ -300,6 +301,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             state.anthropic_serving_messages,
             state.openai_serving_responses,
         )
+        explain_refusals(app)
         client = self.engine._engine_client
         settings = self._settings
         renderer = state.online_renderer

@@ -2,7 +2,7 @@
 
 Internals of vLLM 0.29 that are used: ``OnlineRenderer`` (``render_chat``, ``render_completion``,
 ``preprocess_chat``, ``renderer``), and of that ``_tokenize_prompt_async``, ``_executor``,
-``_wants_offsets`` and ``_build_tokens_prompt``.
+``_wants_offsets`` and ``_build_tokens_prompt``. Prompts are never cut here: see `lengths`.
 """
 
 import functools
@@ -84,10 +84,10 @@ def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> Token
             or inner._wants_offsets(prompt, params)
         ):
             return await whole(prompt, params)
-        # Of what is longer vLLM looks at the length alone, and refuses it.
-        most = asked["max_length"] if asked["truncation"] else None
+        # What is longer is refused.
+        most = params.max_total_tokens
         ids = await in_pieces(prompt["prompt"], request.salt, request.keeps, most)
-        return inner._build_tokens_prompt(ids[:most], prompt)
+        return inner._build_tokens_prompt(ids, prompt)
 
     inner._tokenize_prompt_async = tokenize
     for name in _RENDERING:

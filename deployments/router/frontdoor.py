@@ -73,6 +73,8 @@ class FrontDoor:
         self._settings = settings
         self._table = table
         self._started = int(time.time())
+        # How long prompt plus output may be; None until a decoder has been there.
+        self._max_model_len: int | None = None
         upstream = Upstream(settings.turn_timeout_s)
         turns = TurnEndpoint(settings, table, upstream, router_id, homes)
         stored = StoredResponses(settings, table, upstream)
@@ -127,28 +129,43 @@ class FrontDoor:
         if _ANTHROPIC_HEADER in request.headers:
             model = self._settings.model_id
             ends = {"has_more": False, "first_id": model, "last_id": model}
-            return JSONResponse({"data": [self._anthropic_card()], **ends})
-        return JSONResponse({"object": "list", "data": [self._card()]})
+            return JSONResponse({"data": [await self._anthropic_card()], **ends})
+        return JSONResponse({"object": "list", "data": [await self._card()]})
 
     async def _model(self, request: Request) -> Response:
         model = request.path_params["model"]
         if model != self._settings.model_id:
             raise unknown_model(model, self._settings.model_id)
         anthropic = _ANTHROPIC_HEADER in request.headers
-        return JSONResponse(self._anthropic_card() if anthropic else self._card())
+        return JSONResponse(await (self._anthropic_card() if anthropic else self._card()))
 
-    def _card(self) -> dict[str, Any]:
+    async def _card(self) -> dict[str, Any]:
         return {
             "id": self._settings.model_id,
             "object": "model",
             "created": self._started,
             "owned_by": "conserve",
+            "max_model_len": await self._longest(),
         }
 
-    def _anthropic_card(self) -> dict[str, Any]:
+    async def _anthropic_card(self) -> dict[str, Any]:
         model = self._settings.model_id
         started = datetime.fromtimestamp(self._started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return {"type": "model", "id": model, "display_name": model, "created_at": started}
+        longest = await self._longest()
+        limits = {"max_input_tokens": longest, "max_tokens": longest}
+        card = {"type": "model", "id": model, "display_name": model, "created_at": started}
+        return {**card, **limits}
+
+    async def _longest(self) -> int | None:
+        """How many tokens prompt plus output may have, which is the engines' to say."""
+        if self._max_model_len is None:
+            try:
+                engines = await self._table.call("engines", patience_s=5.0, answer_s=10.0)
+            except TableUnavailable:
+                return None  # Which model is served is known all the same.
+            longest = [engine["max_model_len"] for engine in engines if engine["hosts"]]
+            self._max_model_len = min(longest, default=None)
+        return self._max_model_len
 
     async def _conversations(self, request: Request) -> Response:
         text = request.query_params.get("limit", "1000")

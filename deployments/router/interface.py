@@ -371,7 +371,16 @@ SCHEMAS: Json = {
         tokens={"type": "array", "items": _COUNT},
     ),
     "Text": _object(prompt=_TEXT),
-    "Model": _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT),
+    "Model": _object(
+        id=_TEXT,
+        object={"const": "model"},
+        created=_COUNT,
+        owned_by=_TEXT,
+        max_model_len={
+            **_or_null(_COUNT),
+            "description": "Tokens of prompt and output together; null before a decoder is there.",
+        },
+    ),
     "Models": _list_of("Model"),
     "Turn": _object(
         prompt_tokens=_COUNT,
@@ -441,6 +450,7 @@ SCHEMAS: Json = {
         pid=_COUNT,
         leaving=_FLAG,
         capacity_tokens=_COUNT,
+        max_model_len=_COUNT,
         max_batched_tokens=_COUNT,
         held_tokens=_or_null(_COUNT),
         conversations=_or_null(_COUNT),

@@ -88,7 +88,7 @@ async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> 
         ApiError: the engine would refuse the turn.
         EngineUnreachable: try another engine.
     """
-    checked = await upstream.check(url, request.path, request.raw)
+    checked = await upstream.check(url, request.engine_path, request.raw)
     prompts = checked.prompts
     lengths = [len(prompt) for prompt in prompts]
     whole = prompts[0] if len(prompts) == 1 else prompts

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from conserve import apis, budget, identity, recognition, tool_choice
+from conserve import apis, budget, identity, recognition, tool_choice, wire
 from conserve.apis import COMPLETIONS, DETOKENIZE, RESPONSES
 from conserve.errors import ApiError, unknown_model
 from conserve.hints import Hints, InvalidHint, hints
@@ -22,7 +22,7 @@ from conserve.recognition.volatile import without_billing_header
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of
-from deployments.router.reading import understood
+from deployments.router.reading import understood, whole_characters
 from deployments.router.salt import own_media, salted, with_member
 from deployments.router.stored import PREVIOUS, StoredResponses
 
@@ -33,6 +33,13 @@ _PACE_BYTES_S = 16 * 1024 * 1024
 # The table gets so many digests to recognise a history by: those of the newest answers.
 _MOST_CANDIDATES = 64
 _SPACE = re.compile(r"[ \t\n\r]*")
+# What clients ask for at most where nobody has told them how much there is: they send it to models
+# with a small context, too. By the beginning of their `User-Agent`.
+_DEFAULT_CAPS = {
+    "claude-cli/": (32_000, 64_000),
+    "claude-code/": (32_000, 64_000),
+    "opencode/": (32_000,),
+}
 # A client does not direct the handoff; the router does.
 _NOT_FORWARDED = ("kv_transfer_params",)
 
@@ -49,6 +56,8 @@ class ClientRequest:
         final: whether the client says that it is the conversation's last turn.
         hints: what its client says of it beside its messages.
         tenant: whose it is, where there are keys.
+        takes_room_left: whether it asks for more output than it needs, so that what there is room
+            for will do.
     """
 
     path: str
@@ -61,6 +70,7 @@ class ClientRequest:
     request_id: str | None
     hints: Hints
     tenant: TurnTenant | None = None
+    takes_room_left: bool = False
 
     @property
     def chat(self) -> bool:
@@ -73,6 +83,11 @@ class ClientRequest:
         prompt = self.body.get("prompt")
         several = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)
         return self.body.get("stream") is True and (self.path != COMPLETIONS or not several)
+
+    @property
+    def engine_path(self) -> str:
+        """Its path on engines, where they judge it or serve it."""
+        return self.path + wire.ROOM_LEFT if self.takes_room_left else self.path
 
     @property
     def model(self) -> str:
@@ -165,6 +180,7 @@ def _understood(
     path, caller = scope["path"], caller_of(scope)
     tenant = None if caller is None else caller.tenant
     chat = apis.is_dialogue(path)
+    raw = whole_characters(raw)
     body = checked_body(raw, path, settings)
     if path == RESPONSES:
         _require_foreground(body)
@@ -224,7 +240,15 @@ def _understood(
         request_id=_request_id(headers),
         hints=said,
         tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
+        takes_room_left=_asks_by_default(headers, body),
     )
+
+
+def _asks_by_default(headers: Mapping[str, str], body: Mapping[str, Any]) -> bool:
+    """Whether the output that is asked for at most is a known client's default."""
+    client = headers.get("user-agent", "")
+    caps = [caps for begins, caps in _DEFAULT_CAPS.items() if client.startswith(begins)]
+    return bool(caps) and any(body.get(name) in caps[0] for name in apis.OUTPUT_CAPS)
 
 
 def _require_foreground(body: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from conserve.settings import Settings
 from conserve.tenants import Caller
 from deployments.router.access import caller_of
 from deployments.router.patience import hold_back
-from deployments.router.reading import understood
+from deployments.router.reading import understood, whole_characters
 from deployments.router.request import (
     changed_body,
     checked_body,
@@ -108,7 +108,7 @@ class TokensEndpoint:
         if raw is None:
             raise ClientDisconnect
         caller = caller_of(request.scope)
-        asked = await understood(len(raw), judged, caller, self._settings, raw)
+        asked = await understood(len(raw), _judge, judged, caller, self._settings, raw)
         async with self._one_of_few():
             answer = await self._ask(path, lambda url: self._upstream.answered(url + path, asked))
         return Response(answer, media_type="application/json")
@@ -176,6 +176,10 @@ def by_leisure(engines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             engine["conversations"] or 0,
         ),
     )
+
+
+def _judge(judged: _Judged, caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
+    return judged(caller, settings, whole_characters(raw))
 
 
 def _tokenize(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:

@@ -14,7 +14,7 @@ from conserve import identity, wire
 from conserve.apis import COMPLETIONS, form_of
 from conserve.conversation import TurnKey
 from conserve.direct import Home, Homes
-from conserve.errors import ApiError, context_length_exceeded
+from conserve.errors import ApiError, PromptTooLong
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from deployments.messages import (
@@ -208,7 +208,7 @@ class Turn:
             if counted is None:
                 counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
             if self._sent is None and counted.longest_tokens >= answer.max_model_len:
-                raise context_length_exceeded(counted.longest_tokens, answer.max_model_len)
+                raise PromptTooLong(counted.longest_tokens, answer.max_model_len)
             system_tokens = await self._systems.length(asked, counted, answer.tokenizer_url)
         except BaseException:
             _forgo(self._table, answer)
@@ -279,7 +279,7 @@ class Turn:
         assert plan.prefiller_url is not None
         assert plan.prefiller_id is not None
         asked = self._request
-        path, raw = asked.path, asked.raw
+        path, raw = asked.engine_path, asked.raw
         if not counted.multimodal:
             # Nothing is rendered again, and what a stream has put out already goes along.
             path, raw = COMPLETIONS, _token_ids(asked, counted.prompt)
@@ -287,7 +287,7 @@ class Turn:
         try:
             if counted_as_sent(asked) is not None:
                 # Nobody has judged the request yet, and what its decoder refuses is not computed.
-                await self._upstream.check(plan.prefiller_url, asked.path, asked.raw)
+                await self._upstream.check(plan.prefiller_url, asked.engine_path, asked.raw)
             done = await self._upstream.prefill(plan.prefiller_url, path, raw)
         except (EngineUnreachable, ApiError) as error:
             # No turn fails for want of a prefiller: its decoder computes what it does not find.
@@ -333,7 +333,7 @@ class Turn:
             headers[wire.STATED_HEADER] = self._stated_id
         if asked.tenant is not None:
             headers[wire.TENANT_HEADER] = asked.tenant.name
-        url = home.url + asked.path
+        url = home.url + asked.engine_path
         try:
             async with self._upstream.post(url, asked.raw, headers) as response:
                 found = response.headers
@@ -400,7 +400,7 @@ class Turn:
             if record is not None and record.request_id is not None:
                 headers["x-request-id"] = record.request_id
         self._at_decoder = True
-        url = plan.decoder_url + asked.path
+        url = plan.decoder_url + asked.engine_path
         async with self._upstream.post(url, body, headers) as response:
             if plan.direct and response.status == 200:
                 size = len(asked.raw)

@@ -138,6 +138,7 @@ def engine_view(
         "pid": engine.pid,
         "leaving": table.is_leaving(engine.id),
         "capacity_tokens": engine.capacity_tokens,
+        "max_model_len": engine.max_model_len,
         "max_batched_tokens": engine.max_batched_tokens,
         "held_tokens": decoder.held_tokens if decoder else None,
         "conversations": decoder.conversations if decoder else None,

@@ -1,9 +1,12 @@
 """What the engine would refuse is refused before anything is computed, and nothing is counted."""
 
+import json
 import random
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 
 from tests.engines.applications import MAIN
@@ -163,3 +166,254 @@ async def test_a_grammar_that_only_its_compiler_refuses(
     response = await client.post(application + path, json={**body, "max_tokens": 8})
     assert response.status_code == 400, response.text
     assert "grammar" in response.json()["error"]["message"]
+
+
+# --- What does not fit ---------------------------------------------------------------------------
+
+MODEL = "conserve-embedded"
+CONTEXT = 16_384
+PROMPTS: dict[str, Any] = {
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/completions": lambda text: {"prompt": text},
+    "/v1/messages": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/responses": lambda text: {"input": text},
+}
+CAPS = {
+    "/v1/chat/completions": "max_completion_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/messages": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+
+
+async def tokens_of(client: httpx.AsyncClient, application: str, path: str, text: str) -> int:
+    """How many tokens a first prompt has, by those who count it for clients."""
+    asked = {"prompt": text} if path == "/v1/completions" else PROMPTS["/v1/messages"](text)
+    to = "/tokenize" if path == "/v1/completions" else "/v1/messages/count_tokens"
+    counted = (await client.post(application + to, json=asked)).json()
+    return int(counted["count"] if to == "/tokenize" else counted["input_tokens"])
+
+
+@pytest.mark.parametrize(("stream", "cap"), [(False, 8), (True, 32_000)])
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_a_prompt_that_is_too_long_is_told_with_its_length(
+    application: str,
+    client: httpx.AsyncClient,
+    rng: random.Random,
+    path: str,
+    stream: bool,
+    cap: int,
+) -> None:
+    """Whatever output it asks for."""
+    long = prose(rng, 20_000)
+    tokens = await tokens_of(client, application, path, long)
+    assert tokens > 19_000
+    body = {**PROMPTS[path](long), CAPS[path]: cap, "stream": stream}
+    reply = await client.post(application + path, json=body)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    if path == "/v1/messages":
+        assert error["message"] == f"prompt is too long: {tokens} tokens > {CONTEXT} maximum"
+        return
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == next(iter(PROMPTS[path]("")))
+    assert f"maximum context length is {CONTEXT} tokens." in error["message"]
+    assert f"resulted in {tokens} tokens." in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_an_output_that_is_too_long_is_no_prompt_that_is(
+    application: str, client: httpx.AsyncClient, rng: random.Random, path: str, stream: bool
+) -> None:
+    text = prose(rng, 9000)
+    tokens = await tokens_of(client, application, path, text)
+    for prompt, length, cap in ((text, tokens, 9000), ("hello", None, 32_000)):
+        body = {**PROMPTS[path](prompt), CAPS[path]: cap, "stream": stream}
+        reply = await client.post(application + path, json=body)
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        if path != "/v1/messages":
+            assert (error["param"], error["code"]) == (CAPS[path], "invalid_value")
+            assert "context" not in error["message"]
+            if length is not None:
+                assert f"at most {CONTEXT - length} " in error["message"]
+        elif length is not None:
+            assert error["message"] == (
+                f"input length and `max_tokens` exceed context limit: {length} + {cap} > "
+                f"{CONTEXT}, decrease input length or `max_tokens` and try again"
+            )
+        else:
+            assert error["message"].startswith(f"max_tokens: {cap} > {CONTEXT}, ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_later_turn_is_told_the_same_and_its_conversation_goes_on(
+    application: str, client: httpx.AsyncClient, rng: random.Random, stream: bool
+) -> None:
+    """Its decoder says it: nobody checks such a turn before."""
+    url = application + "/v1/messages"
+    said = [{"role": "user", "content": prose(rng, 400)}]
+    first = await client.post(url, json={"messages": said, "max_tokens": 4})
+    assert first.status_code == 200, first.text
+    said.append({"role": "assistant", "content": first.json()["content"][0]["text"]})
+    later = [*said, {"role": "user", "content": "and now?"}]
+    counted = await client.post(url + "/count_tokens", json={"messages": later})
+    tokens = counted.json()["input_tokens"]
+    for body, message in (
+        (
+            {"messages": later, "max_tokens": CONTEXT},
+            f"input length and `max_tokens` exceed context limit: {tokens} + {CONTEXT} > ",
+        ),
+        ({"messages": later, "max_tokens": 32_000}, f"max_tokens: 32000 > {CONTEXT}, "),
+        (
+            {"messages": [*said, {"role": "user", "content": "a " * 20_000}], "max_tokens": 4},
+            "prompt is too long: 2",
+        ),
+    ):
+        reply = await client.post(url, json={**body, "stream": stream})
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["message"].startswith(message)
+    reply = await client.post(url, json={"messages": later, "max_tokens": 4})
+    assert reply.status_code == 200, reply.text
+    for name in ("x-conversation-id", "x-conserve-decoder"):
+        assert reply.headers[name] == first.headers[name]
+
+
+async def test_claude_codes_default_gets_what_room_there_is(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """It asks any model for 32,000 tokens; on a first turn and on a later one."""
+    said = [{"role": "user", "content": prose(rng, 400)}]
+    headers = {"User-Agent": "claude-cli/2.1.105 (external, cli)"}
+    places = []
+    for _ in range(2):
+        body = {"messages": said, "max_tokens": 32_000, "stop_sequences": ["e"], "stream": True}
+        reply = await client.post(application + "/v1/messages", json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        assert "event: message_stop" in reply.text
+        events = [json.loads(line[6:]) for line in reply.text.splitlines() if line[:6] == "data: "]
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        answer = "".join(delta["text"] for delta in deltas if "text" in delta)
+        said += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
+        places.append(reply.headers["x-conserve-decoder"])
+        refused = await client.post(application + "/v1/messages", json=body)
+        assert refused.status_code == 400
+    assert places[0] == places[1]
+
+
+async def test_models_say_how_much_they_take(application: str) -> None:
+    async with openai.AsyncOpenAI(base_url=application + "/v1", api_key="unused") as official:
+        listed = [model async for model in official.models.list()]
+        for model in (*listed, await official.models.retrieve(MODEL)):
+            assert (model.model_extra or {})["max_model_len"] == CONTEXT
+    async with anthropic.AsyncAnthropic(base_url=application, api_key="unused") as other:
+        cards = [card async for card in other.models.list()]
+        for card in (*cards, await other.models.retrieve(MODEL)):
+            assert (card.max_input_tokens, card.max_tokens) == (CONTEXT, CONTEXT)
+
+
+# --- What is wrong, and where --------------------------------------------------------------------
+
+USER = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "field", "said"),
+    [
+        ("chat/completions", {"messages": [USER], "stop": 5}, "stop", "a string or a list"),
+        (
+            "chat/completions",
+            {"messages": [USER, {"role": "assistant", "content": "a"}, {**USER, "name": 5}]},
+            "messages.2.name",
+            "a string",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages.0.content.0.text",
+            "a string",
+        ),
+        (
+            "chat/completions",
+            {"messages": [USER], "response_format": {"type": "poem"}},
+            "response_format.type",
+            "'text', 'json_object', 'json_schema' or 'structural_tag'",
+        ),
+        ("completions", {"prompt": "a", "stop": 5}, "stop", "a string or a list"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages.0.content.0.text",
+            "a string",
+        ),
+        (
+            "responses",
+            {"input": "x", "text": {"format": {"type": "poem"}}},
+            "text.format.type",
+            "'text', 'json_schema' or 'json_object'",
+        ),
+        ("responses", {"input": "x", "tool_choice": 5}, "tool_choice", "'none', 'auto', "),
+    ],
+)
+async def test_the_field_that_is_wrong_is_named(
+    application: str,
+    client: httpx.AsyncClient,
+    path: str,
+    body: dict[str, Any],
+    field: str,
+    said: str,
+    stream: bool,
+) -> None:
+    asked = {**body, "stream": stream, CAPS[f"/v1/{path}"]: 4}
+    reply = await client.post(f"{application}/v1/{path}", json=asked)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["message"].startswith(f"{field}: must be {said}")
+    if path != "messages":
+        assert error["param"] == field
+
+
+# --- Half a character ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_half_a_surrogate_pair_is_served_as_the_replacement_character(
+    application: str, client: httpx.AsyncClient, rng: random.Random, path: str
+) -> None:
+    """As long as it stays in a history, and wherever else it stands."""
+    url, cap = application + path, {CAPS[path]: 8, "temperature": 0}
+    cut = f"{prose(rng, 300)} \ud83d"
+    replies = []
+    for text in (cut, cut.replace("\ud83d", "\ufffd")):
+        # The client's own JSON cannot write it.
+        body = {**PROMPTS[path](text), **cap, "user": text[-1]}
+        headers = {"Content-Type": "application/json", "X-Conversation-Id": f"half {rng.random()}"}
+        replies.append(await client.post(url, content=json.dumps(body), headers=headers))
+        assert replies[-1].status_code == 200, replies[-1].text
+    if path == "/v1/completions":
+        assert len({reply.json()["choices"][0]["text"] for reply in replies}) == 1
+        return
+    name = replies[0].headers["x-conversation-id"]
+    field = next(iter(PROMPTS[path]("")))
+    answer = {"role": "assistant", "content": text_of(path, replies[0].json())}
+    assert answer["content"] == text_of(path, replies[1].json())
+    later = [{"role": "user", "content": cut}, answer, {"role": "user", "content": "\ude00 more"}]
+    headers = {"Content-Type": "application/json", "X-Conversation-Id": name}
+    reply = await client.post(url, content=json.dumps({field: later, **cap}), headers=headers)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-conserve-decoder"] == replies[0].headers["x-conserve-decoder"]
+    shown = (await client.get(f"{application}/v1/conversations/{name}")).json()
+    assert (shown["turns"], shown["histories_total"]) == (2, 1)
+
+
+def text_of(path: str, answer: Any) -> str:
+    """What an answer says."""
+    if path == "/v1/messages":
+        return str(answer["content"][0]["text"])
+    if path == "/v1/responses":
+        return str(answer["output"][-1]["content"][0]["text"])
+    return str(answer["choices"][0]["message"]["content"])

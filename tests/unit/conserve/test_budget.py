@@ -152,7 +152,25 @@ def test_messages_that_are_none(messages: Any) -> None:
 def test_odd_values_are_for_the_engine_to_judge() -> None:
     """It says best what it takes."""
     assert refusal(chat(n=-1, stop=5, logit_bias=None, tools="x", vllm_xargs=[1])) is None
-    assert refusal({"messages": [{**USER, "tool_calls": "x"}]}) is None
+
+
+@pytest.mark.parametrize("calls", ["x", 5, {"a": 1}, True])
+def test_calls_that_are_no_list(calls: Any) -> None:
+    """The engine would say what Python thinks of iterating over them."""
+    error = refusal({"messages": [USER, {**USER, "tool_calls": calls}]})
+    assert error is not None
+    assert (error.status, error.param) == (400, "messages")
+    assert error.message == "messages[1].tool_calls must be a list"
+    assert refusal({"messages": [{**USER, "tool_calls": None}]}) is None
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_a_cap_that_leaves_nothing_is_named_as_it_is_written(name: str) -> None:
+    error = refusal(chat(**{name: 0}))
+    assert error is not None
+    assert (error.status, error.param) == (400, name)
+    assert error.message == f"{name} must be at least 1, and is 0"
+    assert refusal(chat(**{name: 1})) is None
 
 
 @pytest.mark.parametrize(

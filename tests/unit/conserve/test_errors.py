@@ -1,13 +1,15 @@
 """Errors as clients see them."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.errors import ApiError, context_length_exceeded, from_engine
+from conserve.apis import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
+from conserve.errors import ApiError, OutputTooLong, PromptTooLong, from_engine
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/opt/vllm/core.py", line 3\nKeyError: 7'
 
@@ -80,13 +82,6 @@ def test_the_body_is_anthropics_on_its_paths(status: int, kind: str) -> None:
         assert error.body(path) == error.body()
 
 
-def test_claude_code_learns_that_it_has_to_compact() -> None:
-    error = context_length_exceeded(20_000, 16_384)
-    message = error.body("/v1/messages")["error"]["message"]
-    assert message.startswith("prompt is too long: ")
-    assert "16384" in message
-
-
 def test_the_event_that_ends_a_stream_is_of_its_api() -> None:
     error = ApiError(503, "m", param="p")
     (chat,) = error.event("/v1/chat/completions", 3).splitlines()[:1]
@@ -119,23 +114,68 @@ def test_an_engines_refusal_keeps_status_message_and_field() -> None:
     assert error.message == "temperature must be non-negative, got -1.0."
 
 
-def test_a_malformed_body_is_explained_without_repeating_it() -> None:
-    # How vLLM prints a FastAPI validation error; `input` is what the client sent.
+def test_a_rewritten_body_is_explained_without_what_is_for_programmers() -> None:
+    # How Pydantic prints its errors; each has the beginning of what the client sent.
     error = from_engine(
         400,
         vllm(
-            "2 validation errors:\n"
-            "  {'type': 'list_type', 'loc': ('body', 'messages', 0, 'content'), "
-            "'msg': 'Input should be a valid list', 'input': {'private': 'diary'}}\n"
-            "  {'type': 'missing', 'loc': ('body', 'prompt'), 'msg': 'Field required', "
-            "'input': {'private': 'diary'}}",
-            "messages",
+            "3 validation errors for ValidatorIterator\n"
+            "0.ChatCompletionContentPartTextParam.text\n"
+            "  Field required [type=missing, input_value={'diary': 5}, input_type=dict]\n"
+            "    For further information visit https://errors.pydantic.dev/2.14/v/missing\n"
+            "0.ChatCompletionContentPartTextParam.type\n"
+            "  Input should be 'text' [type=literal_error, input_value='diary', input_type=str]\n"
+            "    For further information visit https://errors.pydantic.dev/2.14/v/literal_error\n"
+            "0.ChatCompletionContentPartImageParam.image_url.url\n"
+            "  Input should be a valid string [type=string_type, input_value=5, input_type=int]\n"
+            "    For further information visit https://errors.pydantic.dev/2.14/v/string_type"
         ),
     )
-    assert error.status == 400
-    assert error.message == "messages.0.content: Input should be a valid list"
-    assert error.param == "messages.0.content"
-    assert "diary" not in json.dumps(error.body())
+    assert error.body()["error"] == {
+        "message": "image_url.url: must be a string",
+        "type": "invalid_request_error",
+        "param": "image_url.url",
+        "code": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            "temperature must be non-negative, got -1.0. (parameter=temperature, value=-1.0)",
+            "temperature must be non-negative, got -1.0.",
+        ),
+        (
+            "You must use one kind of structured outputs constraint but none are specified: "
+            "{'json': None, 'regex': None, '_backend': None}",
+            "You must use one kind of structured outputs constraint but none are specified",
+        ),
+        ("<path> is not a multimodal model", "this model takes text alone"),
+        ("'int' object is not iterable", "chat_template_kwargs"),
+        ("sequence item 0: expected str instance, int found", "check the types"),
+        (
+            "jinja2.environment.Template.render() got multiple values for keyword argument 'm'",
+            "che",
+        ),
+    ],
+)
+def test_nothing_is_said_of_classes_and_pythons_types(message: str, said: str) -> None:
+    error = from_engine(400, vllm(message))
+    assert said in error.message
+    assert not any(
+        re.search(rf"\b{word}\b", error.message)
+        for word in ("parameter", "None", "path", "int", "jinja2")
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [(CHAT, "stop cannot contain"), (MESSAGES, "stop_sequences cannot contain")],
+)
+def test_a_field_is_named_as_its_api_names_it(path: str, said: str) -> None:
+    error = from_engine(400, vllm("stop cannot contain an empty string."))
+    assert error.body(path)["error"]["message"] == f"{said} an empty string."
 
 
 def test_an_unknown_model() -> None:
@@ -215,48 +255,144 @@ def test_any_answer_becomes_an_error_that_can_be_sent(status: int, body: Any) ->
     json.dumps(sent)
 
 
-# vLLM 0.29's wordings, as its modules print them.
+# --- What does not fit ---------------------------------------------------------------------------
+
+# vLLM 0.29's wordings of a prompt of 9,000 or 8,192 tokens and a context of 8,192, as its modules
+# print them.
 TOO_LONG = {
     "renderers/params.py, tokens": (
         "This model's maximum context length is 8192 tokens. However, you requested 16 output "
-        "tokens and your prompt contains at least 8177 input tokens, for a total of at least "
-        "8193 tokens. Please reduce the length of the input prompt or the number of requested "
-        "output tokens."
-    ),
-    "renderers/params.py, characters": (
-        "This model's maximum context length is 8192 tokens. However, you requested 0 output "
-        "tokens and your prompt contains 99999 characters (more than 81920 characters, which is "
-        "the upper bound for 8192 input tokens). Please reduce the length of the input prompt or "
-        "the number of requested output tokens."
-    ),
-    "renderers/params.py, output alone": (
-        "max_completion_tokens=9000 cannot be greater than max_model_len=max_total_tokens=8192. "
-        "Please request fewer output tokens."
-    ),
-    "renderers/params.py, output alone, older field": (
-        "max_tokens=9000 cannot be greater than max_model_len=max_total_tokens=8192. "
-        "Please request fewer output tokens."
+        "tokens and your prompt contains 9000 input tokens, for a total of 9016 tokens. Please "
+        "reduce the length of the input prompt or the number of requested output tokens."
     ),
     "entrypoints/serve/utils/api_utils.py": (
         "Input length (9000) exceeds model's maximum context length (8192)."
     ),
-    "v1/engine/input_processor.py, prompt": (
+    "v1/engine/input_processor.py": (
         "The decoder prompt (length 9000) is longer than the maximum model length of 8192. Make "
         "sure that `max_model_len` is no smaller than the number of text tokens."
     ),
-    "v1/engine/input_processor.py, no room for output": (
-        "The decoder prompt (length 8192) plus the number of requested output tokens (at least "
-        "1) is longer than the maximum model length of 8192. Make sure that `max_model_len` is "
-        "no smaller than the number of text tokens (prompt + requested output tokens)."
+    "entrypoints/openai/responses/serving.py": (
+        "The engine prompt length 9000 exceeds the max_model_len 8192. Please reduce prompt."
     ),
 }
+NO_ROOM_LEFT = (
+    "The decoder prompt (length 8192) plus the number of requested output tokens (at least 1) is "
+    "longer than the maximum model length of 8192. Make sure that `max_model_len` is no smaller "
+    "than the number of text tokens (prompt + requested output tokens)."
+)
+IN_CHARACTERS = (
+    "This model's maximum context length is 8192 tokens. However, you requested 0 output tokens "
+    "and your prompt contains 99999 characters (more than 81920 characters, which is the upper "
+    "bound for 8192 input tokens). Please reduce the length of the input prompt or the number of "
+    "requested output tokens."
+)
 
 
 @pytest.mark.parametrize("message", TOO_LONG.values(), ids=TOO_LONG.keys())
-def test_a_prompt_over_the_context_is_named_so(message: str) -> None:
-    error = from_engine(400, vllm(message, "input_tokens"))
-    assert (error.status, error.code) == (400, "context_length_exceeded")
-    assert error.message == message
+@pytest.mark.parametrize(
+    ("path", "field"), [(CHAT, "messages"), (COMPLETIONS, "prompt"), (RESPONSES, "input")]
+)
+def test_a_prompt_over_the_context_is_told_in_openais_words(
+    message: str, path: str, field: str
+) -> None:
+    assert from_engine(400, vllm(message, "input_tokens")).body(path)["error"] == {
+        "message": "This model's maximum context length is 8192 tokens. However, your "
+        f"{field} resulted in 9000 tokens. Please reduce the length of the {field}.",
+        "type": "invalid_request_error",
+        "param": field,
+        "code": "context_length_exceeded",
+    }
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT_TOKENS])
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        *((one, "prompt is too long: 9000 tokens > 8192 maximum") for one in TOO_LONG.values()),
+        (NO_ROOM_LEFT, "prompt is too long: 8192 tokens > 8191 maximum"),
+        (IN_CHARACTERS, "prompt is too long: 99999 characters > 8192 tokens maximum"),
+    ],
+)
+def test_a_prompt_over_the_context_is_told_in_anthropics_words(
+    path: str, message: str, said: str
+) -> None:
+    error = from_engine(400, vllm(message)).body(path)["error"]
+    assert error == {"type": "invalid_request_error", "message": said}
+
+
+def test_an_event_says_it_in_its_apis_words() -> None:
+    error = PromptTooLong(9000, 8192)
+    assert b"prompt is too long: 9000 tokens > 8192 maximum" in error.event(MESSAGES)
+    assert b'"param": "input"' in error.event(RESPONSES, 3)
+    assert b'"param": "prompt"' in error.event(COMPLETIONS)
+
+
+# What agents look for to compact their history, in any API's errors.
+COMPACTS = (
+    "prompt is too long", "context length", "context window", "context limit", "maximum context",
+    "context_length", "too many tokens", "reduce the length", "exceeds the limit", "context size",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+@pytest.mark.parametrize(("prompt", "left"), [(9009, 7375), (12, 16372)])
+def test_an_output_cap_that_is_too_large_is_no_prompt_that_is_too_long(
+    path: str, field: str, prompt: int, left: int
+) -> None:
+    message = (
+        "This model's maximum context length is 16384 tokens. However, you requested 32000 output "
+        f"tokens and your prompt contains {prompt} input tokens. (parameter={field})"
+    )
+    error = from_engine(400, vllm(message, field)).body(path)["error"]
+    assert error["param"] == field
+    assert error["code"] == "invalid_value"
+    assert all(str(number) in error["message"] for number in (32000, left, prompt))
+    assert not any(words in json.dumps(error).lower() for words in COMPACTS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "said"),
+    [
+        (
+            9009,
+            9000,
+            "input length and `max_tokens` exceed context limit: 9009 + 9000 > 16384, decrease "
+            "input length or `max_tokens` and try again",
+        ),
+        (
+            9009,
+            16384,
+            "input length and `max_tokens` exceed context limit: 9009 + 16384 > 16384, decrease "
+            "input length or `max_tokens` and try again",
+        ),
+        (12, 32000, "max_tokens: 32000 > 16384, which is the maximum allowed number of output"),
+        (None, 32000, "max_tokens: 32000 > 16384, which is the maximum allowed number of output"),
+    ],
+)
+def test_claude_code_is_told_what_to_ask_for_less_of(
+    prompt: int | None, output: int, said: str
+) -> None:
+    error = OutputTooLong(output, 16384, prompt, "max_completion_tokens").body(MESSAGES)["error"]
+    assert error["message"].startswith(said)
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_a_cap_over_the_context_before_the_prompt_is_known(field: str) -> None:
+    error = from_engine(
+        400,
+        vllm(
+            f"{field}=32000 cannot be greater than max_model_len=max_total_tokens=16384. Please "
+            "request fewer output tokens."
+        ),
+    )
+    assert (error.code, error.param) == ("invalid_value", field)
+    assert error.message == (
+        f"{field} is too large: 32000. This model supports at most 16384 output tokens; ask for no "
+        "more."
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,10 +406,3 @@ def test_a_prompt_over_the_context_is_named_so(message: str) -> None:
 )
 def test_other_refusals_are_not(message: str) -> None:
     assert from_engine(400, vllm(message)).code is None
-
-
-def test_our_own_word_for_a_prompt_over_the_context() -> None:
-    error = context_length_exceeded(9001, 8192)
-    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
-    assert "9001" in error.message
-    assert "8192" in error.message

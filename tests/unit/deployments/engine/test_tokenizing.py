@@ -17,6 +17,7 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 from conserve.embedded import model_path
 from conserve.tokenizing import TokenCache
 from deployments.engine.check import _counting
+from deployments.engine.refusals import judge_whole_prompts
 from deployments.engine.tokenizing import keep_tokens
 from tests.unit.conserve.tokenizing import tokenizers as kinds
 
@@ -157,14 +158,15 @@ def test_a_prompt_that_is_cut_off_is_cut_off_as_ever(
 def test_a_prompt_that_is_too_long_is_refused_in_the_same_words(
     plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache]
 ) -> None:
-    long = [{"role": "user", "content": LONG * 40}]
+    judge_whole_prompts()
     said = []
-    for which in (plain, kept[0], kept[0]):
+    for which, times in ((plain, 40), (kept[0], 40), (kept[0], 40), (plain, 80), (kept[0], 80)):
         with pytest.raises(Exception, match="maximum context length") as error:
-            chat(which, long)
+            chat(which, [{"role": "user", "content": LONG * times}])
         said.append(str(error.value))
     assert kept[1].held_bytes == 0
     assert said[0] == said[1] == said[2]
+    assert said[3] == said[4] != said[0]
 
 
 def test_completions_too(plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache]) -> None:

@@ -19,6 +19,7 @@ from deployments.router.frontdoor import FrontDoor
 from deployments.router.request import ClientRequest, read_request
 from deployments.router.stored import StoredResponses
 from deployments.router.upstream import Checked, EngineUnreachable
+from deployments.table.table_client import TableUnavailable
 from tests.unit.conserve.recognition.apis.told import event
 
 Json = dict[str, Any]
@@ -31,7 +32,8 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=0;"
 def engine(role: str, url: str) -> Json:
     """As `/v1/engines` lists it."""
     load = {"leaving": False, "queued_tokens": 0, "conversations": 0}
-    return {"id": url, "role": role, "hosts": role == "decoder", "url": url, **load}
+    about = {"hosts": role == "decoder", "max_model_len": 4096 if role == "decoder" else 2048}
+    return {"id": url, "role": role, "url": url, **about, **load}
 
 
 class Table:
@@ -41,7 +43,7 @@ class Table:
         self.engines = [engine("decoder", url) for url in decoders]
         self.engines.insert(1, engine("prefiller", "p"))
 
-    async def call(self, method: str, *_: Any) -> list[Json]:
+    async def call(self, method: str, *_: Any, **options: Any) -> list[Json]:
         assert method == "engines"
         return [*self.engines]
 
@@ -434,6 +436,44 @@ def test_models_are_listed_in_the_shape_that_is_asked_for() -> None:
     assert listed["has_more"] is False
     _, one = at_the_door("GET", f"/v1/models/{MODEL}", anthropic_version="2023-06-01")
     assert one["display_name"] == MODEL
+
+
+def test_a_models_card_says_how_much_it_takes() -> None:
+    """Clients take 128k tokens for granted else, and compact their history too late."""
+    _, listed = at_the_door("GET", "/v1/models")
+    _, card = at_the_door("GET", f"/v1/models/{MODEL}")
+    assert listed["data"] == [card]
+    assert card["max_model_len"] == 4096
+    _, listed = at_the_door("GET", "/v1/models", anthropic_version="2023-06-01")
+    _, card = at_the_door("GET", f"/v1/models/{MODEL}", anthropic_version="2023-06-01")
+    assert listed["data"] == [card]
+    assert (card["max_input_tokens"], card["max_tokens"]) == (4096, 4096)
+
+
+class Restarted(Table):
+    """A table that is not there at first, and then knows no decoder, and then one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    async def call(self, method: str, *_: Any, **options: Any) -> list[Json]:
+        self.calls += 1
+        if self.calls == 1:
+            raise TableUnavailable
+        return [*self.engines] + [engine("decoder", "d")] * (self.calls > 2)
+
+
+def test_the_model_is_listed_before_any_decoder_can_say_how_much_it_takes() -> None:
+    table = Restarted()
+    door = FrontDoor(Settings(), table, "r")  # type: ignore[arg-type]
+    path = "/v1/models"
+    scope = {"path": path, "raw_path": path.encode(), "method": "GET", "query_string": b""}
+    answers = [exchange(door, {**scope, "headers": []}, b"")[2] for _ in range(4)]
+    seen = [json.loads(answer)["data"][0] for answer in answers]
+    assert [card["id"] for card in seen] == [MODEL] * 4
+    assert [card["max_model_len"] for card in seen] == [None, None, 4096, 4096]
+    assert table.calls == 3
 
 
 # --- What is seen of an answer --------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from conserve import budget
+from conserve import budget, wire
 from conserve.errors import ApiError
 from conserve.hints import Hints
 from conserve.settings import Settings
@@ -110,16 +110,72 @@ def test_what_is_not_changed_is_passed_on_as_it_came(encoding: str) -> None:
     """Strings of megabytes are not written anew for a name that is taken out."""
     text = (
         ' { "conversation_id" : "mine", "messages": [{"role": "user", "content": "é \\u00e9"}]\n,'
-        '"seed": 1, "temperature": 1.50, "kv_transfer_params": {}, "a\\"}": "\\ud83d", "x": NaN,'
+        '"seed": 1, "temperature": 1.50, "kv_transfer_params": {}, "a\\"}": "\\ud83d\\ude00",'
+        '"x": NaN,'
         '"seed":1234567890123456789, "vllm_xargs": {"kv_transfer_params": 1, "b": 2} } '
     )
     asked = read(text.encode(encoding))
     assert asked.explicit_id == "mine"
     assert asked.raw.decode() == (
         '{"messages":[{"role": "user", "content": "é \\u00e9"}],'
-        '"seed":1234567890123456789,"temperature":1.50,"a\\"}":"\\ud83d","x":NaN,'
+        '"seed":1234567890123456789,"temperature":1.50,"a\\"}":"\\ud83d\\ude00","x":NaN,'
         '"vllm_xargs":{"b": 2},"model":"conserve-embedded"}'
     )
+
+
+@pytest.mark.parametrize(
+    ("agent", "cap", "takes_what_there_is"),
+    [
+        ("claude-cli/2.1.105 (external, cli)", {"max_tokens": 32_000}, True),
+        ("claude-cli/2.1.105 (external, sdk-py, agent-sdk/0.1.59)", {"max_tokens": 64_000}, True),
+        ("claude-code/2.1.45", {"max_tokens": 32_000}, True),
+        ("opencode/1.2.0", {"max_completion_tokens": 32_000}, True),
+        ("opencode/1.2.0", {"max_output_tokens": 32_000}, True),
+        # What somebody has set is what is wanted.
+        ("claude-cli/2.1.105 (external, cli)", {"max_tokens": 31_999}, False),
+        ("claude-cli/2.1.105 (external, cli)", {}, False),
+        ("opencode/1.2.0", {"max_tokens": 64_000}, False),
+        # Whose default it is, is not known.
+        ("Anthropic/Python 0.82.0", {"max_tokens": 32_000}, False),
+        ("not claude-cli/2", {"max_tokens": 32_000}, False),
+        (None, {"max_tokens": 32_000}, False),
+    ],
+)
+def test_a_known_clients_default_takes_what_room_there_is(
+    agent: str | None, cap: dict[str, int], takes_what_there_is: bool
+) -> None:
+    headers = {} if agent is None else {"User-Agent": agent}
+    asked = read({**HELLO, **cap}, "/v1/messages", headers)
+    more = wire.ROOM_LEFT if takes_what_there_is else ""
+    assert asked.engine_path == "/v1/messages" + more
+    assert asked.path == "/v1/messages"
+    # What engines get says the same as before: they know how much room there is.
+    assert json.loads(asked.raw).items() >= cap.items()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "cut \ud83d"}]}),
+        ("/v1/chat/completions", {**HELLO, "stop": ["\ud83d"], "user": "\ude00"}),
+        ("/v1/completions", {"prompt": "cut \ud83d"}),
+        ("/v1/messages", {**HELLO, "system": [{"type": "text", "text": "\ude00"}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "cut \ud83d"}]}),
+        ("/v1/responses", {"input": "cut \ud83d", "instructions": "\ud83d"}),
+    ],
+)
+def test_half_a_surrogate_pair_becomes_the_replacement_character(path: str, body: Any) -> None:
+    asked = read(body, path)
+    for sent in (asked.raw.decode(), json.dumps(asked.body, ensure_ascii=False)):
+        assert "\\ud83d" not in sent
+        assert "\\ude00" not in sent
+        sent.encode()
+        assert "\ufffd" in sent or "\\ufffd" in sent
+    whole = json.loads(json.dumps(body).replace("\\ud83d", "\\ufffd").replace("\\ude00", "\\ufffd"))
+    if asked.chain is not None:
+        same = read(whole, path).chain
+        assert same is not None
+        assert same.root == asked.chain.root
 
 
 def test_the_table_gets_the_newest_ends() -> None:

@@ -70,6 +70,7 @@ class Engines:
         multimodal: whether prompts have images.
         prefills: the paths of what is prefilled.
         counted: which engines have counted a prompt.
+        asked: what they were asked to do, and by which paths.
     """
 
     die: set[str]
@@ -81,6 +82,7 @@ class Engines:
     prefilled: Prefilled = field(default_factory=lambda: Prefilled(3, 0))
     got: list[tuple[dict[str, str], Any]] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
+    asked: list[tuple[str, str]] = field(default_factory=list)
 
     def _serve(self, url: str) -> None:
         name = url.removeprefix("http://").partition("/")[0]
@@ -94,11 +96,13 @@ class Engines:
 
     async def check(self, url: str, path: str, raw: bytes) -> Checked:
         self.counted.append(url)
+        self.asked.append(("check", path))
         return Checked([[1, 2, 3]], self.multimodal)
 
     async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
         self._serve(url)
         self.prefills.append(path)
+        self.asked.append(("prefill", path))
         self.got.append(({}, json.loads(raw)))
         return self.prefilled
 
@@ -109,6 +113,7 @@ class Engines:
     async def post(self, url: str, raw: bytes, headers: dict[str, str]) -> AsyncIterator["Whole"]:
         self._serve(url)
         self.got.append((headers, json.loads(raw)))
+        self.asked.append(("post", "/v1" + url.partition("/v1")[2]))
         yield Whole()
 
 
@@ -293,6 +298,16 @@ def test_a_prefiller_gets_images_with_the_turn_that_has_them(multimodal: bool) -
     else:
         assert engines.prefills == ["/v1/completions"]
         assert prefill == {"model": decode["model"], "prompt": [1, 2, 3], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(("agent", "more"), [("claude-cli/2.1", wire.ROOM_LEFT), ("other/1", "")])
+def test_every_engine_is_told_that_what_room_there_is_will_do(agent: str, more: str) -> None:
+    """Also one that gets images, and judges the turn once more."""
+    engines = Engines(set(), multimodal=True)
+    asked = {**PROMPT, "max_tokens": 32_000}
+    exchange(Table(prefillers=1), engines, asked, headers={"user-agent": agent})
+    path = "/v1/chat/completions" + more
+    assert engines.asked == [("check", path), ("prefill", path), ("post", path)]
 
 
 @pytest.mark.parametrize(
