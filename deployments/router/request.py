@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope
 
 from conserve import apis, budget, identity, recognition
 from conserve.apis import COMPLETIONS, DETOKENIZE, RESPONSES
+from conserve.canonical_items import canonical, unserved_tools
 from conserve.errors import ApiError, unknown_model
 from conserve.hints import Hints, InvalidHint, hints
 from conserve.numbers import beyond_64_bits
@@ -33,6 +34,14 @@ _PACE_BYTES_S = 16 * 1024 * 1024
 # The table gets so many digests to recognise a history by: those of the newest answers.
 _MOST_CANDIDATES = 64
 _SPACE = re.compile(r"[ \t\n\r]*")
+# What a request of the Responses API may ask for of OpenAI's servers, and what to do here.
+_UNSERVED = {
+    "background": "a turn ends with its client's connection; stream it instead",
+    "conversation": "go on by previous_response_id, or send the whole history",
+    "context_management": "no history is shortened here; send what is left of it",
+    "prompt": "no templates are kept here; send instructions and input",
+    "moderation": "nobody judges here what is said; leave it out",
+}
 # A client does not direct the handoff; the router does.
 _NOT_FORWARDED = ("kv_transfer_params",)
 
@@ -49,6 +58,7 @@ class ClientRequest:
         final: whether the client says that it is the conversation's last turn.
         hints: what its client says of it beside its messages.
         tenant: whose it is, where there are keys.
+        unserved_tools: kinds of tools that it offers, and that the model is not shown.
     """
 
     path: str
@@ -61,6 +71,7 @@ class ClientRequest:
     request_id: str | None
     hints: Hints
     tenant: TurnTenant | None = None
+    unserved_tools: tuple[str, ...] = ()
 
     @property
     def chat(self) -> bool:
@@ -167,7 +178,7 @@ def _understood(
     chat = apis.is_dialogue(path)
     body = checked_body(raw, path, settings)
     if path == RESPONSES:
-        _require_foreground(body)
+        _require_served(body)
         if body.get(PREVIOUS) is not None:
             # It was looked for as it is written.
             raise ApiError(400, f"write {PREVIOUS} without escapes", param=PREVIOUS)
@@ -186,10 +197,11 @@ def _understood(
     extra = own.get("vllm_xargs")
     if isinstance(extra, dict) and any(name in extra for name in _NOT_FORWARDED):
         own["vllm_xargs"] = {k: v for k, v in extra.items() if k not in _NOT_FORWARDED}
-    if own.get("model") is None:
-        own["model"] = settings.model_id
     if path == RESPONSES:
         own.pop("request_id", None)
+        own = canonical(own)
+    if own.get("model") is None:
+        own["model"] = settings.model_id
     if caller is not None:
         for name in ("messages", "input"):
             if name in own:
@@ -224,25 +236,17 @@ def _understood(
         request_id=_request_id(headers),
         hints=said,
         tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
+        unserved_tools=unserved_tools(body) if path == RESPONSES else (),
     )
 
 
-def _require_foreground(body: Mapping[str, Any]) -> None:
-    """Refuse what would need a server that keeps turns, and not only their answers."""
-    if body.get("background"):
-        raise ApiError(
-            400,
-            "background is not served: a turn ends with its client's connection; stream it instead",
-            "unsupported_value",
-            param="background",
-        )
-    if body.get("conversation") is not None:
-        raise ApiError(
-            400,
-            "conversation is not served; go on by previous_response_id, or send the whole history",
-            "unsupported_value",
-            param="conversation",
-        )
+def _require_served(body: Mapping[str, Any]) -> None:
+    """Refuse what would need a server that keeps more of a client's than its responses."""
+    for name, instead in _UNSERVED.items():
+        if body.get(name):
+            raise ApiError(
+                400, f"{name} is not served: {instead}", "unsupported_value", param=name
+            )
 
 
 async def _body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes | None:
