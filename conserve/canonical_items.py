@@ -17,10 +17,10 @@ Json = dict[str, Any]
 # What OpenAI's servers look at, and nothing here: which program may call a tool, and where a cache
 # should end.
 _NOT_FOR_ENGINES = ("caller", "prompt_cache_breakpoint")
-# What vLLM knows of OpenAI's own. There are no tiers here, and no tools whose results could be
-# included.
-_TIERS = ("auto", "default", "flex", "scale", "priority")
-_INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+# What OpenAI has and vLLM does not know of: there are no tiers here, and no searches whose results
+# could be included.
+_TIERS = ("fast", "ultrafast")
+_INCLUDED = ("web_search_call.results", "web_search_call.action.sources")
 # vLLM goes on with a last item that is not whole, whichever it is; only an answer can be.
 _PARTIAL = ("in_progress", "incomplete")
 
@@ -41,10 +41,10 @@ def canonical(body: Json) -> Json:
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         own["tool_choice"] = choice["mode"]
         own["tools"] = _allowed(own.get("tools", []), choice["tools"])
-    if isinstance(own.get("service_tier"), str) and own["service_tier"] not in _TIERS:
+    if own.get("service_tier") in _TIERS:
         del own["service_tier"]
     if isinstance(own.get("include"), list):
-        own["include"] = [name for name in own["include"] if name in _INCLUDED]
+        own["include"] = [name for name in own["include"] if name not in _INCLUDED]
     return body if own == body else own
 
 

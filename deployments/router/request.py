@@ -244,9 +244,7 @@ def _require_served(body: Mapping[str, Any]) -> None:
     """Refuse what would need a server that keeps more of a client's than its responses."""
     for name, instead in _UNSERVED.items():
         if body.get(name):
-            raise ApiError(
-                400, f"{name} is not served: {instead}", "unsupported_value", param=name
-            )
+            raise ApiError(400, f"{name} is not served: {instead}", "unsupported_value", param=name)
 
 
 async def _body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes | None:

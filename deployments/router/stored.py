@@ -91,8 +91,9 @@ class StoredResponses:
         if found is None:
             raise ApiError(
                 404,
-                f"no decoder keeps a response {response_id[:100]!r}: it was not stored, was one of "
-                "the oldest, or is gone with its decoder; send the whole history as input",
+                f"Previous response with id {response_id[:100]!r} not found: it was not stored, "
+                "was one of the oldest, or is gone with its decoder; send the whole history as "
+                "input",
                 "previous_response_not_found",
                 param=PREVIOUS,
             )
@@ -155,8 +156,8 @@ class StoredResponses:
         await self._require(request)
         raise ApiError(
             400,
-            "only a response in the background could be cancelled, and none is served; a client "
-            "ends one that is under way by closing its connection",
+            "Cannot cancel a synchronous response. Only one in the background could be, and none "
+            "is served; a client ends one that is under way by closing its connection",
             param="id",
         )
 
@@ -208,7 +209,7 @@ def _tenant(request: Request) -> str | None:
 def _not_found(response_id: str) -> ApiError:
     return ApiError(
         404,
-        f"no decoder keeps a response {response_id[:100]!r}: it was not stored, was one of the "
+        f"Response with id {response_id[:100]!r} not found: it was not stored, was one of the "
         "oldest, or is gone with its decoder",
         "response_not_found",
         param="id",
@@ -252,7 +253,7 @@ def _is_reference(item: Any) -> bool:
 def _no_item(item_id: str, where: str) -> ApiError:
     return ApiError(
         404,
-        f"{where}: no decoder keeps an item {item_id[:100]!r}: its response was not stored, was "
+        f"{where}: Item with id {item_id[:100]!r} not found: its response was not stored, was "
         "one of the oldest, or is gone with its decoder; send the item itself",
         "item_not_found",
         param=where,
