@@ -31,8 +31,9 @@ _ENTRY_BYTES = 512
 class _Asked(msgspec.Struct, gc=False):
     request_id: str = ""
     store: bool | None = True
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    # As they came: vLLM judges them, or passes them over.
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
 
 class _Event(msgspec.Struct, gc=False):
