@@ -113,6 +113,7 @@ def check(body: Mapping[str, Any], path: str) -> None:
     _check_values(body)
     if path == apis.RESPONSES:
         _check_count(items.response_items(body), items.MOST_RESPONSE_ITEMS, "input", "items")
+        items.check_response_tools(body)
     elif path != apis.COMPLETIONS:
         _check_messages(body.get("messages"))
         if apis.is_anthropic(path):
@@ -199,6 +200,8 @@ def check_detokenize(body: Mapping[str, Any]) -> None:
 def _check_tool_grammars(body: Mapping[str, Any]) -> None:
     """Bound the tools of which one has to be called: the engine makes a grammar of them."""
     choice, tools = body.get("tool_choice"), body.get("tools")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice = choice.get("mode")
     if isinstance(choice, dict) and choice.get("type") in ("auto", "none"):
         return  # Anthropic's words for it.
     if choice in (None, "auto", "none") or not isinstance(tools, list):

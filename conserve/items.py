@@ -1,11 +1,13 @@
 """What stands in the requests of Messages and Responses: of which form, and how much of it.
 
 vLLM 0.29 judges an item of ``/v1/responses`` against some thirty types: 0.1 ms each on two slow
-cores, and 2 ms where none fits. So an item that it would refuse is refused here, in words that say
-which; and a request may have fewer of them than a chat has messages.
+cores, and 2 ms where none fits. So what cannot be served is refused here, in words that say which
+item and why; and a request may have fewer items than a chat has messages. What is let through,
+vLLM takes in the form that `conserve.canonical_items` gives it.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from conserve.errors import ApiError
@@ -16,19 +18,35 @@ _ITEM_COSTS = {"message": 30, "function_call_output": 30, "function_call": 6, "r
 # Together some 100 ms; 700 turns fit, each of a call, its result and its reasoning.
 MOST_RESPONSE_ITEMS = 32_768
 
+# An item that stands for another one, which a decoder keeps; see `deployments.router.stored`.
+REFERENCE = "item_reference"
+
 _ROLES = ("user", "assistant", "system", "developer")
 _STATUSES = (None, "in_progress", "completed", "incomplete")
-_INPUT_PARTS = ("input_text", "input_image", "input_file")
-_OUTPUT_PARTS = ("output_text", "refusal", *_INPUT_PARTS)
+_PHASES = (None, "commentary", "final_answer")
+_DETAILS = (None, "auto", "low", "high", "original")
+_INPUT_PARTS = ("input_text", "input_image")
+# A client's own messages of an assistant have the parts of any other message.
+_ASSISTANT_PARTS = ("output_text", "refusal", "input_text")
 _REASONING_PARTS = ("reasoning_text", "summary_text")
 # Which member of a part has to be a text.
-_TEXTS = {
+TEXTS = {
     "input_text": "text",
     "output_text": "text",
     "refusal": "refusal",
     "reasoning_text": "text",
     "summary_text": "text",
 }
+# Tools that are shown to the model: a function, and functions under a common name.
+FUNCTION, NAMESPACE = "function", "namespace"
+_TOOL_CHOICES = (None, "auto", "none", "required")
+_ALLOWED_MODES = ("auto", "required")
+# A client is told of the kinds of tools that are left out, in a header.
+_KIND = re.compile(r"[a-z0-9_]{1,64}")
+
+_RESPONSE = "resp_"
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_ITEM_ID = re.compile(r"[a-z]+_(.+)_[0-9]+")
 
 
 def message_items(body: Mapping[str, Any]) -> int:
@@ -79,31 +97,40 @@ def response_items(body: Mapping[str, Any]) -> int:
 def _item(item: Any, where: str) -> int:
     if not isinstance(item, dict):
         raise _unfit(where, "must be an object")
-    kind = item.get("type", "message")
+    kind = item.get("type")
+    if kind is None:
+        if "role" not in item and "id" in item:
+            raise _unfit(f"{where}.type", f"must be {REFERENCE} where an item is named by its id")
+        kind = "message"
     cost = _ITEM_COSTS.get(kind) if isinstance(kind, str) else None
     if cost is None:
-        known = ", ".join(_ITEM_COSTS)
-        raise _unfit(f"{where}.type", f"must be one of {known}; others are not served here")
+        raise _unserved(f"{where}.type", f"items of type {_shown(kind)}", _ITEM_COSTS)
     _require_text(item, where, "id", optional=True)
-    if item.get("status") not in _STATUSES:
-        raise _unfit(f"{where}.status", "must be in_progress, completed or incomplete")
+    _require_one_of(item, where, "status", _STATUSES)
     if kind == "message":
         if item.get("role") not in _ROLES:
             raise _unfit(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
-        allowed = _OUTPUT_PARTS if item["role"] == "assistant" else _INPUT_PARTS
+        _require_one_of(item, where, "phase", _PHASES)
+        allowed = _ASSISTANT_PARTS if item["role"] == "assistant" else _INPUT_PARTS
         return cost + _parts(item.get("content"), f"{where}.content", allowed)
     if kind == "reasoning":
+        if item.get("encrypted_content"):
+            raise _unfit(
+                f"{where}.encrypted_content",
+                "can be read by the server alone that has made it; leave this item out",
+            )
         parts = 0
         for name in ("summary", "content"):
             if item.get(name) is not None:
                 parts += _parts(item[name], f"{where}.{name}", _REASONING_PARTS, text=False)
         return cost + parts
     _require_text(item, where, "call_id")
+    _require_text(item, where, "namespace", optional=True)
     if kind == "function_call_output":
+        _require_text(item, where, "name", optional=True)
         return cost + _parts(item.get("output"), f"{where}.output", _INPUT_PARTS)
     _require_text(item, where, "name")
     _require_text(item, where, "arguments")
-    _require_text(item, where, "namespace", optional=True)
     return cost
 
 
@@ -113,19 +140,168 @@ def _parts(content: Any, where: str, allowed: tuple[str, ...], *, text: bool = T
     if not isinstance(content, list):
         raise _unfit(where, f"must be {'a string or ' * text}a list of parts")
     for position, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in allowed:
-            raise _unfit(f"{where}[{position}]", f"must be a part of type {', '.join(allowed)}")
-        name = _TEXTS.get(kind)
-        if name is not None:
-            _require_text(part, f"{where}[{position}]", name)
+        _part(part, f"{where}[{position}]", allowed)
     return ITEMS_A_PART * len(content)
+
+
+def _part(part: Any, where: str, allowed: tuple[str, ...]) -> None:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise _unfit(where, f"must be a part of type {', '.join(allowed)}")
+    kind = part["type"]
+    if kind not in allowed:
+        raise _unserved(where, f"parts of type {_shown(kind)}", allowed)
+    name = TEXTS.get(kind)
+    if name is not None:
+        _require_text(part, where, name)
+        return
+    if part.get("file_id") is not None:
+        raise _unfit(f"{where}.file_id", "names a file, and none are kept here; send its image_url")
+    # With a name, an image that the engine has may be meant.
+    _require_text(part, where, "image_url", optional=part.get("uuid") is not None)
+    _require_one_of(part, where, "detail", _DETAILS)
+
+
+# --- Names ----------------------------------------------------------------------------------------
+
+
+def item_id(response_id: str, kind: str, position: int) -> str:
+    """Return the id of an item that a response has put out; `response_of` is the other way."""
+    name = _PREFIXES.get(kind, "item")
+    return f"{name}_{response_id.removeprefix(_RESPONSE)}_{position}"
+
+
+def call_id(response_id: str, position: int) -> str:
+    """Return the id by which the result of a streamed call names it."""
+    return f"call_{response_id.removeprefix(_RESPONSE)}_{position}"
+
+
+def response_of(item_id: str) -> str | None:
+    """Return the id of the response that an item is of, by the item's id; None if by no response's.
+
+    Args:
+        item_id: of the client's, any text.
+    """
+    found = _ITEM_ID.fullmatch(item_id)
+    return None if found is None else _RESPONSE + found[1]
+
+
+# --- Tools ----------------------------------------------------------------------------------------
+
+
+def check_response_tools(body: Mapping[str, Any]) -> None:
+    """Refuse a request of ``/v1/responses`` whose tools are of no form, or of none that is served.
+
+    Beside functions, tools of other kinds are left out (`conserve.canonical_items`): clients offer
+    them to whichever server.
+
+    Raises:
+        ApiError: 400, it names the tool.
+    """
+    _check_tools(body.get("tools"))
+    _check_tool_choice(body.get("tool_choice"))
+
+
+def _check_tools(tools: Any) -> None:
+    if tools is None:
+        return
+    if not isinstance(tools, list):
+        raise _unfit("tools", "must be a list of tools")
+    served = False
+    for position, tool in enumerate(tools):
+        where = f"tools[{position}]"
+        kind = _kind(tool, where)
+        if kind == FUNCTION:
+            _check_function(tool, where)
+        elif kind == NAMESPACE:
+            for name in ("name", "description"):
+                _require_text(tool, where, name)
+            if not isinstance(tool.get("tools"), list):
+                raise _unfit(f"{where}.tools", "must be a list of tools")
+            for number, inner in enumerate(tool["tools"]):
+                if _kind(inner, f"{where}.tools[{number}]") == FUNCTION:
+                    _check_function(inner, f"{where}.tools[{number}]")
+        served = served or is_served(tool)
+    if tools and not served:
+        kind = _shown(tools[0]["type"])
+        raise _unserved("tools[0].type", f"tools of type {kind}", (FUNCTION, NAMESPACE))
+
+
+def _check_function(tool: Mapping[str, Any], where: str) -> None:
+    _require_text(tool, where, "name")
+    _require_text(tool, where, "description", optional=True)
+    if not isinstance(tool.get("parameters"), dict | None):
+        raise _unfit(f"{where}.parameters", "must be an object: the JSON schema of its arguments")
+    if not isinstance(tool.get("strict"), bool | None):
+        raise _unfit(f"{where}.strict", "must be true or false")
+
+
+def _check_tool_choice(choice: Any) -> None:
+    if not isinstance(choice, dict):
+        if not isinstance(choice, str | None) or choice not in _TOOL_CHOICES:
+            raise _unfit("tool_choice", "must be auto, none, required, or an object")
+        return
+    kind = _kind(choice, "tool_choice")
+    if kind == "allowed_tools":
+        _require_one_of(choice, "tool_choice", "mode", _ALLOWED_MODES)
+        if not isinstance(choice.get("tools"), list):
+            raise _unfit("tool_choice.tools", "must be a list of tools")
+        kinds = [
+            _kind(tool, f"tool_choice.tools[{position}]")
+            for position, tool in enumerate(choice["tools"])
+        ]
+        if FUNCTION not in kinds:
+            raise _unfit("tool_choice.tools", "must name a function; no other tools are served")
+        for position, tool in enumerate(choice["tools"]):
+            if kinds[position] == FUNCTION:
+                _require_text(tool, f"tool_choice.tools[{position}]", "name")
+        return
+    if kind != FUNCTION:
+        raise _unserved("tool_choice.type", f"tools of type {_shown(kind)}", (FUNCTION,))
+    _require_text(choice, "tool_choice", "name")
+
+
+def is_served(tool: Mapping[str, Any]) -> bool:
+    """Whether a tool is one that is shown to the model, or has such tools under its name."""
+    if tool["type"] == NAMESPACE:
+        return any(inner["type"] == FUNCTION for inner in tool["tools"])
+    return bool(tool["type"] == FUNCTION)
+
+
+def _kind(tool: Any, where: str) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+        raise _unfit(where, "must be an object with a type")
+    return kind
+
+
+# --- Words ----------------------------------------------------------------------------------------
 
 
 def _require_text(item: Mapping[str, Any], where: str, name: str, optional: bool = False) -> None:
     value = item.get(name)
     if not isinstance(value, str) and not (optional and value is None):
         raise _unfit(f"{where}.{name}", "must be a string")
+
+
+def _require_one_of(
+    item: Mapping[str, Any], where: str, name: str, allowed: tuple[str | None, ...]
+) -> None:
+    if item.get(name) not in allowed:
+        words = ", ".join(word for word in allowed if word is not None)
+        raise _unfit(f"{where}.{name}", f"must be one of {words}")
+
+
+def _shown(kind: Any) -> str:
+    return repr(kind)[:100]
+
+
+def _unserved(where: str, what: str, served: Iterable[str]) -> ApiError:
+    return ApiError(
+        400,
+        f"{where}: {what} are not served here, only {', '.join(served)}; leave this one out",
+        "unsupported_value",
+        param=where,
+    )
 
 
 def _unfit(where: str, what: str) -> ApiError:

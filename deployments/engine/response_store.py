@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from conserve import identity, wire
 from conserve.apis import RESPONSES, form_of
 from deployments.engine.body import read_ahead, replay
+from deployments.engine.response_events import AgreeingResponse
 
 _SMALL_BYTES = 16 * 1024
 _MB = 1_000_000
@@ -29,6 +31,9 @@ _ENTRY_BYTES = 512
 class _Asked(msgspec.Struct, gc=False):
     request_id: str = ""
     store: bool | None = True
+    # As they came: vLLM judges them, or passes them over.
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -105,6 +110,8 @@ class ResponseStore:
 class ResponseKeeper:
     """ASGI middleware before a decoder's HTTP app: keeps its responses, and tells them to routers.
 
+    What it keeps is what the client was told, see `deployments.engine.response_events`.
+
     Args:
         room_mb: how much they may take.
     """
@@ -124,7 +131,7 @@ class ResponseKeeper:
             return
         conversation_id = headers.get(wire.CONVERSATION_HEADER)
         turn = scope["path"] == RESPONSES and scope["method"] == "POST"
-        if not turn or conversation_id is None or not self._room_mb:
+        if not turn or conversation_id is None:
             await self._app(scope, receive, send)
             return
         request = await read_ahead(receive)
@@ -133,12 +140,15 @@ class ResponseKeeper:
             asked = _asked(request)
         else:
             asked = await asyncio.to_thread(_asked, request)
-        if asked is not None and asked.store is not False and asked.request_id:
+        if asked is not None and asked.request_id:
+            keeps = asked.store is not False and self._room_mb > 0
 
             def keep(response: bytes) -> None:
                 self._store.add(asked.request_id, conversation_id, request, response)
 
-            send = _watched(send, keep)
+            if keeps:
+                send = _watched(send, keep)
+            send = AgreeingResponse(send, asked.request_id, _left_out(asked, keeps)).send
         await self._app(scope, replay(request, receive), send)
 
     def _tell(self, scope: Scope, headers: Headers) -> Response:
@@ -156,6 +166,19 @@ def _asked(request: bytes) -> _Asked | None:
         return _ASKED.decode(request)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # The engine refuses it.
+
+
+def _left_out(asked: _Asked, keeps: bool) -> dict[str, Any]:
+    """What OpenAI's clients may look for in a response, and vLLM 0.29 does not say."""
+    return {
+        "store": keeps,
+        "error": None,
+        "completed_at": None,
+        "safety_identifier": asked.safety_identifier,
+        "prompt_cache_key": asked.prompt_cache_key,
+        "text": {"format": {"type": "text"}},
+        "top_logprobs": 0,
+    }
 
 
 def _watched(send: Send, keep: Callable[[bytes], None]) -> Send:

@@ -125,6 +125,11 @@ HEADERS: Json = {
         "required": True,
         "schema": _TEXT,
     },
+    "x-conserve-unserved-tools": {
+        "description": "Kinds of tools that the request offers and the model is not shown, "
+        "separated by commas.",
+        "schema": _TEXT,
+    },
 }
 
 # --- What a request may say beside its body -------------------------------------------------------
@@ -285,6 +290,7 @@ CHANGED: dict[str, Json] = {
             "description": "Not served: a turn ends with its client's connection.",
             "enum": [False, None],
         },
+        "prompt": {"description": "Not served: no templates are kept.", "type": "null"},
         "request_id": {"description": "Dropped. The router names responses.", "deprecated": True},
         "store": {
             "type": ["boolean", "null"],
@@ -581,6 +587,15 @@ def _tokens(name: str, summary: str, answer: str, errors: str = "") -> Json:
 
 
 _HEALTH = _read("getHealth", "Whether a prefiller and a decoder can serve", _schema("Health"))
+_RESPONSES = _turn(
+    "createResponse",
+    "A turn, by OpenAI's Responses API",
+    "Response",
+    "response.completed` or `response.incomplete",
+)
+_RESPONSES["post"]["responses"]["200"]["headers"] |= {
+    "x-conserve-unserved-tools": _header("x-conserve-unserved-tools")
+}
 _HEALTH["responses"]["503"] = _answer(
     {"anyOf": [_schema("Health"), _schema("Error")]}, "They cannot."
 )
@@ -609,9 +624,7 @@ PATHS: Json = {
     apis.COUNT_TOKENS: _tokens(
         "countTokens", "What a turn's prompt would have in tokens", "TokenCount", _ANTHROPIC
     ),
-    apis.RESPONSES: _turn(
-        "createResponse", "A turn, by OpenAI's Responses API", "Response", "response.completed"
-    ),
+    apis.RESPONSES: _RESPONSES,
     apis.COUNT_INPUT: _tokens(
         "countInputTokens", "What a response's prompt would have in tokens", "InputTokens"
     ),

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope
 
 from conserve import apis, budget, identity, recognition, tool_choice, wire
 from conserve.apis import COMPLETIONS, DETOKENIZE, RESPONSES
+from conserve.canonical_items import canonical, unserved_tools
 from conserve.errors import ApiError, unknown_model
 from conserve.hints import Hints, InvalidHint, hints
 from conserve.numbers import beyond_64_bits
@@ -40,6 +41,14 @@ _DEFAULT_CAPS = {
     "claude-code/": (32_000, 64_000),
     "opencode/": (32_000,),
 }
+# What a request of the Responses API may ask for of OpenAI's servers, and what to do here.
+_UNSERVED = {
+    "background": "a turn ends with its client's connection; stream it instead",
+    "conversation": "go on by previous_response_id, or send the whole history",
+    "context_management": "no history is shortened here; send what is left of it",
+    "prompt": "no templates are kept here; send instructions and input",
+    "moderation": "nobody judges here what is said; leave it out",
+}
 # A client does not direct the handoff; the router does.
 _NOT_FORWARDED = ("kv_transfer_params",)
 
@@ -58,6 +67,7 @@ class ClientRequest:
         tenant: whose it is, where there are keys.
         takes_room_left: whether it asks for more output than it needs, so that what there is room
             for will do.
+        unserved_tools: kinds of tools that it offers, and that the model is not shown.
     """
 
     path: str
@@ -71,6 +81,7 @@ class ClientRequest:
     hints: Hints
     tenant: TurnTenant | None = None
     takes_room_left: bool = False
+    unserved_tools: tuple[str, ...] = ()
 
     @property
     def chat(self) -> bool:
@@ -183,7 +194,7 @@ def _understood(
     raw = whole_characters(raw)
     body = checked_body(raw, path, settings)
     if path == RESPONSES:
-        _require_foreground(body)
+        _require_served(body)
         if body.get(PREVIOUS) is not None:
             # It was looked for as it is written.
             raise ApiError(400, f"write {PREVIOUS} without escapes", param=PREVIOUS)
@@ -202,10 +213,11 @@ def _understood(
     extra = own.get("vllm_xargs")
     if isinstance(extra, dict) and any(name in extra for name in _NOT_FORWARDED):
         own["vllm_xargs"] = {k: v for k, v in extra.items() if k not in _NOT_FORWARDED}
-    if own.get("model") is None:
-        own["model"] = settings.model_id
     if path == RESPONSES:
         own.pop("request_id", None)
+        own = canonical(own)
+    if own.get("model") is None:
+        own["model"] = settings.model_id
     if caller is not None:
         for name in ("messages", "input"):
             if name in own:
@@ -241,6 +253,7 @@ def _understood(
         hints=said,
         tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
         takes_room_left=_asks_by_default(headers, body),
+        unserved_tools=unserved_tools(body) if path == RESPONSES else (),
     )
 
 
@@ -251,22 +264,11 @@ def _asks_by_default(headers: Mapping[str, str], body: Mapping[str, Any]) -> boo
     return bool(caps) and any(body.get(name) in caps[0] for name in apis.OUTPUT_CAPS)
 
 
-def _require_foreground(body: Mapping[str, Any]) -> None:
-    """Refuse what would need a server that keeps turns, and not only their answers."""
-    if body.get("background"):
-        raise ApiError(
-            400,
-            "background is not served: a turn ends with its client's connection; stream it instead",
-            "unsupported_value",
-            param="background",
-        )
-    if body.get("conversation") is not None:
-        raise ApiError(
-            400,
-            "conversation is not served; go on by previous_response_id, or send the whole history",
-            "unsupported_value",
-            param="conversation",
-        )
+def _require_served(body: Mapping[str, Any]) -> None:
+    """Refuse what would need a server that keeps more of a client's than its responses."""
+    for name, instead in _UNSERVED.items():
+        if body.get(name):
+            raise ApiError(400, f"{name} is not served: {instead}", "unsupported_value", param=name)
 
 
 async def _body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes | None:

@@ -1,7 +1,8 @@
 """Responses that decoders keep: by their ids, for their clients and for the turns that go on.
 
-A turn that goes on from a response by its id (``previous_response_id``) is made the turn that it
-would have been had its client sent the history: it is recognised, placed and served as that.
+A turn that goes on from a response by its id (``previous_response_id``), or that names items by
+theirs (``item_reference``), is made the turn that it would have been had its client sent the
+history: it is recognised, placed and served as that.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from conserve import budget, identity, wire
 from conserve.errors import ApiError
+from conserve.items import REFERENCE, response_of
 from conserve.settings import Settings
 from deployments.router.access import caller_of
 from deployments.router.reading import understood
@@ -24,6 +26,9 @@ from deployments.table.table_client import TableClient
 # Those that routers give; no other can be one, and this may stand in a URL.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 PREVIOUS = "previous_response_id"
+# A response is kept with all that came before it, so the newest has the items of the others. A
+# history that was edited again and again may need several.
+_MOST_LOOKED_UP = 16
 
 
 class StoredResponses:
@@ -49,33 +54,90 @@ class StoredResponses:
         Raises:
             ApiError: there is no such response, or the body is too large to look for one.
         """
-        if PREVIOUS.encode() not in raw:
+        if not any(name in raw for name in _NAMES):
             return raw, None
         budget.check_raw(raw, chat=True)
         body = await understood(len(raw), _parsed, raw)
-        response_id = body.get(PREVIOUS) if isinstance(body, dict) else None
-        if response_id is None:
+        if not isinstance(body, dict):
             return raw, None
-        if not isinstance(response_id, str):
-            raise ApiError(400, f"{PREVIOUS} must be a string", param=PREVIOUS)
-        found = await self._find(response_id, tenant)
-        if found is None:
-            raise ApiError(
-                404,
-                f"no decoder keeps a response {response_id[:100]!r}: it was not stored, was one of "
-                "the oldest, or is gone with its decoder; send the whole history as input",
-                "previous_response_not_found",
-                param=PREVIOUS,
-            )
-        before = len(found.request) + len(found.response)
-        whole = await understood(before + len(raw), _with_history, body, found)
+        previous_id = body.get(PREVIOUS)
+        items: Any = body.get("input")
+        referring = isinstance(items, list) and any(map(_is_reference, items))
+        if previous_id is None and not referring:
+            return raw, None
+        conversation_id: str | None = None
+        found: wire.StoredResponse | None = None
+        if previous_id is not None:
+            found = await self._previous(previous_id, tenant)
+            conversation_id = found.conversation_id
+        if referring:
+            body["input"], named_id = await self._with_items(items, tenant)
+            conversation_id = conversation_id or named_id
+        before = 0 if found is None else len(found.request) + len(found.response)
+        whole = await understood(before + len(raw), _whole, body, found)
         if len(whole) > self._settings.max_body_bytes:
             raise ApiError(
                 413,
                 f"the body and its history are longer than {self._settings.max_body_bytes} bytes",
                 "body_too_long",
             )
-        return whole, identity.conversation_of(found.conversation_id)
+        assert conversation_id is not None
+        return whole, identity.conversation_of(conversation_id)
+
+    async def _previous(self, response_id: Any, tenant: str | None) -> wire.StoredResponse:
+        if not isinstance(response_id, str):
+            raise ApiError(400, f"{PREVIOUS} must be a string", param=PREVIOUS)
+        found = await self._find(response_id, tenant)
+        if found is None:
+            raise ApiError(
+                404,
+                f"Previous response with id {response_id[:100]!r} not found: it was not stored, "
+                "was one of the oldest, or is gone with its decoder; send the whole history as "
+                "input",
+                "previous_response_not_found",
+                param=PREVIOUS,
+            )
+        return found
+
+    async def _with_items(self, given: list[Any], tenant: str | None) -> tuple[list[Any], str]:
+        """Items in the place of references to them, and the conversation of the newest of them.
+
+        Raises:
+            ApiError: there is no such item, or more responses would have to be looked up.
+        """
+        known: dict[str, Any] = {}
+        looked_up: list[wire.StoredResponse] = []
+        items = [*given]
+        for position in reversed(range(len(items))):
+            if not _is_reference(items[position]):
+                continue
+            where, id_ = f"input[{position}]", items[position].get("id")
+            if not isinstance(id_, str):
+                raise ApiError(400, f"{where}.id must be a string", param=f"{where}.id")
+            if id_ not in known:
+                response_id = response_of(id_)
+                found = None if response_id is None else await self._find(response_id, tenant)
+                if found is None:
+                    raise _no_item(id_, where)
+                looked_up.append(found)
+                # To read one takes as long as to read a body.
+                size = sum(len(one.request) + len(one.response) for one in looked_up)
+                if len(looked_up) > _MOST_LOOKED_UP or size > 2 * self._settings.max_body_bytes:
+                    raise ApiError(
+                        400,
+                        f"{where}: the items that are named are of too many responses, or of too "
+                        "long ones; send some of them whole",
+                        param=where,
+                    )
+                known |= await understood(size, _by_id, found)
+            if id_ not in known:
+                raise _no_item(id_, where)
+            # None is named twice: a body of names would be made one without bounds.
+            items[position] = known[id_]
+            known[id_] = None
+            if items[position] is None:
+                raise ApiError(400, f"{where} names an item for the second time", param=where)
+        return items, looked_up[0].conversation_id
 
     async def retrieve(self, request: Request) -> Response:
         """``GET /v1/responses/{id}``."""
@@ -94,8 +156,8 @@ class StoredResponses:
         await self._require(request)
         raise ApiError(
             400,
-            "only a response in the background could be cancelled, and none is served; a client "
-            "ends one that is under way by closing its connection",
+            "Cannot cancel a synchronous response. Only one in the background could be, and none "
+            "is served; a client ends one that is under way by closing its connection",
             param="id",
         )
 
@@ -136,6 +198,7 @@ class StoredResponses:
 
 
 _STORED = msgspec.json.Decoder(wire.StoredResponse)
+_NAMES = (PREVIOUS.encode(), REFERENCE.encode())
 
 
 def _tenant(request: Request) -> str | None:
@@ -146,7 +209,7 @@ def _tenant(request: Request) -> str | None:
 def _not_found(response_id: str) -> ApiError:
     return ApiError(
         404,
-        f"no decoder keeps a response {response_id[:100]!r}: it was not stored, was one of the "
+        f"Response with id {response_id[:100]!r} not found: it was not stored, was one of the "
         "oldest, or is gone with its decoder",
         "response_not_found",
         param="id",
@@ -160,12 +223,41 @@ def _parsed(raw: bytes) -> Any:
         return None  # It is refused where it is read.
 
 
-def _with_history(body: dict[str, Any], found: wire.StoredResponse) -> bytes:
-    before = json.loads(bytes(found.request)).get("input")
-    output = json.loads(bytes(found.response))["output"]
+def _whole(body: dict[str, Any], found: wire.StoredResponse | None) -> bytes:
+    """A body without names of what is kept: after the history of ``found``."""
     whole = {name: value for name, value in body.items() if name != PREVIOUS}
-    whole["input"] = [*_items(before), *output, *_items(body.get("input"))]
+    if found is not None:
+        whole["input"] = [*_kept(found), *_items(body.get("input"))]
     return json.dumps(whole).encode()
+
+
+def _kept(found: wire.StoredResponse) -> list[Any]:
+    """The items of a response, after those that it answers."""
+    before = json.loads(bytes(found.request)).get("input")
+    output: list[Any] = json.loads(bytes(found.response))["output"]
+    return [*_items(before), *output]
+
+
+def _by_id(found: wire.StoredResponse) -> dict[str, Any]:
+    return {
+        item["id"]: item
+        for item in _kept(found)
+        if isinstance(item, dict) and isinstance(item.get("id"), str)
+    }
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == REFERENCE
+
+
+def _no_item(item_id: str, where: str) -> ApiError:
+    return ApiError(
+        404,
+        f"{where}: Item with id {item_id[:100]!r} not found: its response was not stored, was "
+        "one of the oldest, or is gone with its decoder; send the item itself",
+        "item_not_found",
+        param=where,
+    )
 
 
 def _items(given: Any) -> list[Any]:

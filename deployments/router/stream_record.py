@@ -8,9 +8,6 @@ from conserve.errors import ApiError
 END_OF_EVENT = b"\n\n"
 _ID = re.compile(rb'"id":"(?:chatcmpl-|cmpl-)([^"\\]{1,200})"')
 _CREATED = re.compile(rb'"created(?:_at)?":\d+')
-# vLLM 0.29 makes up an item's ids as it begins, and the events that follow go by them.
-_ITEM = b"event: response.output_item.added\n"
-_ITEM_ID = re.compile(rb'"(?:id|call_id)":"([^"\\]{1,200})"')
 # vLLM's own event tells of the classes in which it has failed to read another one.
 _FAILED = ApiError(
     500, "the engine failed on this request; try again, and see its log if it fails again"
@@ -47,9 +44,6 @@ class StreamRecord:
         self._opened = 0
         self._skip = 0
         self._created: bytes | None = None
-        # Ids of items, as the client knows them, and as the decoder has named the same ones.
-        self._ids: list[bytes] = []
-        self._own_ids: list[bytes] = []
 
     @property
     def can_resume(self) -> bool:
@@ -60,7 +54,6 @@ class StreamRecord:
         """Note that the stream begins anew, at another decoder."""
         self._skip = self._passed
         self._rest, self.error = b"", None
-        self._own_ids = []
 
     def take(self, part: bytes) -> bytes:
         """What a client is to get of the next bytes; may be none."""
@@ -82,7 +75,6 @@ class StreamRecord:
                 self.error = event + END_OF_EVENT
                 return b""
         self.done = event.startswith(self._form.ends)
-        event = self._with_known_ids(event)
         if self._skip:
             self._skip -= 1
             return b""
@@ -99,18 +91,6 @@ class StreamRecord:
             self._opened += 1
         self._passed += 1
         return event + END_OF_EVENT
-
-    def _with_known_ids(self, event: bytes) -> bytes:
-        """An event in which items have the ids that the client knows them by."""
-        if event.startswith(_ITEM):
-            self._own_ids += _ITEM_ID.findall(event)
-            if not self._skip:
-                # Those of an item that the client has are replaced below.
-                self._ids += self._own_ids[len(self._ids) :]
-        for own, known in zip(self._own_ids, self._ids, strict=False):
-            if own != known:
-                event = event.replace(own, known)
-        return event
 
     def _read_first(self, event: bytes) -> None:
         if found := _ID.search(event):

@@ -448,6 +448,8 @@ class Turn:
             headers.append((b"x-conversation-id", own_id.encode()))
         if self._plan is not None:
             headers.append((b"x-conserve-decoder", self._plan.decoder_id.encode()))
+        if unserved := self._request.unserved_tools:
+            headers.append((b"x-conserve-unserved-tools", ",".join(unserved).encode()))
         return headers
 
     # --- how it ended ------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """OpenAI's Responses API: its items as the messages of a chat.
 
 A message, the reasoning before it and the calls after it are items of their own there, and one
-message in a chat. It agrees with vLLM's ``construct_input_messages``, but that all texts of an
-assistant's message count, not the first alone.
+message in a chat. It agrees with vLLM's ``construct_input_messages``, which gets each item in the
+form of `conserve.canonical_items`.
 """
 
 from collections.abc import Iterable, Mapping

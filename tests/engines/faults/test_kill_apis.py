@@ -72,6 +72,10 @@ async def test_a_stream_goes_on_at_another_decoder(
         told = [event["response"] for event in events if "response" in event]
         assert len({(one["id"], one["created_at"]) for one in told}) == 1
         assert told[-1]["output"][0]["content"][0]["text"] == text
+        # The decoder that has gone on keeps it under the ids that the client knows.
+        assert told[-1]["output"][0]["id"] == item["id"]
+        kept = await client.get(f"{application}{RESPONSES}/{told[-1]['id']}")
+        assert kept.json()["output"] == told[-1]["output"]
     assert text == lone.content
     # The next turn is recognised by it, at the decoder that has gone on.
     more = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text},

@@ -7,10 +7,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
 from tests.engines.applications import MAIN
 from tests.engines.client import chat, last_turn, lone_answer, prose
 from tests.engines.stage import Stage
+from tests.unit.published import Published
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
@@ -25,6 +28,9 @@ TOOL: Any = {
         "required": ["on"],
     },
 }
+PUBLISHED = Published({"FunctionCallOutput": {"call_id"}})
+# Of items that are served, what is refused: images, since the model takes text alone.
+UNFIT = ("InputImage", "InputFile", "encrypted_content", "call_id=null", "ItemReference")
 
 
 @pytest.fixture
@@ -93,16 +99,46 @@ async def test_a_stream(official: Any, rng: random.Random) -> None:
     assert events[0].type == "response.created"
     assert [event.sequence_number for event in events] == list(range(len(events)))
     done = events[-1].response
-    assert events[-1].type == "response.completed"
+    assert events[-1].type == f"response.{done.status}"
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == done.output_text == whole.output_text
     # As Codex does: by the items that came in the stream.
-    items += [event.item.model_dump(exclude_none=True) for event in events
-              if event.type == "response.output_item.done"]  # fmt: skip
+    told = [event.item.model_dump(exclude_none=True) for event in events
+            if event.type == "response.output_item.done"]  # fmt: skip
+    assert told == items_of(done)
+    items += told
     items.append({"role": "user", "content": "go on"})
     _, again = await ask(official, items, store=False)
     assert again["x-conserve-decoder"]
     assert headers["x-conversation-id"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_cut_by_length_says_so(
+    official: Any, rng: random.Random, stream: bool
+) -> None:
+    """In its last event, in its items, in what is kept; and the conversation goes on."""
+    asked = [{"role": "user", "content": prose(rng, 200)}]
+    long: Any = {"max_output_tokens": 8, "extra_body": {"ignore_eos": True}}
+    answer, headers = await ask(official, asked, stream=stream, **long)
+    if stream:
+        events = [event async for event in answer]
+        assert events[-1].type == "response.incomplete"
+        assert not [event for event in events if event.type == "response.completed"]
+        (done,) = [event for event in events if event.type == "response.output_item.done"]
+        assert done.item.status == "incomplete"
+        answer = events[-1].response
+        assert done.item == answer.output[0]
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in answer.output] == ["incomplete"]
+    kept = await official.retrieve(answer.id)
+    assert kept.status == "incomplete"
+    assert kept.output == answer.output
+    for given in ([*asked, *items_of(answer), {"role": "user", "content": "go on"}], "go on"):
+        named = {"previous_response_id": answer.id} if given == "go on" else {}
+        _, again = await ask(official, given, **named)
+        assert again["x-conversation-id"] == headers["x-conversation-id"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -116,6 +152,15 @@ async def test_a_tool_is_called_and_its_result_told(
     if stream:
         events = [event async for event in answer]
         answer = events[-1].response
+        told = [event.item for event in events if event.type == "response.output_item.done"]
+        assert told == answer.output
+        begun = [event.item for event in events if event.type == "response.output_item.added"]
+        assert [item.id for item in begun] == [item.id for item in told]
+        assert begun[-1].call_id == told[-1].call_id
+        deltas = [event for event in events if event.type.endswith("arguments.delta")]
+        assert "".join(event.delta for event in deltas) == told[-1].arguments
+        assert {event.item_id for event in deltas} == {told[-1].id}
+    assert (await official.retrieve(answer.id)).output == answer.output
     (call,) = [item for item in answer.output if item.type == "function_call"]
     assert call.name == "look_up"
     assert isinstance(json.loads(call.arguments)["on"], bool)
@@ -171,6 +216,102 @@ async def test_input_is_counted_as_the_engine_counts_it(official: Any) -> None:
         await official.input_tokens.count(model=MODEL, input="x", previous_response_id="resp_x")
 
 
+def _ways(item: Any) -> list[Any]:
+    """An answer of one text, as clients write it that keep their own history."""
+    said = {"type": "output_text", "text": item.content[0].text, "annotations": []}
+    nulls = {"id": None, "status": None, "phase": None}
+    return [
+        {"role": "assistant", "content": said["text"]},
+        {"role": "assistant", "content": [said]},
+        {"role": "assistant", "content": [{**said, "annotations": None, "logprobs": None}]},
+        {"type": "message", "role": "assistant", "content": [said], **nulls},
+        {"type": "message", "role": "assistant", "content": said["text"], "id": "msg_1",
+         "status": "completed"},
+        item.model_dump(),
+        item.model_dump(exclude_unset=True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", range(7))
+async def test_a_client_may_leave_out_what_openai_lets_it(
+    official: Any, rng: random.Random, way: int
+) -> None:
+    """Its second turn goes on with the first, however it writes the answer."""
+    items = [{"role": "user", "content": prose(rng, 150)}]
+    answer, headers = await ask(official, items)
+    (item,) = answer.output
+    items += [_ways(item)[way], {"role": "user", "content": "go on"}]
+    reply, again = await ask(official, items, max_output_tokens=1)
+    assert again["x-conversation-id"] == headers["x-conversation-id"]
+    assert again["x-conserve-decoder"] == headers["x-conserve-decoder"]
+    assert reply.usage.input_tokens > answer.usage.input_tokens + answer.usage.output_tokens
+
+
+async def test_items_that_are_named_are_looked_up(
+    application: str, official: Any, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """As the AI SDK does from the second turn on."""
+    items: list[Any] = [{"role": "user", "content": prose(rng, 200)}]
+    whole = [*items]
+    seen = set()
+    for turn in range(3):
+        answer, headers = await ask(official, items)
+        seen.add((headers["x-conversation-id"], headers["x-conserve-decoder"]))
+        expected, _ = await ask(official, whole, store=False)
+        assert answer.output_text == expected.output_text
+        assert answer.usage.input_tokens == expected.usage.input_tokens
+        items += [{"type": "item_reference", "id": item.id} for item in answer.output]
+        whole += items_of(answer)
+        for told in (items, whole):
+            told.append({"role": "user", "content": f"go on {turn}"})
+    assert len(seen) == 1
+    await official.delete(answer.id)
+    with pytest.raises(openai.NotFoundError, match=answer.output[0].id) as told:
+        await ask(official, items)
+    assert told.value.code == "item_not_found"
+
+
+async def test_what_the_published_schema_allows_is_served_or_refused_by_name(
+    application: str, client: httpx.AsyncClient
+) -> None:
+    served: list[Any] = []
+    kinds: set[str] = set()
+    for place, item, _ in PUBLISHED.variants(ResponseInputItemParam):
+        kind = item.get("type") or "message"
+        if kind not in ("message", "function_call", "function_call_output", "reasoning"):
+            if kind in kinds or kind == "item_reference":
+                continue
+            kinds.add(kind)
+            reply = await client.post(application + "/v1/responses", json={"input": [item]})
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (400, "input[0].type"), place
+            assert f"items of type '{kind}' are not served" in error["message"]
+        elif not any(part in place for part in UNFIT):
+            served.append(item)
+    assert len(kinds) > 15
+    assert len(served) > 60
+    body = {"input": [*served, {"role": "user", "content": "go on"}], "max_output_tokens": 1}
+    reply = await client.post(application + "/v1/responses", json=body)
+    assert reply.status_code == 200, reply.text
+    every = dict.fromkeys(ResponseCreateParamsBase.__annotations__)
+    reply = await client.post(
+        application + "/v1/responses", json={**every, "stream": None, "input": "hello"}
+    )
+    assert reply.status_code == 200, reply.text
+
+
+async def test_a_client_is_told_which_of_its_tools_are_left_out(official: Any) -> None:
+    other: Any = [{"type": "web_search"}, {"type": "custom", "name": "patch"}]
+    response, headers = await ask(official, "hello", tools=[TOOL, *other])
+    assert headers["x-conserve-unserved-tools"] == "web_search,custom"
+    assert [tool.name for tool in response.tools] == ["look_up"]
+    with pytest.raises(openai.BadRequestError, match="'web_search' are not served") as told:
+        await ask(official, "hello", tools=other)
+    assert told.value.param == "tools[0].type"
+    _, headers = await ask(official, "hello", tools=[TOOL])
+    assert "x-conserve-unserved-tools" not in headers
+
+
 async def test_a_response_is_where_its_history_is(
     application: str, official: Any, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
@@ -215,6 +356,10 @@ async def test_a_response_is_where_its_history_is(
         ({"input": "hello", "conversation": "conv_1"}, 400, "conversation"),
         ({"input": "hello", "previous_response_id": 7}, 400, "previous_response_id"),
         ({"input": [{"type": "web_search_call"}]}, 400, "input[0].type"),
+        ({"input": "hello", "tools": [{"type": "mcp"}]}, 400, "tools[0].type"),
+        ({"input": "hello", "tool_choice": {"type": "shell"}}, 400, "tool_choice.type"),
+        ({"input": "hello", "prompt": {"id": "x"}}, 400, "prompt"),
+        ({"input": [{"type": "item_reference", "id": "msg_1_0"}]}, 404, "input[0]"),
         ({"input": "a " * 20_000}, 400, None),
     ],
 )

@@ -19,6 +19,7 @@ USER = {"role": "user", "content": "x"}
 TEXT = {"type": "text", "text": "x"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+IMAGE = {"type": "input_image", "image_url": "data:,"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 
 
@@ -114,9 +115,20 @@ def test_a_limit_refuses_what_is_beyond_it_alone(
         ({**CALL, "name": 7}, "input[1].name"),
         ({**CALL, "arguments": {}}, "input[1].arguments"),
         ({**OUTPUT, "output": None}, "input[1].output"),
+        ({**OUTPUT, "output": [IMAGE, {"type": "input_file", "file_id": "x"}]},
+         "input[1].output[1]"),
         ({"type": "reasoning", "summary": "x"}, "input[1].summary"),
+        ({"type": "reasoning", "encrypted_content": "x"}, "input[1].encrypted_content"),
+        ({"type": "item_reference", "id": "msg_1_0"}, "input[1].type"),
+        ({"id": "msg_1_0"}, "input[1].type"),
+        ({"role": "assistant", "content": "x", "phase": "first"}, "input[1].phase"),
+        ({"role": "assistant", "content": [IMAGE]}, "input[1].content[0]"),
+        ({"role": "user", "content": [{**IMAGE, "image_url": None}]},
+         "input[1].content[0].image_url"),
+        ({"role": "user", "content": [{**IMAGE, "detail": "most"}]}, "input[1].content[0].detail"),
+        ({"role": "user", "content": [{**IMAGE, "file_id": "x"}]}, "input[1].content[0].file_id"),
     ],
-)
+)  # fmt: skip
 def test_items_that_the_engine_would_refuse_are_named(item: Any, param: str) -> None:
     error = refusal(RESPONSES, {"input": [USER, item]})
     assert error is not None

@@ -9,6 +9,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
+from conserve.canonical_items import canonical
 from conserve.recognition import candidate_digests
 from conserve.recognition.apis import messages_of, tools_of
 from tests.unit.conserve.recognition.apis import told as apis
@@ -37,7 +38,7 @@ def test_items_are_what_vllm_converts_them_to(seed: int) -> None:
     told = apis.random_conversation(rng, 3)
     for step in told.steps:
         step.image = False  # vLLM leaves them as they are until they are rendered.
-    body = apis.responses(told, rng)
+    body = canonical(apis.responses(told, rng))
     asked = ResponsesRequest(model="m", **body)
     theirs = construct_input_messages(
         request_instructions=asked.instructions, request_input=asked.input

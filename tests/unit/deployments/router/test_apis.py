@@ -9,6 +9,7 @@ import pytest
 from conserve import identity, wire
 from conserve.apis import COUNT_INPUT, COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.errors import ApiError
+from conserve.items import item_id
 from conserve.recognition import Beginning
 from conserve.recognition.apis import heard
 from conserve.settings import Settings
@@ -56,10 +57,12 @@ class Upstream:
     def __init__(self, **kept: ResponseStore) -> None:
         self.kept = kept
         self.asked: list[str] = []
+        self.looked_up: list[str] = []
 
     async def stored(
         self, method: str, url: str, response_id: str, tenant: str | None
     ) -> bytes | None:
+        self.looked_up.append(response_id)
         if url == "gone":
             raise EngineUnreachable("no connection")
         store = self.kept[url]
@@ -214,6 +217,103 @@ def test_a_response_that_is_named_in_escapes_is_not_passed_over() -> None:
     assert (error.value.status, error.value.param) == (400, "previous_response_id")
 
 
+def answered(store: ResponseStore, id_: str, given: Any, *output: Json) -> list[Json]:
+    """Keep a response with items; the items, with their ids."""
+    items = [{**item, "id": item_id(id_, item["type"], place)} for place, item in enumerate(output)]
+    response = {"id": id_, "object": "response", "status": "completed", "output": items}
+    store.add(id_, "conv-1", json.dumps({"input": given}).encode(), json.dumps(response).encode())
+    return items
+
+
+TEXT = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
+SAID = {"type": "message", "role": "assistant", "status": "completed", "content": [TEXT]}
+THOUGHT = {"type": "reasoning", "summary": [],
+           "content": [{"type": "reasoning_text", "text": "hm"}]}  # fmt: skip
+CALL = {"type": "function_call", "call_id": "call_1_1", "name": "f", "arguments": "{}",
+        "status": "completed"}  # fmt: skip
+
+
+def reference(item: Json) -> Json:
+    return {"type": "item_reference", "id": item["id"]}
+
+
+def test_items_that_are_named_are_looked_up() -> None:
+    """As the AI SDK has it from the second turn on; one look-up has what came before."""
+    store, user = ResponseStore(10_000), {"role": "user", "content": "hello"}
+    upstream = Upstream(d1=ResponseStore(10_000), d2=store)
+    stored = StoredResponses(Settings(), Table("gone", "d1", "d2"), upstream)  # type: ignore[arg-type]
+    thought, call = answered(store, "resp_1", "hello", THOUGHT, CALL)
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "x"}
+    named = [user, reference(thought), reference(call), result]
+    second = read(RESPONSES, {"input": named}, stored)
+    assert second.explicit_id == "conv-1"
+    assert second.body["input"] == [user, thought, call, result]
+    (said,) = answered(store, "resp_2", second.body["input"], SAID)
+    upstream.looked_up.clear()
+    again = {"role": "user", "content": "b"}
+    third = read(RESPONSES, {"input": [*named, reference(said), again]}, stored)
+    assert third.body["input"] == [user, thought, call, result, said, again]
+    assert set(upstream.looked_up) == {"resp_2"}
+    # It is what it would have been with the items themselves.
+    whole = read(RESPONSES, {"input": third.body["input"]})
+    assert third.chain == whole.chain
+    assert len(whole.chain.ends) == 2  # type: ignore[union-attr]
+    # Behind a response that is named, too.
+    both = {"previous_response_id": "resp_1", "input": [result, reference(said)]}
+    assert read(RESPONSES, both, stored).body["input"] == [user, thought, call, result, said]
+
+
+@pytest.mark.parametrize(
+    ("id_", "status", "code"),
+    [
+        ("msg_1_1", 404, "item_not_found"),
+        ("msg_9_0", 404, "item_not_found"),
+        ("msg_68a", 404, "item_not_found"),
+        ("msg_../health_0", 404, "item_not_found"),
+        ("", 404, "item_not_found"),
+        (7, 400, None),
+        (None, 400, None),
+    ],
+)
+def test_an_item_that_nobody_keeps_is_none(id_: Any, status: int, code: str | None) -> None:
+    store = ResponseStore(10_000)
+    answered(store, "resp_1", "hello", SAID)
+    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    body = {"input": [*HELLO, {"type": "item_reference", "id": id_}]}
+    with pytest.raises(ApiError) as error:
+        read(RESPONSES, body, stored)
+    assert (error.value.status, error.value.code) == (status, code)
+    assert str(error.value.param).startswith("input[1]")
+
+
+def test_items_are_their_tenants() -> None:
+    store = ResponseStore(10_000)
+    (item,) = answered(store, "resp_1", "hello", SAID)
+    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    raw = json.dumps({"input": [*HELLO, reference(item)]}).encode()
+    asyncio.run(stored.with_history(raw, None))
+    with pytest.raises(ApiError) as error:
+        asyncio.run(stored.with_history(raw, "acme"))
+    assert error.value.status == 404
+
+
+def test_names_cannot_make_a_body_without_bounds() -> None:
+    store = ResponseStore(10**6)
+    items = [answered(store, f"resp_{number}", "x" * 100, SAID)[0] for number in range(17)]
+    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    names = [reference(item) for item in items]
+    assert len(read(RESPONSES, {"input": names[:16]}, stored).body["input"]) == 16
+    with pytest.raises(ApiError, match="too many responses") as error:
+        read(RESPONSES, {"input": names}, stored)
+    assert (error.value.status, error.value.param) == (400, "input[0]")
+    with pytest.raises(ApiError, match="second time"):
+        read(RESPONSES, {"input": [names[0], names[0]]}, stored)
+    small = Settings(max_body_bytes=1024)
+    stored = StoredResponses(small, Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    with pytest.raises(ApiError, match="too long"):
+        read(RESPONSES, {"input": names[:8]}, stored)
+
+
 def test_a_tenants_media_have_the_same_names_in_the_turns_that_go_on() -> None:
     image = {"type": "input_image", "image_url": "data:,", "uuid": "cat"}
     store = ResponseStore(10_000)
@@ -332,7 +432,8 @@ def test_a_decoder_keeps_what_it_was_to_keep(
     assert code == (200 if kept else 404)
     if kept:
         found = json.loads(body)
-        assert found == {"conversation_id": "acme\tc", "request": request, "response": response}
+        assert (found["conversation_id"], found["request"]) == ("acme\tc", request)
+        assert {name: found["response"][name] for name in response} == response
     assert exchange(keeper, {**told, "method": "DELETE"})[0] == (204 if kept else 404)
     assert exchange(keeper, {**told, "method": "GET"})[0] == 404
 

@@ -143,9 +143,10 @@ def exchange(
     access: Access | None = None,
     key: str = "",
     headers: dict[str, str] | None = None,
+    path: str = "/v1/chat/completions",
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """All that is sent in answer to one chat."""
+    """All that is sent in answer to one turn."""
     endpoint = TurnEndpoint(Settings(**settings), table, engines, "router")  # type: ignore[arg-type]
     received = [{"type": "http.request", "body": json.dumps(body).encode()}]
     sent: list[dict[str, Any]] = []
@@ -161,7 +162,7 @@ def exchange(
     sent_headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
     if key:
         sent_headers += [(b"authorization", f"Bearer {key}".encode()), (b"x-api-key", key.encode())]
-    scope = {"type": "http", "path": "/v1/chat/completions", "headers": sent_headers}
+    scope = {"type": "http", "path": path, "headers": sent_headers}
     if access is not None:
         access.admit(scope)
     asyncio.run(endpoint(scope, receive, send))
@@ -174,6 +175,21 @@ def test_a_turn_outlives_the_engine_that_it_was_on() -> None:
     assert status == 200
     assert headers[b"x-conserve-decoder"] == b"d2"
     assert (engines.served, table.lost) == (["d1", "d2"], ["d1"])
+
+
+def test_a_client_is_told_which_of_its_tools_the_model_is_not_shown() -> None:
+    function = {"type": "function", "name": "f"}
+    group = {"type": "namespace", "name": "n", "description": "", "tools": [
+        function, {"type": "custom", "name": "c"}]}  # fmt: skip
+    tools = [function, {"type": "web_search"}, {"type": "web_search"}, group]
+    engines = Engines(die=set())
+    body = {"input": "x", "tools": tools}
+    start, _ = exchange(Table(), engines, body, path="/v1/responses")
+    told = dict(start["headers"])[b"x-conserve-unserved-tools"]
+    assert told == b"web_search,custom"
+    assert [tool["type"] for tool in engines.got[-1][1]["tools"]] == ["function", "namespace"]
+    start, _ = exchange(Table(), engines, {"input": "x"}, path="/v1/responses")
+    assert b"x-conserve-unserved-tools" not in dict(start["headers"])
 
 
 def test_a_prompt_that_two_engines_were_lost_with_is_given_to_no_third() -> None:

@@ -1,0 +1,173 @@
+"""Requests of ``/v1/responses`` in the one form of each item that vLLM 0.29 takes.
+
+OpenAI's schema leaves fields out, or has them null, which vLLM requires: ``type``, ``id`` and
+``status`` of an assistant's message (vllm-project/vllm#54224), ``detail`` of an image, ``summary``
+of reasoning. vLLM also takes the first text alone of an assistant's message and of reasoning, and
+fails on a message without parts and on refusals. A request that `conserve.items` lets through is
+changed here as far as it has to be, and means the same to the model.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from conserve.items import FUNCTION, NAMESPACE, TEXTS, is_served
+
+Json = dict[str, Any]
+
+# What OpenAI's servers look at, and nothing here: which program may call a tool, and where a cache
+# should end.
+_NOT_FOR_ENGINES = ("caller", "prompt_cache_breakpoint")
+# What OpenAI has and vLLM does not know of: there are no tiers here, and no searches whose results
+# could be included.
+_TIERS = ("fast", "ultrafast")
+_INCLUDED = ("web_search_call.results", "web_search_call.action.sources")
+# vLLM goes on with a last item that is not whole, whichever it is; only an answer can be.
+_PARTIAL = ("in_progress", "incomplete")
+
+
+def canonical(body: Json) -> Json:
+    """Return a request as vLLM takes it; the same object where it is that already.
+
+    Args:
+        body: parsed from JSON, and let through by `conserve.items`.
+    """
+    own = {name: value for name, value in body.items() if value is not None}
+    given = own["input"]
+    if isinstance(given, list):
+        own["input"] = _all_canonical(given, _item)
+    if "tools" in own:
+        own["tools"] = _served_tools(own["tools"])
+    choice = own.get("tool_choice")
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        own["tool_choice"] = choice["mode"]
+        own["tools"] = _allowed(own.get("tools", []), choice["tools"])
+    if own.get("service_tier") in _TIERS:
+        del own["service_tier"]
+    if isinstance(own.get("include"), list):
+        own["include"] = [name for name in own["include"] if name not in _INCLUDED]
+    return body if own == body else own
+
+
+def unserved_tools(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of a request's tools that are left out of it, each once.
+
+    Args:
+        body: parsed from JSON, and let through by `conserve.items`.
+    """
+    kinds = [
+        inner["type"]
+        for tool in body.get("tools") or ()
+        for inner in (tool["tools"] if tool["type"] == NAMESPACE else (tool,))
+    ]
+    return tuple(dict.fromkeys(kind for kind in kinds if kind != FUNCTION))
+
+
+def _all_canonical(given: list[Json], one: Callable[[Json], Json]) -> list[Json]:
+    """Objects in their canonical form; the same list where they are in it."""
+    found = [one(item) for item in given]
+    same = all(made is item for made, item in zip(found, given, strict=True))
+    return given if same else found
+
+
+def _item(item: Json) -> Json:
+    own = _stripped(item)
+    kind = own.get("type", "message")
+    if kind == "message" and own["role"] == "assistant":
+        _make_assistants(own)
+    elif kind == "message":
+        _without_partial(own)
+        _make_parts(own, "content")
+    elif kind == "reasoning":
+        _make_reasoning(own)
+    elif kind == "function_call_output":
+        _make_parts(own, "output")
+    return item if own == item else own
+
+
+def _stripped(given: Json) -> Json:
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in _NOT_FOR_ENGINES
+    }
+
+
+def _make_assistants(own: Json) -> None:
+    content = own["content"]
+    if isinstance(content, str):
+        # With an id or a status, vLLM takes a text for a list of letters.
+        if "id" in own or "status" in own:
+            own |= {"type": "message", "content": [_output_text(content)]}
+        return
+    own["type"] = "message"
+    parts = [_stripped(part) for part in content]
+    # Annotations are made by OpenAI's own tools, and log-probabilities are of no use to a model.
+    plain = len(parts) == 1 and all(
+        name in ("type", "text") or value == [] for name, value in parts[0].items()
+    )
+    if not plain or parts[0]["type"] != "output_text":
+        parts = [_output_text(_joined(parts))]
+    own["content"] = parts
+
+
+def _without_partial(own: Json) -> None:
+    if own.get("status") in _PARTIAL:
+        del own["status"]
+
+
+def _make_parts(own: Json, name: str) -> None:
+    if isinstance(own[name], list):
+        own[name] = _all_canonical(own[name], _part)
+
+
+def _part(part: Json) -> Json:
+    own = _stripped(part)
+    if own["type"] == "input_image":
+        own.setdefault("detail", "auto")
+    return part if own == part else own
+
+
+def _make_reasoning(own: Json) -> None:
+    _without_partial(own)
+    own.pop("encrypted_content", None)
+    parts = own.pop("content", None) or own.get("summary") or []
+    own["summary"] = []
+    if parts:
+        own["content"] = [{"type": "reasoning_text", "text": _joined(parts)}]
+
+
+def _output_text(text: str) -> Json:
+    return {"type": "output_text", "text": text}
+
+
+def _joined(parts: Iterable[Json]) -> str:
+    """The text of parts, joined as vLLM joins those of a chat's message."""
+    return "\n".join(part[TEXTS[part["type"]]] for part in parts)
+
+
+def _served_tools(tools: list[Json]) -> list[Json]:
+    served = [_without_unserved(tool) for tool in tools if is_served(tool)]
+    return tools if served == tools else served
+
+
+def _without_unserved(tool: Json) -> Json:
+    if tool["type"] != NAMESPACE:
+        return tool
+    return {**tool, "tools": [inner for inner in tool["tools"] if inner["type"] == FUNCTION]}
+
+
+def _allowed(tools: list[Json], allowed: Iterable[Json]) -> list[Json]:
+    """The tools that ``allowed_tools`` names."""
+    names = {one["name"] for one in allowed if one["type"] == FUNCTION}
+    found = []
+    for tool in tools:
+        if tool["type"] == NAMESPACE:
+            inner = [
+                one
+                for one in tool["tools"]
+                if one["name"] in names or f"{tool['name']}__{one['name']}" in names
+            ]
+            found += [{**tool, "tools": inner}] if inner else []
+        elif tool["name"] in names:
+            found.append(tool)
+    return found

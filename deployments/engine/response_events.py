@@ -1,0 +1,220 @@
+"""Has all that is said of a response agree: its events, its last event, its body.
+
+vLLM 0.29 makes the items of a stream's last event anew from the whole text, with ids of their own:
+a call has another ``call_id`` there, and other spaces in its arguments, than in the events before
+(vllm-project/vllm#47916). A stream that is cut by length ends in ``response.completed`` (#45386),
+and items that were cut are completed (#57998). Here the last event has the items that the events
+had, ``response.incomplete`` ends what is not whole, and what was cut in it says so.
+
+Ids are made of the response's own and of places in it. So they are the same on whichever decoder
+goes on with a stream, and an item's says which response to look for (`conserve.items`).
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Send
+
+from conserve.items import call_id, item_id
+
+_BEGINNINGS = (b"event: response.created\n", b"event: response.in_progress\n")
+_ADDED = b"event: response.output_item.added\n"
+_DONE = b"event: response.output_item.done\n"
+_PART_DONE = b"event: response.content_part.done\n"
+_INCOMPLETE = "response.incomplete"
+_ENDS = (b"event: response.completed\n", b"event: response.incomplete\n")
+_DATA = b"data: "
+_NO_LOGPROBS = b'"logprobs":null'
+_EMPTY_LOGPROBS = b'"logprobs":[]'
+
+Json = dict[str, Any]
+
+
+class _ItemEvent(msgspec.Struct):
+    type: str
+    item: Json
+    output_index: int
+    sequence_number: int = 0
+
+
+class _ResponseEvent(msgspec.Struct):
+    type: str
+    response: dict[str, msgspec.Raw]
+    sequence_number: int = 0
+
+
+_ITEM_EVENT = msgspec.json.Decoder(_ItemEvent)
+_RESPONSE_EVENT = msgspec.json.Decoder(_ResponseEvent)
+_RESPONSE = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ITEMS = msgspec.json.Decoder(list[Json])
+_TEXT = msgspec.json.Decoder(str)
+_encode = msgspec.json.encode
+
+
+class AgreeingResponse:
+    """A ``send`` before another, by which vLLM's server answers one request.
+
+    Args:
+        send: gets what vLLM says, in order, an event a message.
+        response_id: the response's own.
+        more: what vLLM leaves out of a response, by name.
+    """
+
+    def __init__(self, send: Send, response_id: str, more: Mapping[str, Any]) -> None:
+        self._send = send
+        self._id = response_id
+        self._more = {name: msgspec.Raw(_encode(value)) for name, value in more.items()}
+        # Of the answer that is read whole: how it begins, and what there is of it.
+        self._start: Message | None = None
+        self._parts: list[bytes] = []
+        self._streamed = False
+        # An item's last event waits for the next one, which says whether the item is whole.
+        self._done: _ItemEvent | None = None
+        self._items: list[Json] = []
+        # vLLM's id of the item that the events are about, and the one that it gets.
+        self._renamed: tuple[bytes, bytes] | None = None
+
+    async def send(self, message: Message) -> None:
+        """Pass one message of vLLM's server on."""
+        if message["type"] == "http.response.start":
+            types = [value for name, value in message["headers"] if name.lower() == b"content-type"]
+            self._streamed = any(value.startswith(b"text/event-stream") for value in types)
+            if not self._streamed and message["status"] == 200:
+                self._start = message
+                return
+        elif self._streamed and message["type"] == "http.response.body":
+            await self._pass_on(message)
+            return
+        elif self._start is not None and message["type"] == "http.response.body":
+            self._parts.append(message.get("body", b""))
+            if not message.get("more_body"):
+                await self._send_whole(self._start, message)
+            return
+        await self._send(message)
+
+    # --- An answer in one piece --------------------------------------------------------------
+
+    async def _send_whole(self, start: Message, end: Message) -> None:
+        body = b"".join(self._parts)
+        try:
+            response = _RESPONSE.decode(body)
+            items = _ITEMS.decode(response["output"])
+        except (msgspec.DecodeError, KeyError):
+            pass  # It is no response.
+        else:
+            for position, item in enumerate(items):
+                item["id"] = item_id(self._id, item.get("type", ""), position)
+            body = _encode(self._whole(response, items))
+        headers = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+        length = (b"content-length", str(len(body)).encode())
+        await self._send({**start, "headers": [*headers, length]})
+        await self._send({**end, "body": body})
+
+    def _whole(self, response: dict[str, msgspec.Raw], items: list[Json]) -> Json:
+        """A response that has ended, with its items."""
+        status = _TEXT.decode(response["status"])
+        if status == "incomplete" and items:
+            items[-1]["status"] = status
+        whole: Json = {**self._filled(response), "output": [_plain(item) for item in items]}
+        if status == "completed":
+            whole["completed_at"] = int(time.time())
+        return whole
+
+    def _filled(self, response: dict[str, msgspec.Raw]) -> Json:
+        """A response with what vLLM leaves out of it."""
+        given = {name: value for name, value in response.items() if bytes(value) != b"null"}
+        return {**response, **self._more, **given}
+
+    # --- A stream ----------------------------------------------------------------------------
+
+    async def _pass_on(self, message: Message) -> None:
+        event = message.get("body", b"")
+        if event.startswith(_ENDS):
+            event = self._last(event)
+        if self._done is not None:
+            done, self._done = self._done, None
+            await self._send({**message, "body": _written(done), "more_body": True})
+        if event.startswith(_DONE):
+            self._done = self._item_event(event)
+            self._items.append(self._done.item)
+            return
+        if event.startswith(_ADDED):
+            event = self._added(event)
+        elif event.startswith(_BEGINNINGS):
+            begun = _RESPONSE_EVENT.decode(event.partition(_DATA)[2])
+            begun.response = self._filled(begun.response)
+            event = _written(begun)
+        elif self._renamed is not None:
+            event = event.replace(*self._renamed)
+            if event.startswith(_PART_DONE):
+                event = event.replace(_NO_LOGPROBS, _EMPTY_LOGPROBS)
+        await self._send({**message, "body": event})
+
+    def _added(self, event: bytes) -> bytes:
+        told = _ITEM_EVENT.decode(event.partition(_DATA)[2])
+        own = told.item["id"]
+        self._name(told)
+        self._renamed = own.encode(), told.item["id"].encode()
+        told.item = _plain(told.item)
+        return _written(told)
+
+    def _item_event(self, event: bytes) -> _ItemEvent:
+        told = _ITEM_EVENT.decode(event.partition(_DATA)[2])
+        self._name(told)
+        told.item = _plain(told.item)
+        return told
+
+    def _name(self, told: _ItemEvent) -> None:
+        item, position = told.item, told.output_index
+        item["id"] = item_id(self._id, item["type"], position)
+        if "call_id" in item:
+            item["call_id"] = call_id(self._id, position)
+
+    def _last(self, event: bytes) -> bytes:
+        told = _RESPONSE_EVENT.decode(event.partition(_DATA)[2])
+        items = _with_logprobs(self._items, _ITEMS.decode(told.response["output"]))
+        told.response = self._whole(told.response, items)
+        if _TEXT.decode(told.response["status"]) == "incomplete":
+            told.type = _INCOMPLETE
+            if self._done is not None:
+                self._done.item["status"] = "incomplete"
+        return _written(told)
+
+
+def _written(event: _ItemEvent | _ResponseEvent) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event.type.encode(), _encode(event))
+
+
+def _plain(item: Json) -> Json:
+    """An item as OpenAI has it, without members that are null."""
+    own = {name: value for name, value in item.items() if value is not None}
+    # vLLM puts these into items of other kinds than theirs: a summary, and an event's own.
+    for name in ("output_index", "sequence_number"):
+        own.pop(name, None)
+    if own.get("type") == "message":
+        own.pop("summary", None)
+        own["content"] = [
+            {**part, "logprobs": part.get("logprobs") or []}
+            if part.get("type") == "output_text"
+            else part
+            for part in own.get("content", ())
+        ]
+    return own
+
+
+def _texts(item: Json) -> list[Any]:
+    return [part.get("text") for part in item["content"]]
+
+
+def _with_logprobs(items: list[Json], theirs: list[Json]) -> list[Json]:
+    """The items of a stream, with what is said at its end alone: their log-probabilities."""
+    found = []
+    for position, item in enumerate(items):
+        other: Json = theirs[position] if position < len(theirs) else {}
+        if item["type"] == other.get("type") == "message" and _texts(item) == _texts(other):
+            # Of the same text, they are of the same tokens.
+            item = {**item, "content": other["content"]}
+        found.append(item)
+    return found

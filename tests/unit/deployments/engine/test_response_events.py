@@ -1,0 +1,210 @@
+"""What is said of one response agrees, made by vLLM's own code from the tokens of an answer."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseCompletedEvent, ResponseIncompleteEvent
+
+from conserve import wire
+from conserve.apis import RESPONSES
+from conserve.items import response_of
+from conserve.recognition.apis import answers_of
+from deployments.engine.response_store import ResponseKeeper
+from tests.unit.deployments.engine.vllm_responses import CALL, RESPONSE_ID, Answered
+
+Json = dict[str, Any]
+
+HEX = RESPONSE_ID.removeprefix("resp_")
+
+
+class Told:
+    """What a client is told of an answer, and what its decoder keeps.
+
+    Args:
+        sent: the body's parts, or the events.
+        kept: the response that is kept.
+        headers: the answer's.
+    """
+
+    def __init__(self, sent: list[bytes], kept: Json, headers: dict[bytes, bytes]) -> None:
+        self.sent = sent
+        self.kept = kept
+        self.headers = headers
+
+    @property
+    def events(self) -> list[Json]:
+        """The events' data; each event's name is its type."""
+        found = []
+        for event in self.sent:
+            name, data = event.removesuffix(b"\n\n").split(b"\n")
+            found.append(json.loads(data.removeprefix(b"data: ")))
+            assert name.decode() == f"event: {found[-1]['type']}"
+        return found
+
+    def of(self, kind: str) -> list[Json]:
+        """The events of a type."""
+        return [event for event in self.events if event["type"] == f"response.{kind}"]
+
+
+def told(answered: Answered, stream: bool, **request: Any) -> Told:
+    """What comes of an answer behind a decoder's keeper of responses."""
+    parts = asyncio.run(answered.events()) if stream else [asyncio.run(answered.body())]
+    kind = b"text/event-stream" if stream else b"application/json"
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        length = [] if stream else [(b"content-length", str(len(parts[0])).encode())]
+        headers = [(b"content-type", kind), *length]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": stream})
+        if stream:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    keeper = ResponseKeeper(vllm, 1)
+    body = json.dumps({"request_id": RESPONSE_ID, "input": "x", **request}).encode()
+    headers = [(wire.CONVERSATION_HEADER.encode(), b"c")]
+    start, *messages = exchange(keeper, "POST", RESPONSES, headers, body)
+    _, kept = exchange(keeper, "GET", wire.STORED_PREFIX + RESPONSE_ID, [], b"")
+    return Told(
+        [message["body"] for message in messages if message["body"]],
+        json.loads(kept["body"])["response"],
+        dict(start["headers"]),
+    )
+
+
+def exchange(app: Any, method: str, path: str, headers: Any, body: bytes) -> list[Json]:
+    sent: list[Json] = []
+
+    async def receive() -> Json:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    asyncio.run(app(scope, receive, send))
+    return sent
+
+
+def without_usage(event: Json) -> Json:
+    """An event as OpenAI's types have it: its usage counts what is written to a cache."""
+    return {**event, "response": {**event["response"], "usage": None}}
+
+
+def test_a_streamed_call_has_one_id_and_the_same_arguments_everywhere() -> None:
+    whole = told(Answered("I look. " + CALL), stream=True)
+    message, call = (event["item"] for event in whole.of("output_item.done"))
+    assert message["content"][0]["text"] == "I look. "
+    assert message["id"] == f"msg_{HEX}_0"
+    assert (call["id"], call["call_id"]) == (f"fc_{HEX}_1", f"call_{HEX}_1")
+    # As the model has written them.
+    assert call["arguments"] == '{"on":true,"at":[1,2]}'
+    begun = [event["item"] for event in whole.of("output_item.added")]
+    assert [item["id"] for item in begun] == [message["id"], call["id"]]
+    assert begun[1]["call_id"] == call["call_id"]
+    deltas = whole.of("function_call_arguments.delta")
+    assert {event["item_id"] for event in deltas} == {call["id"]}
+    assert "".join(event["delta"] for event in deltas) == call["arguments"]
+    (done,) = whole.of("function_call_arguments.done")
+    assert (done["item_id"], done["arguments"]) == (call["id"], call["arguments"])
+    (last,) = whole.of("completed")
+    assert last["response"]["output"] == whole.kept["output"] == [message, call]
+    assert whole.kept == last["response"]
+    assert [event["sequence_number"] for event in whole.events] == list(range(len(whole.events)))
+    ResponseCompletedEvent.model_validate(without_usage(last), strict=True)
+    assert {response_of(item["id"]) for item in (message, call)} == {RESPONSE_ID}
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("hello wor", ["message"]),
+        ("I look. " + CALL[:60], ["message", "function_call"]),
+        (CALL[:60], ["function_call"]),
+        # Of this one, nothing can be told yet.
+        (CALL[:14], []),
+    ],
+)
+def test_a_stream_that_is_cut_by_length_says_so(text: str, kinds: list[str]) -> None:
+    cut = told(Answered(text, "length"), stream=True)
+    assert cut.of("completed") == []
+    (last,) = cut.of("incomplete")
+    assert cut.events[-1] == last
+    response = last["response"]
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["completed_at"] is None
+    assert [item["type"] for item in response["output"]] == kinds
+    done = [event["item"] for event in cut.of("output_item.done")]
+    assert done == response["output"] == cut.kept["output"]
+    # The last one was cut, and what came before it is whole.
+    statuses = [*["completed"] * len(kinds), "incomplete"][-len(kinds) :] if kinds else []
+    assert [item["status"] for item in done] == statuses
+    assert "<tool_call>" not in json.dumps(response["output"])
+    ResponseIncompleteEvent.model_validate(without_usage(last), strict=True)
+    (answer,) = answers_of(RESPONSES, cut.sent, streamed=True)
+    assert answer["role"] == "assistant"
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_answer_in_one_piece_says_the_same(reason: str) -> None:
+    whole = told(Answered("hello world", reason), stream=False)
+    (body,) = whole.sent
+    assert int(whole.headers[b"content-length"]) == len(body)
+    response = json.loads(body)
+    assert response == whole.kept
+    status = {"stop": "completed", "length": "incomplete"}[reason]
+    assert response["status"] == status
+    (item,) = response["output"]
+    assert (item["id"], item["status"]) == (f"msg_{HEX}_0", status)
+    assert item["content"][0]["text"] == "hello world"
+    Response.model_validate({**response, "usage": None}, strict=True)
+
+
+def test_log_probabilities_are_there_at_the_end() -> None:
+    whole = told(Answered("hello world", logprobs=True), stream=True)
+    (last,) = whole.of("completed")
+    (item,) = last["response"]["output"]
+    said = "".join(one["token"] for one in item["content"][0]["logprobs"])
+    assert said == "hello world"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("store", [None, True])
+def test_a_response_has_the_fields_that_openai_requires(stream: bool, store: bool | None) -> None:
+    said = {"safety_identifier": "me", "prompt_cache_key": "mine"}
+    if store is not None:
+        said["store"] = store
+    whole = told(Answered("hello"), stream, **said)
+    found = [event["response"] for event in whole.events if "response" in event] if stream else []
+    for response in [*found, whole.kept]:
+        assert response["store"] is True
+        assert response["error"] is None
+        assert response["text"] == {"format": {"type": "text"}}
+        assert response["top_logprobs"] == 0
+        assert (response["safety_identifier"], response["prompt_cache_key"]) == ("me", "mine")
+    assert whole.kept["completed_at"] >= whole.kept["created_at"]
+    assert all(response["completed_at"] is None for response in found[:-1])
+    # Nor does anything say null where OpenAI has no null.
+    (item,) = whole.kept["output"]
+    assert None not in item.values()
+    assert item["content"] == [
+        {"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}
+    ]
+
+
+def test_what_is_no_response_is_passed_on() -> None:
+    error = b'{"error": {"message": "no"}}'
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", str(len(error)).encode())]
+        await send({"type": "http.response.start", "status": 400, "headers": headers})
+        await send({"type": "http.response.body", "body": error, "more_body": False})
+
+    headers = [(wire.CONVERSATION_HEADER.encode(), b"c")]
+    body = json.dumps({"request_id": RESPONSE_ID}).encode()
+    start, end = exchange(ResponseKeeper(vllm, 1), "POST", RESPONSES, headers, body)
+    assert start["status"] == 400
+    assert end["body"] == error
