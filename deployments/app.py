@@ -20,6 +20,7 @@ from deployments.engine.sm_slots import SLOT_ENVIRONMENT, SLOT_WORKER
 from deployments.gpu_nodes import nodes_with_gpus
 from deployments.gpu_plans import planned
 from deployments.loopback import start_on_loopback
+from deployments.prompting import parsers_of
 from deployments.router.access import require_keys
 from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_nodes
@@ -99,7 +100,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         SettingsError: a tier is offered by no node, or there are too few GPUs, or engines do not
             fit on them; says what the cluster has.
     """
-    settings = with_profile(settings)
+    settings = _with_parsers(with_profile(settings))
     gpu = _on_gpu(settings)
     if gpu:
         if _gpus_here():
@@ -124,6 +125,14 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
     options = {"num_replicas": settings.routers, "max_ongoing_requests": _MAX_ONGOING}
     router = cast(Any, Router).options(**options)
     return router.bind(settings, *engines)
+
+
+def _with_parsers(settings: Settings) -> Settings:
+    chosen = parsers_of(settings)
+    logger.info("%s", chosen.said)
+    if chosen.problem is not None:
+        logger.warning("%s", chosen.problem)
+    return chosen.settings
 
 
 def _on_gpu(settings: Settings) -> bool:
