@@ -5,7 +5,6 @@ In a folder, in Hugging Face's cache, or on its hub, of which the configuration 
 
 import json
 from pathlib import Path
-from typing import Any
 
 import httpx
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
@@ -13,10 +12,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from conserve.engines import model_source
 from conserve.settings import Settings
+from deployments.model_config import with_defaults
 from hetero.model_shape import ModelShape, ModelUnknown, shape_of
 
 _HUB_ERRORS = (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError)
-_CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -27,58 +26,23 @@ def model_shape(settings: Settings) -> ModelShape:
         ModelUnknown: its configuration is not to be had, or does not say enough.
     """
     source = model_source(settings.model)
+    folder = Path(source).expanduser()
     dtype = str(settings.engine.get("dtype", "auto"))
-    here = _here(source, _CONFIG)
-    weights = _weights_on_hub(source) if here is None else _weights_in(here.parent)
-    return shape_of(configuration(source), weights, dtype)
-
-
-def configuration(source: str) -> dict[str, Any]:
-    """A model's ``config.json``.
-
-    Args:
-        source: a folder, or an id on Hugging Face's hub.
-
-    Raises:
-        ModelUnknown: it is not to be had.
-    """
-    here = _here(source, _CONFIG)
-    return _fetched(source) if here is None else _config(here)
-
-
-def small_file(source: str, name: str, fetch: bool = True) -> str | None:
-    """A text file of a model's; None: it has none, or it is not to be had.
-
-    Args:
-        source: a folder, or an id on Hugging Face's hub.
-        fetch: whether it may be fetched from there.
-    """
-    path = _here(source, name)
-    try:
-        if path is None and fetch and not _folder(source).is_dir() and _is_hub_id(source):
-            path = Path(hf_hub_download(source, name, etag_timeout=10))
-        return None if path is None or not path.is_file() else path.read_text()
-    except (*_HUB_ERRORS, ValueError):
-        return None
-
-
-def _folder(source: str) -> Path:
-    return Path(source).expanduser()
-
-
-def _here(source: str, name: str) -> Path | None:
-    """Where a model's file is: in its folder, or in the hub's cache; None: it is not here."""
-    if _folder(source).is_dir():
-        return _folder(source) / name
-    cached = try_to_load_from_cache(source, name) if _is_hub_id(source) else None
-    return Path(cached) if isinstance(cached, str) else None
+    if folder.is_dir():
+        config = with_defaults(_config(folder / "config.json"))
+        return shape_of(config, _weights_in(folder), dtype)
+    cached = try_to_load_from_cache(source, "config.json") if _is_hub_id(source) else None
+    if isinstance(cached, str):
+        path = Path(cached)
+        return shape_of(with_defaults(_config(path)), _weights_in(path.parent), dtype)
+    return shape_of(with_defaults(_fetched(source)), _weights_on_hub(source), dtype)
 
 
 def _is_hub_id(source: str) -> bool:
     return source.count("/") <= 1 and "://" not in source
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> dict[str, object]:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -100,11 +64,11 @@ def _weights_in(folder: Path) -> int | None:
     return sum(file.stat().st_size for file in files) or None
 
 
-def _fetched(source: str) -> dict[str, Any]:
+def _fetched(source: str) -> dict[str, object]:
     why: Exception | str = "it is neither a folder here nor an id on Hugging Face's hub"
     if _is_hub_id(source):
         try:
-            return _config(Path(hf_hub_download(source, _CONFIG, etag_timeout=10)))
+            return _config(Path(hf_hub_download(source, "config.json", etag_timeout=10)))
         except _HUB_ERRORS as error:
             why = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     raise ModelUnknown(

@@ -7,13 +7,16 @@ import importlib.util
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jinja2
 import jinja2.ext
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from conserve.engines import model_source
@@ -27,7 +30,6 @@ from conserve.parsers import (
     with_parsers,
 )
 from conserve.settings import EMBEDDED_MODEL, Settings
-from deployments.model_files import configuration, small_file
 from hetero.model_shape import ModelUnknown
 
 logger = logging.getLogger("conserve.models")
@@ -56,21 +58,30 @@ def prompting(settings: Settings) -> Prompting:
         ModelUnknown: its configuration is not to be had.
     """
     source = model_source(settings.model)
-    names = configuration(source).get("architectures")
-    architectures = tuple(names) if isinstance(names, list) else ()
-    tokenizer = str(settings.engine.get("tokenizer") or source)
-    config = _json(tokenizer, "tokenizer_config.json")
-    templates = _templates(tokenizer, config, settings.engine.get("chat_template"))
+    arguments = settings.engine | settings.decoders.engine
+    model = _Files(source, arguments.get("revision"))
+    config = model.json("config.json")
+    if config is None:
+        raise ModelUnknown(
+            f"config.json of {source!r} is not to be had; download the model, and give its folder "
+            "or its id"
+        )
+    overrides = arguments.get("hf_overrides")
+    names = {**config, **(overrides if isinstance(overrides, Mapping) else {})}.get("architectures")
+    if arguments.get("tokenizer"):
+        model = _Files(str(arguments["tokenizer"]), arguments.get("tokenizer_revision"))
+    said = model.json("tokenizer_config.json") or {}
     known = Prompting(
-        architectures,
-        tokens=_tokens(tokenizer, config),
+        tuple(names) if isinstance(names, list) else (),
+        tokens=_tokens(model, said),
         packages={name for name in PACKAGES.values() if importlib.util.find_spec(name)},
     )
+    templates = _templates(model, said, arguments.get("chat_template"))
     if not templates:
         return known
     plain = templates.get("default") or next(iter(templates.values()))
     with_tools = templates.get("tool_use", plain)
-    switches = settings.engine.get("default_chat_template_kwargs")
+    switches = arguments.get("default_chat_template_kwargs")
     return replace(
         known,
         template=with_tools,
@@ -146,69 +157,98 @@ def _rendered(
     return None
 
 
-def _templates(source: str, config: Mapping[str, Any], set_as: Any) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The small files of a model: in a folder, or by its id in the hub's cache and on the hub."""
+
+    source: str
+    revision: str | None
+
+    def text(self, name: str, fetch: bool = True) -> str | None:
+        """A file; None: there is none, or it is not to be had."""
+        folder = Path(self.source).expanduser()
+        try:
+            if folder.is_dir():
+                path = folder / name
+            elif self.source.count("/") > 1 or "://" in self.source:
+                return None
+            else:
+                found = try_to_load_from_cache(self.source, name, revision=self.revision)
+                if not isinstance(found, str):
+                    if not fetch:
+                        return None
+                    found = hf_hub_download(
+                        self.source, name, revision=self.revision, etag_timeout=10
+                    )
+                path = Path(found)
+            return path.read_text() if path.is_file() else None
+        except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError, ValueError) as error:
+            logger.debug("%s of %s is not to be had: %s", name, self.source, error)
+            return None
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """A file with an object; None: there is none."""
+        text = self.text(name)
+        try:
+            value = None if text is None else json.loads(text)
+        except ValueError as error:
+            logger.warning("%s of %s is no JSON: %s", name, self.source, error)
+            return None
+        return value if isinstance(value, dict) else None
+
+
+def _templates(model: _Files, config: Mapping[str, Any], set_as: Any) -> dict[str, str]:
     """Chat templates by name, as vLLM finds them."""
-    own = _own_templates(source, config)
+    own = _own_templates(model, config)
     if not isinstance(set_as, str) or not set_as:
         return own
-    path = Path(set_as)
     if "{" not in set_as and set_as in own:
         return {"default": own[set_as]}
     try:
+        path = Path(set_as)
         return {"default": path.read_text() if path.is_file() else set_as}
     except OSError:
         # A template as text may be too long for a path.
         return {"default": set_as}
 
 
-def _own_templates(source: str, config: Mapping[str, Any]) -> dict[str, str]:
+def _own_templates(model: _Files, config: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     said = config.get("chat_template")
     if isinstance(said, str):
         found["default"] = said
     elif isinstance(said, list):
         found = {str(one.get("name")): str(one.get("template")) for one in said}
-    plain = small_file(source, "chat_template.jinja")
+    plain = model.text("chat_template.jinja")
     if plain is not None:
         found["default"] = plain
-    with_tools = small_file(source, "additional_chat_templates/tool_use.jinja")
+    with_tools = model.text("additional_chat_templates/tool_use.jinja")
     if with_tools is not None:
         found["tool_use"] = with_tools
     if not found:
-        said = _json(source, "chat_template.json").get("chat_template")
+        said = (model.json("chat_template.json") or {}).get("chat_template")
         if isinstance(said, str):
             found["default"] = said
     return found
 
 
-def _tokens(source: str, config: Mapping[str, Any]) -> frozenset[str] | None:
+def _tokens(model: _Files, config: Mapping[str, Any]) -> frozenset[str] | None:
     """Which of the tokens that parsers want are there; None: that is not known."""
     added = config.get("added_tokens_decoder")
     found: set[str] = set()
     if isinstance(added, dict):
         found = {str(one.get("content")) for one in added.values() if isinstance(one, dict)}
     # Ten megabytes, which the engine needs as well.
-    fetch = not found
-    files = [small_file(source, name, fetch) for name in ("tokenizer.json", "tekken.json")]
-    texts = [text for text in files if text is not None]
+    texts = [model.text(name, fetch=not found) for name in ("tokenizer.json", "tekken.json")]
+    texts = [text for text in texts if text is not None]
     if not texts and not found:
         return None
     for token in _TOKENS - found:
         # As JSON has it, of a vocabulary in whatever form.
         written = (json.dumps(token), json.dumps(token, ensure_ascii=False))
-        if any(form in text for text in texts for form in written):
+        if any(form in text for text in texts if text is not None for form in written):
             found.add(token)
     return frozenset(found & _TOKENS)
-
-
-def _json(source: str, name: str) -> dict[str, Any]:
-    text = small_file(source, name)
-    try:
-        value = json.loads(text) if text is not None else {}
-    except ValueError as error:
-        logger.warning("%s of %s is no JSON: %s", name, source, error)
-        value = {}
-    return value if isinstance(value, dict) else {}
 
 
 class _Generation(jinja2.ext.Extension):
