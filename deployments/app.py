@@ -1,7 +1,6 @@
 """Builds the application: ``serve run conserve.app``."""
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, cast
@@ -27,6 +26,7 @@ from deployments.tier_nodes import wait_for_nodes
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
 from hetero.gpu_room import require_shares
+from hetero.host_memory import chunk_tokens
 from hetero.sm_room import require_slots
 from hetero.tiers import role_tier
 
@@ -109,6 +109,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         require_shares(settings)
         require_slots(settings)
     wait_for_nodes(settings, gpu, tier_timeout_s)
+    settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
     if gpu:
         settings, laid_out = planned(settings, nodes_with_gpus())
         for line in laid_out.lines():
@@ -118,7 +119,6 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
     else:
         _say_no_sms(settings)
     settings = _for_device(settings, gpu)
-    settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
     engines = [_engines("decoder", settings, settings.decoders, gpu)]
     if settings.prefiller_replicas:
         engines.append(_engines("prefiller", settings, settings.prefillers, gpu))
@@ -171,17 +171,7 @@ def _require_cuda_build() -> None:
 
 
 def _for_device(settings: Settings, gpu: bool) -> Settings:
-    # A chunk is a whole number of blocks. vLLM's CPU backend has blocks of 128 tokens. On a GPU it
-    # has small ones unless it is told otherwise, or a model has Mamba layers: see `kv_layers`.
-    block = 1
-    for arguments in (settings.engine, settings.decoders.engine, settings.prefillers.engine):
-        block = math.lcm(block, int(arguments.get("block_size") or (1 if gpu else 128)))
-    chunk = settings.lmcache.chunk_tokens
-    if chunk is None:
-        chunk = -(-(256 if gpu else 128) // block) * block
-    elif chunk % block:
-        whose = "engine.block_size" if gpu else "CPU blocks"
-        raise SettingsError(f"lmcache.chunk_tokens: {chunk} is not a multiple of {block} ({whose})")
+    chunk = chunk_tokens(settings, gpu)
     lmcache = settings.lmcache.model_copy(update={"chunk_tokens": chunk})
     device = "gpu" if gpu else "cpu"
     return settings.model_copy(update={"lmcache": lmcache, "device": device})
