@@ -3,8 +3,10 @@
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from conserve.console import new_console
+from conserve.settings import Settings
 from conserve_cli.gpu_plan import looked_at, show, without_gpus
 from conserve_cli.launching import LogFile, launched
 from conserve_cli.setting_arguments import SettingArguments, settings_from
@@ -23,6 +25,7 @@ def serve(
 ) -> None:
     """Start the application, say when it is ready, and stay until Ctrl-C."""
     chosen = settings_from(settings)
+    _say_parsers(chosen)
     if plan:
         found = looked_at(chosen)
         if found is None:
@@ -43,3 +46,15 @@ def serve(
     if status:
         console.print(f"[red]The application ended with status {status}.[/red]")
         raise typer.Exit(1)
+
+
+def _say_parsers(settings: Settings) -> None:
+    """Print what reads the model's tool calls and reasoning, and what is wrong with that."""
+    # It takes a second to load.
+    from deployments.prompting import parsers_of
+
+    chosen = parsers_of(settings)
+    said = chosen.said[0].upper() + chosen.said[1:]
+    console.print(f"{escape(said)}.", highlight=False)
+    if chosen.problem is not None:
+        console.print(f"[yellow]{escape(chosen.problem)}[/yellow]", highlight=False)

@@ -1,7 +1,6 @@
 """Builds the application: ``serve run conserve.app``."""
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, cast
@@ -20,12 +19,14 @@ from deployments.engine.sm_slots import SLOT_ENVIRONMENT, SLOT_WORKER
 from deployments.gpu_nodes import nodes_with_gpus
 from deployments.gpu_plans import planned
 from deployments.loopback import start_on_loopback
+from deployments.prompting import parsers_of
 from deployments.router.access import require_keys
 from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_nodes
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
 from hetero.gpu_room import require_shares
+from hetero.host_memory import chunk_tokens
 from hetero.sm_room import require_slots
 from hetero.tiers import role_tier
 
@@ -99,7 +100,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         SettingsError: a tier is offered by no node, or there are too few GPUs, or engines do not
             fit on them; says what the cluster has.
     """
-    settings = with_profile(settings)
+    settings = _with_parsers(with_profile(settings))
     gpu = _on_gpu(settings)
     if gpu:
         if _gpus_here():
@@ -108,6 +109,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         require_shares(settings)
         require_slots(settings)
     wait_for_nodes(settings, gpu, tier_timeout_s)
+    settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
     if gpu:
         settings, laid_out = planned(settings, nodes_with_gpus())
         for line in laid_out.lines():
@@ -117,13 +119,20 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
     else:
         _say_no_sms(settings)
     settings = _for_device(settings, gpu)
-    settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
     engines = [_engines("decoder", settings, settings.decoders, gpu)]
     if settings.prefiller_replicas:
         engines.append(_engines("prefiller", settings, settings.prefillers, gpu))
     options = {"num_replicas": settings.routers, "max_ongoing_requests": _MAX_ONGOING}
     router = cast(Any, Router).options(**options)
     return router.bind(settings, *engines)
+
+
+def _with_parsers(settings: Settings) -> Settings:
+    chosen = parsers_of(settings)
+    logger.info("%s", chosen.said)
+    if chosen.problem is not None:
+        logger.warning("%s", chosen.problem)
+    return chosen.settings
 
 
 def _on_gpu(settings: Settings) -> bool:
@@ -162,17 +171,7 @@ def _require_cuda_build() -> None:
 
 
 def _for_device(settings: Settings, gpu: bool) -> Settings:
-    # A chunk is a whole number of blocks. vLLM's CPU backend has blocks of 128 tokens. On a GPU it
-    # has small ones unless it is told otherwise, or a model has Mamba layers: see `kv_layers`.
-    block = 1
-    for arguments in (settings.engine, settings.decoders.engine, settings.prefillers.engine):
-        block = math.lcm(block, int(arguments.get("block_size") or (1 if gpu else 128)))
-    chunk = settings.lmcache.chunk_tokens
-    if chunk is None:
-        chunk = -(-(256 if gpu else 128) // block) * block
-    elif chunk % block:
-        whose = "engine.block_size" if gpu else "CPU blocks"
-        raise SettingsError(f"lmcache.chunk_tokens: {chunk} is not a multiple of {block} ({whose})")
+    chunk = chunk_tokens(settings, gpu)
     lmcache = settings.lmcache.model_copy(update={"chunk_tokens": chunk})
     device = "gpu" if gpu else "cpu"
     return settings.model_copy(update={"lmcache": lmcache, "device": device})

@@ -37,7 +37,7 @@ def plan_on(settings: Settings, nodes: Sequence[GpuNode]) -> tuple[Settings, Gpu
     short = missing(chosen, True, offered) + short_of_gpus(chosen, offered)
     if short:
         raise SettingsError("\n  ".join(short))
-    return planned(chosen, nodes)
+    return planned(chosen.on_nodes(len(nodes)), nodes)
 
 
 def planned(settings: Settings, nodes: Sequence[GpuNode]) -> tuple[Settings, GpuPlan]:

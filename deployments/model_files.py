@@ -12,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from conserve.engines import model_source
 from conserve.settings import Settings
+from deployments.model_config import with_defaults
 from hetero.model_shape import ModelShape, ModelUnknown, shape_of
 
 _HUB_ERRORS = (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError)
@@ -28,12 +29,13 @@ def model_shape(settings: Settings) -> ModelShape:
     folder = Path(source).expanduser()
     dtype = str(settings.engine.get("dtype", "auto"))
     if folder.is_dir():
-        return shape_of(_config(folder / "config.json"), _weights_in(folder), dtype)
+        config = with_defaults(_config(folder / "config.json"))
+        return shape_of(config, _weights_in(folder), dtype)
     cached = try_to_load_from_cache(source, "config.json") if _is_hub_id(source) else None
     if isinstance(cached, str):
         path = Path(cached)
-        return shape_of(_config(path), _weights_in(path.parent), dtype)
-    return shape_of(_fetched(source), _weights_on_hub(source), dtype)
+        return shape_of(with_defaults(_config(path)), _weights_in(path.parent), dtype)
+    return shape_of(with_defaults(_fetched(source)), _weights_on_hub(source), dtype)
 
 
 def _is_hub_id(source: str) -> bool:

@@ -50,12 +50,14 @@ class Needs:
         reserve_bytes: contexts, graphs, and what a step of the longest batch takes; an estimate.
         kv_token_bytes: a token's KV.
         least_tokens: the longest sequence, which vLLM wants room for.
+        kv_copies: how many workers keep the same KV, of which one stores it for others.
     """
 
     weights_bytes: int
     reserve_bytes: int
     kv_token_bytes: float
     least_tokens: int
+    kv_copies: int = 1
 
     @property
     def fixed_bytes(self) -> int:
@@ -208,6 +210,7 @@ def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> N
         reserve_bytes=_CONTEXT_BYTES + graphs + step + sampling,
         kv_token_bytes=shape.kv_token_bytes(tensor, kept_as) / pipeline,
         least_tokens=longest,
+        kv_copies=tensor if shape.shares_kv else 1,
     )
 
 

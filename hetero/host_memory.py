@@ -1,8 +1,9 @@
 """How much host memory LMCache's server gets where engines run on GPUs. Pure."""
 
+import math
 from collections.abc import Sequence
 
-from conserve.settings import Settings
+from conserve.settings import Settings, SettingsError
 from hetero.gpu_layout import GIB, EnginePlan
 from hetero.model_shape import ModelShape
 
@@ -15,15 +16,69 @@ _PROMPTS, _LEAST_PROMPTS = 16, 4
 KEPT_SHARE = 0.64
 # Of a decoder's KV, for parked conversations beside it (docs/scheduling.md).
 _PARKED = 1.5
+# LMCache's own page. Where servers share memory, NIXL describes it page by page, to every server: a
+# bounded number of pages, so that pages grow with the memory. A chunk takes whole pages.
+_PAGE_BYTES, _SHARED_PAGE_BYTES, _MOST_PAGES = 4096, 64 * 1024, 2**17
 # Engines load weights through the host's memory, and page caches want some.
 _HOST_SHARE = 0.5
 
 
-def token_bytes(shape: ModelShape, plan: EnginePlan) -> float:
-    """Bytes of a token's KV over all workers of an engine."""
-    if plan.needs is None:
-        return shape.kv_token_bytes()
-    return plan.needs.kv_token_bytes * plan.workers
+def chunk_tokens(settings: Settings, gpu: bool) -> int:
+    """Tokens in a chunk of LMCache's, a whole number of blocks.
+
+    Raises:
+        SettingsError: a chunk that is set is not.
+    """
+    # vLLM's CPU backend has blocks of 128 tokens. On a GPU it has small ones unless it is told
+    # otherwise, or a model has Mamba layers: see `deployments.engine.kv_layers`.
+    block = 1
+    for arguments in (settings.engine, settings.decoders.engine, settings.prefillers.engine):
+        block = math.lcm(block, int(arguments.get("block_size") or (1 if gpu else 128)))
+    chunk = settings.lmcache.chunk_tokens
+    if chunk is None:
+        return -(-(256 if gpu else 128) // block) * block
+    if chunk % block:
+        whose = "engine.block_size" if gpu else "CPU blocks"
+        raise SettingsError(f"lmcache.chunk_tokens: {chunk} is not a multiple of {block} ({whose})")
+    return chunk
+
+
+def page_bytes(size_gb: float, shared: bool) -> int:
+    """The unit in which a server hands out its memory: a power of two.
+
+    Args:
+        shared: with servers of other nodes.
+    """
+    if not shared:
+        return _PAGE_BYTES
+    page = _SHARED_PAGE_BYTES
+    while size_gb * GIB / page > _MOST_PAGES:
+        page *= 2
+    return page
+
+
+def stored_bytes(kept: float, writers: int, chunk: int, page: int) -> float:
+    """Host memory that a token takes, of a server that hands out whole pages.
+
+    Args:
+        kept: bytes of a token that each worker keeps.
+        writers: workers that store theirs, each a chunk of its own.
+        chunk: tokens in a chunk.
+        page: see `page_bytes`.
+    """
+    return writers * math.ceil(kept * chunk / page) * page / chunk
+
+
+def token_bytes(settings: Settings, shape: ModelShape, plan: EnginePlan, size_gb: float) -> float:
+    """Host memory that a token's KV takes, of a server of this size.
+
+    Args:
+        settings: with what `nodes` is on this cluster.
+    """
+    page = page_bytes(size_gb, settings.nodes == "several")
+    kept = shape.kv_token_bytes() if plan.needs is None else plan.needs.kv_token_bytes
+    writers = 1 if plan.needs is None else plan.workers // plan.needs.kv_copies
+    return stored_bytes(kept, writers, chunk_tokens(settings, gpu=True), page)
 
 
 def kept_tokens(size_gb: float, token: float) -> int:
@@ -46,12 +101,18 @@ def chosen_gb(
         available_bytes: host memory that is free on the node that has least.
     """
     decoders = plans[-1]
-    token = token_bytes(shape, decoders)
-    wanted = _PROMPTS * PROMPT_TOKENS * token / KEPT_SHARE
-    if settings.parks and decoders.kv_bytes is not None:
-        here = -(-decoders.replicas // max(1, nodes))
-        wanted = max(wanted, _PARKED * here * decoders.workers * decoders.kv_bytes)
-    size = min(wanted, _HOST_SHARE * available_bytes)
+    here = -(-decoders.replicas // max(1, nodes))
+    size = 0.0
+    # Pages grow with the memory, and what a token takes of it with the pages.
+    while True:
+        token = token_bytes(settings, shape, decoders, size / GIB)
+        wanted = _PROMPTS * PROMPT_TOKENS * token / KEPT_SHARE
+        if settings.parks and decoders.kv_tokens is not None:
+            wanted = max(wanted, _PARKED * here * decoders.kv_tokens * token)
+        wanted = min(wanted, _HOST_SHARE * available_bytes)
+        if wanted <= size:
+            break
+        size = wanted
     # Whole GiB, unless there are none.
     return float(max(0.5, size // GIB if size >= GIB else 0.5))
 

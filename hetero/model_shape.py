@@ -1,12 +1,14 @@
 """What a model takes of a GPU's memory, by its ``config.json``: weights, KV a token, a step's rest.
 
-Pure: the configuration comes in as a mapping, as Hugging Face writes it. Figures are of a
-transformer with attention of one of the usual kinds (multi-head, grouped, latent) and dense or
-mixture-of-experts layers. What differs among layers is counted as vLLM keeps it at most: a layer
-with a sliding window as if it kept every token, one with a recurrent state as none.
+Pure: the configuration comes in as a mapping, as Hugging Face writes it, best with what its class
+says by default (`deployments.model_files`). Figures are of a transformer with attention of one of
+the usual kinds (multi-head, grouped, latent) and dense or mixture-of-experts layers. What differs
+among layers is counted as vLLM keeps it at most: a layer with a sliding window as if it kept every
+token, one with a recurrent state, or with no attention, as none.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +18,47 @@ _DTYPE_BYTES = {
 }  # fmt: skip
 # vLLM's `kv_cache_dtype`; those that are not here are kept as the model computes.
 _KV_BYTES = {"float32": 4.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5, "nvfp4": 0.5}
+# The same by several names.
+_KV_HEADS = (
+    "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num",
+    "num_attention_groups",
+)  # fmt: skip
+_HEAD_VALUES = ("head_dim", "attention_head_dim", "hidden_size_per_head")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length",
+            "max_sequence_length")  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
+# Every so many layers have experts, the others are dense.
+_EXPERT_PERIODS = ("expert_layer_period", "decoder_sparse_step", "interleave_moe_layer_step")
+# Latent vectors that vLLM does not keep as such.
+_NOT_LATENT = ("minicpm3",)
+# Weights of a layer with a state in the place of attention, in squares of the hidden size: those
+# of Mamba 1 and 2, and of gated delta nets, come to 6 to 8.
+_STATE_WEIGHTS = 6.5
+# What `shape_of` reads of a configuration whatever its class calls it.
+READ = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size",
+    "num_experts_per_tok", "tie_word_embeddings", "layers_block_type", "layer_types",
+    *_KV_HEADS, *_HEAD_VALUES, *_LENGTHS, *_EXPERTS,
+)  # fmt: skip
 
 
 class ModelUnknown(ValueError):
     """The configuration does not say what is asked of it; the message names what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayers:
+    """Layers that keep as much of each token.
+
+    Attributes:
+        heads: heads of K, and as many of V; 1 with latent attention.
+        head_values: values of a head and token, K and V together.
+    """
+
+    layers: int
+    heads: int
+    head_values: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +68,7 @@ class ModelShape:
     Attributes:
         weights_bytes: all parameters, as they are loaded.
         estimated: whether that was computed from the configuration, and not seen in files.
-        kv_layers: layers that keep something of each token.
-        kv_heads: heads of K, and as many of V; 1 with latent attention.
-        kv_head_values: values of a head and token, K and V together.
+        kv: layers that keep something of each token.
         latent: whether attention is latent (MLA): what it keeps is not divided among workers.
         value_bytes: bytes of a computed value (2: 16 bits).
         hidden, step_width, vocabulary: values of a token between layers; at most within one; and
@@ -42,9 +79,7 @@ class ModelShape:
 
     weights_bytes: int
     estimated: bool
-    kv_layers: int
-    kv_heads: int
-    kv_head_values: int
+    kv: tuple[KvLayers, ...]
     latent: bool
     value_bytes: int
     hidden: int
@@ -53,15 +88,32 @@ class ModelShape:
     max_model_len: int | None
     recurrent: bool = False
 
+    @property
+    def kv_layers(self) -> int:
+        """Layers that keep something of each token."""
+        return sum(one.layers for one in self.kv)
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether all workers of a stage keep the same, and LMCache's server has it once.
+
+        That is so with latent attention, unless there are states beside it, which differ.
+        """
+        return self.latent and not self.recurrent
+
     def kv_token_bytes(self, tensor_parallel: int = 1, kv_cache_dtype: str = "auto") -> float:
         """Bytes of KV that a token takes on each of so many workers."""
         each = float(self.value_bytes)
         for name, size in _KV_BYTES.items():
             if kv_cache_dtype.startswith(name):
                 each = size
-        # With more workers than heads, several keep the same.
-        heads = self.kv_heads if self.latent else max(1.0, self.kv_heads / tensor_parallel)
-        return self.kv_layers * heads * self.kv_head_values * each
+        return kv_token_values(self.kv, 1 if self.latent else tensor_parallel) * each
+
+
+def kv_token_values(kv: Sequence[KvLayers], tensor_parallel: int = 1) -> float:
+    """Values that a token takes on each of so many workers, where heads are divided."""
+    # With more workers than heads, several keep the same.
+    return sum(one.layers * max(1.0, one.heads / tensor_parallel) * one.head_values for one in kv)
 
 
 def shape_of(
@@ -77,13 +129,16 @@ def shape_of(
     Raises:
         ModelUnknown: a value is missing.
     """
-    # What a multimodal model wraps around its language model.
-    own = {**config, **(config.get("text_config") or {})}
+    own = _of_text(config)
     layers, hidden = _number(own, "num_hidden_layers"), _number(own, "hidden_size")
+    kv, latent = kv_of(own), _is_latent(own)
+    if not kv:
+        raise ModelUnknown("its layers keep states alone, and no KV that could be handed over")
     heads = _number(own, "num_attention_heads")
-    head_values = own.get("head_dim") or hidden // heads
-    latent_values = own.get("kv_lora_rank")
-    kv_heads = own.get("num_key_value_heads") or heads
+    kv_heads = _kv_heads(own, heads)
+    head_values = max(one.head_values for one in kv) // 2
+    if latent:
+        head_values = _head_values(own, hidden, heads)
     stored = str(own.get("dtype") or own.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     stored_bytes = _DTYPE_BYTES.get(stored, 2)
     # vLLM computes in 16 bits what was stored in 32, unless it is told otherwise.
@@ -97,19 +152,48 @@ def shape_of(
     return ModelShape(
         weights_bytes=weights_bytes,
         estimated=estimated,
-        kv_layers=_kv_layers(own, layers),
-        kv_heads=1 if latent_values else kv_heads,
-        kv_head_values=(
-            latent_values + own.get("qk_rope_head_dim", 0) if latent_values else 2 * head_values
-        ),
-        latent=bool(latent_values),
+        kv=kv,
+        latent=latent,
         value_bytes=value_bytes,
         hidden=hidden,
         step_width=_step_width(own, hidden, heads, kv_heads, head_values),
         vocabulary=_number(own, "vocab_size"),
-        max_model_len=own.get("max_position_embeddings"),
+        max_model_len=_first(own, _LENGTHS),
         recurrent=_is_recurrent(own),
     )
+
+
+def kv_of(config: Mapping[str, Any]) -> tuple[KvLayers, ...]:
+    """What a model's layers keep of each token, those that keep as much together.
+
+    Raises:
+        ModelUnknown: a value is missing.
+    """
+    own = _of_text(config)
+    attends = _attends(own)
+    # The last so many layers read what an earlier one has kept.
+    shared = int(own.get("num_kv_shared_layers") or 0)
+    kept = [number for number, does in enumerate(attends[: len(attends) - shared]) if does]
+    if not kept:
+        return ()
+    if _is_latent(own):
+        values = int(own["kv_lora_rank"]) + int(own.get("qk_rope_head_dim") or 0)
+        return (KvLayers(len(kept), 1, values),)
+    counts: Counter[tuple[int, int]] = Counter()
+    for number in kept:
+        layer = _layer(own, number)
+        hidden, heads = _number(layer, "hidden_size"), _number(layer, "num_attention_heads")
+        counts[_kv_heads(layer, heads), _head_values(layer, hidden, heads)] += 1
+    return tuple(KvLayers(count, heads, 2 * values) for (heads, values), count in counts.items())
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's values, which a multimodal model has one level below."""
+    return {**config, **(config.get("text_config") or {})}
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((config[name] for name in names if config.get(name)), None)
 
 
 def _number(config: Mapping[str, Any], name: str) -> int:
@@ -119,30 +203,106 @@ def _number(config: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _kv_layers(config: Mapping[str, Any], layers: int) -> int:
-    kinds = config.get("layer_types")
+def _is_latent(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("kv_lora_rank")) and config.get("model_type") not in _NOT_LATENT
+
+
+def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    inner = config.get("attn_config")
+    if isinstance(inner, Mapping) and inner.get("kv_n_heads"):
+        return int(inner["kv_n_heads"])
+    return int(_first(config, _KV_HEADS) or heads)
+
+
+def _head_values(config: Mapping[str, Any], hidden: int, heads: int) -> int:
+    return int(_first(config, _HEAD_VALUES) or hidden // heads)
+
+
+def _layer(config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """The configuration of one layer, where they differ in heads (Gemma 4, Nemotron's puzzles)."""
+    differing = config.get("per_layer_config")
+    if isinstance(differing, Mapping):
+        found = [one for name, one in differing.items() if int(name) == number]
+        return {**config, **found[0]} if found else config
+    blocks = config.get("block_configs")
+    if blocks:
+        group = blocks[number]["attention"].get("n_heads_in_group")
+        heads = _number(config, "num_attention_heads")
+        return {**config, "num_key_value_heads": heads // group} if group else config
+    kinds = config.get("layer_types") or ()
+    if config.get("global_head_dim") and number < len(kinds) and "full" in kinds[number]:
+        full = {"head_dim": config["global_head_dim"]}
+        if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
+            full["num_key_value_heads"] = config["num_global_key_value_heads"]
+        return {**config, **full}
+    return config
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str] | None:
+    """What each layer is, as far as they are of different kinds; None: all have attention."""
+    layers = range(_number(config, "num_hidden_layers"))
+    kinds = config.get("layers_block_type") or config.get("layer_types")
     if kinds:
-        return sum("attention" in kind and "linear" not in kind for kind in kinds)
-    interval = config.get("full_attention_interval")
-    return layers // interval if interval else layers
+        return [str(kind) for kind in kinds[: len(layers)]]
+    pattern = config.get("hybrid_override_pattern")
+    if pattern:
+        names = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
+        return [names.get(letter, letter) for letter in pattern]
+    attends: list[bool] | None = None
+    if config.get("attn_type_list"):
+        attends = [kind == 1 for kind in config["attn_type_list"]]
+    elif config.get("attn_layer_indices") is not None:
+        attends = [layer in config["attn_layer_indices"] for layer in layers]
+    elif config.get("attn_layer_period"):
+        first = config.get("attn_layer_offset") or 0
+        attends = [layer % config["attn_layer_period"] == first for layer in layers]
+    elif config.get("full_attention_interval"):
+        attends = [(layer + 1) % config["full_attention_interval"] == 0 for layer in layers]
+    elif (config.get("linear_attn_config") or {}).get("full_attn_layers"):
+        # Counted from one.
+        full = config["linear_attn_config"]["full_attn_layers"]
+        attends = [layer + 1 in full for layer in layers]
+    elif config.get("block_configs"):
+        blocks = config["block_configs"]
+        return ["mlp" if one["attention"].get("no_op") else "attention" for one in blocks]
+    if attends is None:
+        return None
+    return ["attention" if does else "linear_attention" for does in attends]
+
+
+def _attends(config: Mapping[str, Any]) -> list[bool]:
+    """Whether each layer keeps something of every token; one with a state beside attention does."""
+    kinds = _kinds(config)
+    if kinds is None:
+        return [True] * _number(config, "num_hidden_layers")
+    return [kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds]
 
 
 def _is_recurrent(config: Mapping[str, Any]) -> bool:
-    kinds = config.get("layer_types") or ()
-    return (
-        any("linear" in kind or "attention" not in kind for kind in kinds)
-        or bool(config.get("full_attention_interval") or config.get("hybrid_override_pattern"))
-        or any(name.startswith("mamba_") for name in config)
+    kinds = _kinds(config)
+    if kinds is None:
+        return any(name.startswith("mamba_") for name in config)
+    dense = ("mlp", "moe")
+    return any(
+        kind == "hybrid" or "linear" in kind or ("attention" not in kind and kind not in dense)
+        for kind in kinds
     )
 
 
 def _experts(config: Mapping[str, Any]) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((config[name] for name in names if config.get(name)), 0)
+    return int(_first(config, _EXPERTS) or 0)
 
 
 def _expert_width(config: Mapping[str, Any]) -> int:
-    return int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0)
+    return int(_first(config, _EXPERT_WIDTHS) or _width(config, 0))
+
+
+def _width(config: Mapping[str, Any], otherwise: int) -> int:
+    """Values within a dense layer's feed-forward part; of the widest, where they differ."""
+    said = config.get("intermediate_size") or otherwise
+    return max(said) if isinstance(said, list | tuple) else int(said)
 
 
 def _step_width(
@@ -158,24 +318,33 @@ def _step_width(
     if _experts(config):
         chosen = config.get("num_experts_per_tok") or 1
         return max(attention, 2 * hidden + chosen * (hidden + 3 * _expert_width(config)))
-    return max(attention, 3 * hidden + 3 * int(config.get("intermediate_size") or 4 * hidden))
+    return max(attention, 3 * hidden + 3 * _width(config, 4 * hidden))
 
 
 def _parameters(
     config: Mapping[str, Any], layers: int, hidden: int, heads: int, kv_heads: int, head_values: int
 ) -> int:
-    attention = 2 * hidden * (heads + kv_heads) * head_values
-    dense = 3 * hidden * int(config.get("intermediate_size") or 4 * hidden)
+    kinds = _kinds(config) or ["attention"] * layers
+    attend = sum(_attends(config))
+    # Where attention, states and feed-forward parts take turns, a layer is one of them.
+    apart = any(kind in ("mlp", "moe") for kind in kinds)
+    inner_layers = sum(kind in ("mlp", "moe") for kind in kinds) if apart else layers
+    states = len(kinds) - attend - (inner_layers if apart else 0)
+    attention = 2 * hidden * (heads + kv_heads) * head_values * attend
+    attention += round(_STATE_WEIGHTS * hidden * hidden) * states
+    dense = 3 * hidden * _width(config, 4 * hidden)
     experts = _experts(config)
     if experts:
         shared = config.get("n_shared_experts") or 0
         each = 3 * hidden * _expert_width(config)
         first = config.get("first_k_dense_replace") or 0
-        inner = first * dense + (layers - first) * ((experts + shared) * each + hidden * experts)
+        with_experts = (inner_layers - first) // int(_first(config, _EXPERT_PERIODS) or 1)
+        inner = (inner_layers - with_experts) * dense
+        inner += with_experts * ((experts + shared) * each + hidden * experts)
     else:
-        inner = layers * dense
+        inner = inner_layers * dense
     tables = 1 if config.get("tie_word_embeddings") else 2
-    return layers * attention + inner + tables * _number(config, "vocab_size") * hidden
+    return attention + inner + tables * _number(config, "vocab_size") * hidden
 
 
 def _parameter_bytes(config: Mapping[str, Any], value_bytes: int) -> float:

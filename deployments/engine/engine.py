@@ -51,12 +51,14 @@ from deployments.engine.sockets import unnamed_afterwards
 from deployments.engine.tokenizing import keep_tokens
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
+from deployments.model_config import values
 from deployments.node.lmcache_server import REAPED_S, Address
 from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
 from hetero.gpus import EngineUse
-from hetero.host_memory import KEPT_SHARE
+from hetero.host_memory import kept_tokens, page_bytes, stored_bytes
+from hetero.model_shape import KvLayers, ModelUnknown, kv_of, kv_token_values
 from hetero.sm_slots import SmLease
 from hetero.tiers import RoleTier
 
@@ -167,8 +169,12 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     def _host_tokens(self, vllm_config: Any) -> int:
-        size_bytes = self._settings.lmcache.size_gb * 2**30
-        return int(KEPT_SHARE * size_bytes / kv_token_bytes(vllm_config))
+        lmcache = self._settings.lmcache
+        assert lmcache.chunk_tokens is not None
+        page = page_bytes(lmcache.size_gb, self._settings.nodes == "several")
+        return kept_tokens(
+            lmcache.size_gb, host_token_bytes(vllm_config, lmcache.chunk_tokens, page)
+        )
 
     async def _start_engine(self) -> None:
         """Start the engine, without the actor to which Ray Serve LLM reports its usage.
@@ -503,24 +509,42 @@ def capacity_tokens(cache_config: Any) -> int:
     return int(counted)
 
 
-def kv_token_bytes(vllm_config: Any) -> float:
-    """Bytes of KV that a token takes over all workers of an engine, by its ``VllmConfig``.
+def host_token_bytes(vllm_config: Any, chunk: int, page: int) -> float:
+    """Bytes that a token of an engine's KV takes in LMCache's server, by its ``VllmConfig``.
 
-    Where layers differ (sliding windows, Mamba) all are counted as if they kept every token: it is
-    less then.
+    Layers with a sliding window are counted as if they kept every token: it is less then.
+
+    Args:
+        chunk: tokens in a chunk.
+        page: what the server hands out its memory in, in bytes.
     """
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
     model, kept_as = vllm_config.model_config, vllm_config.cache_config.cache_dtype
     dtype = model.dtype if kept_as == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kept_as]
+    parallel = vllm_config.parallel_config
+    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    # With one latent vector for all heads, all workers of a stage have the same, and one of them
+    # stores it; unless there are states beside it, which differ.
+    latent = model.use_mla
+    each = kv_token_values(_kv(model), 1 if latent else tensor) * dtype.itemsize / stages
+    writers = stages if latent and not model.is_hybrid else stages * tensor
+    return stored_bytes(each, writers, chunk, page)
+
+
+def _kv(model: Any) -> tuple[KvLayers, ...]:
+    """What layers keep of each token, by vLLM's ``ModelConfig``: some of them may keep nothing."""
+    config = values(model.hf_text_config)
+    kv: tuple[KvLayers, ...] = ()
+    with contextlib.suppress(ModelUnknown):
+        kv = kv_of(config)
+    layers = sum(one.layers for one in kv) or model.get_total_num_hidden_layers()
     if model.use_mla:
-        # One latent vector for all heads, which one of the workers stores.
-        values = model.get_head_size()
-    else:
-        # With more workers than heads of KV, several have the same.
-        workers = vllm_config.parallel_config.tensor_parallel_size
-        values = 2 * max(model.get_total_num_kv_heads(), workers) * model.get_head_size()
-    return float(model.get_total_num_hidden_layers() * values * dtype.itemsize)
+        return (KvLayers(layers, 1, model.get_head_size()),)
+    if not kv or config.get("kv_lora_rank"):
+        # Latent attention that is not kept as such.
+        return (KvLayers(layers, model.get_total_num_kv_heads(), 2 * model.get_head_size()),)
+    return kv
 
 
 def _use_server(config: LLMConfig, address: Address) -> None:

@@ -25,6 +25,7 @@ from conserve.settings import LMCacheSettings, Settings
 from deployments.messages import NodeCache
 from deployments.node import lmcache_main
 from deployments.node.lmcache_main import NIXL_MODULES, OWN_POOL
+from hetero.host_memory import page_bytes
 
 logger = logging.getLogger("conserve.node")
 
@@ -48,10 +49,6 @@ _LONGEST_BACKOFF_S = 10.0
 _LOOKUP_TIMEOUT_S = 2.0
 # How often servers ask which others there are. After four rounds without, one is dropped.
 _DIRECTORY_PERIOD_S = 1.0
-# NIXL describes memory page by page, to every server: a bounded number of pages, so that pages grow
-# with the memory. A chunk takes whole pages.
-_SMALLEST_PAGE_BYTES = 64 * 1024
-_MOST_PAGES = 2**17
 # Above those of Ray's workers (10002 to 19999), below those that Linux gives to outgoing
 # connections (from 32768): a server binds its port many seconds after it was chosen.
 _OPEN_PORTS = range(20_000, 32_768)
@@ -120,14 +117,6 @@ def require_nixl() -> None:
         )
 
 
-def page_bytes(size_gb: float) -> int:
-    """The unit in which a server that shares its memory hands it out: a power of two."""
-    page = _SMALLEST_PAGE_BYTES
-    while size_gb * 2**30 / page > _MOST_PAGES:
-        page *= 2
-    return page
-
-
 def lmcache_command(
     lmcache: LMCacheSettings,
     address: Address,
@@ -174,7 +163,7 @@ def lmcache_command(
         "--p2p-transfer-engine", "nixl",
         "--p2p-lookup-timeout", str(_LOOKUP_TIMEOUT_S),
         "--p2p-load-timeout", str(lmcache.timeout_s),
-        "--l1-align-bytes", str(page_bytes(lmcache.size_gb)),
+        "--l1-align-bytes", str(page_bytes(lmcache.size_gb, shared=True)),
     ]  # fmt: skip
 
 

@@ -52,6 +52,21 @@ def test_two_cards_have_an_engine_each(machine: Machine, model: str) -> None:
     assert "Host memory for handoffs:" in text
 
 
+def test_parsers_are_in_the_plan(machine: Machine, model: str) -> None:
+    said_of = " ".join(said(model).split())
+    assert "Tool calls: hermes (by its architecture, Qwen3ForCausalLM); reasoning: none." in said_of
+    told = " ".join(said(model, "engine.tool_call_parser=qwen3_coder").split())
+    assert "Tool calls: qwen3_coder (as set); reasoning: none." in told
+
+
+def test_a_model_without_a_parser_is_a_warning(machine: Machine, model: str) -> None:
+    config = Path(model.removeprefix("model=")) / "config.json"
+    config.write_text(json.dumps(QWEN3_8B | {"architectures": ["NewForCausalLM"]}))
+    text = " ".join(said(model).split())
+    assert "Tool calls: none; reasoning: none." in text
+    assert "of this model (NewForCausalLM) is not known; set engine.tool_call_parser" in text
+
+
 def test_one_card_is_shared(machine: Machine, model: str) -> None:
     for gpu in machine.gpus:
         gpu.memory_bytes, gpu.name = 81_559 << 20, b"NVIDIA H100 80GB HBM3"

@@ -1,7 +1,9 @@
 """What engines are started with: who stores KV for others, LMCache's chunks, parts of GPUs."""
 
 import dataclasses
+import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +55,29 @@ def _config(gpu: bool = True, **arguments: Any) -> Any:
 
     settings = load(arguments)
     return llm_arguments("decoder", settings, settings.decoders, gpu)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_engines_of_any_model_are_told_their_parsers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gpu: bool
+) -> None:
+    """By names that vLLM has them; and the start says which."""
+    from deployments.app import _with_parsers, llm_arguments
+
+    config = {"architectures": ["MistralForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        settings = _with_parsers(load({"model": str(tmp_path)}))
+    assert "tool calls: mistral (by its architecture, MistralForCausalLM)" in caplog.text
+    for role, own in (("decoder", settings.decoders), ("prefiller", settings.prefillers)):
+        told = llm_arguments(role, settings, own, gpu)["engine_kwargs"]
+        assert told["enable_auto_tool_choice"] is True
+        assert told["tool_call_parser"] == "mistral"
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NewForCausalLM"]}))
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        _with_parsers(load({"model": str(tmp_path)}))
+    (warning,) = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert "(NewForCausalLM) is not known; set engine.tool_call_parser" in warning.message
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hetero.model_shape import ModelUnknown, shape_of
-from tests.unit.hetero.shapes import DEEPSEEK_LITE, QWEN3_8B, QWEN3_30B_A3B
+from hetero.model_shape import KvLayers, ModelUnknown, shape_of
+from tests.unit.hetero.shapes import DEEPSEEK_LITE, JAMBA, NEMOTRON_H_8B, QWEN3_8B, QWEN3_30B_A3B
 
 
 def test_a_dense_model() -> None:
@@ -48,15 +48,60 @@ def test_layers_without_kv_are_left_out() -> None:
     assert shape_of(QWEN3_8B | {"full_attention_interval": 4}).kv_layers == 9
 
 
+def test_layers_with_attention_alone_are_counted_however_they_are_said() -> None:
+    assert shape_of(NEMOTRON_H_8B).kv_token_bytes() == 4 * 8 * 256 * 2
+    assert shape_of(JAMBA).kv_token_bytes() == 4 * 8 * 256 * 2
+    for said, layers in (
+        ({"layers_block_type": ["mamba", "attention"] * 18}, 18),
+        # Attention and a state in one layer, as of Falcon H1 and Zamba 2.
+        ({"layers_block_type": ["hybrid"] * 36}, 36),
+        ({"layers_block_type": ["mamba"] * 30 + ["hybrid"] * 6}, 6),
+        ({"attn_type_list": [0] * 31 + [1] * 5}, 5),
+        ({"attn_layer_indices": [9, 18, 27]}, 3),
+        ({"linear_attn_config": {"full_attn_layers": [4, 8, 36]}}, 3),
+        ({"layer_types": ["conv"] * 20 + ["full_attention"] * 16}, 16),
+        ({"num_kv_shared_layers": 15}, 21),
+        ({"block_configs": [{"attention": {"no_op": True}}] * 6
+          + [{"attention": {"no_op": False, "n_heads_in_group": 4}}] * 30}, 30),
+    ):  # fmt: skip
+        assert shape_of(QWEN3_8B | said).kv_layers == layers, said
+    with pytest.raises(ModelUnknown, match="states alone"):
+        shape_of(QWEN3_8B | {"layer_types": ["mamba"] * 36})
+
+
+def test_layers_that_differ_in_heads_are_counted_each() -> None:
+    """As Gemma 4's: larger heads where attention is full, and fewer of them."""
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    said = {"layer_types": kinds * 6, "global_head_dim": 512}
+    assert shape_of(QWEN3_8B | said).kv == (KvLayers(30, 8, 256), KvLayers(6, 8, 1024))
+    said |= {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
+    shape = shape_of(QWEN3_8B | said)
+    assert shape.kv_token_bytes() == (30 * 8 * 256 + 6 * 2 * 1024) * 2
+    assert shape.kv_token_bytes(4) == (30 * 2 * 256 + 6 * 1 * 1024) * 2
+    each = {"per_layer_config": {"05": {"head_dim": 64}, "11": {"num_key_value_heads": 4}}}
+    found = set(shape_of(QWEN3_8B | each).kv)
+    assert found == {KvLayers(34, 8, 256), KvLayers(1, 8, 128), KvLayers(1, 4, 256)}
+
+
+def test_a_latent_vector_that_is_not_kept_as_such_is_heads() -> None:
+    mini = QWEN3_8B | {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "model_type": "minicpm3"}
+    assert shape_of(mini).kv_token_bytes() == shape_of(QWEN3_8B).kv_token_bytes()
+
+
 def test_a_state_in_the_place_of_tokens_is_seen() -> None:
     for hybrid in (
         {"layer_types": ["linear_attention", "full_attention"] * 18},
         {"layer_types": ["mamba", "attention"] * 18},
         {"full_attention_interval": 4},
-        {"hybrid_override_pattern": "M-M*"},
+        {"hybrid_override_pattern": "M-M*" * 9},
         {"mamba_d_state": 128},
+        {"layers_block_type": ["hybrid"] * 36},
+        {"attn_layer_period": 8},
     ):
         assert shape_of(QWEN3_8B | hybrid).recurrent
+    # Granite 4 is of one class, with Mamba and without.
+    plain = {"layer_types": ["attention"] * 36, "mamba_d_state": 128}
+    assert not shape_of(QWEN3_8B | plain).recurrent
     windows = {"layer_types": ["sliding_attention", "full_attention"] * 18}
     assert not shape_of(QWEN3_8B | windows).recurrent
     assert not shape_of(QWEN3_8B).recurrent

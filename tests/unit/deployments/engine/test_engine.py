@@ -58,35 +58,88 @@ def test_an_engine_holds_what_vllm_has_counted(
     assert capacity_tokens(cache) == expected
 
 
+QWEN3_8B = {"model_type": "qwen3", "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("model", "parallel", "kept_as", "expected"),
+    ("config", "workers", "kept_as", "expected"),
     [
-        ({}, 1, "auto", 36 * 2 * 8 * 128 * 2),
-        ({}, 1, "fp8", 36 * 2 * 8 * 128),
-        ({}, 16, "auto", 36 * 2 * 16 * 128 * 2),
-        # vLLM gives all of DeepSeek's heads, which share one vector; so do workers.
-        ({"use_mla": True, "kv_heads": 128, "head_size": 576}, 1, "auto", 36 * 576 * 2),
-        ({"use_mla": True, "kv_heads": 128, "head_size": 576}, 8, "auto", 36 * 576 * 2),
+        # 147,456 bytes are published.
+        (QWEN3_8B, (1, 1), "auto", 36 * 2 * 8 * 128 * 2),
+        (QWEN3_8B, (1, 1), "fp8", 36 * 2 * 8 * 128),
+        (QWEN3_8B, (4, 2), "auto", 36 * 2 * 8 * 128 * 2),
+        (QWEN3_8B, (16, 1), "auto", 36 * 2 * 16 * 128 * 2),
+        # One of the workers of each stage stores DeepSeek's vectors.
+        ({"model_type": "deepseek_v3"}, (1, 1), "auto", 61 * 576 * 2),
+        ({"model_type": "deepseek_v3"}, (8, 1), "auto", 61 * 576 * 2),
+        ({"model_type": "deepseek_v3"}, (4, 2), "auto", 61 * 576 * 2),
+        # Beside states all do.
+        ({"model_type": "kimi_linear"}, (8, 1), "auto", 8 * 6 * 576 * 2),
+        # Attention in 4 of 32 layers, in 20 of 35, in 12 of 48.
+        ({"model_type": "jamba"}, (1, 1), "auto", 4 * 2 * 8 * 128 * 2),
+        ({"model_type": "gemma3n_text"}, (1, 1), "auto", 20 * 2 * 2 * 256 * 2),
+        ({"model_type": "qwen3_next"}, (1, 1), "auto", 12 * 2 * 2 * 256 * 2),
     ],
 )
 def test_what_a_token_takes_in_host_memory(
-    model: dict[str, Any], parallel: int, kept_as: str, expected: int
+    config: dict[str, Any], workers: tuple[int, int], kept_as: str, expected: int
 ) -> None:
-    """The first is Qwen3-8B, of which 147,456 bytes are published."""
+    assert _host_token_bytes(config, workers, 256, 1, kept_as) == expected
+
+
+def test_chunks_take_whole_pages_of_host_memory() -> None:
+    """A worker's chunk of 9.4 MB takes three pages of 4 MiB."""
+    page = 4 * 2**20
+    assert _host_token_bytes(QWEN3_8B, (4, 1), 256, page) == 4 * 3 * page / 256
+    # By what LMCache's own memory hands out.
+    from lmcache.v1.memory_management import AddressManager
+
+    handed_out = AddressManager(2**30, align_bytes=page).compute_aligned_size(256 * 147_456 // 4)
+    assert handed_out == 3 * page
+
+
+@pytest.mark.parametrize("workers", [(1, 1), (8, 1), (4, 2)])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+def test_as_many_workers_store_as_lmcache_says(name: str, workers: tuple[int, int]) -> None:
+    from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
+
+    tensor, stages = workers
+    lmcaches = ParallelStrategy(
+        mla_only=name == "deepseek_v3", vllm_world_size=tensor * stages, vllm_worker_id=0,
+        tp_size=tensor, pp_size=stages, n_servers=1,
+    )  # fmt: skip
+    # Of pages that hold any chunk, each of them takes one.
+    page = 2**40
+    assert _host_token_bytes({"model_type": name}, workers, 256, page) == (
+        lmcaches.kv_world_size * page / 256
+    )
+
+
+def _host_token_bytes(
+    config: dict[str, Any], workers: tuple[int, int], chunk: int, page: int, kept_as: str = "auto"
+) -> float:
+    """By a `VllmConfig` as far as it is read, with vLLM's own reading of heads."""
     import torch
+    from transformers import CONFIG_MAPPING
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
-    from deployments.engine.engine import kv_token_bytes
+    from deployments.engine.engine import host_token_bytes
 
-    its = {"use_mla": False, "kv_heads": 8, "head_size": 128} | model
-    config = SimpleNamespace(
+    own = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    read = ModelArchConfigConvertorBase(own, own)
+    tensor, stages = workers
+    stand_in = SimpleNamespace(
         model_config=SimpleNamespace(
-            use_mla=its["use_mla"],
+            hf_text_config=own,
+            use_mla=read.is_deepseek_mla(),
+            is_hybrid=config["model_type"] in ("jamba", "kimi_linear", "qwen3_next"),
             dtype=torch.bfloat16,
-            get_total_num_kv_heads=lambda: its["kv_heads"],
-            get_head_size=lambda: its["head_size"],
-            get_total_num_hidden_layers=lambda: 36,
+            get_total_num_kv_heads=read.get_total_num_kv_heads,
+            get_head_size=read.get_head_size,
+            get_total_num_hidden_layers=read.get_num_hidden_layers,
         ),
         cache_config=SimpleNamespace(cache_dtype=kept_as),
-        parallel_config=SimpleNamespace(tensor_parallel_size=parallel),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages),
     )
-    assert kv_token_bytes(config) == expected
+    return host_token_bytes(stand_in, chunk, page)

@@ -18,7 +18,6 @@ from deployments.node.lmcache_server import (
     choose_address,
     lmcache_command,
     new_node_cache,
-    page_bytes,
     require_nixl,
 )
 
@@ -165,15 +164,6 @@ def test_every_run_of_a_server_is_another_cache() -> None:
     assert first.id != second.id
     assert first.port == second.port == 7610
     assert 7610 not in (first.transfer_port, second.transfer_port)
-
-
-@pytest.mark.parametrize("size_gb", [0.5, 2, 7.9, 8, 8.1, 64, 1000])
-def test_pages_stay_few_as_memory_grows(size_gb: float) -> None:
-    page = page_bytes(size_gb)
-    assert page & (page - 1) == 0
-    assert size_gb * 2**30 / page <= 2**17
-    # And are no larger than that takes, or chunks would waste memory.
-    assert page == 64 * 1024 or size_gb * 2**30 / (page // 2) > 2**17
 
 
 def test_sharing_without_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,238 @@
+"""Which of vLLM's parsers a model gets, by its chat template and its architecture."""
+
+from typing import Any
+
+import pytest
+
+from conserve.parsers import (
+    ARCHITECTURES,
+    FORMATS,
+    REASONING_TOKENS,
+    TOOL_TOKENS,
+    Prompting,
+    Thinking,
+    choose,
+    with_parsers,
+)
+from conserve.settings import load
+
+JSON_CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+XML_CALL = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+GLM_CALL = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+LLAMA_CALL = '{"name": function name, "parameters": dictionary of argument name and its value}'
+V3_CALL = "<\uff5ctool▁calls▁begin\uff5c>function<\uff5ctool▁sep\uff5c>f\n```json\n{}\n```"
+V31_CALL = "<\uff5ctool▁calls▁begin\uff5c>f<\uff5ctool▁sep\uff5c>{}"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "template", "thinking", "tool", "reasoning"),
+    [
+        # One name, several families: what the template has of calls tells them apart.
+        ("Qwen3ForCausalLM", JSON_CALL + "enable_thinking", "on", "hermes", "qwen3"),
+        ("Qwen3ForCausalLM", JSON_CALL, "on", "hermes", "qwen3"),
+        # Qwen3-Instruct-2507 does not reason, and with a parser would have no answers.
+        ("Qwen3ForCausalLM", JSON_CALL, "unsaid", "hermes", None),
+        ("Qwen3MoeForCausalLM", XML_CALL, "unsaid", "qwen3_coder", None),
+        ("Qwen3_5ForConditionalGeneration", XML_CALL, "on", "qwen3_coder", "qwen3"),
+        ("Qwen2ForCausalLM", JSON_CALL, "unsaid", "hermes", None),
+        # QwQ, and distillates of R1: nothing switches it off.
+        ("Qwen2ForCausalLM", JSON_CALL, "on", "hermes", "deepseek_r1"),
+        ("LlamaForCausalLM", LLAMA_CALL + "<|python_tag|>", "unsaid", "llama3_json", None),
+        ("LlamaForCausalLM", LLAMA_CALL, "unsaid", "llama3_json", None),
+        ("LlamaForCausalLM", JSON_CALL, "unsaid", "hermes", None),
+        ("LlamaForCausalLM", "[func_name1(a=b)]", "unsaid", "pythonic", None),
+        ("Llama4ForConditionalGeneration", "[func_name1(a=b)]", "unsaid", "llama4_pythonic", None),
+        ("MistralForCausalLM", "[TOOL_CALLS][{}]", "unsaid", "mistral", None),
+        ("Mistral3ForConditionalGeneration", "[TOOL_CALLS] [THINK]", "unsaid", "mistral",
+         "mistral"),
+        ("MistralForCausalLM", JSON_CALL, "unsaid", "hermes", None),
+        ("DeepseekV3ForCausalLM", V3_CALL, "unsaid", "deepseek_v3", None),
+        ("DeepseekV3ForCausalLM", V3_CALL, "on", "deepseek_v3", "deepseek_r1"),
+        ("DeepseekV3ForCausalLM", V31_CALL, "off", "deepseek_v31", "deepseek_v3"),
+        ("DeepseekV3ForCausalLM", "<|tool_calls_section_begin|>", "unsaid", "kimi_k2", None),
+        ("DeepseekV3ForCausalLM", "<|tool_calls_section_begin|><think>", "unsaid", "kimi_k2",
+         "kimi_k2"),
+        ("Glm4MoeForCausalLM", GLM_CALL, "on", "glm47", "glm47"),
+        ("LagunaForCausalLM", GLM_CALL, "off", "poolside_v1", "poolside_v1"),
+        ("BailingMoeV3ForCausalLM", GLM_CALL, "on", "ling3", "ling3"),
+        ("HYV3ForCausalLM", "<tool_calls>" + GLM_CALL + "<think>", "unsaid", "hy_v3", "hy_v3"),
+        ("GptOssForCausalLM", "<|channel|>analysis <|call|>", "unsaid", "openai", "openai_gptoss"),
+        ("Gemma3ForConditionalGeneration", "[func_name1(a=b)]", "unsaid", "pythonic", None),
+        ("Gemma3ForCausalLM", "<start_function_call>call:f", "unsaid", "functiongemma", None),
+        ("Gemma4ForConditionalGeneration", "<|tool_call>call:f{}<tool_call|> <|channel>", "unsaid",
+         "gemma4", "gemma4"),
+        ("MiniMaxM2ForCausalLM", "<minimax:tool_call>", "on", "minimax_m2", "minimax_m2"),
+        ("GraniteForCausalLM", "<|tool_call|>[{}]", "unsaid", "granite", None),
+        ("GraniteForCausalLM", "<|tool_call|>Here is my thought process:", "unsaid", "granite",
+         "granite"),
+        ("GraniteMoeHybridForCausalLM", JSON_CALL, "unsaid", "granite4", None),
+        ("NemotronHForCausalLM", XML_CALL, "on", "qwen3_coder", "nemotron_v3"),
+        ("Step3p5ForCausalLM", XML_CALL, "on", "step3p5", "step3p5"),
+        ("SeedOssForCausalLM", "<seed:tool_call><function=f> <seed:think>", "unsaid", "seed_oss",
+         "seed_oss"),
+        ("JambaForCausalLM", "<tool_calls>[{}]</tool_calls>", "unsaid", "jamba", None),
+        ("Lfm2ForCausalLM", "List of tools: <|tool_list_start|>", "unsaid", "lfm2", None),
+        ("Olmo3ForCausalLM", "<function_calls>f()</function_calls>", "on", "olmo3", "olmo3"),
+        # By many hands.
+        ("AprielForCausalLM", "<tool_calls>[{}]</tool_calls>", "unsaid", "hunyuan_a13b", None),
+        ("SmolLM3ForCausalLM", JSON_CALL + "enable_thinking", "on", "hermes", "qwen3"),
+        # It reasons only if it is asked to, and Qwen's parser takes it for the other way round.
+        ("Qwen3_5ForConditionalGeneration", XML_CALL, "off", "qwen3_coder", None),
+    ],
+)  # fmt: skip
+def test_the_template_says_which(
+    architecture: str, template: str, thinking: Thinking, tool: str, reasoning: str | None
+) -> None:
+    found = choose(Prompting((architecture,), template, thinking=thinking))
+    assert (found.tool, found.reasoning, found.problem) == (tool, reasoning, None)
+    assert "chat template" in found.why or architecture in found.why
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tool", "reasoning"),
+    [
+        ("Qwen3ForCausalLM", "hermes", None),
+        ("LlamaForCausalLM", "llama3_json", None),
+        ("MistralForCausalLM", "mistral", None),
+        # vLLM renders these prompts by code of its own.
+        ("DeepseekV32ForCausalLM", "deepseek_v32", "deepseek_v3"),
+        ("DeepseekV4ForCausalLM", "deepseek_v4", "deepseek_v4"),
+        ("KimiK3ForConditionalGeneration", "kimi_k3", "kimi_k3"),
+        ("InklingForConditionalGeneration", "inkling", "inkling"),
+    ],
+)
+def test_without_a_template_the_architecture_does(
+    architecture: str, tool: str, reasoning: str | None
+) -> None:
+    found = choose(Prompting(("Wrapped", architecture)))
+    assert (found.tool, found.reasoning, found.problem) == (tool, reasoning, None)
+    assert found.why == f"by its architecture, {architecture}"
+
+
+def test_a_parser_whose_tokens_are_not_in_the_vocabulary_is_not_taken() -> None:
+    """It would fail every request, and the engine its start."""
+    asked = Prompting(("LlamaForCausalLM",), LLAMA_CALL, tokens=frozenset())
+    found = choose(asked)
+    assert found.tool is None
+    assert found.problem is not None
+    assert "set engine.tool_call_parser" in found.problem
+    thinks = Prompting(("Qwen2ForCausalLM",), JSON_CALL, thinking="on", tokens=frozenset())
+    assert choose(thinks).arguments() == {
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": "hermes",
+    }
+
+
+def test_a_template_for_another_parser_than_the_one_there_is_is_told() -> None:
+    """Llama 4's own template asks for JSON, which wants a token that Llama 4 has not."""
+    asked = Prompting(("Llama4ForConditionalGeneration",), LLAMA_CALL, tokens=frozenset())
+    found = choose(asked)
+    assert found.tool == "llama4_pythonic"
+    assert found.problem is not None
+    assert "set engine.chat_template" in found.problem
+
+
+@pytest.mark.parametrize(
+    ("known", "why"),
+    [
+        (Prompting(("NewForCausalLM",), "tools"), "of this model (NewForCausalLM) is not known"),
+        (Prompting(("NewForCausalLM",)), "of this model (NewForCausalLM) is not known"),
+        (Prompting(()), "of this model (no architecture) is not known"),
+        (Prompting(("Gemma3ForCausalLM",), "{{ messages }}", False), "shows it none"),
+        (Prompting(("NemotronHForCausalLM",), "<TOOLCALL>[]"), "no parser of vLLM's reads"),
+        (Prompting(("Cohere2ForCausalLM",), "<|START_ACTION|>"), "pip install it"),
+    ],
+)
+def test_what_is_not_known_is_a_warning_and_no_parser(known: Prompting, why: str) -> None:
+    found = choose(known)
+    assert found.arguments() == {}
+    assert found.problem is not None
+    assert found.problem.startswith("tools are refused: ")
+    assert why in found.problem
+
+
+def test_a_package_that_is_there_lets_its_parser_be() -> None:
+    known = Prompting(
+        ("Cohere2ForCausalLM",), "<|START_ACTION|>", packages=frozenset({"cohere_melody"})
+    )
+    assert (choose(known).tool, choose(known).reasoning) == ("cohere_command3", "cohere_command3")
+
+
+def test_a_template_without_tools_still_says_how_a_model_reasons() -> None:
+    """DeepSeek's own for V3.1 shows a model its calls, and no tools."""
+    found = choose(Prompting(("DeepseekV3ForCausalLM",), V31_CALL, False, "off"))
+    assert (found.tool, found.reasoning) == (None, "deepseek_v3")
+
+
+QWEN3 = Prompting(("Qwen3ForCausalLM",), JSON_CALL, thinking="on")
+CHOSEN = {
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "engine", "said"),
+    [
+        ({}, CHOSEN, "tool calls: hermes (by <tool_call> in its chat template); reasoning: qwen3"),
+        (
+            {"engine.tool_call_parser": "qwen3_coder"},
+            CHOSEN | {"tool_call_parser": "qwen3_coder"},
+            "tool calls: qwen3_coder (as set); reasoning: qwen3",
+        ),
+        (
+            {"engine.reasoning_parser": ""},
+            CHOSEN | {"reasoning_parser": ""},
+            "tool calls: hermes (by <tool_call> in its chat template); reasoning: none (as set)",
+        ),
+        (
+            {"engine.enable_auto_tool_choice": False},
+            CHOSEN | {"enable_auto_tool_choice": False},
+            "tool calls: none (engine.enable_auto_tool_choice is off); reasoning: qwen3",
+        ),
+        (
+            {"decoders.engine.tool_call_parser": "xlam"},
+            CHOSEN,
+            "tool calls: xlam (as set); reasoning: qwen3",
+        ),
+    ],
+)
+def test_what_an_operator_sets_stays(
+    given: dict[str, Any], engine: dict[str, Any], said: str
+) -> None:
+    choice = with_parsers(load({"model": "m", **given}), QWEN3)
+    assert choice.settings.engine == engine
+    assert choice.said == said
+    assert choice.problem is None
+
+
+def test_a_parser_that_is_set_for_a_model_that_is_not_known_is_switched_on() -> None:
+    given = load({"model": "m", "engine.tool_call_parser": "xlam"})
+    choice = with_parsers(given, None, "model: not to be had")
+    assert choice.settings.engine == {"enable_auto_tool_choice": True, "tool_call_parser": "xlam"}
+    assert choice.problem is None
+
+
+def test_a_model_that_is_not_to_be_had_is_a_warning() -> None:
+    choice = with_parsers(load({"model": "m"}), None, "model: not to be had")
+    assert choice.settings.engine == {}
+    assert choice.said == "tool calls: none; reasoning: none"
+    assert choice.problem == (
+        "tools are refused: model: not to be had; or set engine.tool_call_parser and "
+        "engine.reasoning_parser"
+    )
+
+
+def test_the_embedded_model_keeps_its_own() -> None:
+    choice = with_parsers(load({}), None)
+    assert choice.settings.engine == {}
+    assert choice.said.startswith("tool calls: hermes (")
+
+
+def test_tokens_are_those_of_parsers_in_the_table() -> None:
+    every = [*FORMATS, *ARCHITECTURES.values()]
+    tools = {one.tool for one in every}
+    reasoning = {name for one in every for name in (one.reasoning, one.on_request)}
+    assert set(TOOL_TOKENS) <= tools
+    assert set(REASONING_TOKENS) <= reasoning

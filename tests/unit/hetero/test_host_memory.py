@@ -1,0 +1,109 @@
+"""What of the host's memory handoffs get, and what a token takes of it."""
+
+from typing import Any
+
+import pytest
+
+from conserve.settings import SettingsError, load
+from hetero.cards import Card
+from hetero.gpu_layout import with_counts
+from hetero.gpu_plan import GpuNode, GpuPlan, plan
+from hetero.host_memory import chunk_tokens, page_bytes, stored_bytes
+from hetero.model_shape import ModelShape, shape_of
+from hetero.tiers import NodeOffer
+from tests.unit.hetero.shapes import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
+
+GIB = 2**30
+MIB = 2**20
+DEEPSEEK = shape_of(DEEPSEEK_V3, 688_586_727_753)
+# 61 layers of a vector of 576 values, 16 bits each.
+DEEPSEEK_TOKEN = 70_272
+
+
+def planned(shape: ModelShape, arguments: dict[str, Any], machines: int = 1) -> GpuPlan:
+    """For machines with eight GPUs of 141 GiB and enough memory of the host's."""
+    settings = with_counts(load({"model": "m", **arguments}), 8 * machines).on_nodes(machines)
+    each = GpuNode(
+        NodeOffer("10.0.0.1", {"CPU": 8.0, "GPU": 8.0}, {}),
+        (Card("NVIDIA H200", 141 * GIB, 0),) * 8, 4096 * GIB,
+    )  # fmt: skip
+    return plan(settings, [each] * machines, shape)[1]
+
+
+ONE_ENGINE = {"placement": "collocated", "decoders": 1, "engine.tensor_parallel_size": 8}
+
+
+def test_latent_kv_is_stored_once_for_all_workers() -> None:
+    """DeepSeek-V3 on eight GPUs asked for eight times as much."""
+    found = planned(DEEPSEEK, ONE_ENGINE | {"parking": False})
+    assert found.size_gb == int(16 * 24_500 * DEEPSEEK_TOKEN / 0.64 / GIB) == 40
+    assert found.kept_tokens == pytest.approx(0.64 * 40 * GIB / DEEPSEEK_TOKEN, rel=1e-3)
+    parked = planned(DEEPSEEK, ONE_ENGINE | {"placement": "elastic", "nodes": "one"}, 2)
+    (_, decoder) = parked.engines
+    assert decoder.kv_bytes is not None
+    assert parked.size_gb == pytest.approx(1.5 * decoder.kv_bytes / GIB, abs=1)
+    # Stages have layers of their own.
+    stages = {"engine.tensor_parallel_size": 4, "engine.pipeline_parallel_size": 2}
+    assert planned(DEEPSEEK, ONE_ENGINE | stages | {"parking": False}).size_gb == 40
+
+
+def test_heads_of_kv_are_stored_by_each_worker() -> None:
+    shape = shape_of(QWEN3_8B, 16_381_470_720)
+    found = planned(shape, ONE_ENGINE | {"parking": False})
+    assert found.size_gb == int(16 * 24_500 * 147_456 / 0.64 / GIB) == 84
+    # With more workers than heads, several store the same.
+    few = shape_of({**QWEN3_8B, "num_key_value_heads": 4}, 16_381_470_720)
+    assert planned(few, ONE_ENGINE | {"parking": False}).size_gb == 84
+
+
+@pytest.mark.parametrize("size_gb", [0.5, 2, 7.9, 8, 8.1, 64, 1000])
+def test_pages_stay_few_as_memory_grows(size_gb: float) -> None:
+    page = page_bytes(size_gb, shared=True)
+    assert page & (page - 1) == 0
+    assert size_gb * GIB / page <= 2**17
+    # And are no larger than that takes, or chunks would waste memory.
+    assert page == 64 * 1024 or size_gb * GIB / (page // 2) > 2**17
+    assert page_bytes(size_gb, shared=False) == 4096
+
+
+def test_a_chunk_takes_whole_pages_of_each_worker() -> None:
+    # 256 tokens of a quarter of 96 KiB: 6 MiB, in pages of 4.
+    assert stored_bytes(98_304 / 4, 4, 256, 4 * MIB) == 4 * 8 * MIB / 256 == 131_072
+    assert stored_bytes(98_304 / 4, 4, 256, 2 * MIB) == 98_304
+
+
+def test_servers_that_share_their_memory_keep_fewer_tokens_and_say_so() -> None:
+    """Of this model a quarter of the memory is lost in pages of 4 MiB."""
+    shape = shape_of(QWEN3_30B_A3B, 61_000_000_000)
+    of_four = {"engine.tensor_parallel_size": 4, "decoders": 1, "lmcache.size_gb": 512}
+    alone = planned(shape, of_four)
+    assert alone.kept_tokens == int(0.64 * 512 * GIB / 98_304)
+    for several in (planned(shape, of_four | {"nodes": "several"}), planned(shape, of_four, 2)):
+        assert several.kept_tokens == int(0.64 * 512 * GIB / 131_072)
+
+
+def test_the_size_allows_for_the_pages_that_come_of_it() -> None:
+    shape = shape_of(QWEN3_30B_A3B, 61_000_000_000)
+    of_four = {"engine.tensor_parallel_size": 4, "decoders": 1}
+    alone = planned(shape, of_four)
+    shared = planned(shape, of_four | {"nodes": "several"})
+    # Chunks of 6 MiB for each worker.
+    page = page_bytes(shared.size_gb, shared=True)
+    assert page == 8 * MIB
+    assert shared.size_gb == pytest.approx(alone.size_gb * 8 / 6, rel=0.01)
+    assert shared.kept_tokens == pytest.approx(alone.kept_tokens, rel=0.01)
+
+
+def test_pages_that_no_memory_is_enough_for_take_what_there_is() -> None:
+    """Chunks of 768 KiB: whatever the memory is, a page of it is larger."""
+    shape = shape_of(QWEN3_30B_A3B, 61_000_000_000)
+    small = {"engine.tensor_parallel_size": 4, "decoders": 1, "lmcache.chunk_tokens": 32}
+    assert planned(shape, small | {"nodes": "several"}).size_gb == 2048
+
+
+def test_chunks_are_whole_blocks() -> None:
+    assert chunk_tokens(load({}), gpu=True) == 256
+    assert chunk_tokens(load({}), gpu=False) == 128
+    assert chunk_tokens(load({"engine.block_size": 1024}), gpu=True) == 1024
+    with pytest.raises(SettingsError, match="is not a multiple of 128"):
+        chunk_tokens(load({"lmcache.chunk_tokens": 100}), gpu=False)
