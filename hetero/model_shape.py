@@ -38,6 +38,8 @@ class ModelShape:
             at the end.
         max_model_len: tokens of the longest sequence; None if it is not said.
         recurrent: whether layers keep a state (Mamba, linear attention) in the place of tokens.
+        windowed: whether layers look back no further than a window, so that a long sequence takes
+            less KV than is counted.
     """
 
     weights_bytes: int
@@ -52,6 +54,7 @@ class ModelShape:
     vocabulary: int
     max_model_len: int | None
     recurrent: bool = False
+    windowed: bool = False
 
     def kv_token_bytes(self, tensor_parallel: int = 1, kv_cache_dtype: str = "auto") -> float:
         """Bytes of KV that a token takes on each of so many workers."""
@@ -109,6 +112,7 @@ def shape_of(
         vocabulary=_number(own, "vocab_size"),
         max_model_len=own.get("max_position_embeddings"),
         recurrent=_is_recurrent(own),
+        windowed=_is_windowed(own),
     )
 
 
@@ -133,6 +137,14 @@ def _is_recurrent(config: Mapping[str, Any]) -> bool:
         any("linear" in kind or "attention" not in kind for kind in kinds)
         or bool(config.get("full_attention_interval") or config.get("hybrid_override_pattern"))
         or any(name.startswith("mamba_") for name in config)
+    )
+
+
+def _is_windowed(config: Mapping[str, Any]) -> bool:
+    window = config.get("sliding_window") and config.get("use_sliding_window", True)
+    kinds = config.get("layer_types") or ()
+    return bool(window or config.get("attention_chunk_size")) or any(
+        "sliding" in kind or "chunked" in kind for kind in kinds
     )
 
 
