@@ -11,7 +11,11 @@ from conserve.environments.settings import EnvironmentSettings
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing
 from conserve.placement import EngineCosts, PlacementPolicy, PolicyName, make_policy
-from conserve.settings.engine_arguments import NOT_BESIDE_A_LANE, without_reserved
+from conserve.settings.engine_arguments import (
+    NOT_BESIDE_A_LANE,
+    disagreements,
+    without_reserved,
+)
 from conserve.settings.groups import (
     CPU_TIER,
     GPU_TIER,
@@ -261,6 +265,19 @@ class Settings(Strict):
     def _role_arguments(self) -> Self:
         without_reserved(self.prefillers.engine, "prefillers.engine")
         without_reserved(self.decoders.engine, "decoders.engine")
+        return self
+
+    @model_validator(mode="after")
+    def _roles_read_each_others_kv(self) -> Self:
+        if self.prefiller_replicas:
+            differing = disagreements(
+                self.engine,
+                self.prefillers.engine,
+                self.decoders.engine,
+                (self.prefillers.env, self.decoders.env),
+            )
+            if differing:
+                raise ValueError("\n  ".join(differing))
         return self
 
     @model_validator(mode="after")

@@ -42,3 +42,6 @@ DEEPSEEK_LITE: dict[str, Any] = {
     "max_position_embeddings": 163840,
     "torch_dtype": "bfloat16",
 }
+# It has what models with latent attention say in their configuration, and vLLM keeps K and V of all
+# of its heads.
+NO_LATENT: dict[str, Any] = QWEN3_8B | {"model_type": "qwen3", "kv_lora_rank": 256}
