@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from conserve.console import new_console
-from conserve_cli.gpu_plan import looked_at, show, without_gpus
+from conserve_cli.gpu_plan import looked_at, on_cpus, require_arguments, show, show_on_cpus
 from conserve_cli.launching import LogFile, launched
 from conserve_cli.setting_arguments import SettingArguments, settings_from
 
@@ -18,7 +18,10 @@ def serve(
     settings: SettingArguments = None,
     log: LogFile = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Say what would run on which GPUs, and start nothing.")
+        bool,
+        typer.Option(
+            "--plan", help="Say what would run on which GPUs, or why nothing would; start nothing."
+        ),
     ] = False,
 ) -> None:
     """Start the application, say when it is ready, and stay until Ctrl-C."""
@@ -26,8 +29,11 @@ def serve(
     if plan:
         found = looked_at(chosen)
         if found is None:
-            without_gpus(chosen)
+            planned, on_cpu = on_cpus(chosen)
+            require_arguments(chosen, gpu=False)
+            show_on_cpus(planned, on_cpu)
         else:
+            require_arguments(chosen, gpu=True)
             show(*found)
         return
     with launched(chosen, settings or [], log) as (application, url):

@@ -1,7 +1,6 @@
 """Builds the application: ``serve run conserve.app``."""
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, cast
@@ -17,8 +16,9 @@ from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, Role
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots import SLOT_ENVIRONMENT, SLOT_WORKER
+from deployments.engine_arguments import require_one_split
 from deployments.gpu_nodes import nodes_with_gpus
-from deployments.gpu_plans import planned
+from deployments.gpu_plans import planned, planned_on_cpus
 from deployments.loopback import start_on_loopback
 from deployments.router.access import require_keys
 from deployments.router.router import Router
@@ -100,7 +100,10 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
             fit on them; says what the cluster has.
     """
     settings = with_profile(settings)
+    require_one_split(settings)
     gpu = _on_gpu(settings)
+    # On another node it may be another.
+    alone = sum(node["Alive"] for node in ray.nodes()) == 1
     if gpu:
         if _gpus_here():
             _require_cuda_build()
@@ -109,13 +112,15 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         require_slots(settings)
     wait_for_nodes(settings, gpu, tier_timeout_s)
     if gpu:
-        settings, laid_out = planned(settings, nodes_with_gpus())
+        settings, laid_out = planned(settings, nodes_with_gpus(), model_is_here=alone)
         for line in laid_out.lines():
             logger.info("%s", line)
         for note in laid_out.notes:
             logger.warning("%s", note)
     else:
         _say_no_sms(settings)
+        if alone:
+            settings, _ = planned_on_cpus(settings)
     settings = _for_device(settings, gpu)
     settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
     engines = [_engines("decoder", settings, settings.decoders, gpu)]
@@ -162,11 +167,11 @@ def _require_cuda_build() -> None:
 
 
 def _for_device(settings: Settings, gpu: bool) -> Settings:
-    # A chunk is a whole number of blocks. vLLM's CPU backend has blocks of 128 tokens. On a GPU it
-    # has small ones unless it is told otherwise, or a model has Mamba layers: see `kv_layers`.
-    block = 1
-    for arguments in (settings.engine, settings.decoders.engine, settings.prefillers.engine):
-        block = math.lcm(block, int(arguments.get("block_size") or (1 if gpu else 128)))
+    # A chunk is a whole number of blocks, which all roles have of one size. vLLM's CPU backend has
+    # blocks of 128 tokens. On a GPU it has small ones unless it is told otherwise, or a model has
+    # Mamba layers: see `kv_layers`.
+    arguments = settings.engine | settings.decoders.engine
+    block = int(arguments.get("block_size") or (1 if gpu else 128))
     chunk = settings.lmcache.chunk_tokens
     if chunk is None:
         chunk = -(-(256 if gpu else 128) // block) * block
@@ -265,6 +270,9 @@ def llm_arguments(role: Role, settings: Settings, own: RoleSettings, gpu: bool) 
     if not gpu and not engine["enforce_eager"]:
         # An operator who wants the model compiled has a compiler.
         del environment["TORCH_COMPILE_DISABLE"]
+    if not gpu and engine.get("kv_cache_memory_bytes") is not None:
+        # On CPUs vLLM takes this variable over the argument.
+        del environment["VLLM_CPU_KVCACHE_SPACE"]
     return {
         "model_loading_config": {
             "model_id": settings.model_id,

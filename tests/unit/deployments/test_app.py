@@ -146,7 +146,8 @@ def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch
         # Blocks that an operator asks for: a model with Mamba layers has large ones.
         ({"engine.block_size": 544}, True, 544),
         ({"engine.block_size": 96}, True, 288),
-        ({"decoders.engine.block_size": 64, "prefillers.engine.block_size": 96}, True, 384),
+        ({"decoders.engine.block_size": 96, "prefillers.engine.block_size": 96}, True, 288),
+        ({"placement": "collocated", "decoders.engine.block_size": 96}, True, 288),
         ({"engine.block_size": 544, "lmcache.chunk_tokens": 1088}, True, 1088),
     ],
 )
