@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, Role
+from deployments.engine.engine_wait import WAITING
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots import SLOT_ENVIRONMENT, SLOT_WORKER
 from deployments.engine_arguments import require_one_split
@@ -25,7 +27,7 @@ from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_nodes
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
-from hetero.gpu_room import require_shares
+from hetero.gpu_room import most_on_node, require_shares
 from hetero.sm_room import require_slots
 from hetero.tiers import role_tier
 
@@ -43,6 +45,9 @@ _SCHEDULER = "deployments.engine.scheduler.scheduling.conversation_scheduler"
 _ENGINE_SERVER = "deployments.engine.replica.EngineServer"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
+# What containers have at /dev/shm by default is less, and the least that Ray's store may have.
+_SMALL_SHM_BYTES = 2**30
+_LEAST_STORE_BYTES = 80 * 2**20
 # For a replica to end, once it is empty.
 _LEAVING_S = 10.0
 
@@ -83,10 +88,22 @@ def start_ray(settings: Settings) -> None:
             reserved += most_replicas(settings.prefillers) * settings.prefillers.num_cpus
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
+        if _shm_bytes() < _SMALL_SHM_BYTES:
+            # By default Ray's store takes 30 % of the machine's memory there. Where there is less,
+            # it lies in files, and Ray does not start if it is over 10 GB. Nothing large is put
+            # into it here.
+            options["object_store_memory"] = _LEAST_STORE_BYTES
         if settings.nodes != "several":
             start_on_loopback()
     ray.init(namespace="serve", log_to_driver=True, **options)
     serve.start(proxy_location="Disabled")
+
+
+def _shm_bytes() -> int:
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return 0
 
 
 def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
@@ -102,8 +119,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
     settings = with_profile(settings)
     require_one_split(settings)
     gpu = _on_gpu(settings)
-    # On another node it may be another.
-    alone = sum(node["Alive"] for node in ray.nodes()) == 1
+    waiting = 0
     if gpu:
         if _gpus_here():
             _require_cuda_build()
@@ -111,8 +127,14 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         require_shares(settings)
         require_slots(settings)
     wait_for_nodes(settings, gpu, tier_timeout_s)
+    alive = sum(node["Alive"] for node in ray.nodes())
+    # The model may lie on other nodes, and not on this one.
+    alone = alive == 1
     if gpu:
-        settings, laid_out = planned(settings, nodes_with_gpus(), model_is_here=alone)
+        nodes = nodes_with_gpus()
+        settings, laid_out = planned(settings, nodes, model_is_here=alone)
+        most_gpus = max((node.offer.resources.get("GPU", 0) for node in nodes), default=0)
+        waiting = most_on_node(settings, most_gpus).waiting
         for line in laid_out.lines():
             logger.info("%s", line)
         for note in laid_out.notes:
@@ -122,10 +144,10 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         if alone:
             settings, _ = planned_on_cpus(settings)
     settings = _for_device(settings, gpu)
-    settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
-    engines = [_engines("decoder", settings, settings.decoders, gpu)]
+    settings = settings.on_nodes(alive)
+    engines = [_engines("decoder", settings, settings.decoders, gpu, waiting)]
     if settings.prefiller_replicas:
-        engines.append(_engines("prefiller", settings, settings.prefillers, gpu))
+        engines.append(_engines("prefiller", settings, settings.prefillers, gpu, waiting))
     options = {"num_replicas": settings.routers, "max_ongoing_requests": _MAX_ONGOING}
     router = cast(Any, Router).options(**options)
     return router.bind(settings, *engines)
@@ -183,8 +205,10 @@ def _for_device(settings: Settings, gpu: bool) -> Settings:
     return settings.model_copy(update={"lmcache": lmcache, "device": device})
 
 
-def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Application:
-    config = llm_arguments(role, settings, own, gpu)
+def _engines(
+    role: Role, settings: Settings, own: RoleSettings, gpu: bool, waiting: int
+) -> Application:
+    config = llm_arguments(role, settings, own, gpu, waiting)
     tier = role_tier(settings, own, gpu)
     options = placement_options(config, gpu) | {
         "name": role,
@@ -229,8 +253,14 @@ def placement_options(config: Mapping[str, Any], gpu: bool) -> dict[str, Any]:
     }
 
 
-def llm_arguments(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> dict[str, Any]:
-    """Return the arguments of Ray Serve LLM's ``LLMConfig`` for one role's engines."""
+def llm_arguments(
+    role: Role, settings: Settings, own: RoleSettings, gpu: bool, waiting: int = 0
+) -> dict[str, Any]:
+    """Return the arguments of Ray Serve LLM's ``LLMConfig`` for one role's engines.
+
+    Args:
+        waiting: how many of engines' processes may wait for each other on a node with GPUs.
+    """
     engine = engine_arguments(settings.model, gpu)
     if gpu:
         engine["worker_extension_cls"] = EXTENSION
@@ -292,6 +322,7 @@ def llm_arguments(role: Role, settings: Settings, own: RoleSettings, gpu: bool) 
                 # A domain that is allowed must not lead to one that is not.
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
                 **(worker_share(own.num_gpus) if gpu else {}),
+                **({WAITING: str(waiting)} if waiting else {}),
                 **({} if tier.sm_slots is None else SLOT_ENVIRONMENT),
                 **own.env,
             }

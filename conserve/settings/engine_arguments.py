@@ -13,12 +13,16 @@ _RESERVED = {
 }
 # Each has vLLM allocate KV by its own allocator (cumem); sleep mode does so unasked.
 _NOT_SHARED = ("enable_sleep_mode", "enable_cumem_allocator")
+# Each gives names to adapters (LoRA), of which nothing is in LMCache's keys.
+ADAPTERS = ("lora_modules", "default_mm_loras")
 # Those that ConServe works with itself, before vLLM sees them; each is a number from 1 on.
 _COUNTS = (
     "tensor_parallel_size", "pipeline_parallel_size", "block_size", "max_num_seqs",
     "max_num_batched_tokens", "kv_cache_memory_bytes",
 )  # fmt: skip
 _SHARES = ("gpu_memory_utilization",)
+# Of PyTorch's allocator: the newer name, and the one that it had.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # What an engine with a prefill lane is not to be told; numbers are fine where they are 1.
 NOT_BESIDE_A_LANE = {
     "worker_cls": "it sets it",
@@ -108,6 +112,30 @@ def without_reserved(arguments: dict[str, Any], field: str) -> dict[str, Any]:
         if problem:
             raise ValueError(f"{field}.{name}: {problem}")
     return arguments
+
+
+def expands_segments(allocator: str) -> bool:
+    """Whether these settings of PyTorch's allocator have it use memory that no IPC shares."""
+    options = (option.partition(":") for option in allocator.split(","))
+    return any(
+        name.strip() == "expandable_segments" and value.strip().lower() == "true"
+        for name, _, value in options
+    )
+
+
+def without_expandable_segments(environment: Mapping[str, str], field: str) -> None:
+    """Refuse variables by which an engine's KV could not be mapped by LMCache's server.
+
+    Raises:
+        ValueError: says which.
+    """
+    for name in ALLOCATOR_VARIABLES:
+        if expands_segments(environment.get(name, "")):
+            raise ValueError(
+                f"{field}.{name} cannot have expandable_segments:True: memory of that kind cannot "
+                "be shared with other processes, and LMCache copies KV from and to the engine's "
+                "(CUDA IPC)"
+            )
 
 
 def _number_problem(name: str, value: Any) -> str | None:

@@ -277,6 +277,25 @@ def test_roles_that_could_not_read_each_others_kv_are_refused(
     assert len(message.splitlines()) == 2
 
 
+def test_adapters_are_refused_where_their_kv_would_be_mixed_up() -> None:
+    from dataclasses import fields
+
+    from lmcache.v1.distributed.api import ObjectKey
+    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
+
+    modules = [{"name": "a", "path": "/a"}]
+    assert "engine.lora_modules: LMCache's keys say nothing of adapters" in refusal_of(
+        {"engine.lora_modules": modules}
+    )
+    assert load({"engine.lora_modules": modules, "placement": "collocated"})
+    # If this fails, LMCache has them in its keys, and they can be allowed.
+    assert {field.name for key in (ObjectKey, IPCCacheServerKey) for field in fields(key)} == {
+        *("chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"),
+        *("world_size", "worker_id", "token_ids", "start", "end", "request_id"),
+        *("request_configs", "num_kv_readers"),
+    }
+
+
 def test_each_setting_in_which_roles_differ_is_said() -> None:
     message = refusal_of({"decoders.engine.dtype": "half", "prefillers.engine.block_size": 32})
     assert "decoders.engine.dtype: half, but prefillers" in message
@@ -384,6 +403,14 @@ def test_settings_that_another_placement_would_ignore_are_refused(
         ({"gpus": 1, "decoders": {"tier": "a"}}, "gpus: with decoders.tier"),
         ({"gpus": 1, "tiers": {"a": {"resource": "b"}}}, "gpus: with tiers"),
         ({"engine": {"enable_sleep_mode": True}}, "engine.enable_sleep_mode cannot be set"),
+        (
+            {"decoders.env": {"PYTORCH_ALLOC_CONF": "a:1, expandable_segments: True"}},
+            "decoders.env.PYTORCH_ALLOC_CONF cannot have expandable_segments:True: memory of that",
+        ),
+        (
+            {"prefillers.env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
+            "prefillers.env.PYTORCH_CUDA_ALLOC_CONF cannot have expandable_segments:True",
+        ),
         (
             {"decoders": {"engine": {"enable_cumem_allocator": True}}},
             "decoders.engine.enable_cumem_allocator cannot be set: memory of vLLM's own allocator",
