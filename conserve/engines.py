@@ -1,6 +1,7 @@
 """What every engine is started with, in this application and in what it is compared with."""
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 
 from conserve.embedded import model_path
 from conserve.settings import EMBEDDED_MODEL
+from conserve.settings.engine_arguments import ALLOCATOR_VARIABLES, expands_segments
+
+_EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
 
 
 def model_source(model: str) -> str:
@@ -60,6 +64,19 @@ def engine_environment(model: str, gpu: bool) -> dict[str, str]:
         # What lies in a folder is not looked for elsewhere.
         environment["HF_HUB_OFFLINE"] = "1"
     return environment
+
+
+def allocator_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of PyTorch's allocator that have to change, as they have to be.
+
+    With ``expandable_segments`` memory cannot be shared by CUDA IPC.
+    """
+    found = {}
+    for name in ALLOCATOR_VARIABLES:
+        given = environment.get(name, "")
+        if expands_segments(given):
+            found[name] = _EXPANDABLE.sub(r"\1False", given)
+    return found
 
 
 def server_command(

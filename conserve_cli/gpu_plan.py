@@ -1,13 +1,15 @@
-"""What the application is going to be on GPUs, for people: `conserve serve` and its `--plan`."""
+"""What the application is going to be, for people: `conserve serve` and its `--plan`."""
 
 import os
+from typing import NoReturn
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from conserve.console import new_console
-from conserve.settings import Settings, SettingsError
+from conserve.settings import EMBEDDED_MODEL, Settings, SettingsError
+from hetero.cpu_plan import CpuPlan
 from hetero.gpu_plan import GpuNode, GpuPlan, gib
 
 console = new_console()
@@ -24,14 +26,46 @@ def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
     # What follows takes a second to load.
     from deployments.gpu_plans import here, plan_on
 
-    nodes = _of_cluster() if os.environ.get("RAY_ADDRESS") else [here()]
+    nodes = [here()] if _is_alone() else _of_cluster()
     if not any(node.offer.resources.get("GPU") for node in nodes) and settings.device == "auto":
         return None
     try:
-        return plan_on(settings, nodes)
+        return plan_on(settings, nodes, model_is_here=_is_alone())
     except SettingsError as error:
-        console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
-        raise typer.Exit(2) from None
+        _refuse(str(error))
+
+
+def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
+    """What the settings come to on this machine's CPUs; on a cluster's nothing is known of them.
+
+    Raises:
+        typer.Exit: engines cannot start there, which is said; the exit status is 2.
+    """
+    from deployments.engine_arguments import require_one_split
+    from deployments.gpu_plans import planned_on_cpus
+
+    try:
+        require_one_split(settings)
+        return planned_on_cpus(settings) if _is_alone() else (settings, None)
+    except SettingsError as error:
+        _refuse(str(error))
+
+
+def require_arguments(settings: Settings, gpu: bool) -> None:
+    """Have vLLM look at the engine arguments, and at the model.
+
+    Raises:
+        typer.Exit: it would refuse one, which is said; the exit status is 2.
+    """
+    given = (settings.engine, settings.prefillers.engine, settings.decoders.engine)
+    if settings.model == EMBEDDED_MODEL and not any(given):
+        return
+    from deployments.engine_arguments import refused_arguments
+
+    with console.status("asking vLLM"):
+        refused = refused_arguments(settings, gpu, model_is_here=_is_alone())
+    if refused:
+        _refuse("\n  ".join(["vLLM would not start with these settings", *refused]))
 
 
 def show(settings: Settings, plan: GpuPlan) -> None:
@@ -67,19 +101,41 @@ def show(settings: Settings, plan: GpuPlan) -> None:
     if estimated:
         console.print("~: estimated; an engine with GPUs of its own measures when it starts.")
     kept = "" if plan.kept_tokens is None else f": at least {plan.kept_tokens:,} tokens"
-    console.print(f"Host memory for handoffs: {plan.size_gb:g} GiB a node{kept}.", highlight=False)
+    there = f"; {plan.memory.said()}" if plan.memory else ""
+    console.print(
+        f"Host memory for handoffs: {plan.size_gb:g} GiB a node{kept}{there}.", highlight=False
+    )
     for note in plan.notes:
         console.print(f"[yellow]{escape(note)}[/yellow]", highlight=False)
 
 
-def without_gpus(settings: Settings) -> None:
+def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
     """Print what there is to say where engines run on CPUs."""
-    console.print(
+    said = (
         f"No GPU: {settings.prefiller_replicas} prefillers and {settings.decoders.replicas} "
-        "decoders run on the CPU, each with the KV space of VLLM_CPU_KVCACHE_SPACE (1 GiB). Host "
-        f"memory for handoffs: {settings.lmcache.size_gb:g} GiB a node.",
+        "decoders run on the CPU"
+    )
+    there = ""
+    if plan is not None:
+        spaces = list(dict.fromkeys(plan.kv_gb.values()))
+        space = f"{spaces[0]:g}" if len(spaces) == 1 else " or ".join(f"{one:g}" for one in spaces)
+        said += f", each with {space} GiB of KV space (VLLM_CPU_KVCACHE_SPACE)"
+        if plan.weights_bytes is not None:
+            said += f" and all together {gib(plan.weights_bytes)} GiB of weights"
+        there = f"; {plan.memory.said()}"
+    console.print(
+        f"{said}. Host memory for handoffs: {settings.lmcache.size_gb:g} GiB a node{there}.",
         highlight=False,
     )
+
+
+def _is_alone() -> bool:
+    return not os.environ.get("RAY_ADDRESS")
+
+
+def _refuse(said: str) -> NoReturn:
+    console.print(f"[red]{escape(said)}[/red]", highlight=False)
+    raise typer.Exit(2)
 
 
 def _of_cluster() -> list[GpuNode]:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from conserve.console import new_console
 from conserve.launch import Launch, LaunchError, require_free
 from conserve.settings import RoleSettings, Settings
-from conserve_cli.gpu_plan import looked_at, show
+from conserve_cli.gpu_plan import looked_at, on_cpus, show
 
 console = new_console()
 
@@ -75,7 +75,7 @@ def _laid_out(settings: Settings) -> Settings:
         return settings.model_copy(update={"decoders": RoleSettings(replicas=1)})
     found = looked_at(settings)
     if found is None:
-        return settings
+        return on_cpus(settings)[0]
     show(*found)
     return found[0]
 

@@ -6,8 +6,12 @@ import typer
 from rich.markup import escape
 
 from conserve.console import new_console
+<<<<<<< HEAD
 from conserve.settings import Settings
 from conserve_cli.gpu_plan import looked_at, show, without_gpus
+=======
+from conserve_cli.gpu_plan import looked_at, on_cpus, require_arguments, show, show_on_cpus
+>>>>>>> w32-settings
 from conserve_cli.launching import LogFile, launched
 from conserve_cli.setting_arguments import SettingArguments, settings_from
 
@@ -20,7 +24,10 @@ def serve(
     settings: SettingArguments = None,
     log: LogFile = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Say what would run on which GPUs, and start nothing.")
+        bool,
+        typer.Option(
+            "--plan", help="Say what would run on which GPUs, or why nothing would; start nothing."
+        ),
     ] = False,
 ) -> None:
     """Start the application, say when it is ready, and stay until Ctrl-C."""
@@ -29,8 +36,11 @@ def serve(
     if plan:
         found = looked_at(chosen)
         if found is None:
-            without_gpus(chosen)
+            planned, on_cpu = on_cpus(chosen)
+            require_arguments(chosen, gpu=False)
+            show_on_cpus(planned, on_cpu)
         else:
+            require_arguments(chosen, gpu=True)
             show(*found)
         return
     with launched(chosen, settings or [], log) as (application, url):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -14,10 +15,12 @@ from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, Role
+from deployments.engine.engine_wait import WAITING
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots import SLOT_ENVIRONMENT, SLOT_WORKER
+from deployments.engine_arguments import require_one_split
 from deployments.gpu_nodes import nodes_with_gpus
-from deployments.gpu_plans import planned
+from deployments.gpu_plans import planned, planned_on_cpus
 from deployments.loopback import start_on_loopback
 from deployments.prompting import parsers_of
 from deployments.router.access import require_keys
@@ -25,8 +28,12 @@ from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_nodes
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
+<<<<<<< HEAD
 from hetero.gpu_room import require_shares
 from hetero.host_memory import chunk_tokens
+=======
+from hetero.gpu_room import most_on_node, require_shares
+>>>>>>> w32-settings
 from hetero.sm_room import require_slots
 from hetero.tiers import role_tier
 
@@ -44,6 +51,9 @@ _SCHEDULER = "deployments.engine.scheduler.scheduling.conversation_scheduler"
 _ENGINE_SERVER = "deployments.engine.replica.EngineServer"
 # Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
+# What containers have at /dev/shm by default is less, and the least that Ray's store may have.
+_SMALL_SHM_BYTES = 2**30
+_LEAST_STORE_BYTES = 80 * 2**20
 # For a replica to end, once it is empty.
 _LEAVING_S = 10.0
 
@@ -84,10 +94,22 @@ def start_ray(settings: Settings) -> None:
             reserved += most_replicas(settings.prefillers) * settings.prefillers.num_cpus
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
+        if _shm_bytes() < _SMALL_SHM_BYTES:
+            # By default Ray's store takes 30 % of the machine's memory there. Where there is less,
+            # it lies in files, and Ray does not start if it is over 10 GB. Nothing large is put
+            # into it here.
+            options["object_store_memory"] = _LEAST_STORE_BYTES
         if settings.nodes != "several":
             start_on_loopback()
     ray.init(namespace="serve", log_to_driver=True, **options)
     serve.start(proxy_location="Disabled")
+
+
+def _shm_bytes() -> int:
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return 0
 
 
 def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
@@ -100,8 +122,14 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         SettingsError: a tier is offered by no node, or there are too few GPUs, or engines do not
             fit on them; says what the cluster has.
     """
+<<<<<<< HEAD
     settings = _with_parsers(with_profile(settings))
+=======
+    settings = with_profile(settings)
+    require_one_split(settings)
+>>>>>>> w32-settings
     gpu = _on_gpu(settings)
+    waiting = 0
     if gpu:
         if _gpus_here():
             _require_cuda_build()
@@ -109,19 +137,35 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         require_shares(settings)
         require_slots(settings)
     wait_for_nodes(settings, gpu, tier_timeout_s)
+<<<<<<< HEAD
     settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
+=======
+    alive = sum(node["Alive"] for node in ray.nodes())
+    # The model may lie on other nodes, and not on this one.
+    alone = alive == 1
+>>>>>>> w32-settings
     if gpu:
-        settings, laid_out = planned(settings, nodes_with_gpus())
+        nodes = nodes_with_gpus()
+        settings, laid_out = planned(settings, nodes, model_is_here=alone)
+        most_gpus = max((node.offer.resources.get("GPU", 0) for node in nodes), default=0)
+        waiting = most_on_node(settings, most_gpus).waiting
         for line in laid_out.lines():
             logger.info("%s", line)
         for note in laid_out.notes:
             logger.warning("%s", note)
     else:
         _say_no_sms(settings)
+        if alone:
+            settings, _ = planned_on_cpus(settings)
     settings = _for_device(settings, gpu)
+<<<<<<< HEAD
     engines = [_engines("decoder", settings, settings.decoders, gpu)]
+=======
+    settings = settings.on_nodes(alive)
+    engines = [_engines("decoder", settings, settings.decoders, gpu, waiting)]
+>>>>>>> w32-settings
     if settings.prefiller_replicas:
-        engines.append(_engines("prefiller", settings, settings.prefillers, gpu))
+        engines.append(_engines("prefiller", settings, settings.prefillers, gpu, waiting))
     options = {"num_replicas": settings.routers, "max_ongoing_requests": _MAX_ONGOING}
     router = cast(Any, Router).options(**options)
     return router.bind(settings, *engines)
@@ -171,14 +215,30 @@ def _require_cuda_build() -> None:
 
 
 def _for_device(settings: Settings, gpu: bool) -> Settings:
+<<<<<<< HEAD
     chunk = chunk_tokens(settings, gpu)
+=======
+    # A chunk is a whole number of blocks, which all roles have of one size. vLLM's CPU backend has
+    # blocks of 128 tokens. On a GPU it has small ones unless it is told otherwise, or a model has
+    # Mamba layers: see `kv_layers`.
+    arguments = settings.engine | settings.decoders.engine
+    block = int(arguments.get("block_size") or (1 if gpu else 128))
+    chunk = settings.lmcache.chunk_tokens
+    if chunk is None:
+        chunk = -(-(256 if gpu else 128) // block) * block
+    elif chunk % block:
+        whose = "engine.block_size" if gpu else "CPU blocks"
+        raise SettingsError(f"lmcache.chunk_tokens: {chunk} is not a multiple of {block} ({whose})")
+>>>>>>> w32-settings
     lmcache = settings.lmcache.model_copy(update={"chunk_tokens": chunk})
     device = "gpu" if gpu else "cpu"
     return settings.model_copy(update={"lmcache": lmcache, "device": device})
 
 
-def _engines(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> Application:
-    config = llm_arguments(role, settings, own, gpu)
+def _engines(
+    role: Role, settings: Settings, own: RoleSettings, gpu: bool, waiting: int
+) -> Application:
+    config = llm_arguments(role, settings, own, gpu, waiting)
     tier = role_tier(settings, own, gpu)
     options = placement_options(config, gpu) | {
         "name": role,
@@ -223,8 +283,14 @@ def placement_options(config: Mapping[str, Any], gpu: bool) -> dict[str, Any]:
     }
 
 
-def llm_arguments(role: Role, settings: Settings, own: RoleSettings, gpu: bool) -> dict[str, Any]:
-    """Return the arguments of Ray Serve LLM's ``LLMConfig`` for one role's engines."""
+def llm_arguments(
+    role: Role, settings: Settings, own: RoleSettings, gpu: bool, waiting: int = 0
+) -> dict[str, Any]:
+    """Return the arguments of Ray Serve LLM's ``LLMConfig`` for one role's engines.
+
+    Args:
+        waiting: how many of engines' processes may wait for each other on a node with GPUs.
+    """
     engine = engine_arguments(settings.model, gpu)
     if gpu:
         engine["worker_extension_cls"] = EXTENSION
@@ -264,6 +330,9 @@ def llm_arguments(role: Role, settings: Settings, own: RoleSettings, gpu: bool) 
     if not gpu and not engine["enforce_eager"]:
         # An operator who wants the model compiled has a compiler.
         del environment["TORCH_COMPILE_DISABLE"]
+    if not gpu and engine.get("kv_cache_memory_bytes") is not None:
+        # On CPUs vLLM takes this variable over the argument.
+        del environment["VLLM_CPU_KVCACHE_SPACE"]
     return {
         "model_loading_config": {
             "model_id": settings.model_id,
@@ -283,6 +352,7 @@ def llm_arguments(role: Role, settings: Settings, own: RoleSettings, gpu: bool) 
                 # A domain that is allowed must not lead to one that is not.
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
                 **(worker_share(own.num_gpus) if gpu else {}),
+                **({WAITING: str(waiting)} if waiting else {}),
                 **({} if tier.sm_slots is None else SLOT_ENVIRONMENT),
                 **own.env,
             }

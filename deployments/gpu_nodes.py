@@ -1,10 +1,10 @@
 """What GPUs the nodes of a Ray cluster have."""
 
-import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hetero.cards import Card, cards_here
+from hetero.container import HostMemory, host_memory
 from hetero.gpu_plan import GpuNode
 from hetero.tiers import offers
 
@@ -25,10 +25,10 @@ def nodes_with_gpus() -> list[GpuNode]:
     found = []
     for node, offer in zip(nodes, offers(nodes), strict=True):
         task = asked.get(node["NodeID"])
-        cards, available = _look() if task is None else ray.get(task, timeout=_LOOK_S)
-        found.append(GpuNode(offer, cards, available))
+        cards, memory = _look() if task is None else ray.get(task, timeout=_LOOK_S)
+        found.append(GpuNode(offer, cards, memory.available_bytes, memory))
     return found
 
 
-def _look() -> tuple[tuple[Card, ...], int]:
-    return cards_here(), psutil.virtual_memory().available
+def _look() -> tuple[tuple[Card, ...], HostMemory]:
+    return cards_here(), host_memory()

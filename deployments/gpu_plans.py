@@ -1,13 +1,15 @@
-"""The application's plan for GPUs: of this machine before anything runs, or of given nodes."""
+"""The application's plan: for this machine before anything runs, or for given nodes with GPUs."""
 
 import os
 from collections.abc import Sequence
 
-import psutil
-
 from conserve.settings import Settings, SettingsError
-from deployments.model_files import model_shape
+from deployments.engine_arguments import require_one_split
+from deployments.model_files import ModelMissing, model_shape
+from hetero import cpu_plan
 from hetero.cards import cards_here
+from hetero.container import host_memory
+from hetero.cpu_plan import CpuPlan
 from hetero.gpu_layout import with_counts
 from hetero.gpu_plan import GpuNode, GpuPlan, plan
 from hetero.gpu_room import require_shares, short_of_gpus
@@ -21,15 +23,23 @@ def here() -> GpuNode:
     cards = cards_here()
     resources = {"CPU": float(os.cpu_count() or 1), "GPU": float(len(cards))}
     offer = NodeOffer("of this machine", resources, {})
-    return GpuNode(offer, cards, psutil.virtual_memory().available)
+    memory = host_memory()
+    return GpuNode(offer, cards, memory.available_bytes, memory)
 
 
-def plan_on(settings: Settings, nodes: Sequence[GpuNode]) -> tuple[Settings, GpuPlan]:
+def plan_on(
+    settings: Settings, nodes: Sequence[GpuNode], model_is_here: bool
+) -> tuple[Settings, GpuPlan]:
     """The plan for these nodes, as if the application started there now.
 
+    Args:
+        model_is_here: whether engines read the model on this machine.
+
     Raises:
-        SettingsError: the engines do not fit, or there are too few GPUs; says the sums.
+        SettingsError: the engines do not fit, or there are too few GPUs, each with the sums; or
+            there is no such model.
     """
+    require_one_split(settings)
     chosen = with_counts(settings, gpus_of(nodes))
     require_shares(chosen)
     require_slots(chosen)
@@ -37,22 +47,48 @@ def plan_on(settings: Settings, nodes: Sequence[GpuNode]) -> tuple[Settings, Gpu
     short = missing(chosen, True, offered) + short_of_gpus(chosen, offered)
     if short:
         raise SettingsError("\n  ".join(short))
+<<<<<<< HEAD
     return planned(chosen.on_nodes(len(nodes)), nodes)
+=======
+    return planned(chosen, nodes, model_is_here)
+>>>>>>> w32-settings
 
 
-def planned(settings: Settings, nodes: Sequence[GpuNode]) -> tuple[Settings, GpuPlan]:
+def planned(
+    settings: Settings, nodes: Sequence[GpuNode], model_is_here: bool
+) -> tuple[Settings, GpuPlan]:
     """The plan for these nodes, once engines are counted.
 
+    Args:
+        model_is_here: whether engines read the model on this machine.
+
     Raises:
-        SettingsError: the engines do not fit; says the sums.
+        SettingsError: the engines do not fit, with the sums; or there is no such model.
     """
-    shape: ModelShape | None = None
-    why = ""
-    try:
-        shape = model_shape(settings)
-    except ModelUnknown as error:
-        why = f"model: {error}"
+    shape, why = _looked_for(settings, model_is_here)
     return plan(settings, nodes, shape, why)
+
+
+def planned_on_cpus(settings: Settings) -> tuple[Settings, CpuPlan]:
+    """The plan for engines on this machine's CPUs, as if the application started there now.
+
+    Raises:
+        SettingsError: vLLM would not start the engines, or there is no such model.
+    """
+    shape, _ = _looked_for(settings, model_is_here=True)
+    return cpu_plan.plan(settings, shape, host_memory())
+
+
+def _looked_for(settings: Settings, model_is_here: bool) -> tuple[ModelShape | None, str]:
+    """The model's shape, or why it is not known."""
+    try:
+        return model_shape(settings), ""
+    except ModelMissing as error:
+        if model_is_here:
+            raise SettingsError(f"model: {error}") from None
+        return None, f"model: {error}"
+    except ModelUnknown as error:
+        return None, f"model: {error}"
 
 
 def gpus_of(nodes: Sequence[GpuNode]) -> int:

@@ -3,12 +3,21 @@
 In a folder, in Hugging Face's cache, or on its hub, of which the configuration alone is fetched.
 """
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from conserve.engines import model_source
 from conserve.settings import Settings
@@ -16,19 +25,55 @@ from deployments.model_config import with_defaults
 from hetero.model_shape import ModelShape, ModelUnknown, shape_of
 
 _HUB_ERRORS = (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError)
+# Without one of these an engine cannot read a model either. `LocalEntryNotFoundError` is that the
+# hub is not asked, or cannot be reached.
+_MISSING = (
+    RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError, LocalEntryNotFoundError,
+    HFValidationError,
+)  # fmt: skip
 _INDEX = "model.safetensors.index.json"
+# Of models that vLLM reads without a `config.json`: Mistral's own format, and GGUF.
+_OTHER_FORMATS = ("params.json", "*.gguf")
+# Bits of a weight by how vLLM's `quantization` begins, where the model's files are not quantised:
+# engines do it as they load.
+_BITS = {"fp8": 8, "int8": 8, "experts_int8": 8, "mxfp8": 8, "bitsandbytes": 4.5, "nvfp4": 4.5}
+
+
+class ModelMissing(ModelUnknown):
+    """An engine here could not read the model: it is not there, or may not be fetched."""
 
 
 def model_shape(settings: Settings) -> ModelShape:
     """The shape of the model that is served.
 
     Raises:
+        ModelMissing: an engine on this machine could not read it.
         ModelUnknown: its configuration is not to be had, or does not say enough.
     """
     source = model_source(settings.model)
+    # Where it matters, roles have the same (`conserve.settings.engine_arguments`).
+    arguments = settings.engine | settings.decoders.engine
+    config, weights = _files(source, arguments.get("revision"))
+    overrides = arguments.get("hf_overrides")
+    if isinstance(overrides, dict):
+        config = {**config, **overrides}
+    shape = shape_of(config, weights, str(arguments.get("dtype", "auto")))
+    method = str(arguments.get("quantization"))
+    bits = next((bits for name, bits in _BITS.items() if method.startswith(name)), None)
+    if bits is None or config.get("quantization_config"):
+        return shape
+    # Scales, and what stays as it is: embeddings above all.
+    quantised = round(1.15 * bits / 8 * shape.weights_bytes / shape.value_bytes)
+    return dataclasses.replace(
+        shape, weights_bytes=min(shape.weights_bytes, quantised), estimated=True
+    )
+
+
+def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | None]:
+    """The model's configuration, and the size of its weights."""
     folder = Path(source).expanduser()
-    dtype = str(settings.engine.get("dtype", "auto"))
     if folder.is_dir():
+<<<<<<< HEAD
         config = with_defaults(_config(folder / "config.json"))
         return shape_of(config, _weights_in(folder), dtype)
     cached = try_to_load_from_cache(source, "config.json") if _is_hub_id(source) else None
@@ -36,13 +81,31 @@ def model_shape(settings: Settings) -> ModelShape:
         path = Path(cached)
         return shape_of(with_defaults(_config(path)), _weights_in(path.parent), dtype)
     return shape_of(with_defaults(_fetched(source)), _weights_on_hub(source), dtype)
+=======
+        if not (folder / "config.json").exists():
+            if any(found for name in _OTHER_FORMATS for found in folder.glob(name)):
+                raise ModelUnknown(f"{folder} has no config.json, but another format's files")
+            raise ModelMissing(f"{folder / 'config.json'} cannot be read: there is none")
+        return _config(folder / "config.json"), _weights_in(folder)
+    if folder.is_file():
+        raise ModelUnknown(f"{folder} is a file, of which the configuration is not looked for")
+    cached = (
+        try_to_load_from_cache(source, "config.json", revision=revision)
+        if _is_hub_id(source)
+        else None
+    )
+    if isinstance(cached, str):
+        path = Path(cached)
+        return _config(path), _weights_in(path.parent)
+    return _fetched(source, revision), _weights_on_hub(source, revision)
+>>>>>>> w32-settings
 
 
 def _is_hub_id(source: str) -> bool:
     return source.count("/") <= 1 and "://" not in source
 
 
-def _config(path: Path) -> dict[str, object]:
+def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -64,25 +127,38 @@ def _weights_in(folder: Path) -> int | None:
     return sum(file.stat().st_size for file in files) or None
 
 
-def _fetched(source: str) -> dict[str, object]:
+def _fetched(source: str, revision: str | None) -> dict[str, Any]:
     why: Exception | str = "it is neither a folder here nor an id on Hugging Face's hub"
+    kind = ModelUnknown if "://" in source else ModelMissing
     if _is_hub_id(source):
         try:
-            return _config(Path(hf_hub_download(source, "config.json", etag_timeout=10)))
+            found = hf_hub_download(source, "config.json", revision=revision, etag_timeout=10)
+            return _config(Path(found))
         except _HUB_ERRORS as error:
             why = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    raise ModelUnknown(
+            if not isinstance(error, _MISSING) or _has_another_format(source, revision):
+                kind = ModelUnknown
+    raise kind(
         f"config.json of {source!r} is not to be had ({why}); download the model, and give its "
         "folder or its id"
     )
 
 
-def _weights_on_hub(source: str) -> int | None:
+def _has_another_format(source: str, revision: str | None) -> bool:
     try:
-        files = HfApi().model_info(source, files_metadata=True, timeout=10).siblings or []
+        files = HfApi().model_info(source, revision=revision, timeout=10).siblings or []
+    except _HUB_ERRORS:
+        return False
+    return any(Path(file.rfilename).match(name) for file in files for name in _OTHER_FORMATS)
+
+
+def _weights_on_hub(source: str, revision: str | None) -> int | None:
+    try:
+        found = HfApi().model_info(source, revision=revision, files_metadata=True, timeout=10)
     except _HUB_ERRORS:
         # Then parameters are counted from the configuration.
         return None
+    files = found.siblings or []
     sizes = [
         file.size or 0
         for file in files

@@ -40,6 +40,8 @@ _LARGE_BYTES, _LARGE_SEQS, _SEQS = 70 * GIB, 1024, 256
 _HOST_WEIGHT = 3
 # Ray counts GPUs in ten-thousandths.
 _PARTS = 10_000
+# Of the estimated reserve, what vLLM is sure to find when it measures.
+_SURE_RESERVE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +52,22 @@ class Needs:
         reserve_bytes: contexts, graphs, and what a step of the longest batch takes; an estimate.
         kv_token_bytes: a token's KV.
         least_tokens: the longest sequence, which vLLM wants room for.
+<<<<<<< HEAD
         kv_copies: how many workers keep the same KV, of which one stores it for others.
+=======
+        at_most: whether that sequence may take less than its tokens are counted for.
+>>>>>>> w32-settings
     """
 
     weights_bytes: int
     reserve_bytes: int
     kv_token_bytes: float
     least_tokens: int
+<<<<<<< HEAD
     kv_copies: int = 1
+=======
+    at_most: bool = False
+>>>>>>> w32-settings
 
     @property
     def fixed_bytes(self) -> int:
@@ -205,12 +215,37 @@ def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> N
     if not isinstance(longest, int) or longest < 0:
         longest = 0  # vLLM's "auto": as long as there is room for.
     kept_as = str(arguments.get("kv_cache_dtype", "auto"))
+    # On each worker's host.
+    offloaded = int(float(arguments.get("cpu_offload_gb") or 0) * GIB)
     return Needs(
-        weights_bytes=shape.weights_bytes // (tensor * pipeline),
+        weights_bytes=max(0, shape.weights_bytes // (tensor * pipeline) - offloaded),
         reserve_bytes=_CONTEXT_BYTES + graphs + step + sampling,
         kv_token_bytes=shape.kv_token_bytes(tensor, kept_as) / pipeline,
         least_tokens=longest,
+<<<<<<< HEAD
         kv_copies=tensor if shape.shares_kv else 1,
+=======
+        at_most=shape.windowed or shape.recurrent,
+    )
+
+
+def require_longest(what: str, kv_bytes: int, needs: Needs) -> None:
+    """Refuse a KV space that does not hold the longest sequence, as vLLM does.
+
+    Args:
+        what: it, for the message.
+
+    Raises:
+        SettingsError: it is too small; says the sums, and what would do.
+    """
+    if kv_bytes >= needs.least_kv_bytes:
+        return
+    tokens = int(kv_bytes / needs.kv_token_bytes) // 16 * 16
+    raise SettingsError(
+        f"{what}: {_gib(kv_bytes)} GiB hold {tokens:,} tokens, and vLLM does not start with less "
+        f"than the longest sequence's {needs.least_tokens:,}, which take "
+        f"{_gib(needs.least_kv_bytes)} GiB; set engine.max_model_len={tokens}, or more KV space"
+>>>>>>> w32-settings
     )
 
 
@@ -302,7 +337,10 @@ def _parts_of_one(
 def _with_kv(name: str, plan: EnginePlan, arguments: Mapping[str, Any]) -> EnginePlan:
     told = arguments.get("kv_cache_memory_bytes")
     if told is not None:
-        return replace(plan, kv_bytes=int(told), fixed=True)
+        plan = replace(plan, kv_bytes=int(told), fixed=True)
+        if plan.needs is not None and not plan.needs.at_most:
+            require_longest(f"{name}: engine.kv_cache_memory_bytes", int(told), plan.needs)
+        return plan
     if plan.needs is None or plan.budget_bytes is None:
         if plan.num_gpus < 1:
             raise SettingsError(
@@ -311,10 +349,13 @@ def _with_kv(name: str, plan: EnginePlan, arguments: Mapping[str, Any]) -> Engin
             )
         return plan
     kv = plan.budget_bytes - plan.needs.fixed_bytes
-    # With GPUs of its own an engine measures, and may find more than is estimated here; but not
-    # that its weights take less than they are.
     shares = plan.num_gpus < 1
-    least = max(1, plan.needs.least_kv_bytes) if shares else -plan.needs.reserve_bytes
+    least = max(1, plan.needs.least_kv_bytes)
+    if not shares:
+        # It measures, and may find that less is taken than is estimated here; but not that its
+        # weights take less than they are, nor that all of the reserve is free.
+        exact = not (plan.needs.at_most or arguments.get("num_gpu_blocks_override"))
+        least = (least if exact else 0) - int((1 - _SURE_RESERVE) * plan.needs.reserve_bytes)
     if kv < least:
         raise SettingsError(_does_not_fit_part(name, plan))
     return replace(plan, kv_bytes=max(0, kv), fixed=shares)

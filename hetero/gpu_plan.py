@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from conserve.settings import Settings, SettingsError
 from hetero import host_memory
 from hetero.cards import Card
+from hetero.container import HostMemory
 from hetero.gpu_layout import GIB, EnginePlan, roles, with_memory
 from hetero.model_shape import ModelShape
 from hetero.tiers import NodeOffer, is_offered, role_tier
@@ -29,11 +30,13 @@ class GpuNode:
     Attributes:
         cards: none where they cannot be looked at, though Ray has some.
         available_bytes: host memory that is free.
+        memory: all that is known of it; None: nothing else.
     """
 
     offer: NodeOffer
     cards: tuple[Card, ...]
     available_bytes: int
+    memory: HostMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class GpuPlan:
         engines: by role.
         size_gb: host memory of each node's LMCache server, and the tokens that it keeps, at least
             (None: not known).
+        memory: of the node that has the least; None: not known.
         notes: what an operator should know, a line each.
     """
 
@@ -55,6 +59,7 @@ class GpuPlan:
     size_gb: float
     kept_tokens: int | None
     notes: tuple[str, ...]
+    memory: HostMemory | None = None
 
     def lines(self) -> list[str]:
         """The plan for a log."""
@@ -73,7 +78,8 @@ class GpuPlan:
                 parts.append(f"{one.kv_tokens:,} tokens each")
             said.append(", ".join(parts))
         kept = "" if self.kept_tokens is None else f", {self.kept_tokens:,} tokens at least"
-        said.append(f"host memory for handoffs: {self.size_gb:g} GiB a node{kept}")
+        there = f"; {self.memory.said()}" if self.memory else ""
+        said.append(f"host memory for handoffs: {self.size_gb:g} GiB a node{kept}{there}")
         return said
 
 
@@ -108,13 +114,13 @@ def plan(
         notes += _taken_by_others(nodes)
     notes += _short(engines)
     notes += _idle(chosen, engines, nodes)
-    chosen, kept, warning = _with_host_memory(chosen, shape, engines, nodes)
-    if warning:
-        notes.append(warning)
+    chosen, kept, warnings = _with_host_memory(chosen, shape, engines, nodes)
+    notes += warnings
     cards = tuple(card for node in nodes for card in node.cards)
     gpus = int(sum(node.offer.resources.get("GPU", 0) for node in nodes))
     size_gb = chosen.lmcache.size_gb
-    return chosen, GpuPlan(gpus, cards, tuple(engines), size_gb, kept, tuple(notes))
+    memory = _least(nodes).memory if nodes else None
+    return chosen, GpuPlan(gpus, cards, tuple(engines), size_gb, kept, tuple(notes), memory)
 
 
 def gib(count: float) -> str:
@@ -178,15 +184,38 @@ def _with_host_memory(
     shape: ModelShape | None,
     engines: Sequence[EnginePlan],
     nodes: Sequence[GpuNode],
-) -> tuple[Settings, int | None, str | None]:
+) -> tuple[Settings, int | None, list[str]]:
     lmcache = settings.lmcache
-    if shape is None:
-        return settings, None, None
-    if "size_gb" not in lmcache.model_fields_set and nodes:
-        available = min(node.available_bytes for node in nodes)
-        size_gb = host_memory.chosen_gb(settings, shape, engines, len(nodes), available)
+    warnings = []
+    if "size_gb" in lmcache.model_fields_set:
+        for node in nodes:
+            if node.memory is not None:
+                host_memory.require_room(lmcache.size_gb, node.memory)
+        if nodes and lmcache.size_gb * GIB > _least(nodes).available_bytes:
+            warnings.append(
+                f"lmcache.size_gb: {lmcache.size_gb:g} GiB, and a node has "
+                f"{gib(_least(nodes).available_bytes)} GiB available: Linux may end LMCache's "
+                "server, or an engine, for want of memory"
+            )
+    elif nodes:
+        available = _least(nodes).available_bytes
+        if shape is None:
+            size_gb = host_memory.capped_gb(lmcache.size_gb, available)
+        else:
+            size_gb = host_memory.chosen_gb(settings, shape, engines, len(nodes), available)
         lmcache = lmcache.model_copy(update={"size_gb": size_gb})
         settings = settings.model_copy(update={"lmcache": lmcache})
+<<<<<<< HEAD
     token = host_memory.token_bytes(settings, shape, engines[-1], lmcache.size_gb)
+=======
+    if shape is None:
+        return settings, None, warnings
+    token = host_memory.token_bytes(shape, engines[-1])
+>>>>>>> w32-settings
     kept = host_memory.kept_tokens(lmcache.size_gb, token)
-    return settings, kept, host_memory.too_small(lmcache.size_gb, token)
+    small = host_memory.too_small(lmcache.size_gb, token)
+    return settings, kept, [*warnings, *([small] if small else [])]
+
+
+def _least(nodes: Sequence[GpuNode]) -> GpuNode:
+    return min(nodes, key=lambda node: node.available_bytes)

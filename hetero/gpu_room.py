@@ -1,14 +1,46 @@
 """Whether a cluster has as many GPUs as its engines ask for. Pure, as `hetero.tiers` is."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conserve.settings import RoleSettings, Settings, SettingsError
-from hetero.gpu_layout import laid_out_by_hand, roles, workers
+from hetero.gpu_layout import laid_out_by_hand, most_replicas, roles, workers
 from hetero.tiers import NodeOffer, is_offered, role_tier
 
 # Ray counts GPUs in ten-thousandths.
 _LEAST = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """The most engines that may be on a node at a time, and their workers, together."""
+
+    engines: int
+    workers: int
+
+    @property
+    def waiting(self) -> int:
+        """Processes that wait for each other by looking again and again: cores, and workers."""
+        return self.engines + self.workers
+
+    @property
+    def processes(self) -> int:
+        """Those, and the server of each engine: as many cores as vLLM advises at least."""
+        return self.waiting + self.engines
+
+
+def most_on_node(settings: Settings, gpus: float) -> Crowd:
+    """Return the most engines and workers that may be on a node with so many GPUs.
+
+    Args:
+        settings: with all numbers chosen (`hetero.gpu_layout.with_counts`).
+    """
+    engines = sum(most_replicas(own) for _, own in roles(settings))
+    all_workers = sum(most_replicas(own) * workers(settings, own) for _, own in roles(settings))
+    least = min(own.num_gpus for _, own in roles(settings))
+    held = all_workers if least <= 0 else min(all_workers, math.floor(gpus / least + _LEAST))
+    return Crowd(min(engines, held), held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +103,10 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
         said += (
             ", which do not hold them: an engine's workers are on one node, a part is of one GPU"
         )
-    by_hand = settings.gpus is not None or laid_out_by_hand(settings)
-    hint = "" if by_hand or not there else f", or have engines share them (gpus={int(there)})"
+    alone = settings.gpus is not None or laid_out_by_hand(settings)
+    # Engines of several workers share no GPU.
+    alone = alone or any(workers(settings, own) > 1 for own in asked.values())
+    hint = "" if alone or not there else f", or have engines share them (gpus={int(there)})"
     return [f"{said}; ask for fewer engines{hint}"]
 
 

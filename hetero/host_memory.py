@@ -4,6 +4,10 @@ import math
 from collections.abc import Sequence
 
 from conserve.settings import Settings, SettingsError
+<<<<<<< HEAD
+=======
+from hetero.container import HostMemory
+>>>>>>> w32-settings
 from hetero.gpu_layout import GIB, EnginePlan
 from hetero.model_shape import ModelShape
 
@@ -115,6 +119,22 @@ def chosen_gb(
         size = wanted
     # Whole GiB, unless there are none.
     return float(max(0.5, size // GIB if size >= GIB else 0.5))
+
+
+def capped_gb(size_gb: float, available_bytes: int) -> float:
+    """GiB for a server whose size nobody has set: at most half of the memory that is free."""
+    most = _HOST_SHARE * available_bytes / GIB
+    return size_gb if size_gb <= most else max(0.5, int(2 * most) / 2)
+
+
+def require_room(size_gb: float, memory: HostMemory) -> None:
+    """Refuse a server that is larger than its node's memory.
+
+    Raises:
+        SettingsError: says how much there is.
+    """
+    if size_gb * GIB > memory.total_bytes:
+        raise SettingsError(f"lmcache.size_gb: {size_gb:g} GiB, and {memory.said()}; set less")
 
 
 def too_small(size_gb: float, token: float) -> str | None:

@@ -75,6 +75,8 @@ class ModelShape:
             at the end.
         max_model_len: tokens of the longest sequence; None if it is not said.
         recurrent: whether layers keep a state (Mamba, linear attention) in the place of tokens.
+        windowed: whether layers look back no further than a window, so that a long sequence takes
+            less KV than is counted.
     """
 
     weights_bytes: int
@@ -87,6 +89,7 @@ class ModelShape:
     vocabulary: int
     max_model_len: int | None
     recurrent: bool = False
+    windowed: bool = False
 
     @property
     def kv_layers(self) -> int:
@@ -160,6 +163,7 @@ def shape_of(
         vocabulary=_number(own, "vocab_size"),
         max_model_len=_first(own, _LENGTHS),
         recurrent=_is_recurrent(own),
+        windowed=_is_windowed(own),
     )
 
 
@@ -288,6 +292,14 @@ def _is_recurrent(config: Mapping[str, Any]) -> bool:
     return any(
         kind == "hybrid" or "linear" in kind or ("attention" not in kind and kind not in dense)
         for kind in kinds
+    )
+
+
+def _is_windowed(config: Mapping[str, Any]) -> bool:
+    window = config.get("sliding_window") and config.get("use_sliding_window", True)
+    kinds = config.get("layer_types") or ()
+    return bool(window or config.get("attention_chunk_size")) or any(
+        "sliding" in kind or "chunked" in kind for kind in kinds
     )
 
 

@@ -11,7 +11,13 @@ from conserve.environments.settings import EnvironmentSettings
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing
 from conserve.placement import EngineCosts, PlacementPolicy, PolicyName, make_policy
-from conserve.settings.engine_arguments import NOT_BESIDE_A_LANE, without_reserved
+from conserve.settings.engine_arguments import (
+    ADAPTERS,
+    NOT_BESIDE_A_LANE,
+    disagreements,
+    without_expandable_segments,
+    without_reserved,
+)
 from conserve.settings.groups import (
     CPU_TIER,
     GPU_TIER,
@@ -263,6 +269,39 @@ class Settings(Strict):
     def _role_arguments(self) -> Self:
         without_reserved(self.prefillers.engine, "prefillers.engine")
         without_reserved(self.decoders.engine, "decoders.engine")
+        without_expandable_segments(self.prefillers.env, "prefillers.env")
+        without_expandable_segments(self.decoders.env, "decoders.env")
+        return self
+
+    @model_validator(mode="after")
+    def _roles_read_each_others_kv(self) -> Self:
+        if self.prefiller_replicas:
+            differing = disagreements(
+                self.engine,
+                self.prefillers.engine,
+                self.decoders.engine,
+                (self.prefillers.env, self.decoders.env),
+            )
+            if differing:
+                raise ValueError("\n  ".join(differing))
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_are_told_apart(self) -> Self:
+        if not (self.prefiller_replicas or self.parks):
+            return self  # Nothing is stored.
+        for place, given in (
+            ("engine", self.engine),
+            ("prefillers.engine", self.prefillers.engine),
+            ("decoders.engine", self.decoders.engine),
+        ):
+            for name in ADAPTERS:
+                if given.get(name):
+                    raise ValueError(
+                        f"{place}.{name}: LMCache's keys say nothing of adapters, so one would be "
+                        "given another's KV; merge the adapter into a model of its own, or set "
+                        "placement=collocated, which hands nothing over"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -107,8 +107,8 @@ class LMCacheSettings(Strict):
         default=2.0,
         gt=0,
         description="Host memory on each node for KV in transit, and of parked conversations, in "
-        "GiB. When it is full, the KV unused for longest is dropped. Unset, on GPUs: by the "
-        "model's KV and decoders' room for it, at most half of what is free.",
+        "GiB. When it is full, the KV unused for longest is dropped. Unset: at most half of what "
+        "is free, within the container's limit; on GPUs by the model's KV and decoders' room.",
     )
     chunk_tokens: int | None = Field(
         default=None,

@@ -58,13 +58,19 @@ class CompilerFacts:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Memory and disk, in bytes.
+    """Memory and disk, in bytes, and limits of processes; each as the container has it.
 
     Attributes:
         disk: free space by what it is for, each with its folder.
         transparent_huge_pages: ``always``, ``madvise`` or ``never``; empty if Linux has none.
         reserved_huge_pages_bytes: memory set aside for huge pages and not used.
         open_files: how many files a process may open.
+        memory_limited: whether the total is a container's limit, and less than the machine has.
+        cpus: how many processes may run at a time; None: not known.
+        lockable_bytes: memory that a process may lock; None: any.
+        rdma: whether there is a network card that reads memory by itself.
+        expandable: the variables of the environment that have PyTorch's allocator use expandable
+            segments.
     """
 
     memory_total_bytes: int
@@ -74,6 +80,11 @@ class MachineFacts:
     transparent_huge_pages: str
     reserved_huge_pages_bytes: int
     open_files: int
+    memory_limited: bool = False
+    cpus: float | None = None
+    lockable_bytes: int | None = None
+    rdma: bool = False
+    expandable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,11 @@
-"""A machine: memory, shared memory, disk, huge pages, files."""
+"""A machine: memory, shared memory, disk, huge pages, files, CPUs, and what GPUs need of it."""
 
 from conserve.settings import Settings
 from conserve_cli.doctor.facts import MachineFacts
 from conserve_cli.doctor.findings import Finding, Level, gibibytes
+from deployments.node.lmcache_server import THREADS
+from hetero import host_memory
+from hetero.gpu_room import Crowd
 
 # What an engine on a CPU takes beside its KV, for vLLM, PyTorch and a small model. Measured: one
 # prefiller, two decoders and Ray took 14 GB, with 1 GiB of KV each.
@@ -10,52 +13,141 @@ _CPU_ENGINE_BYTES = 4 * 2**30
 # Ray's object store and the workers of an engine live there; containers get 64 MiB by default.
 _LEAST_SHM_BYTES = 2**30
 _LEAST_DISK_BYTES = 2 * 2**30
+# A core has two hyperthreads, which are what machines and containers count as CPUs.
+_VCPUS = 2
 # Each client, turn and worker takes some files.
 _LEAST_OPEN_FILES = 4096
 
 
 def check_machine(
-    facts: MachineFacts, settings: Settings, cpu_engines: int, has_engines: bool = True
+    facts: MachineFacts,
+    settings: Settings,
+    cpu_engines: int,
+    has_engines: bool = True,
+    crowd: Crowd | None = None,
+    several: bool = False,
 ) -> list[Finding]:
     """What ConServe needs of a machine.
 
     Args:
         cpu_engines: how many engines would run here on the CPU.
         has_engines: whether any can be here, and with them an LMCache server.
+        crowd: the engines that may be on its GPUs; None: none.
+        several: whether KV moves between this node and others.
     """
     return [
         *([_memory(facts, settings, cpu_engines)] if has_engines else []),
-        _shared_memory(facts),
+        _shared_memory(facts, crowd),
         *_disk(facts),
         *_huge_pages(facts),
         _open_files(facts),
+        *(_cpus(facts, crowd) if crowd else []),
+        *(_copies(crowd) if crowd else []),
+        *(_allocator(facts) if crowd else []),
+        *(_locked_memory(facts, settings) if several and has_engines else []),
     ]
 
 
 def _memory(facts: MachineFacts, settings: Settings, cpu_engines: int) -> Finding:
     available = facts.memory_available_bytes
-    needed = settings.lmcache.size_gb * 2**30 + cpu_engines * _CPU_ENGINE_BYTES
-    for_what = f"{settings.lmcache.size_gb:g} GiB for LMCache"
+    size_gb = settings.lmcache.size_gb
+    if "size_gb" not in settings.lmcache.model_fields_set:
+        size_gb = host_memory.capped_gb(size_gb, available)
+    needed = size_gb * 2**30 + cpu_engines * _CPU_ENGINE_BYTES
+    for_what = f"{size_gb:g} GiB for LMCache"
     if cpu_engines:
         for_what += f" and about 4 GiB for each of {cpu_engines} engines on the CPU"
-    seen = f"{gibibytes(available)} of {gibibytes(facts.memory_total_bytes)} available"
+    limit = "the container's limit of " if facts.memory_limited else ""
+    seen = f"{gibibytes(available)} of {limit}{gibibytes(facts.memory_total_bytes)} available"
     if available >= needed:
         return Finding("ok", "memory", seen)
     level: Level = "wrong" if facts.memory_total_bytes < needed else "warning"
     return Finding(
         level, "memory", f"{seen}; {gibibytes(needed)} are needed ({for_what})",
-        "free some, or set a smaller lmcache.size_gb or fewer engines",
+        "free some, or set a smaller lmcache.size_gb or fewer engines"
+        + (", or give the container more" if facts.memory_limited else ""),
     )  # fmt: skip
 
 
-def _shared_memory(facts: MachineFacts) -> Finding:
+def _shared_memory(facts: MachineFacts, crowd: Crowd | None) -> Finding:
     size = gibibytes(facts.shm_total_bytes)
     if facts.shm_total_bytes >= _LEAST_SHM_BYTES:
         return Finding("ok", "shared memory", f"/dev/shm has {size}")
+    needs = "Ray and engines need 1 GiB at least"
+    if crowd is not None and crowd.workers > crowd.engines:
+        needs = "Ray, and NCCL between an engine's workers, need 1 GiB at least"
     return Finding(
-        "wrong", "shared memory", f"/dev/shm has {size}; Ray and engines need 1 GiB at least",
-        "give the container more: docker run --shm-size=8g, or a memory-backed volume on /dev/shm",
+        "wrong", "shared memory", f"/dev/shm has {size}; {needs}",
+        "give the container more: docker run --shm-size=8g, or a memory-backed volume on /dev/shm; "
+        "else start Ray on it by `conserve serve`, or with --object-store-memory=83886080",
     )  # fmt: skip
+
+
+def _cpus(facts: MachineFacts, crowd: Crowd) -> list[Finding]:
+    """Whether each process that looks for its next step again and again has a core to do so."""
+    if facts.cpus is None:
+        return []
+    seen = f"{facts.cpus:.3g} CPUs"
+    count = f"{crowd.engines} engines with {crowd.workers} workers on GPUs"
+    if facts.cpus < crowd.waiting:
+        return [
+            Finding(
+                "warning", "CPUs", f"{seen}; the cores and workers of {count} are {crowd.waiting} "
+                "processes, which wait for each other asleep here, and late for their next step",
+                f"give the container {_VCPUS * crowd.processes} (two hyperthreads for each, and "
+                "for each engine's server), or run fewer engines here",
+            )
+        ]  # fmt: skip
+    if facts.cpus < _VCPUS * crowd.processes:
+        return [
+            Finding(
+                "note", "CPUs", f"{seen}; vLLM advises a core, of two hyperthreads, for each of "
+                f"{crowd.processes} processes of {count}",
+                f"{_VCPUS * crowd.processes} CPUs, if time between tokens matters",
+            )
+        ]  # fmt: skip
+    return [Finding("ok", "CPUs", f"{seen} for {count}")]
+
+
+def _copies(crowd: Crowd) -> list[Finding]:
+    workers = max(THREADS, crowd.workers)
+    return [
+        Finding("ok", "KV copies", f"{workers} threads copy for {crowd.workers} workers on GPUs")
+    ]
+
+
+def _allocator(facts: MachineFacts) -> list[Finding]:
+    if not facts.expandable:
+        return []
+    names = " and ".join(facts.expandable)
+    return [
+        Finding(
+            "note", "PyTorch", f"{names}: expandable_segments:True, by which LMCache's server "
+            "could not map an engine's memory; ConServe's engines switch it off",
+            f"take it out of {names}, unless other programs here want it",
+        )
+    ]  # fmt: skip
+
+
+def _locked_memory(facts: MachineFacts, settings: Settings) -> list[Finding]:
+    """Whether a network card that reads LMCache's memory by itself may have all of it locked."""
+    if not facts.rdma:
+        return []
+    needed = settings.lmcache.size_gb * 2**30
+    if "size_gb" not in settings.lmcache.model_fields_set:
+        # On GPUs it is chosen by what is free.
+        needed = max(needed, 0.5 * facts.memory_available_bytes)
+    if facts.lockable_bytes is None or facts.lockable_bytes >= needed:
+        return [Finding("ok", "locked memory", "as much as LMCache's server shares by RDMA")]
+    return [
+        Finding(
+            "wrong", "locked memory",
+            f"a process may lock {gibibytes(facts.lockable_bytes)}, and RDMA wants "
+            f"{gibibytes(needed)} of LMCache's locked: its server does not come up",
+            "ulimit -l unlimited before Ray starts, on every node (docker run --ulimit memlock=-1; "
+            "systemd: LimitMEMLOCK=infinity); or keep NIXL to TCP: UCX_TLS=tcp",
+        )
+    ]  # fmt: skip
 
 
 def _disk(facts: MachineFacts) -> list[Finding]:

@@ -1,6 +1,7 @@
 """Observes this node for ``conserve doctor``; what is seen is judged in `conserve_cli.doctor`."""
 
 import dataclasses
+import glob
 import importlib.metadata
 import os
 import platform
@@ -14,14 +15,21 @@ from pathlib import Path
 
 import psutil
 
+from conserve.engines import allocator_environment
 from conserve.settings import Settings
 from conserve_cli.doctor.compiler import observe_compiler
 from conserve_cli.doctor.environments import observe_environments
 from conserve_cli.doctor.facts import MachineFacts, NodeFacts, PortFacts, SoftwareFacts
 from conserve_cli.doctor.listeners import observe_listeners
-from conserve_cli.doctor.observe_gpus import observe_gpus, observe_torch
+from conserve_cli.doctor.observe_gpus import (
+    CAP_IPC_LOCK,
+    has_capability,
+    observe_gpus,
+    observe_torch,
+)
 from conserve_cli.doctor.software import ENGINES, PACKAGES
 from deployments.node.lmcache_server import SERVER_MODULE
+from hetero.container import host_memory, usable_cpus
 
 # Distributions whose own requirements are held against what is installed.
 _OWNERS = ("conserve", *ENGINES, "lmcache")
@@ -75,15 +83,15 @@ def _string_hash() -> int:
 
 def observe_machine() -> MachineFacts:
     """Memory, disks and limits."""
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     folders = {
         "models": Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser(),
         "Ray": Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())),
     }
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MachineFacts(
-        memory_total_bytes=memory.total,
-        memory_available_bytes=memory.available,
+        memory_total_bytes=memory.total_bytes,
+        memory_available_bytes=memory.available_bytes,
         shm_total_bytes=shutil.disk_usage("/dev/shm").total,
         disk={
             purpose: (str(folder), shutil.disk_usage(_existing(folder)).free)
@@ -92,7 +100,19 @@ def observe_machine() -> MachineFacts:
         transparent_huge_pages=_transparent_huge_pages(),
         reserved_huge_pages_bytes=_free_huge_pages_bytes(),
         open_files=soft,
+        memory_limited=memory.limited,
+        cpus=usable_cpus(),
+        lockable_bytes=_lockable_bytes(),
+        rdma=bool(glob.glob("/dev/infiniband/uverbs*")),
+        expandable=tuple(allocator_environment(os.environ)),
     )
+
+
+def _lockable_bytes() -> int | None:
+    # A server raises its own limit to the hard one; some may lock without a limit.
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = hard == resource.RLIM_INFINITY or has_capability(CAP_IPC_LOCK)
+    return None if unlimited else hard
 
 
 def _existing(folder: Path) -> Path:

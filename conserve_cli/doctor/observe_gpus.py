@@ -14,6 +14,7 @@ from conserve_cli.doctor.listeners import owner_of, process_name
 from hetero.nvml import Gpu, MigDevice, NoDriver, Nvml, NvmlError
 
 _CAP_SYS_ADMIN = 21
+CAP_IPC_LOCK = 14
 # A first import from a slow disk.
 _TORCH_TIMEOUT_S = 180.0
 
@@ -44,7 +45,7 @@ def observe_gpus() -> GpuFacts:
                 cuda=nvml.cuda_version(),
                 cards=tuple(_card(nvml, gpu) for gpu in nvml.inventory()),
                 lost=tuple(nvml.lost()),
-                may_cap_power=_has_capability(_CAP_SYS_ADMIN),
+                may_cap_power=has_capability(_CAP_SYS_ADMIN),
             )
     except NoDriver as error:
         return GpuFacts(devices, problem=str(error) if devices else "")
@@ -108,7 +109,8 @@ def observe_torch() -> TorchFacts:
     return TorchFacts("", (int(major), int(minor)) if major else None, problem)
 
 
-def _has_capability(number: int) -> bool:
+def has_capability(number: int) -> bool:
+    """Whether this process has a capability of Linux's (`linux/capability.h`)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> number & 1)

@@ -1,9 +1,13 @@
-"""An engine on a GPU uses no kernels that its node has no tools to compile.
+"""An engine on a GPU has an environment in which its node can serve.
 
-FlashInfer's sampler and DeepGEMM compile their kernels on the node, with CUDA's compiler ``nvcc``.
-vLLM chooses both because their packages are installed, without a look at the compiler. On a node
-that has NVIDIA's driver and no CUDA toolkit, the sampler then ends each engine at its warm-up, and
-DeepGEMM ends those with FP8 weights.
+It uses no kernels that the node has no tools to compile. FlashInfer's sampler and DeepGEMM compile
+their kernels on the node, with CUDA's compiler ``nvcc``. vLLM chooses both because their packages
+are installed, without a look at the compiler. On a node that has NVIDIA's driver and no CUDA
+toolkit, the sampler then ends each engine at its warm-up, and DeepGEMM ends those with FP8 weights.
+
+And its memory can be shared. With ``expandable_segments:True`` in the settings of PyTorch's
+allocator, which many images have, memory is not of the kind that CUDA IPC shares: LMCache's server
+could not map the engine's KV. vLLM refuses one of the two variables that say it, and not the other.
 
 vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
 pyproject.toml), before it reads the variables. So the node that an engine runs on decides.
@@ -18,6 +22,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from conserve.engines import allocator_environment
 
 logger = logging.getLogger("vllm.conserve")
 
@@ -50,6 +56,14 @@ def register() -> None:
 
     if not current_platform.is_cuda():
         return
+    allocator = allocator_environment(os.environ)
+    # PyTorch reads them when it first allocates.
+    os.environ.update(allocator)
+    if allocator:
+        logger.warning(
+            "expandable_segments is switched off in %s: LMCache's server could not map the "
+            "engine's KV", " and ".join(allocator),
+        )  # fmt: skip
     chosen = kernel_environment(observe_tools(os.environ), os.environ)
     os.environ.update(chosen)
     switches = ", ".join(f"{name}={value}" for name, value in chosen.items() if name != "PATH")

@@ -1,4 +1,4 @@
-"""How a CPU engine's processes wait for each other: asleep, not spinning.
+"""How engines' processes wait for each other where CPUs are short: asleep, not spinning.
 
 A vLLM engine on a CPU is two processes that hand each other every step through shared memory. Each
 waits by calling ``sched_yield`` in a loop for up to a second. On a GPU the cores are free for that.
@@ -6,27 +6,36 @@ Where the model itself runs on the cores, the loop takes them from it; and under
 processes, even ones that had only slept, were seen to get no core for up to 11 seconds beside it.
 With a sleep of a few microseconds in its place, no wait was longer than 0.3 seconds.
 
+A node with GPUs may have fewer CPUs than processes that wait so: a container with four of them and
+eight GPUs, say. There they sleep, too.
+
 vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
 pyproject.toml). ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
 """
 
 import logging
+import os
 import time
+
+from hetero.container import usable_cpus
 
 logger = logging.getLogger("vllm.conserve")
 
+# How many processes may wait on a node at a time, for engines on GPUs.
+WAITING = "CONSERVE_WAITING_PROCESSES"
 # The kernel adds its timer slack, 50 microseconds, to it.
 _NAP_S = 50e-6
 
 
 def register() -> None:
-    """Have this process wait asleep, if its engine runs on a CPU. May be called repeatedly.
+    """Have this process wait asleep, if cores are short. May be called repeatedly.
 
-    A vLLM that waits in another way is left as it is, with a warning.
+    They are where the engine runs on a CPU, or more processes wait than there are CPUs. A vLLM that
+    waits in another way is left as it is, with a warning.
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() or _too_many(os.environ.get(WAITING))):
         return
     from vllm.distributed.device_communicators import shm_broadcast
 
@@ -37,6 +46,17 @@ def register() -> None:
         )
         return
     shm_broadcast.sched_yield = _nap
+
+
+def _too_many(waiting: str | None) -> bool:
+    """Whether so many processes have no CPU each."""
+    if waiting is None or int(waiting) <= usable_cpus():
+        return False
+    logger.info(
+        "%s processes may wait for each other here, with %.3g CPUs: they wait asleep", waiting,
+        usable_cpus(),
+    )  # fmt: skip
+    return True
 
 
 def _nap() -> None:

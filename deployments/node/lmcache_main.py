@@ -13,6 +13,7 @@ it) and of lmcache 0.5.6 (``DeviceHostFuncDispatcher``): check them when those v
 """
 
 import importlib
+import resource
 import sys
 from types import ModuleType
 from typing import Any
@@ -71,12 +72,23 @@ def look_less_often_for_copies() -> None:
     start.__defaults__ = (_LOOKS_EVERY_S,)
 
 
+def lock_as_much_as_allowed() -> None:
+    """Raise this process's limit of locked memory to the most that it may set.
+
+    A network card that reads memory by itself (RDMA) has it locked, and the whole of what is shared
+    is made known to it.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (most, most))
+
+
 def main() -> None:
     """``python -m deployments.node.lmcache_main server ...``: as ``lmcache server ...``."""
     from lmcache.cli.main import main as lmcache
 
     if "nixl" in sys.argv:
         let_progress_thread_sleep(nixl_api())
+        lock_as_much_as_allowed()
     if OWN_POOL in sys.argv:
         sys.argv[sys.argv.index(OWN_POOL)] = kv_pool.offer()
     # LMCache has loaded PyTorch.

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from conserve.engines import allocator_environment
 from conserve.settings import LMCacheSettings, Settings
 from deployments.messages import NodeCache
 from deployments.node import lmcache_main
@@ -49,6 +50,15 @@ _LONGEST_BACKOFF_S = 10.0
 _LOOKUP_TIMEOUT_S = 2.0
 # How often servers ask which others there are. After four rounds without, one is dropped.
 _DIRECTORY_PERIOD_S = 1.0
+<<<<<<< HEAD
+=======
+# NIXL describes memory page by page, to every server: a bounded number of pages, so that pages grow
+# with the memory. A chunk takes whole pages.
+_SMALLEST_PAGE_BYTES = 64 * 1024
+# Threads of the server, of each kind, at least.
+THREADS = 4
+_MOST_PAGES = 2**17
+>>>>>>> w32-settings
 # Above those of Ray's workers (10002 to 19999), below those that Linux gives to outgoing
 # connections (from 32768): a server binds its port many seconds after it was chosen.
 _OPEN_PORTS = range(20_000, 32_768)
@@ -123,6 +133,7 @@ def lmcache_command(
     cache: NodeCache | None = None,
     directory_url: str | None = None,
     gpu: bool = True,
+    gpu_workers: int = 0,
 ) -> list[str]:
     """The LMCache server's command line.
 
@@ -131,6 +142,7 @@ def lmcache_command(
         directory_url: where it learns of those.
         gpu: it copies from and to GPUs' memory. Else engines copy, from and to its own; where it is
             shared with other nodes, whose transfers want memory of another kind, it is sent.
+        gpu_workers: the most engines' workers on GPUs that it copies for.
     """
     command = [
         sys.executable, "-m", SERVER_MODULE, "server",
@@ -142,7 +154,7 @@ def lmcache_command(
         "--eviction-policy", "LRU",
         "--supported-transfer-mode", "auto",
         "--chunk-size", str(lmcache.chunk_tokens),
-        "--max-workers", "4",
+        "--max-workers", str(THREADS),
         "--worker-reap-timeout-seconds", str(REAP_TIMEOUT_S),
         "--worker-registration-grace-seconds", str(REAP_TIMEOUT_S),
     ]  # fmt: skip
@@ -150,6 +162,8 @@ def lmcache_command(
         # Layers that look back no further than a window, or at one state, are stored apart from
         # others; where all layers are alike, it is the same.
         command.append("--separate-object-groups")
+        # A thread copies for the same workers always; with fewer, one's copies wait for another's.
+        command += ["--max-gpu-workers", str(max(THREADS, gpu_workers))]
     if cache is None:
         return command if gpu else [*command, "--no-l1-use-lazy", "--shm-name", OWN_POOL]
     assert directory_url is not None
@@ -171,6 +185,7 @@ def lmcache_environment() -> dict[str, str]:
     """The server's environment: the same prefix hashes as the engines', and no reports home."""
     return {
         **os.environ,
+        **allocator_environment(os.environ),
         "PYTHONHASHSEED": "0",
         "LMCACHE_TRACK_USAGE": "false",
         "LMCACHE_DISABLE_BANNER": "1",
@@ -186,6 +201,7 @@ class LMCacheServer:
     Args:
         directory_url: where it learns of other nodes' servers; None: it shares with none.
         gpu: whether engines run on GPUs.
+        gpu_workers: the most of their workers that may be on this node.
     """
 
     def __init__(
@@ -194,12 +210,14 @@ class LMCacheServer:
         address: Address,
         directory_url: str | None = None,
         gpu: bool = True,
+        gpu_workers: int = 0,
     ) -> None:
         self.address = address
         self.restarts = -1
         self._settings = settings
         self._directory_url = directory_url
         self._gpu = gpu
+        self._gpu_workers = gpu_workers
         self._process: asyncio.subprocess.Process | None = None
         self._cache: NodeCache | None = None
         self._launched = asyncio.Event()
@@ -276,7 +294,12 @@ class LMCacheServer:
             self._cache = new_node_cache(self.address) if self._directory_url else None
             self._process = await asyncio.create_subprocess_exec(
                 *lmcache_command(
-                    self._settings, self.address, self._cache, self._directory_url, self._gpu
+                    self._settings,
+                    self.address,
+                    self._cache,
+                    self._directory_url,
+                    self._gpu,
+                    self._gpu_workers,
                 ),
                 env=lmcache_environment(),
                 stdin=asyncio.subprocess.DEVNULL,

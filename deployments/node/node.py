@@ -27,6 +27,7 @@ from deployments.messages import NodeCache
 from deployments.node.caches import CacheDirectory, SeenCaches
 from deployments.node.lmcache_server import Address, LMCacheServer, choose_address, require_nixl
 from hetero.energy import EngineEnergy
+from hetero.gpu_room import most_on_node
 from hetero.gpus import EngineUse, GpuKeeper
 from hetero.sm_slots import SmLease
 
@@ -182,8 +183,9 @@ class NodeService:
                     directory_url = await CacheDirectory(self._caches).start()
                     jobs.append(self._follow_caches())
                 gpu = self._settings.device != "cpu"
+                workers = most_on_node(self._settings, _own_gpus()).workers if gpu else 0
                 self._server = LMCacheServer(
-                    self._settings.lmcache, self._address, directory_url, gpu
+                    self._settings.lmcache, self._address, directory_url, gpu, workers
                 )
                 jobs.append(self._server.keep_running())
                 loop = asyncio.get_running_loop()
@@ -220,6 +222,14 @@ class NodeService:
         if self._gpus is not None:
             await self._on_gpus(self._gpus.close)
         ray.kill(ray.get_runtime_context().current_actor)
+
+
+def _own_gpus() -> float:
+    """How many GPUs this node has, by Ray's account."""
+    own = ray.get_runtime_context().get_node_id()
+    return float(
+        sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own)
+    )
 
 
 class NodeNames:

@@ -208,6 +208,155 @@ def test_a_bad_value_is_refused_by_its_fields_name(arguments: dict[str, Any], fi
     assert [line.split(":")[0] for line in lines[1:]] == [f"  {field}"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            {"decoders.engine.kv_cache_dtype": "fp8"},
+            "decoders.engine.kv_cache_dtype: fp8, but prefillers have the default: KV is taken as "
+            "it was stored, and LMCache's keys do not say in which form that is; set "
+            "engine.kv_cache_dtype for both roles",
+        ),
+        (
+            {"engine.dtype": "bfloat16", "prefillers.engine.dtype": "float16"},
+            "prefillers.engine.dtype: float16, but decoders have bfloat16: KV is taken as it was",
+        ),
+        ({"decoders.engine.dtype": "auto"}, "decoders.engine.dtype: auto, but prefillers have the"),
+        (
+            {"engine.block_size": 16, "decoders.engine.block_size": 32},
+            "decoders.engine.block_size: 32, but prefillers have 16",
+        ),
+        (
+            {"decoders.engine.pipeline_parallel_size": 2},
+            "decoders.engine.pipeline_parallel_size: 2, but prefillers have the default: LMCache's "
+            "keys say among how many workers KV is split, so a decoder would find nothing",
+        ),
+        (
+            {"prefillers.engine.decode_context_parallel_size": 2},
+            "prefillers.engine.decode_context_parallel_size: 2, but decoders have the default",
+        ),
+        (
+            {"decoders.engine.revision": "v2"},
+            "decoders.engine.revision: v2, but prefillers have the default: a conversation would "
+            "begin with one model and go on with another",
+        ),
+        ({"prefillers.engine.quantization": "fp8"}, "prefillers.engine.quantization: fp8, but"),
+        (
+            {"decoders.engine.hf_overrides": {"rope_theta": 1e6}},
+            "decoders.engine.hf_overrides: another value, but prefillers have the default",
+        ),
+        (
+            {"decoders.engine.speculative_config": {"method": "eagle3", "model": "d"}},
+            "decoders.engine.speculative_config: another value, but prefillers have the default: a "
+            "drafter has KV of its own",
+        ),
+        (
+            {"decoders.engine.spec_method": "mtp"},
+            "decoders.engine.speculative_config: another value",
+        ),
+        (
+            {"decoders.engine.disable_hybrid_kv_cache_manager": True},
+            "decoders.engine.disable_hybrid_kv_cache_manager: true, but prefillers",
+        ),
+        (
+            {"decoders.engine.mamba_cache_dtype": "float32"},
+            "decoders.engine.mamba_cache_dtype: float32, but prefillers",
+        ),
+        (
+            {"prefillers.env": {"VLLM_MLA_DISABLE": "1"}},
+            "prefillers.env.VLLM_MLA_DISABLE: 1, but decoders have the default",
+        ),
+    ],
+)
+@pytest.mark.parametrize("placement", ["elastic", "conversation", "per_turn"])
+def test_roles_that_could_not_read_each_others_kv_are_refused(
+    arguments: dict[str, Any], said: str, placement: str
+) -> None:
+    message = refusal_of({**arguments, "placement": placement})
+    assert said in message
+    assert len(message.splitlines()) == 2
+
+
+def test_adapters_are_refused_where_their_kv_would_be_mixed_up() -> None:
+    from dataclasses import fields
+
+    from lmcache.v1.distributed.api import ObjectKey
+    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
+
+    modules = [{"name": "a", "path": "/a"}]
+    assert "engine.lora_modules: LMCache's keys say nothing of adapters" in refusal_of(
+        {"engine.lora_modules": modules}
+    )
+    assert load({"engine.lora_modules": modules, "placement": "collocated"})
+    # If this fails, LMCache has them in its keys, and they can be allowed.
+    assert {field.name for key in (ObjectKey, IPCCacheServerKey) for field in fields(key)} == {
+        *("chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"),
+        *("world_size", "worker_id", "token_ids", "start", "end", "request_id"),
+        *("request_configs", "num_kv_readers"),
+    }
+
+
+def test_each_setting_in_which_roles_differ_is_said() -> None:
+    message = refusal_of({"decoders.engine.dtype": "half", "prefillers.engine.block_size": 32})
+    assert "decoders.engine.dtype: half, but prefillers" in message
+    assert "prefillers.engine.block_size: 32, but decoders" in message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"engine.kv_cache_dtype": "fp8", "engine.dtype": "bfloat16", "engine.block_size": 32},
+        {"decoders.engine.dtype": "half", "prefillers.engine.dtype": "float16"},
+        {"decoders.engine.kv_cache_dtype": "fp8", "prefillers.engine.kv_cache_dtype": "fp8_e4m3"},
+        {"decoders.engine.kv_cache_dtype": "auto"},
+        {"decoders.engine.pipeline_parallel_size": 1},
+        {"decoders.engine.disable_sliding_window": False},
+        # Neither has KV of a drafter.
+        {"decoders.engine.speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        # Nothing of these is in KV, or in its keys.
+        {
+            "decoders.engine.gpu_memory_utilization": 0.8,
+            "decoders.engine.max_num_seqs": 64,
+            "prefillers.engine.enforce_eager": True,
+            "prefillers.engine.max_num_batched_tokens": 16384,
+        },
+        # One role has nothing to agree with.
+        {
+            "placement": "collocated",
+            "decoders.engine.kv_cache_dtype": "fp8",
+            "decoders.engine.block_size": 32,
+        },
+    ],
+)
+def test_roles_may_differ_in_the_rest(arguments: dict[str, Any]) -> None:
+    assert load(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            {"engine.tensor_parallel_size": "two"},
+            "engine.tensor_parallel_size: give a whole number from 1 on",
+        ),
+        (
+            {"decoders.engine.tensor_parallel_size": 0},
+            "decoders.engine.tensor_parallel_size: give a whole number from 1 on",
+        ),
+        ({"engine.block_size": 1.5}, "engine.block_size: give a whole number from 1 on"),
+        (
+            {"engine.gpu_memory_utilization": "0,9"},
+            "engine.gpu_memory_utilization: give a number above 0, and at most 1",
+        ),
+        ({"engine.gpu_memory_utilization": 1.5}, "give a number above 0, and at most 1"),
+    ],
+)
+def test_numbers_that_the_layout_is_computed_with_are_numbers(
+    arguments: dict[str, Any], said: str
+) -> None:
+    assert said in refusal_of(arguments)
+
+
 _LANE: dict[str, Any] = {"engine_scheduler": "conversation", "prefill_lane": True}
 
 
@@ -254,6 +403,14 @@ def test_settings_that_another_placement_would_ignore_are_refused(
         ({"gpus": 1, "decoders": {"tier": "a"}}, "gpus: with decoders.tier"),
         ({"gpus": 1, "tiers": {"a": {"resource": "b"}}}, "gpus: with tiers"),
         ({"engine": {"enable_sleep_mode": True}}, "engine.enable_sleep_mode cannot be set"),
+        (
+            {"decoders.env": {"PYTORCH_ALLOC_CONF": "a:1, expandable_segments: True"}},
+            "decoders.env.PYTORCH_ALLOC_CONF cannot have expandable_segments:True: memory of that",
+        ),
+        (
+            {"prefillers.env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
+            "prefillers.env.PYTORCH_CUDA_ALLOC_CONF cannot have expandable_segments:True",
+        ),
         (
             {"decoders": {"engine": {"enable_cumem_allocator": True}}},
             "decoders.engine.enable_cumem_allocator cannot be set: memory of vLLM's own allocator",
@@ -413,7 +570,7 @@ def test_a_lane_is_for_decoders_with_one_worker() -> None:
         **_LANE,
         "placement": "conversation",
         "engine.tensor_parallel_size": 1,
-        "prefillers.engine.pipeline_parallel_size": 2,
+        "prefillers.engine.tensor_parallel_size": 2,
     }
     assert load(given).prefill_lane
 

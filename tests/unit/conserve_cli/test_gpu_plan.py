@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 from conserve.settings import load
 from conserve_cli import launching
 from conserve_cli.serve import cli
-from tests.nvml.standin import Machine
-from tests.unit.hetero.shapes import QWEN3_8B
+from deployments.gpu_plans import here
+from tests.nvml.standin import VARIABLE, Machine
+from tests.unit.hetero.shapes import NO_LATENT, QWEN3_8B
 
 
 @pytest.fixture
@@ -98,6 +99,68 @@ def test_what_does_not_fit_is_refused_with_the_sums(machine: Machine, model: str
     machine.gpus[0].memory_bytes = machine.gpus[1].memory_bytes = 24 << 30
     text = said(model, "gpus=1", "decoders=1", status=2)
     assert "together 48.1 GiB" in text
+
+
+def test_two_small_cards_are_refused_before_vllm_would(machine: Machine, model: str) -> None:
+    """Each engine has a GPU of its own, and finds too little for its longest sequence."""
+    machine.gpus[0].memory_bytes = machine.gpus[1].memory_bytes = 24 << 30
+    text = said(model, status=2)
+    assert "prefillers: the model does not fit on a GPU, of which an engine may take 22.1" in text
+    assert "15.3 weights + 3.2 reserve + 5.6 KV of the longest sequence (40,960 tokens)" in text
+    assert "set engine.max_model_len=26112, which fits" in text
+
+
+@pytest.mark.parametrize("device", ["device=auto", "device=cpu"])
+def test_a_model_that_is_not_there_is_refused(
+    machine: Machine, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The hub is not asked, as with HF_HUB_OFFLINE.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for model in ("/no/such/folder", "acme/no-such-model"):
+        text = said(f"model={model}", device, status=2)
+        assert f"model: config.json of '{model}' is not to be had" in text
+    text = said(f"model={tmp_path}", device, status=2)
+    assert "config.json cannot be read: there is none" in text
+    # On a cluster it may lie on other nodes.
+    monkeypatch.setattr("conserve_cli.gpu_plan._of_cluster", lambda: [here()])
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert "Host memory for handoffs" in said("model=acme/no-such-model", device)
+
+
+def test_arguments_that_vllm_does_not_know_are_refused(machine: Machine, model: str) -> None:
+    text = said(
+        model, "engine.max_modle_len=8192", "prefillers.engine.max_num_seq=2",
+        "decoders.engine.gpu_memory_utilization=0.8", "decoders.engine.enforce_eager=ja", status=2,
+    )  # fmt: skip
+    meant = "did you mean max_model_len?"
+    assert f"engine.max_modle_len: vLLM has no such engine argument; {meant}" in text
+    assert "prefillers.engine.max_num_seq: vLLM has no such engine argument" in text
+    assert "decoders.engine.enforce_eager: Input should be a valid boolean" in text
+    assert "gpu_memory_utilization" not in text
+    assert "engine.tensor_parallel_size: give a whole number" in said(
+        model, "engine.tensor_parallel_size=two", status=2
+    )
+
+
+def test_roles_that_split_kv_among_other_numbers_of_workers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    four = Machine(tmp_path / "four-gpus", gpus=4)
+    monkeypatch.setenv(VARIABLE, str(four.file))
+    (tmp_path / "config.json").write_text(json.dumps(NO_LATENT))
+    model = f"model={tmp_path}"
+    text = said(model, "decoders.engine.tensor_parallel_size=2", status=2)
+    assert (
+        "decoders.engine.tensor_parallel_size: 2, but prefillers have the default: LMCache's keys "
+        "say among how many workers KV is split, so a decoder would find nothing of what a "
+        "prefiller has stored; set engine.tensor_parallel_size for both roles"
+    ) in text
+    text = said(model, "engine.tensor_parallel_size=2")
+    rows = [line.split() for line in text.splitlines() if line.startswith("│")]
+    assert [row[1:7] for row in rows] == [
+        ["1", "prefiller", "│", "2", "x", "1"],
+        ["1", "decoder", "│", "2", "x", "1"],
+    ]
 
 
 def test_too_few_cards_are_refused_with_the_sum(machine: Machine, model: str) -> None:

@@ -1,7 +1,11 @@
 """What engines are started with: who stores KV for others, LMCache's chunks, parts of GPUs."""
 
 import dataclasses
+<<<<<<< HEAD
 import json
+=======
+import inspect
+>>>>>>> w32-settings
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +129,59 @@ def test_an_engine_on_a_part_of_a_gpu_asks_for_no_more() -> None:
     assert "VLLM_RAY_PER_WORKER_GPUS" not in on_cpu["runtime_env"]["env_vars"]
 
 
+def test_a_kv_space_in_bytes_is_taken_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There vLLM takes the variable over the argument."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    name = "VLLM_CPU_KVCACHE_SPACE"
+
+    def variables(**arguments: Any) -> Any:
+        return _config(False, **arguments)["runtime_env"]["env_vars"]
+
+    assert variables()[name] == "1"
+    assert name not in variables(engine={"kv_cache_memory_bytes": 2 << 30})
+    own = {"env": {name: "3"}, "engine": {"kv_cache_memory_bytes": 2 << 30}}
+    assert variables(decoders=own)[name] == "3"
+    source = inspect.getsource(CpuPlatform.check_and_update_config)
+    assert source.index(name) < source.index("kv_cache_memory_bytes = kv_cache_space")
+
+
+def test_engines_are_told_how_many_wait_on_a_node() -> None:
+    from deployments.app import llm_arguments
+
+    settings = load({"model": "m"})
+    for waiting, expected in ((0, None), (6, "6")):
+        arguments = llm_arguments("decoder", settings, settings.decoders, True, waiting)
+        variables = arguments["runtime_env"]["env_vars"]
+        assert variables.get("CONSERVE_WAITING_PROCESSES") == expected
+
+
+@pytest.mark.parametrize(
+    ("shm_bytes", "expected"), [(64 << 20, 80 << 20), (0, 80 << 20), (1 << 30, None)]
+)
+def test_rays_store_fits_a_container(
+    shm_bytes: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default Ray takes 30 % of the memory, and refuses to start where that is over 10 GB."""
+    import ray
+    from ray._private.services import determine_plasma_store_config
+
+    from deployments import app as building
+
+    options: dict[str, Any] = {}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", lambda **given: options.update(given))
+    monkeypatch.setattr(building.serve, "start", lambda **_: None)
+    monkeypatch.setattr(building, "start_on_loopback", lambda: None)
+    monkeypatch.setattr(building, "_shm_bytes", lambda: shm_bytes)
+    building.start_ray(load({"device": "cpu"}))
+    assert options.get("object_store_memory") == expected
+    monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: 64 << 20)
+    with pytest.raises(ValueError, match="exceeds /dev/shm size"):
+        determine_plasma_store_config(40 * 10**9, "/tmp/ray")
+    assert determine_plasma_store_config(80 << 20, "/tmp/ray")[2] == 80 << 20
+
+
 def test_what_the_plan_tells_engines_reaches_vllm() -> None:
     card = 80 << 30
     settings = with_counts(load({"device": "gpu"}), 1)
@@ -171,7 +228,8 @@ def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch
         # Blocks that an operator asks for: a model with Mamba layers has large ones.
         ({"engine.block_size": 544}, True, 544),
         ({"engine.block_size": 96}, True, 288),
-        ({"decoders.engine.block_size": 64, "prefillers.engine.block_size": 96}, True, 384),
+        ({"decoders.engine.block_size": 96, "prefillers.engine.block_size": 96}, True, 288),
+        ({"placement": "collocated", "decoders.engine.block_size": 96}, True, 288),
         ({"engine.block_size": 544, "lmcache.chunk_tokens": 1088}, True, 1088),
     ],
 )

@@ -118,3 +118,6 @@ DEEPSEEK_V3: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8"},
 }
+# It has what models with latent attention say in their configuration, and vLLM keeps K and V of all
+# of its heads.
+NO_LATENT: dict[str, Any] = QWEN3_8B | {"model_type": "qwen3", "kv_lora_rank": 256}

@@ -1,11 +1,13 @@
 """The plan as a whole: host memory for handoffs, and what an operator is told."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from conserve.settings import SettingsError, load
 from hetero.cards import Card
+from hetero.container import HostMemory
 from hetero.gpu_layout import with_counts
 from hetero.gpu_plan import GpuNode, GpuPlan, plan
 from hetero.model_shape import ModelShape, shape_of
@@ -63,6 +65,27 @@ def test_what_is_set_is_kept_and_too_little_is_said() -> None:
     assert made({"lmcache.size_gb": 40}, node(cards=2)).notes == ()
 
 
+def limited(free: float, total: float, cards: int = 2) -> GpuNode:
+    memory = HostMemory(int(total * GIB), int(free * GIB), limited=True)
+    return dataclasses.replace(node(cards), available_bytes=memory.available_bytes, memory=memory)
+
+
+def test_the_containers_limit_caps_the_default_and_is_said() -> None:
+    found = made({}, limited(free=16, total=20))
+    assert found.size_gb == 8
+    said = "8 GiB a node, 37,282 tokens at least; 16.0 of the container's limit of 20.0 GiB are"
+    assert said in found.lines()[2]
+    unknown = made({}, limited(free=3, total=20), shape=None, why="model: not to be had")
+    assert unknown.size_gb == 1.5
+
+
+def test_more_than_a_node_has_is_refused_and_more_than_is_free_is_said() -> None:
+    said = made({"lmcache.size_gb": 30}, limited(free=24, total=64)).notes[0]
+    assert said.startswith("lmcache.size_gb: 30 GiB, and a node has 24.0 GiB available")
+    with pytest.raises(SettingsError, match=r"size_gb: 65 GiB, and 24.0 of the container's limit"):
+        made({"lmcache.size_gb": 65}, limited(free=24, total=64))
+
+
 def test_the_log_has_all_of_it() -> None:
     lines = made({}, node(free=64)).lines()
     assert lines[0].startswith("1 x prefiller, 0.5 ")
@@ -82,11 +105,52 @@ def test_gpus_that_stay_idle_are_counted() -> None:
     assert said == "5 of 8 GPUs have no engine"
 
 
-def test_an_engine_that_will_find_too_little_is_told_in_advance() -> None:
+def test_an_engine_that_will_find_too_little_is_refused_with_the_sums() -> None:
+    """As vLLM refuses it once it has loaded the model and measured."""
     arguments = {"placement": "collocated", "decoders": 1}
-    said = made(arguments, node(memory=24)).notes[0]
+    with pytest.raises(SettingsError) as refused:
+        made(arguments, node(memory=24))
+    assert str(refused.value).splitlines() == [
+        "decoders: the model does not fit on a GPU, of which an engine may take 22.1 GiB",
+        "  15.3 weights + 3.2 reserve + 5.6 KV of the longest sequence (40,960 tokens) = 24.1 GiB",
+        "  set engine.max_model_len=26112, which fits, or use more GPUs",
+    ]
+    # What is advised is accepted; so is what may fit, if less is taken than is estimated.
+    assert made(arguments | {"engine.max_model_len": 26112}, node(memory=24)).notes == ()
+    (said,) = made(arguments | {"engine.max_model_len": 32768}, node(memory=24)).notes
     assert "decoder: room for some" in said
-    assert "40,960; set engine.max_model_len" in said
+    assert "32,768; set engine.max_model_len" in said
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        # 8 GiB of the weights are kept on the host.
+        {"engine.cpu_offload_gb": 8},
+        {"engine.kv_cache_dtype": "fp8"},
+        {"engine.tensor_parallel_size": 2},
+        {"engine.max_model_len": -1},
+        {"engine.num_gpu_blocks_override": 512},
+    ],
+)
+def test_what_makes_it_fit_is_reckoned_with(given: dict[str, Any]) -> None:
+    nodes = node(cards=int(given.get("engine.tensor_parallel_size", 1)), memory=24)
+    assert made({"placement": "collocated", "decoders": 1, **given}, nodes)
+
+
+def test_layers_with_windows_take_less_than_is_counted() -> None:
+    windowed = shape_of(QWEN3_8B | {"sliding_window": 4096}, 16_381_470_720)
+    (said,) = made(
+        {"placement": "collocated", "decoders": 1}, node(memory=24), shape=windowed
+    ).notes
+    assert "decoder: room for some" in said
+
+
+def test_a_kv_space_that_is_set_too_small_is_refused() -> None:
+    arguments = {"placement": "collocated", "decoders": 1, "engine.kv_cache_memory_bytes": 2 * GIB}
+    said = r"decoders: engine.kv_cache_memory_bytes: 2.0 GiB hold 14,560 tokens, .* 40,960"
+    with pytest.raises(SettingsError, match=said):
+        made(arguments, node(memory=80))
 
 
 def test_a_model_that_is_not_known_is_no_obstacle_where_engines_measure() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from conserve.settings import SettingsError, load
-from hetero.gpu_room import require_shares, short_of_gpus
+from hetero.gpu_layout import with_counts
+from hetero.gpu_room import Crowd, most_on_node, require_shares, short_of_gpus
 from hetero.tiers import NodeOffer
 
 
@@ -43,6 +44,12 @@ def test_the_sum_is_said_with_what_to_do() -> None:
     (said,) = short_of_gpus(load({"decoders": 3}), [node(1), node(1)])
     assert "1 prefiller x 1 + 3 decoders x 1 = 4 are asked for, and Ray has 2" in said
     assert said.endswith("ask for fewer engines, or have engines share them (gpus=2)")
+
+
+def test_engines_of_several_workers_are_not_advised_to_share() -> None:
+    """They are refused if they do."""
+    (said,) = short_of_gpus(load({"engine.tensor_parallel_size": 2, "decoders": 1}), [node(2)])
+    assert said.endswith("= 4 are asked for, and Ray has 2; ask for fewer engines")
 
 
 def test_an_engine_is_on_one_node() -> None:
@@ -89,3 +96,27 @@ def test_gpus_of_another_tier_do_not_count() -> None:
 def test_parts_that_nobody_can_give_are_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         require_shares(load(arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "here", "expected"),
+    [
+        # One engine a GPU, on the only node, and on one of four.
+        ({}, 8, 8, Crowd(8, 8)),
+        ({}, 8, 2, Crowd(2, 2)),
+        # Two engines share one.
+        ({}, 1, 1, Crowd(2, 2)),
+        ({"gpus": 2, "decoders": 3}, 2, 2, Crowd(4, 4)),
+        ({"engine.tensor_parallel_size": 4}, 8, 8, Crowd(2, 8)),
+        # Those that may come later count, too.
+        ({"decoders": {"replicas": 1, "max_replicas": 3}, "prefillers": 1}, 8, 8, Crowd(4, 4)),
+        ({"placement": "collocated", "decoders": 1}, 8, 8, Crowd(1, 1)),
+    ],
+)
+def test_the_most_engines_on_a_node(
+    arguments: dict[str, Any], gpus: int, here: int, expected: Crowd
+) -> None:
+    found = most_on_node(with_counts(load(arguments), gpus), here)
+    assert found == expected
+    assert found.waiting == expected.engines + expected.workers
+    assert found.processes == 2 * expected.engines + expected.workers

@@ -5,10 +5,13 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from conserve.settings import load
 from conserve_cli.doctor import observe as observing
 from deployments.messages import NodeCache
 from deployments.node.lmcache_server import Address, lmcache_command
+from tests.checkout import ROOT
 from tests.unit.conserve_cli.doctor.sound import SETTINGS
 
 
@@ -45,7 +48,32 @@ def test_this_machine_as_it_is() -> None:
     assert seen.software.packages["ray"].startswith("2.60.")
     assert 0 < seen.machine.memory_available_bytes <= seen.machine.memory_total_bytes
     assert seen.machine.open_files > 0
+    assert seen.machine.cpus is not None
+    assert 0 < seen.machine.cpus <= (os.cpu_count() or 0)
     assert all(free > 0 for _, free in seen.machine.disk.values())
+
+
+def test_an_allocators_settings_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments : True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert observing.observe_machine().expandable == ("PYTORCH_ALLOC_CONF",)
+
+
+def test_what_a_process_may_lock_is_its_hard_limit() -> None:
+    """In a process without privileges, whose soft limit is less."""
+    code = (
+        "import os, resource\n"
+        "from conserve_cli.doctor.observe import observe_machine\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 65536))\n"
+        "os.getuid() or os.setuid(65534)\n"
+        "print(observe_machine().lockable_bytes)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        # Its home may be closed to others.
+        env=os.environ | {"HF_HOME": "/tmp"}, cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (done.stdout.strip(), done.returncode) == ("65536", 0), done.stderr
 
 
 def test_the_servers_that_nodes_start_are_known_for_ours() -> None:

@@ -51,6 +51,23 @@ def test_a_sound_machine_and_a_sound_cluster() -> None:
     assert {"10.0.0.1", "10.0.0.2", ""} == {finding.node for finding in findings}
 
 
+def test_engines_on_gpus_are_held_against_the_nodes_cpus() -> None:
+    """Of what the settings come to on these GPUs: one engine on each."""
+    machine = dataclasses.replace(MACHINE, cpus=3, expandable=("PYTORCH_ALLOC_CONF",))
+    node = dataclasses.replace(NODE, software=CUDA, gpus=H100, machine=machine)
+    found = judge(load({"model": "m"}), [node])
+    assert {("warning", "CPUs"), ("note", "PyTorch")} <= set(bad(found))
+    (cpus,) = (one for one in found if one.subject == "CPUs")
+    assert "2 engines with 2 workers on GPUs are 4 processes" in cpus.seen
+    # Each engine has two workers, and there are four GPUs.
+    worker = dataclasses.replace(node, name="10.0.0.2", resources={"CPU": 8.0, "GPU": 4.0})
+    found = judge(load({"model": "m", "engine.tensor_parallel_size": 2}), [HEAD, worker])
+    (cpus,) = (one for one in found if one.subject == "CPUs")
+    assert (cpus.node, "2 engines with 4 workers" in cpus.seen) == ("10.0.0.2", True)
+    (copies,) = (one for one in found if one.subject == "KV copies")
+    assert copies.seen == "4 threads copy for 4 workers on GPUs"
+
+
 def test_a_finding_of_a_node_names_it() -> None:
     sick = dataclasses.replace(MACHINE, shm_total_bytes=0)
     findings = judge(SETTINGS, [HEAD, dataclasses.replace(WORKER, machine=sick)])

@@ -23,6 +23,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from deployments.engine import engine_kernels
 from deployments.engine.engine_kernels import KernelTools, kernel_environment, observe_tools
+from tests.checkout import ROOT
 
 SAMPLER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "0"}
@@ -219,3 +220,53 @@ def test_vllm_loads_plugins_in_each_process_before_it_reads_the_switches(
 def test_a_worker_process_reads_the_switches_for_good_after_its_model_is_loaded() -> None:
     source = inspect.getsource(WorkerProc.__init__)
     assert source.index("init_worker") < source.index("enable_envs_cache()")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("expandable_segments:True", "expandable_segments:False"),
+        (
+            "max_split_size_mb:64, expandable_segments : True ,garbage_collection_threshold:0.8",
+            "max_split_size_mb:64, expandable_segments : False ,garbage_collection_threshold:0.8",
+        ),
+        ("expandable_segments:False", None),
+        ("max_split_size_mb:64", None),
+        ("", None),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_cannot_be_shared_is_not_used(
+    name: str, given: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else of the allocator's settings is changed."""
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    monkeypatch.setenv(name, given)
+    engine_kernels.register()
+    assert os.environ[name] == (given if expected is None else expected)
+
+
+def test_pytorch_reads_it_when_it_first_allocates() -> None:
+    """So a plugin, which runs once PyTorch is loaded, is in time."""
+    import subprocess
+
+    code = (
+        "import os, torch; from conserve.engines import allocator_environment\n"
+        "os.environ.update(allocator_environment(os.environ))\n"
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.strip() == "expandable_segments:False", done.stderr
+
+
+def test_vllm_itself_would_refuse_it_or_not_notice() -> None:
+    """What the plugin prevents; if this fails, vLLM has mended it."""
+    from vllm.config import VllmConfig
+
+    source = inspect.getsource(VllmConfig._verify_kv_transfer_compat)
+    assert '"PYTORCH_CUDA_ALLOC_CONF"' in source
+    assert "PYTORCH_ALLOC_CONF" not in source

@@ -46,6 +46,18 @@ def test_other_engines_wait_as_vllm_has_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("spinning")
+@pytest.mark.parametrize(("waiting", "asleep"), [(2, False), (3, True)])
+def test_engines_on_gpus_wait_asleep_where_they_are_more_than_cpus(
+    monkeypatch: pytest.MonkeyPatch, waiting: int, asleep: bool
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    monkeypatch.setattr(engine_wait, "usable_cpus", lambda: 2.0)
+    monkeypatch.setenv(engine_wait.WAITING, str(waiting))
+    engine_wait.register()
+    assert (shm_broadcast.sched_yield is not _spin) == asleep
+
+
+@pytest.mark.usefixtures("spinning")
 def test_an_unknown_vllm_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,6 +1,8 @@
-"""Tests that LMCache servers rest when they are idle."""
+"""Tests that LMCache servers rest when they are idle, and lock what they may."""
 
 import inspect
+import subprocess
+import sys
 
 from lmcache.v1.multiprocess.native_completion import DeviceHostFuncDispatcher
 
@@ -9,6 +11,7 @@ from deployments.node.lmcache_main import (
     look_less_often_for_copies,
     nixl_api,
 )
+from tests.checkout import ROOT
 
 
 def test_an_agents_progress_thread_may_sleep() -> None:
@@ -41,3 +44,19 @@ def test_a_dispatcher_may_rest() -> None:
         assert DeviceHostFuncDispatcher().interval == 1.0
     finally:
         start.__defaults__ = before
+
+
+def test_a_server_locks_as_much_as_it_may() -> None:
+    """Without privileges a process may raise its own limit to the hard one."""
+    code = (
+        "import os, resource\n"
+        "from deployments.node.lmcache_main import lock_as_much_as_allowed\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 65536))\n"
+        "os.getuid() or os.setuid(65534)\n"
+        "lock_as_much_as_allowed()\n"
+        "print(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout.strip(), done.returncode) == ("65536", 0), done.stderr

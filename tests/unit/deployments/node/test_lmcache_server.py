@@ -22,6 +22,7 @@ from deployments.node.lmcache_server import (
 )
 
 SEPARATE = "--separate-object-groups"
+GPU_THREADS = "--max-gpu-workers"
 OTHER = NodeCache("b", "10.0.0.2", 7610, 41000)
 
 
@@ -104,6 +105,31 @@ def test_engines_without_a_gpu_copy_from_the_servers_memory() -> None:
     # NIXL moves the memory that LMCache makes for it.
     shared = lmcache_command(lmcache, address, OTHER, "http://127.0.0.1:5", gpu=False)
     assert "--shm-name" not in shared
+
+
+@pytest.mark.parametrize(("workers", "threads"), [(0, "4"), (2, "4"), (8, "8"), (16, "16")])
+def test_each_worker_on_a_gpu_has_a_thread_that_copies_for_it(workers: int, threads: str) -> None:
+    lmcache, address = LMCacheSettings(chunk_tokens=256), Address("127.0.0.1", 7610, 7611)
+    assert options(lmcache_command(lmcache, address, gpu_workers=workers))[GPU_THREADS] == threads
+    assert GPU_THREADS not in lmcache_command(lmcache, address, gpu=False)
+
+
+def test_lmcache_knows_what_it_is_told() -> None:
+    """And has one thread for all workers on GPUs, unless it is told otherwise."""
+    from argparse import ArgumentParser
+
+    from lmcache.v1.multiprocess.config import add_mp_server_args
+
+    parser = ArgumentParser()
+    add_mp_server_args(parser)
+    assert parser.parse_args([GPU_THREADS, "8"]).max_gpu_workers == 8
+    assert parser.parse_args([]).max_workers == 1
+
+
+def test_the_servers_own_memory_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    expected = "expandable_segments:False"
+    assert lmcache_server.lmcache_environment()["PYTORCH_CUDA_ALLOC_CONF"] == expected
 
 
 def test_several_nodes_reach_each_other_but_not_the_admin_interface() -> None:

