@@ -6,13 +6,13 @@ failed store end the engine. Here a lost connection is noticed when it breaks, w
 way fails at once (vLLM then recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring
 the connection back, run from the start. A server that is only busy is not taken for lost. What a
 broken-off forward pass left behind is not stored, nor is what was computed after it; and what is
-stored is not written over before it is. It is stored beside the steps that follow, and a request
-that is to end only when its prompt is stored says where to tell that (`stored`). A prompt that a prefiller has just stored is looked up
-until the server tells of it. A request that is aborted before it was looked up does not end the
-engine, nor does one for its prompt's log-probabilities. Prompts of embeddings, which no key tells
-apart, are neither stored nor loaded. Later turns, which find their history in the decoder's own
-cache, neither ask the server nor tell it anything. And a decoder stores prompts that it is told to
-park, and no others.
+stored is not written over before it is. No step waits for a store; a request that is to end only
+when its prompt is stored says where workers tell that (`stored`). A prompt that a prefiller has
+just stored is looked up until the server tells of it. A request that is aborted before it was
+looked up does not end the engine, nor does one for its prompt's log-probabilities. Prompts of
+embeddings, which no key tells apart, are neither stored nor loaded. Later turns, which find their
+history in the decoder's own cache, neither ask the server nor tell it anything. And a decoder
+stores prompts that it is told to park, and no others.
 
 Keys are made of the ``cache_salt`` and of token ids, where each placeholder of an image (or other
 media) is replaced by a value of that item's hash (``LMCacheMPRequestTracker.get_token_ids``).
@@ -351,29 +351,20 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return metadata
 
     def _whole(self, scheduler_output: Any) -> Iterator[str]:
-        """Requests to be told of whose prompts are stored once this step's stores are over."""
-        if not self._to_tell:
-            return
-        cached = scheduler_output.scheduled_cached_reqs
-        requests = [
-            (one.req_id, one.num_computed_tokens) for one in scheduler_output.scheduled_new_reqs
-        ]
-        requests += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        """Requests to be told of whose prompts are stored once this step's stores are over.
+
+        LMCache may come to a prompt's last chunk some tokens later, if vLLM had all of the prompt:
+        its account then lacks the last block.
+        """
         chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
-        for request_id, before in requests:
+        for request_id in scheduler_output.num_scheduled_tokens:
             if request_id not in self._to_tell:
                 continue
             tracker = self.request_trackers[request_id]
-            computed_tokens = before + scheduler_output.num_scheduled_tokens[request_id]
-            stored_tokens = tracker.num_prompt_tokens if self._can_store else 0
+            tokens = tracker.num_prompt_tokens if self._can_store else 0
             if tracker.max_offload_tokens is not None:
-                stored_tokens = min(stored_tokens, tracker.max_offload_tokens)
-            # LMCache may come to a prompt's last chunk later, if vLLM had all of it: its account
-            # then lacks the prompt's last tokens.
-            if (
-                computed_tokens >= tracker.num_prompt_tokens
-                and tracker.num_stored_tokens >= stored_tokens // chunk * chunk
-            ):
+                tokens = min(tokens, tracker.max_offload_tokens)
+            if tracker.num_stored_tokens >= tokens // chunk * chunk:
                 yield request_id
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:

@@ -132,7 +132,8 @@ class Stores:
     def under_way(self, request_id: str) -> bool:
         """Whether this request's blocks may still be read."""
         with self._changed:
-            left = [one for one in self._open.get(request_id, ()) if not self._over(request_id, one)]
+            begun = self._open.get(request_id, ())
+            left = [one for one in begun if not self._over(request_id, one)]
             if left:
                 self._open[request_id] = left
             else:
