@@ -33,7 +33,6 @@ Address = Sequence[Any]
 STORE_TIMEOUT_S = 30.0
 # How often it is asked meanwhile whether the engine lives.
 _LOOKS_EVERY_S = 1.0
-_SEND_TIMEOUT_S = 1.0
 _MOST_BYTES = 64
 
 
@@ -46,7 +45,8 @@ def tell_stored(address: Address, workers: int) -> None:
     name, number = address
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.settimeout(_SEND_TIMEOUT_S)
+            # Linux keeps ten for who does not read at once.
+            sender.settimeout(STORE_TIMEOUT_S)
             sender.sendto(msgspec.msgpack.encode((number, workers)), b"\0" + name.encode())
     except OSError as error:
         logger.warning("nobody heard that a prompt is stored: %s", error)

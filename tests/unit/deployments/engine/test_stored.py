@@ -88,6 +88,27 @@ async def test_what_was_stored_before_the_answer_ends_holds_nothing_back() -> No
     assert seen == [0, 1]
 
 
+async def test_no_word_is_lost_while_the_process_does_something_else() -> None:
+    """More than Linux keeps for a socket that is not read."""
+    client, seen, many = Client(), list[int](), 40
+    hold_until_stored(client)
+    answer = asyncio.create_task(_run(client, seen, _params(n=many)))
+    await _until(lambda: seen == [0])
+    address = client.asked[0][wire.STORED_TO]
+
+    def tell() -> None:
+        for _ in range(many):
+            tell_stored(address, 1)
+
+    telling = threading.Thread(target=tell)
+    telling.start()
+    # Nothing is read meanwhile.
+    telling.join(0.2)
+    await answer
+    telling.join()
+    assert seen == [0, 1]
+
+
 async def test_a_turn_that_stores_nothing_passes_as_it_is() -> None:
     client, seen = Client(), list[int]()
     plain = client.generate
