@@ -13,6 +13,7 @@ from typing import Any
 from conserve import apis, items
 from conserve.errors import ApiError
 from conserve.items import ITEMS_A_PART
+from conserve.served import require_served, require_served_message
 
 # Entries of lists and objects in all, at whatever depth, token ids aside.
 MOST_VALUES = 65_536
@@ -117,6 +118,10 @@ def check(body: Mapping[str, Any], path: str) -> None:
         _check_messages(body.get("messages"))
         if apis.is_anthropic(path):
             _check_count(items.message_items(body), MOST_ITEMS, "messages", "messages")
+        else:
+            for position, message in enumerate(body["messages"]):
+                require_served_message(message, f"messages[{position}]")
+    require_served(body, path)
     for name, most in _MOST_ENTRIES.items():
         _check_entries(name, body.get(name), most)
     if not isinstance(body.get("structured_outputs"), dict | None):

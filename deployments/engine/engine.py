@@ -39,7 +39,8 @@ from deployments.engine.cuda_ops import require_cuda_ops
 from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.load import measure
-from deployments.engine.observer import TurnObserver, observe_engine
+from deployments.engine.messages import answer_as_anthropic
+from deployments.engine.observer import TurnObserver, observe_engine, told_to_client
 from deployments.engine.reporter import Reporter
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.scheduler.client import SchedulerClient
@@ -293,6 +294,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
         app = await self.engine.build_asgi_app()
         describe(app)
+        answer_as_anthropic(app.state.anthropic_serving_messages, told_to_client)
         client = self.engine._engine_client
         settings = self._settings
         renderer = app.state.online_renderer

@@ -1,0 +1,291 @@
+"""What the schemas of chats and Messages allow, and vLLM 0.29 passes over or misunderstands.
+
+What asks for something that is not served is refused by its name. What vLLM would serve if it were
+said otherwise is said otherwise. Fields that only advise (who the user is, how long to cache, which
+service tier) have no effect, and are let through.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from conserve.apis import CHAT, MESSAGES, is_anthropic
+from conserve.errors import ApiError
+
+Json = dict[str, Any]
+
+# Fields that ask for what is not served, and what to do instead.
+_FIELDS = {
+    CHAT: {
+        "functions": "send tools",
+        "function_call": "send tools and tool_choice",
+        "audio": "answers are text",
+        "web_search_options": "give the model a tool that searches, and run it in the client",
+        "moderation": "call a moderation model from the client",
+    },
+    MESSAGES: {
+        "container": "nothing is run beside the model; give it tools, and run them in the client",
+        "mcp_servers": "connect to them from the client, and send their tools as tools",
+    },
+}
+# What a choice among functions may be that are not there.
+_NO_EFFECT = ("auto", "none")
+# By Anthropic's schema any block may stand in any message. vLLM drops the others without a word.
+_BLOCKS = {
+    "user": ("text", "image", "tool_result", "tool_reference"),
+    "assistant": (
+        *("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+        "tool_reference",
+    ),
+    "system": ("text",),
+}
+_RESULT_BLOCKS = ("text", "image", "tool_reference")
+_IMAGE_SOURCES = ("base64", "url")
+_THINKING = ("thinking", "redacted_thinking")
+
+
+def require_served(body: Mapping[str, Any], path: str) -> None:
+    """Refuse a request that asks for what is not served.
+
+    Of its messages, `require_served_message` and `require_served_block` judge.
+
+    Args:
+        body: parsed from JSON.
+        path: as `conserve.apis` has it.
+
+    Raises:
+        ApiError: 400; it names the field.
+    """
+    messages = is_anthropic(path)
+    for name, instead in _FIELDS.get(MESSAGES if messages else path, {}).items():
+        asked = body.get(name)
+        if asked and not (name == "function_call" and asked in _NO_EFFECT) and not _is_blank(asked):
+            raise _unserved(name, name, instead)
+    if not messages and path != CHAT:
+        return
+    modalities = body.get("modalities")
+    if isinstance(modalities, list) and any(one != "text" for one in modalities):
+        raise _unserved("modalities", f"modalities {modalities}", "answers are text")
+    plain, instead = (
+        ("custom", "describe it by its name and input_schema, and run it in the client")
+        if messages
+        else ("function", "describe it as a function")
+    )
+    tools = body.get("tools")
+    for position, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in (None, plain):
+            raise _unserved(f"tools[{position}].type", f"a tool of type {kind}", instead)
+    choice = body.get("tool_choice")
+    if not messages and isinstance(choice, dict) and choice.get("type") == "custom":
+        raise _unserved("tool_choice.type", "a choice of type custom", "choose a function")
+
+
+def _is_blank(value: Any) -> bool:
+    return isinstance(value, dict) and not any(value.values())
+
+
+def require_served_message(message: Mapping[str, Any], where: str) -> None:
+    """Refuse a chat's message that vLLM would not show to the model as it is meant.
+
+    Args:
+        where: its place in the request.
+
+    Raises:
+        ApiError: 400; it names the field.
+    """
+    if message["role"] == "function":
+        raise _unserved(f"{where}.role", "role function", "send role tool, with its tool_call_id")
+    if message.get("function_call") is not None:
+        raise _unserved(f"{where}.function_call", "function_call", "send tool_calls")
+    if message.get("audio") is not None:
+        raise _unserved(f"{where}.audio", "audio of an answer", "send what it said as content")
+    calls = message.get("tool_calls")
+    for position, call in enumerate(calls if isinstance(calls, list) else ()):
+        kind = call.get("type") if isinstance(call, dict) else None
+        if kind not in (None, "function"):
+            field = f"{where}.tool_calls[{position}].type"
+            raise _unserved(field, f"a call of type {kind}", "send calls of functions")
+
+
+def require_served_block(block: Mapping[str, Any], where: str, role: str) -> None:
+    """Refuse a block of Messages that the model would not be shown.
+
+    Args:
+        where: its place in the request.
+        role: of the message that it stands in.
+
+    Raises:
+        ApiError: 400; it names the field.
+    """
+    kind = block.get("type")
+    allowed = _BLOCKS.get(role)
+    if allowed is None or kind is None:
+        return  # vLLM refuses it.
+    if kind not in allowed:
+        raise _unserved_block(where, kind, f"in a message of the {role}'s", allowed)
+    if kind == "image":
+        _require_served_image(block, where)
+    inner = block.get("content")
+    if kind != "tool_result" or not isinstance(inner, list):
+        return
+    for position, one in enumerate(inner):
+        place = f"{where}.content[{position}]"
+        kind = one.get("type") if isinstance(one, dict) else None
+        if kind not in _RESULT_BLOCKS:
+            raise _unserved_block(place, kind, "in a tool's result", _RESULT_BLOCKS)
+        if kind == "image":
+            _require_served_image(one, place)
+
+
+def _require_served_image(block: Mapping[str, Any], where: str) -> None:
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind not in (None, *_IMAGE_SOURCES):
+        field = f"{where}.source.type"
+        raise _unserved(field, f"an image by {kind}", "send it as base64, or by its url")
+
+
+def require_continuable(body: Mapping[str, Any]) -> None:
+    """Refuse to have a last message of the assistant's continued that is whole.
+
+    Args:
+        body: of Messages; its messages are known to be a list of objects, and not empty.
+
+    Raises:
+        ApiError: 400, in Anthropic's words.
+    """
+    position, last = len(body["messages"]) - 1, body["messages"][-1]
+    if last.get("role") != "assistant":
+        return
+    config = body.get("output_config")
+    if isinstance(config, dict) and config.get("format") and not _says_nothing(last.get("content")):
+        raise ApiError(
+            400,
+            "output_config.format: an answer of a given format cannot continue a message; let the "
+            "conversation end with a user message",
+            param="output_config.format",
+        )
+    content = last["content"] if isinstance(last.get("content"), list) else []
+    calls = [block.get("id") for block in content if block.get("type") == "tool_use"]
+    if calls:
+        raise ApiError(
+            400,
+            f"messages.{position}: `tool_use` ids were found without `tool_result` blocks "
+            f"immediately after: {', '.join(map(str, calls))}. Each `tool_use` block must have a "
+            "corresponding `tool_result` block in the next message.",
+            param="messages",
+        )
+    if content and content[-1].get("type") in _THINKING:
+        raise ApiError(
+            400,
+            f"messages.{position}: The final block in an assistant message cannot be "
+            f"`{content[-1]['type']}`.",
+            param="messages",
+        )
+
+
+def as_served(body: Json, path: str) -> Json:
+    """A request that says in vLLM's words what it says in the schema's.
+
+    Args:
+        body: parsed from JSON; it is not changed.
+        path: as `conserve.apis` has it.
+
+    Returns:
+        The same object, if there is nothing to say otherwise.
+
+    Raises:
+        ApiError: 400, it names tools that it does not have.
+    """
+    if path == CHAT:
+        return _with_refusals(_with_allowed_tools(body))
+    return _without_empty_end(body) if is_anthropic(path) else body
+
+
+def _with_refusals(body: Json) -> Json:
+    """A chat in which answers that were refusals have those as their content."""
+    messages = body["messages"]
+    if not any(message.get("refusal") for message in messages):
+        return body
+    told = [
+        {**message, "content": message["refusal"]}
+        if message.get("refusal") and not message.get("content")
+        else message
+        for message in messages
+    ]
+    return {**body, "messages": told}
+
+
+def _with_allowed_tools(body: Json) -> Json:
+    """A chat whose model may call some of its tools, by having those alone.
+
+    Where one has to be called, all may stay: vLLM holds the model to it.
+    """
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return body
+    allowed = choice.get("allowed_tools")
+    mode = allowed.get("mode") if isinstance(allowed, dict) else None
+    named = allowed.get("tools") if isinstance(allowed, dict) else None
+    tools = body.get("tools")
+    if mode not in ("auto", "required") or not isinstance(named, list) or not named:
+        raise ApiError(
+            400,
+            "tool_choice.allowed_tools must have a mode, auto or required, and tools",
+            param="tool_choice.allowed_tools",
+        )
+    names = [_function_name(one) for one in named]
+    given = tools if isinstance(tools, list) else []
+    unknown = [name for name in names if name not in map(_function_name, given)]
+    if unknown:
+        raise ApiError(
+            400,
+            f"tool_choice.allowed_tools names {str(unknown[0])[:64]}, which is none of tools",
+            param="tool_choice.allowed_tools",
+        )
+    if mode == "required" and len(set(names)) == 1:
+        return {**body, "tool_choice": {"type": "function", "function": {"name": names[0]}}}
+    kept = [tool for tool in given if _function_name(tool) in names]
+    return {**body, "tools": given if len(kept) == len(given) else kept, "tool_choice": mode}
+
+
+def _function_name(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _without_empty_end(body: Json) -> Json:
+    """Messages without a last one of the assistant's that says nothing: there is no more to it.
+
+    To continue it would be to begin an answer, which the model's template has its own way to do.
+    """
+    *others, last = body["messages"]
+    if not others or last.get("role") != "assistant" or not _says_nothing(last.get("content")):
+        return body
+    return {**body, "messages": others}
+
+
+def _says_nothing(content: Any) -> bool:
+    if isinstance(content, str):
+        return not content.strip()
+    return isinstance(content, list) and all(
+        block.get("type") == "text" and not str(block.get("text") or "").strip()
+        for block in content
+    )
+
+
+def _unserved(field: str, what: str, instead: str) -> ApiError:
+    return ApiError(
+        400, f"{field}: {what} is not served here; {instead}", "unsupported_value", param=field
+    )
+
+
+def _unserved_block(where: str, kind: Any, within: str, allowed: tuple[str, ...]) -> ApiError:
+    field = f"{where}.type"
+    return ApiError(
+        400,
+        f"{field}: {str(kind)[:64]} is not served {within}; send {', '.join(allowed)}",
+        "unsupported_value",
+        param=field,
+    )
