@@ -13,8 +13,8 @@ from conserve.errors import ApiError
 
 Json = dict[str, Any]
 
-# Fields that ask for what is not served, and what to do instead.
-_FIELDS = {
+# Fields that ask for what is not served, and what to do instead. Null asks for nothing.
+UNSERVED = {
     CHAT: {
         "functions": "send tools",
         "function_call": "send tools and tool_choice",
@@ -27,8 +27,13 @@ _FIELDS = {
         "mcp_servers": "connect to them from the client, and send their tools as tools",
     },
 }
-# What a choice among functions may be that are not there.
-_NO_EFFECT = ("auto", "none")
+# Values of such fields that ask for nothing either.
+_ASK_NOTHING = {
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "container": ({}, {"id": None}, {"skills": None}, {"id": None, "skills": None}),
+    "mcp_servers": ([],),
+}
 # By Anthropic's schema any block may stand in any message. vLLM drops the others without a word.
 _BLOCKS = {
     "user": ("text", "image", "tool_result", "tool_reference"),
@@ -56,15 +61,15 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
         ApiError: 400; it names the field.
     """
     messages = is_anthropic(path)
-    for name, instead in _FIELDS.get(MESSAGES if messages else path, {}).items():
+    for name, instead in UNSERVED.get(MESSAGES if messages else path, {}).items():
         asked = body.get(name)
-        if asked and not (name == "function_call" and asked in _NO_EFFECT) and not _is_blank(asked):
-            raise _unserved(name, name, instead)
+        if asked is not None and asked not in _ASK_NOTHING.get(name, ()):
+            raise _unserved(name, "it", instead)
     if not messages and path != CHAT:
         return
     modalities = body.get("modalities")
     if isinstance(modalities, list) and any(one != "text" for one in modalities):
-        raise _unserved("modalities", f"modalities {modalities}", "answers are text")
+        raise _unserved("modalities", "any but text", "leave it out")
     plain, instead = (
         ("custom", "describe it by its name and input_schema, and run it in the client")
         if messages
@@ -80,10 +85,6 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
         raise _unserved("tool_choice.type", "a choice of type custom", "choose a function")
 
 
-def _is_blank(value: Any) -> bool:
-    return isinstance(value, dict) and not any(value.values())
-
-
 def require_served_message(message: Mapping[str, Any], where: str) -> None:
     """Refuse a chat's message that vLLM would not show to the model as it is meant.
 
@@ -96,9 +97,9 @@ def require_served_message(message: Mapping[str, Any], where: str) -> None:
     if message["role"] == "function":
         raise _unserved(f"{where}.role", "role function", "send role tool, with its tool_call_id")
     if message.get("function_call") is not None:
-        raise _unserved(f"{where}.function_call", "function_call", "send tool_calls")
+        raise _unserved(f"{where}.function_call", "it", "send tool_calls")
     if message.get("audio") is not None:
-        raise _unserved(f"{where}.audio", "audio of an answer", "send what it said as content")
+        raise _unserved(f"{where}.audio", "it", "send what it said as content")
     calls = message.get("tool_calls")
     for position, call in enumerate(calls if isinstance(calls, list) else ()):
         kind = call.get("type") if isinstance(call, dict) else None
@@ -198,8 +199,19 @@ def as_served(body: Json, path: str) -> Json:
         ApiError: 400, it names tools that it does not have.
     """
     if path == CHAT:
-        return _with_refusals(_with_allowed_tools(body))
+        return _with_refusals(_with_allowed_tools(_with_schema(body)))
     return _without_empty_end(body) if is_anthropic(path) else body
+
+
+def _with_schema(body: Json) -> Json:
+    """A chat whose answer is to be any JSON object, where the schema that it is to have is none."""
+    wanted = body.get("response_format")
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        return body
+    named = wanted.get("json_schema")
+    if not isinstance(named, dict) or named.get("schema") is not None:
+        return body
+    return {**body, "response_format": {"type": "json_object"}}
 
 
 def _with_refusals(body: Json) -> Json:

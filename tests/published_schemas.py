@@ -48,8 +48,22 @@ class Case(NamedTuple):
         """Whether there is text in it that the model is to read."""
         return WORD in str(self.body.get("messages"))
 
+    def names(self, message: str) -> bool:
+        """Whether a refusal names a field that is in the request, or the kind of an object."""
+        return any(name in message for name in _names(self.body) - {"messages", "role", "content"})
+
     def __str__(self) -> str:
         return f"{self.path} {self.where} = {self.choice}"
+
+
+def _names(value: Any) -> set[str]:
+    """Names of fields and kinds of objects, at whatever depth."""
+    if isinstance(value, list):
+        return {name for one in value for name in _names(one)}
+    if not isinstance(value, dict):
+        return set()
+    kinds = {value["type"]} if isinstance(value.get("type"), str) else set()
+    return {*value, *kinds} | {name for one in value.values() for name in _names(one)}
 
 
 # What a schema cannot say of a field: which values mean something to a server of one model.
@@ -164,6 +178,11 @@ _PARAMS = {
     CHAT: (completion_create_params.CompletionCreateParamsBase, ChatCompletionMessageParam),
     MESSAGES: (message_create_params.MessageCreateParamsBase, MessageParam),
 }
+
+
+def fields(path: str) -> set[str]:
+    """Names of what a request of an API may have."""
+    return {"stream", *typing.get_type_hints(_PARAMS[path][0])}
 
 
 def cases(path: str) -> Iterator[Case]:
