@@ -44,8 +44,10 @@ def message_items(body: Mapping[str, Any]) -> int:
     messages = body["messages"]
     items = len(messages) + ITEMS_A_PART * _blocks(body.get("system"), "system", "system")
     for position, message in enumerate(messages):
-        where, role = f"messages[{position}].content", message["role"]
-        items += ITEMS_A_PART * _blocks(message.get("content"), where, role)
+        content = message.get("content")
+        if isinstance(content, list):
+            where = f"messages[{position}].content"
+            items += ITEMS_A_PART * _blocks(content, where, message["role"])
     require_continuable(body)
     return items
 
@@ -57,7 +59,9 @@ def _blocks(content: Any, where: str, role: str) -> int:
     for position, block in enumerate(content):
         if not isinstance(block, dict):
             raise ApiError(400, f"{where} must be a string or a list of blocks", param=where)
-        require_served_block(block, f"{where}[{position}]", role)
+        # Text may stand anywhere, and is most of what there is.
+        if block.get("type") != "text":
+            require_served_block(block, f"{where}[{position}]", role)
         inner = block.get("content")
         if isinstance(inner, list):
             count += len(inner)

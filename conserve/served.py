@@ -34,6 +34,8 @@ _ASK_NOTHING = {
     "container": ({}, {"id": None}, {"skills": None}, {"id": None, "skills": None}),
     "mcp_servers": ([],),
 }
+# Roles of a chat's messages that may hold what is not served.
+CHAT_ROLES_TO_JUDGE = ("assistant", "function")
 # By Anthropic's schema any block may stand in any message. vLLM drops the others without a word.
 _BLOCKS = {
     "user": ("text", "image", "tool_result", "tool_reference"),
@@ -89,6 +91,7 @@ def require_served_message(message: Mapping[str, Any], where: str) -> None:
     """Refuse a chat's message that vLLM would not show to the model as it is meant.
 
     Args:
+        message: of one of `CHAT_ROLES_TO_JUDGE`.
         where: its place in the request.
 
     Raises:
