@@ -20,6 +20,8 @@ OUTPUT_CAPS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 # Where a turn goes to, on a router as on an engine.
 TURN_PATHS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
+# How the id of an answer begins that comes by Messages.
+MESSAGE_ID = "msg_"
 # What an engine answers as it stands.
 TOKEN_PATHS = (TOKENIZE, DETOKENIZE, COUNT_TOKENS)
 

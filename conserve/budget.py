@@ -13,6 +13,7 @@ from typing import Any
 from conserve import apis, items
 from conserve.errors import ApiError
 from conserve.items import ITEMS_A_PART
+from conserve.served import CHAT_ROLES_TO_JUDGE, require_served, require_served_message
 
 # Entries of lists and objects in all, at whatever depth, token ids aside.
 MOST_VALUES = 65_536
@@ -118,6 +119,11 @@ def check(body: Mapping[str, Any], path: str) -> None:
         _check_messages(body.get("messages"))
         if apis.is_anthropic(path):
             _check_count(items.message_items(body), MOST_ITEMS, "messages", "messages")
+        else:
+            for position, message in enumerate(body["messages"]):
+                if message["role"] in CHAT_ROLES_TO_JUDGE:
+                    require_served_message(message, f"messages[{position}]")
+    require_served(body, path)
     for name, most in _MOST_ENTRIES.items():
         _check_entries(name, body.get(name), most)
     if not isinstance(body.get("structured_outputs"), dict | None):
@@ -250,21 +256,16 @@ def _check_messages(messages: Any) -> None:
         raise ApiError(400, "messages must be a list with at least one message", param="messages")
     items = len(messages)
     for position, message in enumerate(messages):
-        where = f"messages[{position}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ApiError(400, f"{where} must be an object with a role", param="messages")
+            raise _unfit(f"messages[{position}] must be an object with a role")
         content = message.get("content")
         if not isinstance(content, str | list | None):
-            raise ApiError(
-                400, f"{where}.content must be a string or a list of parts", param="messages"
-            )
+            raise _unfit(f"messages[{position}].content must be a string or a list of parts")
         if isinstance(content, list):
             items += ITEMS_A_PART * len(content)
             # vLLM takes ten times as long to refuse any other.
             if not all(isinstance(part, str | dict) for part in content):
-                raise ApiError(
-                    400, f"{where}.content may hold objects and strings only", param="messages"
-                )
+                raise _unfit(f"messages[{position}].content may hold objects and strings only")
         calls = message.get("tool_calls")
         if not isinstance(calls, list | None):
             raise ApiError(400, f"{where}.tool_calls must be a list", param="messages")
@@ -276,6 +277,10 @@ def _check_messages(messages: Any) -> None:
             f"call counts as {ITEMS_A_PART}, and this one has {items}; join or drop some",
             param="messages",
         )
+
+
+def _unfit(what: str) -> ApiError:
+    return ApiError(400, what, param="messages")
 
 
 def _check_count(count: int, most: int, name: str, what: str) -> None:

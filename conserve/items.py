@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from conserve.errors import ApiError
+from conserve.served import require_continuable, require_served_block
 
 ITEMS_A_PART = 3
 # What an item costs vLLM, in messages of a chat (3 us).
@@ -56,22 +57,29 @@ def message_items(body: Mapping[str, Any]) -> int:
         body: parsed from JSON; its messages are known to be a list of objects.
 
     Raises:
-        ApiError: 400, a block is not of the form that one has.
+        ApiError: 400, a block is not of the form that one has, or none that is served.
     """
     messages = body["messages"]
-    items = len(messages) + ITEMS_A_PART * _blocks(body.get("system"), "system")
+    items = len(messages) + ITEMS_A_PART * _blocks(body.get("system"), "system", "system")
     for position, message in enumerate(messages):
-        items += ITEMS_A_PART * _blocks(message.get("content"), f"messages[{position}].content")
+        content = message.get("content")
+        if isinstance(content, list):
+            where = f"messages[{position}].content"
+            items += ITEMS_A_PART * _blocks(content, where, message["role"])
+    require_continuable(body)
     return items
 
 
-def _blocks(content: Any, where: str) -> int:
+def _blocks(content: Any, where: str, role: str) -> int:
     if not isinstance(content, list):
         return 0
     count = len(content)
-    for block in content:
+    for position, block in enumerate(content):
         if not isinstance(block, dict):
             raise ApiError(400, f"{where} must be a string or a list of blocks", param=where)
+        # Text may stand anywhere, and is most of what there is.
+        if block.get("type") != "text":
+            require_served_block(block, f"{where}[{position}]", role)
         inner = block.get("content")
         if isinstance(inner, list):
             count += len(inner)

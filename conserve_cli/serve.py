@@ -6,12 +6,8 @@ import typer
 from rich.markup import escape
 
 from conserve.console import new_console
-<<<<<<< HEAD
 from conserve.settings import Settings
-from conserve_cli.gpu_plan import looked_at, show, without_gpus
-=======
 from conserve_cli.gpu_plan import looked_at, on_cpus, require_arguments, show, show_on_cpus
->>>>>>> w32-settings
 from conserve_cli.launching import LogFile, launched
 from conserve_cli.setting_arguments import SettingArguments, settings_from
 

@@ -28,12 +28,8 @@ from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_nodes
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
-<<<<<<< HEAD
-from hetero.gpu_room import require_shares
-from hetero.host_memory import chunk_tokens
-=======
 from hetero.gpu_room import most_on_node, require_shares
->>>>>>> w32-settings
+from hetero.host_memory import chunk_tokens
 from hetero.sm_room import require_slots
 from hetero.tiers import role_tier
 
@@ -122,12 +118,8 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         SettingsError: a tier is offered by no node, or there are too few GPUs, or engines do not
             fit on them; says what the cluster has.
     """
-<<<<<<< HEAD
     settings = _with_parsers(with_profile(settings))
-=======
-    settings = with_profile(settings)
     require_one_split(settings)
->>>>>>> w32-settings
     gpu = _on_gpu(settings)
     waiting = 0
     if gpu:
@@ -137,13 +129,10 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         require_shares(settings)
         require_slots(settings)
     wait_for_nodes(settings, gpu, tier_timeout_s)
-<<<<<<< HEAD
-    settings = settings.on_nodes(sum(node["Alive"] for node in ray.nodes()))
-=======
     alive = sum(node["Alive"] for node in ray.nodes())
     # The model may lie on other nodes, and not on this one.
     alone = alive == 1
->>>>>>> w32-settings
+    settings = settings.on_nodes(alive)
     if gpu:
         nodes = nodes_with_gpus()
         settings, laid_out = planned(settings, nodes, model_is_here=alone)
@@ -158,12 +147,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         if alone:
             settings, _ = planned_on_cpus(settings)
     settings = _for_device(settings, gpu)
-<<<<<<< HEAD
-    engines = [_engines("decoder", settings, settings.decoders, gpu)]
-=======
-    settings = settings.on_nodes(alive)
     engines = [_engines("decoder", settings, settings.decoders, gpu, waiting)]
->>>>>>> w32-settings
     if settings.prefiller_replicas:
         engines.append(_engines("prefiller", settings, settings.prefillers, gpu, waiting))
     options = {"num_replicas": settings.routers, "max_ongoing_requests": _MAX_ONGOING}
@@ -215,21 +199,7 @@ def _require_cuda_build() -> None:
 
 
 def _for_device(settings: Settings, gpu: bool) -> Settings:
-<<<<<<< HEAD
     chunk = chunk_tokens(settings, gpu)
-=======
-    # A chunk is a whole number of blocks, which all roles have of one size. vLLM's CPU backend has
-    # blocks of 128 tokens. On a GPU it has small ones unless it is told otherwise, or a model has
-    # Mamba layers: see `kv_layers`.
-    arguments = settings.engine | settings.decoders.engine
-    block = int(arguments.get("block_size") or (1 if gpu else 128))
-    chunk = settings.lmcache.chunk_tokens
-    if chunk is None:
-        chunk = -(-(256 if gpu else 128) // block) * block
-    elif chunk % block:
-        whose = "engine.block_size" if gpu else "CPU blocks"
-        raise SettingsError(f"lmcache.chunk_tokens: {chunk} is not a multiple of {block} ({whose})")
->>>>>>> w32-settings
     lmcache = settings.lmcache.model_copy(update={"chunk_tokens": chunk})
     device = "gpu" if gpu else "cpu"
     return settings.model_copy(update={"lmcache": lmcache, "device": device})

@@ -47,11 +47,7 @@ def plan_on(
     short = missing(chosen, True, offered) + short_of_gpus(chosen, offered)
     if short:
         raise SettingsError("\n  ".join(short))
-<<<<<<< HEAD
-    return planned(chosen.on_nodes(len(nodes)), nodes)
-=======
-    return planned(chosen, nodes, model_is_here)
->>>>>>> w32-settings
+    return planned(chosen.on_nodes(len(nodes)), nodes, model_is_here)
 
 
 def planned(

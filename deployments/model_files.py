@@ -73,20 +73,11 @@ def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | Non
     """The model's configuration, and the size of its weights."""
     folder = Path(source).expanduser()
     if folder.is_dir():
-<<<<<<< HEAD
-        config = with_defaults(_config(folder / "config.json"))
-        return shape_of(config, _weights_in(folder), dtype)
-    cached = try_to_load_from_cache(source, "config.json") if _is_hub_id(source) else None
-    if isinstance(cached, str):
-        path = Path(cached)
-        return shape_of(with_defaults(_config(path)), _weights_in(path.parent), dtype)
-    return shape_of(with_defaults(_fetched(source)), _weights_on_hub(source), dtype)
-=======
         if not (folder / "config.json").exists():
             if any(found for name in _OTHER_FORMATS for found in folder.glob(name)):
                 raise ModelUnknown(f"{folder} has no config.json, but another format's files")
             raise ModelMissing(f"{folder / 'config.json'} cannot be read: there is none")
-        return _config(folder / "config.json"), _weights_in(folder)
+        return with_defaults(_config(folder / "config.json")), _weights_in(folder)
     if folder.is_file():
         raise ModelUnknown(f"{folder} is a file, of which the configuration is not looked for")
     cached = (
@@ -96,9 +87,8 @@ def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | Non
     )
     if isinstance(cached, str):
         path = Path(cached)
-        return _config(path), _weights_in(path.parent)
-    return _fetched(source, revision), _weights_on_hub(source, revision)
->>>>>>> w32-settings
+        return with_defaults(_config(path)), _weights_in(path.parent)
+    return with_defaults(_fetched(source, revision)), _weights_on_hub(source, revision)
 
 
 def _is_hub_id(source: str) -> bool:

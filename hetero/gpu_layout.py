@@ -52,22 +52,16 @@ class Needs:
         reserve_bytes: contexts, graphs, and what a step of the longest batch takes; an estimate.
         kv_token_bytes: a token's KV.
         least_tokens: the longest sequence, which vLLM wants room for.
-<<<<<<< HEAD
         kv_copies: how many workers keep the same KV, of which one stores it for others.
-=======
         at_most: whether that sequence may take less than its tokens are counted for.
->>>>>>> w32-settings
     """
 
     weights_bytes: int
     reserve_bytes: int
     kv_token_bytes: float
     least_tokens: int
-<<<<<<< HEAD
     kv_copies: int = 1
-=======
     at_most: bool = False
->>>>>>> w32-settings
 
     @property
     def fixed_bytes(self) -> int:
@@ -222,9 +216,7 @@ def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> N
         reserve_bytes=_CONTEXT_BYTES + graphs + step + sampling,
         kv_token_bytes=shape.kv_token_bytes(tensor, kept_as) / pipeline,
         least_tokens=longest,
-<<<<<<< HEAD
         kv_copies=tensor if shape.shares_kv else 1,
-=======
         at_most=shape.windowed or shape.recurrent,
     )
 
@@ -245,7 +237,6 @@ def require_longest(what: str, kv_bytes: int, needs: Needs) -> None:
         f"{what}: {_gib(kv_bytes)} GiB hold {tokens:,} tokens, and vLLM does not start with less "
         f"than the longest sequence's {needs.least_tokens:,}, which take "
         f"{_gib(needs.least_kv_bytes)} GiB; set engine.max_model_len={tokens}, or more KV space"
->>>>>>> w32-settings
     )
 
 

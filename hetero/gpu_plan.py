@@ -205,13 +205,9 @@ def _with_host_memory(
             size_gb = host_memory.chosen_gb(settings, shape, engines, len(nodes), available)
         lmcache = lmcache.model_copy(update={"size_gb": size_gb})
         settings = settings.model_copy(update={"lmcache": lmcache})
-<<<<<<< HEAD
-    token = host_memory.token_bytes(settings, shape, engines[-1], lmcache.size_gb)
-=======
     if shape is None:
         return settings, None, warnings
-    token = host_memory.token_bytes(shape, engines[-1])
->>>>>>> w32-settings
+    token = host_memory.token_bytes(settings, shape, engines[-1], lmcache.size_gb)
     kept = host_memory.kept_tokens(lmcache.size_gb, token)
     small = host_memory.too_small(lmcache.size_gb, token)
     return settings, kept, [*warnings, *([small] if small else [])]

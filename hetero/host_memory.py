@@ -4,10 +4,7 @@ import math
 from collections.abc import Sequence
 
 from conserve.settings import Settings, SettingsError
-<<<<<<< HEAD
-=======
 from hetero.container import HostMemory
->>>>>>> w32-settings
 from hetero.gpu_layout import GIB, EnginePlan
 from hetero.model_shape import ModelShape
 

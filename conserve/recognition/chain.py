@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from conserve.recognition.normal import encoded, normalised
+from conserve.recognition.normal import continued, encoded, normalised
 
 Digest = bytes
 """16 bytes (BLAKE2b) that stand for a list of messages, and the tools before them."""
@@ -20,7 +20,8 @@ class Chain(NamedTuple):
         root: the first prompt, which is all before the first answer. Whatever goes back to an
             earlier point of a history has its root.
         system: the tools and the system messages at the beginning; None where there are neither.
-        ends: for each answer that is followed by anything, all up to its end; longest first.
+        ends: for each answer that is followed by anything, or continued, all up to its end;
+            longest first.
         ends_with_root: whether the turn is its first prompt and nothing else.
     """
 
@@ -35,6 +36,7 @@ def chain_of(
     before: Mapping[str, Any] | None = None,
     tenant: str | None = None,
     most_ends: int | None = None,
+    continues: bool = False,
 ) -> Chain:
     """The chain of a turn. Never raises, whatever JSON stands in the arguments.
 
@@ -43,6 +45,7 @@ def chain_of(
             the messages. Another one is another chain.
         tenant: whose messages they are; no two tenants have a digest in common.
         most_ends: of the longest beginnings, so many.
+        continues: whether the last message, the assistant's, is to be continued.
     """
     hasher = _hasher(tenant, before)
     given = _as_list(messages)
@@ -50,7 +53,7 @@ def chain_of(
     system: Digest | None = hasher.digest() if (before or {}).get("tools") else None
     leading = True
     ends: list[Digest] = []
-    for message in given[:-1]:
+    for message in given if continues else given[:-1]:
         role = message.get("role") if isinstance(message, Mapping) else None
         if role == "assistant" and root is None:
             root = hasher.digest()
@@ -95,21 +98,28 @@ def tail_digest(
 class Beginning:
     """A turn's messages, hashed once for all the answers that it may get.
 
+    Args:
+        messages: the turn's.
+        before: as `chain_of` has it, and the others.
+
     Attributes:
         root: as `Chain` has it.
     """
 
-    __slots__ = ("_hasher", "root")
+    __slots__ = ("_continued", "_hasher", "root")
 
     def __init__(
         self,
         messages: Sequence[Mapping[str, Any]],
         before: Mapping[str, Any] | None = None,
         tenant: str | None = None,
+        continues: bool = False,
     ) -> None:
         self._hasher = _hasher(tenant, before)
+        given = _as_list(messages)
+        self._continued = given[-1] if continues else None
         root: Digest | None = None
-        for message in _as_list(messages):
+        for message in given[:-1] if continues else given:
             if root is None and _is_answer(message):
                 root = self._hasher.digest()
             self._hasher.update(encoded(normalised(message)))
@@ -117,8 +127,24 @@ class Beginning:
 
     def tail_digest(self, answer: Mapping[str, Any]) -> Digest:
         """As `tail_digest` has it."""
+        return self.tails(answer)[0]
+
+    def tails(self, answer: Mapping[str, Any]) -> tuple[Digest, ...]:
+        """The digests by which the next turn may be recognised, the likeliest first.
+
+        There are two where a message is continued: its client may keep that message and the answer
+        as one message, or as two.
+        """
+        last = self._continued
+        if last is None:
+            return (self._followed_by(answer),)
+        as_one, as_two = self._followed_by(continued(last, answer)), self._followed_by(last, answer)
+        return (as_one,) if as_one == as_two else (as_one, as_two)
+
+    def _followed_by(self, *messages: Any) -> Digest:
         hasher = self._hasher.copy()
-        hasher.update(encoded(normalised(answer)))
+        for message in messages:
+            hasher.update(encoded(normalised(message)))
         return hasher.digest()
 
 

@@ -32,6 +32,29 @@ def normalised(message: Any) -> list[Any]:
     return [role, segments, _calls(message)]
 
 
+def continued(message: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """A message and the answer that continues it, as one: text goes on where it ended."""
+    begun = message if isinstance(message, Mapping) else {}
+    parts, more = _parts(begun.get("content")), _parts(answer.get("content"))
+    if parts and more:
+        last, first = _raw_text(parts[-1]), _raw_text(more[0])
+        if last is not None and first is not None:
+            parts[-1:], more[:1] = [last + first], []
+    calls = [*_parts(begun.get("tool_calls")), *_parts(answer.get("tool_calls"))]
+    return {"role": "assistant", "content": parts + more, "tool_calls": calls}
+
+
+def _parts(content: Any) -> list[Any]:
+    if isinstance(content, _ARRAY):
+        return [*content]
+    return [] if content is None else [content]
+
+
+def _raw_text(part: Any) -> str | None:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else None
+
+
 def _segments(content: Any) -> list[Any]:
     """Content as a list: a str for a run of text, a one-element list for anything else.
 

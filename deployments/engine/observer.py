@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.datastructures import Headers
@@ -27,13 +27,27 @@ from conserve.direct import Continued, Desk, Ended
 from conserve.holdings import Holdings
 from conserve.pausing import tool_called
 from conserve.recognition import Digest
-from conserve.recognition.apis import answers_of, heard
+from conserve.recognition.apis import answers_of, continues, heard
 from conserve.wire import Emitted
 from deployments.engine.body import read_ahead, replay
 from deployments.engine.continuation import can_be_continued, continued
 from deployments.engine.load import ALL_TOKENS, LoadMeter
 
 _SMALL_BYTES = 16 * 1024
+
+
+class Told(NamedTuple):
+    """What the client of a turn is told of it; None where the engine does not say.
+
+    Attributes:
+        read_tokens: tokens of the prompt that were found in caches, and not computed.
+        created_tokens: tokens of it that were computed, and are in a cache now.
+        cut: whether the answer was cut off by its length.
+    """
+
+    read_tokens: int | None
+    created_tokens: int | None
+    cut: bool = False
 
 
 @dataclass(slots=True)
@@ -66,6 +80,8 @@ class _Observation:
     notes: bool = False
     unnoted: list[Emitted] = field(default_factory=list)
     sent: list[Emitted] = field(default_factory=list)
+    # By the first output, as vLLM has it at the end of a stream.
+    told: Told | None = None
     # Called when the engine aborts what it has, because it is told to end.
     engine_ends: Callable[[], None] = lambda: None
 
@@ -105,6 +121,11 @@ class _Observation:
             # Messages have a word for what was computed for the turn and is in a cache now.
             if output.num_cache_creation_tokens is not None:
                 output.num_cache_creation_tokens += computed
+        if self.told is None:
+            self.told = Told(output.num_cached_tokens, output.num_cache_creation_tokens)
+        if output.finished:
+            cut = any(choice.finish_reason == "length" for choice in output.outputs)
+            self.told = self.told._replace(cut=cut)
         if self.notes:
             self.unnoted += (
                 Emitted(choice.token_ids, choice.finish_reason, choice.stop_reason)
@@ -130,6 +151,15 @@ class _Observation:
 
 
 _current: ContextVar[_Observation | None] = ContextVar("conserve_observation", default=None)
+
+
+def told_to_client() -> Told | None:
+    """Return what is told of the turn in whose context this is called.
+
+    None before its first output, and of what is no turn.
+    """
+    observation = _current.get()
+    return None if observation is None else observation.told
 
 
 def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> None:
@@ -405,7 +435,7 @@ class _Turn:
     def _tails(self, answers: list[dict[str, Any]]) -> tuple[Digest, ...]:
         if self.beginning is None:
             return ()
-        return tuple(self.beginning.tail_digest(answer) for answer in answers)
+        return tuple(tail for answer in answers for tail in self.beginning.tails(answer))
 
 
 def _beginning(
@@ -417,7 +447,7 @@ def _beginning(
         return None  # The engine refuses it.
     if not isinstance(body, dict):
         return None
-    return recognition.Beginning(*heard(path, body, volatile), tenant)
+    return recognition.Beginning(*heard(path, body, volatile), tenant, continues(path, body))
 
 
 def _key_in(headers: Headers) -> TurnKey:

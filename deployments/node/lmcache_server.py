@@ -50,15 +50,8 @@ _LONGEST_BACKOFF_S = 10.0
 _LOOKUP_TIMEOUT_S = 2.0
 # How often servers ask which others there are. After four rounds without, one is dropped.
 _DIRECTORY_PERIOD_S = 1.0
-<<<<<<< HEAD
-=======
-# NIXL describes memory page by page, to every server: a bounded number of pages, so that pages grow
-# with the memory. A chunk takes whole pages.
-_SMALLEST_PAGE_BYTES = 64 * 1024
 # Threads of the server, of each kind, at least.
 THREADS = 4
-_MOST_PAGES = 2**17
->>>>>>> w32-settings
 # Above those of Ray's workers (10002 to 19999), below those that Linux gives to outgoing
 # connections (from 32768): a server binds its port many seconds after it was chosen.
 _OPEN_PORTS = range(20_000, 32_768)

@@ -8,6 +8,7 @@ from typing import Any
 from conserve import apis, budget, hints, identity
 from conserve.events import KINDS
 from conserve.pausing.tools import MOST_NAME_CHARS
+from conserve.served import UNSERVED
 from conserve.wire import START_PHASES
 from deployments.router import environment_interface, events, tool_reports
 
@@ -260,31 +261,35 @@ READ_FIELDS: Json = {
 }
 # Those that are vLLM's and that a client cannot set, and why.
 DROPPED = {"kv_transfer_params": "The router directs the handoff."}
+_FUNCTION = _object(name=_TEXT)
+# vLLM's, and one more.
+_TOOL_CHOICE = {
+    "anyOf": [
+        {"type": "string", "enum": ["none", "auto", "required"]},
+        _object(type={"const": "function"}, function=_FUNCTION),
+        _object(
+            type={"const": "allowed_tools"},
+            allowed_tools=_object(
+                mode={"type": "string", "enum": ["auto", "required"]},
+                tools={"type": "array", "minItems": 1, "items": _object(function=_FUNCTION)},
+            ),
+        ),
+        {"type": "null"},
+    ]
+}
+
+
+def _unserved(path: str) -> Json:
+    return {
+        name: {"description": f"Not served: {instead}.", "enum": [None]}
+        for name, instead in UNSERVED[path].items()
+    }
+
+
 # Those of one path alone that mean something else here than to vLLM.
 CHANGED: dict[str, Json] = {
-    apis.CHAT: {
-        "tool_choice": {
-            "description": "`allowed_tools`: as if these tools alone had been sent.",
-            "anyOf": [
-                {"type": "string", "enum": ["none", "auto", "required"]},
-                _object(type={"const": "function"}, function=_object(name=_TEXT)),
-                _object(
-                    type={"const": "allowed_tools"},
-                    allowed_tools=_object(
-                        mode={"type": "string", "enum": ["auto", "required"]},
-                        tools={
-                            "type": "array",
-                            "minItems": 1,
-                            "items": _object(
-                                type={"const": "function"}, function=_object(name=_TEXT)
-                            ),
-                        },
-                    ),
-                ),
-                {"type": "null"},
-            ],
-        }
-    },
+    apis.CHAT: {**_unserved(apis.CHAT), "tool_choice": _TOOL_CHOICE},
+    apis.MESSAGES: _unserved(apis.MESSAGES),
     apis.RESPONSES: {
         "background": {
             "description": "Not served: a turn ends with its client's connection.",

@@ -18,8 +18,9 @@ from conserve.errors import ApiError, unknown_model
 from conserve.hints import Hints, InvalidHint, hints
 from conserve.numbers import beyond_64_bits
 from conserve.recognition import Chain
-from conserve.recognition.apis import heard
+from conserve.recognition.apis import continues, heard
 from conserve.recognition.volatile import without_billing_header
+from conserve.served import as_served
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of
@@ -206,7 +207,7 @@ def _understood(
         said = hints(headers, body)
     except InvalidHint as error:
         raise ApiError(400, str(error), "invalid_hint", param=error.source) from None
-    own = identity.without_identity(tool_choice.resolved(path, body))
+    own = as_served(identity.without_identity(tool_choice.resolved(path, body)), path)
     for name in _NOT_FORWARDED:
         own.pop(name, None)
     # The other way into the engine's arguments.
@@ -242,7 +243,10 @@ def _understood(
         explicit_id=stated_id,
         chain=(
             recognition.chain_of(
-                *heard(path, own, settings.volatile_text), tenant, _MOST_CANDIDATES
+                *heard(path, own, settings.volatile_text),
+                tenant,
+                _MOST_CANDIDATES,
+                continues(path, own),
             )
             if chat
             else None

@@ -1,13 +1,18 @@
 """What a client has of a stream, so that another decoder can go on with it."""
 
+import json
 import re
 
 from conserve import apis, wire
 from conserve.errors import ApiError
 
 END_OF_EVENT = b"\n\n"
-_ID = re.compile(rb'"id":"(?:chatcmpl-|cmpl-)([^"\\]{1,200})"')
+_ID = re.compile(rb'"id":"(?:chatcmpl-|cmpl-|msg_)([^"\\]{1,200})"')
 _CREATED = re.compile(rb'"created(?:_at)?":\d+')
+# The first event of Messages and the last but one say what was found in caches. The decoder that
+# goes on with a stream has found something else, and does not say.
+_SAYS_USAGE = b"event: message_delta\n"
+_COUNTED_ONCE = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 # vLLM's own event tells of the classes in which it has failed to read another one.
 _FAILED = ApiError(
     500, "the engine failed on this request; try again, and see its log if it fails again"
@@ -44,6 +49,9 @@ class StreamRecord:
         self._opened = 0
         self._skip = 0
         self._created: bytes | None = None
+        # Of Messages: the first event, where another one's decoder has to agree with it.
+        self._start: bytes | None = None
+        self._resumed = False
 
     @property
     def can_resume(self) -> bool:
@@ -53,6 +61,7 @@ class StreamRecord:
     def resume(self) -> None:
         """Note that the stream begins anew, at another decoder."""
         self._skip = self._passed
+        self._resumed = self._passed > 0
         self._rest, self.error = b"", None
 
     def take(self, part: bytes) -> bytes:
@@ -85,6 +94,8 @@ class StreamRecord:
         ):
             # It is one answer to the client, whenever the engine that goes on has begun.
             event = _CREATED.sub(self._created, event, count=1)
+        elif self._resumed and self._start is not None and event.startswith(_SAYS_USAGE):
+            event = _with_usage(event, self._start)
         if note:
             self.notes += note + b"\n"
         if event.startswith(self._form.opens):
@@ -97,3 +108,15 @@ class StreamRecord:
             self.request_id = found[1].decode(errors="replace")
         if found := _CREATED.search(event):
             self._created = found[0]
+        if self._path == apis.MESSAGES:
+            self._start = event
+
+
+def _with_usage(event: bytes, start: bytes) -> bytes:
+    """An event of Messages that says of the prompt's tokens what the stream's first one said."""
+    name, mark, data = event.partition(b"data: ")
+    told = json.loads(data)
+    said = json.loads(start.partition(mark)[2])["message"]["usage"]
+    usage = {name: tokens for name, tokens in told["usage"].items() if name not in _COUNTED_ONCE}
+    told["usage"] = {name: said[name] for name in _COUNTED_ONCE if name in said} | usage
+    return name + mark + json.dumps(told, separators=(",", ":")).encode()

@@ -18,6 +18,7 @@ from conserve import budget
 from conserve.apis import COUNT_TOKENS, DETOKENIZE, RESPONSES, TOKENIZE
 from conserve.errors import ApiError
 from conserve.recognition.volatile import without_billing_header
+from conserve.served import as_served
 from conserve.settings import Settings
 from conserve.tenants import Caller
 from deployments.router.access import caller_of
@@ -196,7 +197,8 @@ def _detokenize(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
 def _count_tokens(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
     body = checked_body(raw, COUNT_TOKENS, settings)
     # vLLM's error, where there is no name, is one of the server's.
-    own = _with_own_media({**body, "model": settings.model_id}, caller)
+    named = {**body, "model": settings.model_id}
+    own = _with_own_media(as_served(named, COUNT_TOKENS), caller)
     if "billing_header" in settings.volatile_text:
         own = without_billing_header(COUNT_TOKENS, own)
     return changed_body(raw, body, own)

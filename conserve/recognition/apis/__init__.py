@@ -16,7 +16,7 @@ from conserve.recognition.answers import answers_from_body, answers_from_stream
 from conserve.recognition.apis import anthropic, responses
 from conserve.recognition.volatile import without_times
 
-__all__ = ["answers_of", "heard", "messages_of", "tools_of"]
+__all__ = ["answers_of", "continues", "heard", "messages_of", "tools_of"]
 
 # Beside tools: with another one of these, no KV is found from the first token on.
 _FROM_THE_BEGINNING = ("chat_template", "cache_salt")
@@ -52,6 +52,21 @@ def messages_of(path: str, body: Mapping[str, Any], volatile: Collection[str] = 
         given = body.get("messages")
         messages = list(given) if isinstance(given, list | tuple) else [given]
     return without_times(messages) if "times" in volatile else messages
+
+
+def continues(path: str, body: Mapping[str, Any]) -> bool:
+    """Whether a turn has its last message continued, which is the assistant's (prefill).
+
+    By Messages it always is. A chat says so (``continue_final_message``), and Responses by the
+    status of the item.
+    """
+    given = body.get("input" if path == RESPONSES else "messages")
+    last = given[-1] if isinstance(given, list | tuple) and given else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return False
+    if path == RESPONSES:
+        return last.get("status") in ("in_progress", "incomplete")
+    return path == MESSAGES or body.get("continue_final_message") is True
 
 
 def tools_of(path: str, body: Mapping[str, Any]) -> list[Any]:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.engines.applications import MAIN
 from tests.engines.client import chat, last_turn, lone_answer, prose
+from tests.engines.lone import LONE_PORT
 from tests.engines.stage import Stage
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
@@ -105,6 +106,73 @@ async def test_a_stream(official: Any, client: httpx.AsyncClient, rng: random.Ra
     assert again["x-conversation-id"] in known
 
 
+async def test_a_stream_says_the_same_of_caches_at_its_beginning_and_at_its_end(
+    application: str, official: Any, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """In a first turn, which a prefiller has computed, and in one that finds its history."""
+    messages: list[Any] = [{"role": "user", "content": prose(rng, 500)}]
+    for turn in range(2):
+        stream, headers = await ask(official, messages, stream=True)
+        events = [event async for event in stream]
+        stats = await last_turn(client, headers["x-conversation-id"])
+        start, end = events[0].message, events[-2]
+        read = start.usage.cache_read_input_tokens
+        # What a prefiller has just computed was in no cache.
+        assert read == (stats["decoder_cached_tokens"] if turn else 0)
+        assert bool(read) is bool(turn)
+        for usage in (start.usage, end.usage):
+            created = usage.cache_creation_input_tokens
+            assert usage.cache_read_input_tokens == read
+            assert created == start.usage.cache_creation_input_tokens
+            assert usage.input_tokens + read + created == stats["prompt_tokens"]
+        assert start.id.startswith("msg_")
+        assert end.delta.model_fields_set >= {"stop_reason", "stop_sequence"}
+        assert end.delta.stop_sequence is None
+        text = "".join(
+            event.delta.text for event in events if event.type == "content_block_delta"
+        )
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+    whole = {"model": MODEL, "max_tokens": 2, "messages": HELLO}
+    body = (await client.post(application + "/v1/messages", json=whole)).json()
+    assert body["id"].startswith("msg_")
+    assert body["stop_sequence"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_last_message_of_the_assistants_is_continued(
+    official: Any, client: httpx.AsyncClient, stage: Stage, rng: random.Random, stream: bool
+) -> None:
+    """As by vLLM's chats that ask for it; and the next turn goes on with what came of it."""
+    stage.wait_for_lone()
+    told: list[Any] = [{"role": "user", "content": prose(rng, 400)}]
+    begun = "open the file and"
+    messages = [*told, {"role": "assistant", "content": begun}]
+    lone = f"http://127.0.0.1:{LONE_PORT}"
+    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    expected = await chat(client, messages, url=lone, **continued)
+    closed = await chat(client, messages, url=lone)
+    answer, first = await ask(official, messages, stream)
+    if stream:
+        events = [event async for event in answer]
+        text = "".join(event.delta.text for event in events if event.type == "content_block_delta")
+    else:
+        text = text_of(answer)
+    assert text == expected.content != closed.content
+    before = await last_turn(client, first["x-conversation-id"])
+    messages = [
+        *told,
+        {"role": "assistant", "content": begun + text},
+        {"role": "user", "content": "go on"},
+    ]
+    after, second = await ask(official, messages)
+    assert text_of(after) == await lone_answer(client, messages, 24)
+    assert second["x-conversation-id"] == first["x-conversation-id"]
+    assert second["x-conserve-decoder"] == first["x-conserve-decoder"]
+    stats = await last_turn(client, second["x-conversation-id"])
+    assert stats["lmcache_tokens"] == 0
+    assert stats["decoder_cached_tokens"] >= before["prompt_tokens"] - BLOCK_TOKENS
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_is_called_and_its_result_told(
     application: str, official: Any, client: httpx.AsyncClient, rng: random.Random, stream: bool
@@ -186,6 +254,21 @@ async def test_tokens_are_counted_as_the_engine_counts_them(
         ({"messages": HELLO, "max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": HELLO}, 400, "invalid_request_error", "max_tokens"),
         (
+            {
+                "messages": [
+                    *HELLO,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
+                    },
+                ],
+                "max_tokens": 8,
+            },
+            400,
+            "invalid_request_error",
+            "`tool_use` ids were found without `tool_result` blocks immediately after: a",
+        ),
+        (
             {"messages": [{"role": "user", "content": "a " * 20_000}], "max_tokens": 8},
             400,
             "invalid_request_error",
@@ -195,7 +278,7 @@ async def test_tokens_are_counted_as_the_engine_counts_them(
             {"messages": [{"role": "user", "content": [{"type": "document"}]}], "max_tokens": 8},
             400,
             "invalid_request_error",
-            "",
+            "messages[0].content[0].type: document is not served",
         ),
     ],
 )

@@ -1,11 +1,8 @@
 """What engines are started with: who stores KV for others, LMCache's chunks, parts of GPUs."""
 
 import dataclasses
-<<<<<<< HEAD
-import json
-=======
 import inspect
->>>>>>> w32-settings
+import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace

@@ -233,6 +233,53 @@ def test_arguments_of_very_many_values_are_compared_as_text() -> None:
         assert digests[0] == digests[2]
 
 
+@pytest.mark.parametrize(
+    ("begun", "answer", "whole"),
+    [
+        (said("{"), said('"a": 1}'), said('{"a": 1}')),
+        (said("It is "), said("so."), said("It is so.")),
+        (said("It is"), said(" so."), said("It is so.")),
+        (said([{"type": "text", "text": "It"}, {"type": "text", "text": "is"}]), said(" so."),
+         said([{"type": "text", "text": "It"}, {"type": "text", "text": "is so."}])),
+        (said("Look:"), called('{"x": 1}'), {**called('{"x": 1}'), "content": "Look:"}),
+        ({**said("It"), "reasoning": "hm"}, said(" is"), said("It is")),
+        (said("It"), said(""), said("It")),
+        (said("It"), said(None), said("It")),
+    ],
+)  # fmt: skip
+def test_a_continued_message_is_known_as_one_or_as_two(
+    begun: Message, answer: Message, whole: Message
+) -> None:
+    beginning = Beginning([SYSTEM, USER, begun], continues=True)
+    as_one, *as_two = beginning.tails(answer)
+    assert as_one == tail_digest([SYSTEM, USER], whole)
+    assert as_one == candidate_digests([SYSTEM, USER, whole, USER])[0]
+    assert as_two == [tail_digest([SYSTEM, USER, begun], answer)]
+    assert beginning.root == Beginning([SYSTEM, USER]).root
+    # What is closed is followed by an answer of its own.
+    assert Beginning([SYSTEM, USER, begun]).tails(answer) == tuple(as_two)
+
+
+def test_a_turn_that_continues_an_answer_goes_on_with_its_history() -> None:
+    """One that was cut off, say; and a beginning that nobody knows goes on with what is before."""
+    messages = [SYSTEM, USER, said("a"), USER, said("b")]
+    chain = chain_of(messages, continues=True)
+    assert list(chain.ends) == [
+        tail_digest(messages[:4], said("b")),
+        tail_digest(messages[:2], said("a")),
+    ]
+    assert chain.root == chain_of(messages).root
+    assert chain_of([USER, said("b")], continues=True).root == chain_of([USER]).root
+    assert not chain_of([USER, said("b")], continues=True).ends_with_root
+
+
+@pytest.mark.parametrize("begun", [None, 7, "a", [], {}, {"content": 7, "tool_calls": "x"}])
+@pytest.mark.parametrize("answer", [{}, {"content": 7}, {"content": [7, None], "tool_calls": {}}])
+def test_junk_is_continued_too(begun: Any, answer: Any) -> None:
+    assert all(len(tail) == 16 for tail in Beginning([USER, begun], continues=True).tails(answer))
+    assert len(chain_of([USER, begun], continues=True).root) == 16
+
+
 def test_what_decides_how_a_prompt_begins_makes_another_chain() -> None:
     """With another salt or template no KV is found: nothing is gone on with."""
 

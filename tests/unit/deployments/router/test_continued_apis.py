@@ -43,12 +43,12 @@ def _deltas() -> list[DeltaMessage]:
     ]
 
 
-def messages_events() -> list[bytes]:
+def messages_events(id_: str = "chatcmpl-abc") -> list[bytes]:
     """A Messages stream with its notes."""
     ahead: list[Emitted] = []
 
     async def chunks() -> AsyncIterator[str]:
-        head = {"id": "chatcmpl-abc", "created": 1, "model": "m", "object": "chat.completion.chunk"}
+        head = {"id": id_, "created": 1, "model": "m", "object": "chat.completion.chunk"}
         usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
 
         def chunk(delta: Any, reason: str | None = None) -> str:
@@ -184,6 +184,13 @@ def test_a_stream_that_goes_on_is_one_to_its_client_wherever_it_was_cut(path: st
             assert record.request_id == "abc"
 
 
+def test_a_message_that_goes_on_has_the_id_that_it_had() -> None:
+    record = StreamRecord(MESSAGES)
+    record.take(b"".join(messages_events("msg_abc")[:2]))
+    # By this the decoder that goes on names it.
+    assert record.request_id == "abc"
+
+
 def test_ids_stay_through_two_losses() -> None:
     whole = responses_events()
     record = StreamRecord(RESPONSES)
@@ -204,6 +211,40 @@ def test_what_comes_before_the_first_token_can_be_begun_anew() -> None:
     # Not if there is output of which nothing is known.
     record.take(whole[1] + whole[2].partition(b"\n")[2])
     assert not record.can_resume
+
+
+def test_what_is_said_of_caches_stays_through_a_loss() -> None:
+    """The decoder that goes on has found something else, and says nothing of it."""
+
+    def usage_of(event: bytes) -> dict[str, int]:
+        data = json.loads(event.partition(b"data: ")[2])
+        usage: dict[str, int] = data.get("message", data)["usage"]
+        return usage
+
+    def told(event: bytes, **usage: int) -> bytes:
+        name, _, data = event.partition(b"data: ")
+        changed = json.loads(data)
+        changed.get("message", changed)["usage"] = usage
+        return name + b"data: " + json.dumps(changed).encode() + b"\n\n"
+
+    found = {"cache_read_input_tokens": 7, "cache_creation_input_tokens": 0}
+    whole = messages_events()
+    first = told(whole[0], input_tokens=2, output_tokens=0, **found)
+    anew = [*messages_events()[:-2], told(whole[-2], input_tokens=9, output_tokens=5), whole[-1]]
+    for cut in range(1, len(whole) - 1):
+        record = StreamRecord(MESSAGES)
+        record.resume()
+        got = record.take(first + b"".join(whole[1:cut]))
+        record.resume()
+        got += record.take(b"".join(anew))
+        start, *_, delta, _ = [event for event in got.split(b"\n\n") if event]
+        assert usage_of(start) == {"input_tokens": 2, "output_tokens": 0, **found}
+        assert usage_of(delta) == {"input_tokens": 2, "output_tokens": 5, **found}
+        assert json.loads(delta.partition(b"data: ")[2])["delta"]["stop_reason"] == "tool_use"
+    # What one decoder says from beginning to end is passed on as it is.
+    record = StreamRecord(MESSAGES)
+    record.resume()
+    assert record.take(first + b"".join(anew[1:])).endswith(plain(anew[-2:]))
 
 
 @pytest.mark.parametrize("began", [True, False])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.recognition import candidate_digests, tail_digest
-from conserve.recognition.apis import answers_of, messages_of, tools_of
+from conserve.recognition.apis import answers_of, continues, messages_of, tools_of
 from tests.unit.conserve.recognition.apis import told as apis
 from tests.unit.conserve.recognition.apis.told import Json, Said, Told
 from tests.unit.conserve.recognition.messages import SEEDS
@@ -65,6 +65,34 @@ def test_an_answer_got_by_one_api_is_known_when_it_comes_by_another(
     tail = tail_digest(messages_of(path, TELL[path](told, rng)), found)
     told.steps += [answer, apis.following(answer, rng)]
     assert candidate_digests(messages_of(next_path, TELL[next_path](told, rng)))[0] == tail
+
+
+ASSISTANT = {"role": "assistant", "content": "a"}
+ITEM = {**ASSISTANT, "type": "message"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (MESSAGES, {"messages": [ASSISTANT]}, True),
+        (MESSAGES, {"messages": [ASSISTANT, {"role": "user", "content": "a"}]}, False),
+        (CHAT, {"messages": [ASSISTANT]}, False),
+        (CHAT, {"messages": [ASSISTANT], "continue_final_message": True}, True),
+        (CHAT, {"messages": [{"role": "user"}], "continue_final_message": True}, False),
+        (RESPONSES, {"input": [ITEM]}, False),
+        (RESPONSES, {"input": [{**ITEM, "status": "completed"}]}, False),
+        (RESPONSES, {"input": [{**ITEM, "status": "incomplete"}]}, True),
+        (RESPONSES, {"input": [{**ITEM, "status": "in_progress"}]}, True),
+        (RESPONSES, {"input": [{**ITEM, "status": "in_progress", "role": "user"}]}, False),
+        (RESPONSES, {"input": "a"}, False),
+        *((path, {name: junk}, False) for path in PATHS for name in ("messages", "input")
+          for junk in (None, [], "a", [None], [[]], 7)),
+    ],
+)  # fmt: skip
+def test_it_is_known_which_turns_continue_their_last_message(
+    path: str, body: Json, expected: bool
+) -> None:
+    assert continues(path, body) is expected
 
 
 @settings(deadline=None)

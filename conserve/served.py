@@ -1,0 +1,261 @@
+"""What the schemas of chats and Messages allow, and vLLM 0.29 passes over or misunderstands.
+
+What asks for something that is not served is refused by its name. What vLLM would serve if it were
+said otherwise is said otherwise. Fields that only advise (who the user is, how long to cache, which
+service tier) have no effect, and are let through.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from conserve.apis import CHAT, MESSAGES, is_anthropic
+from conserve.errors import ApiError
+
+Json = dict[str, Any]
+
+# Fields that ask for what is not served, and what to do instead. Null asks for nothing.
+UNSERVED = {
+    CHAT: {
+        "functions": "send tools",
+        "function_call": "send tools and tool_choice",
+        "audio": "answers are text",
+        "web_search_options": "give the model a tool that searches, and run it in the client",
+        "moderation": "call a moderation model from the client",
+    },
+    MESSAGES: {
+        "container": "nothing is run beside the model; give it tools, and run them in the client",
+        "mcp_servers": "connect to them from the client, and send their tools as tools",
+    },
+}
+# Values of such fields that ask for nothing either.
+_ASK_NOTHING = {
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "container": ({}, {"id": None}, {"skills": None}, {"id": None, "skills": None}),
+    "mcp_servers": ([],),
+}
+# Roles of a chat's messages that may hold what is not served.
+CHAT_ROLES_TO_JUDGE = ("assistant", "function")
+# By Anthropic's schema any block may stand in any message. vLLM drops the others without a word.
+_BLOCKS = {
+    "user": ("text", "image", "tool_result", "tool_reference"),
+    "assistant": (
+        *("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+        "tool_reference",
+    ),
+    "system": ("text",),
+}
+_RESULT_BLOCKS = ("text", "image", "tool_reference")
+_IMAGE_SOURCES = ("base64", "url")
+_THINKING = ("thinking", "redacted_thinking")
+
+
+def require_served(body: Mapping[str, Any], path: str) -> None:
+    """Refuse a request that asks for what is not served.
+
+    Of its messages, `require_served_message` and `require_served_block` judge.
+
+    Args:
+        body: parsed from JSON.
+        path: as `conserve.apis` has it.
+
+    Raises:
+        ApiError: 400; it names the field.
+    """
+    messages = is_anthropic(path)
+    for name, instead in UNSERVED.get(MESSAGES if messages else path, {}).items():
+        asked = body.get(name)
+        if asked is not None and asked not in _ASK_NOTHING.get(name, ()):
+            raise _unserved(name, "it", instead)
+    if not messages and path != CHAT:
+        return
+    modalities = body.get("modalities")
+    if isinstance(modalities, list) and any(one != "text" for one in modalities):
+        raise _unserved("modalities", "any but text", "leave it out")
+    plain, instead = (
+        ("custom", "describe it by its name and input_schema, and run it in the client")
+        if messages
+        else ("function", "describe it as a function")
+    )
+    tools = body.get("tools")
+    for position, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in (None, plain):
+            raise _unserved(f"tools[{position}].type", f"a tool of type {kind}", instead)
+
+
+def require_served_message(message: Mapping[str, Any], where: str) -> None:
+    """Refuse a chat's message that vLLM would not show to the model as it is meant.
+
+    Args:
+        message: of one of `CHAT_ROLES_TO_JUDGE`.
+        where: its place in the request.
+
+    Raises:
+        ApiError: 400; it names the field.
+    """
+    if message["role"] == "function":
+        raise _unserved(f"{where}.role", "role function", "send role tool, with its tool_call_id")
+    if message.get("function_call") is not None:
+        raise _unserved(f"{where}.function_call", "it", "send tool_calls")
+    if message.get("audio") is not None:
+        raise _unserved(f"{where}.audio", "it", "send what it said as content")
+    calls = message.get("tool_calls")
+    for position, call in enumerate(calls if isinstance(calls, list) else ()):
+        kind = call.get("type") if isinstance(call, dict) else None
+        if kind not in (None, "function"):
+            field = f"{where}.tool_calls[{position}].type"
+            raise _unserved(field, f"a call of type {kind}", "send calls of functions")
+
+
+def require_served_block(block: Mapping[str, Any], where: str, role: str) -> None:
+    """Refuse a block of Messages that the model would not be shown.
+
+    Args:
+        where: its place in the request.
+        role: of the message that it stands in.
+
+    Raises:
+        ApiError: 400; it names the field.
+    """
+    kind = block.get("type")
+    allowed = _BLOCKS.get(role)
+    if allowed is None or kind is None:
+        return  # vLLM refuses it.
+    if kind not in allowed:
+        raise _unserved_block(where, kind, f"in a message of the {role}'s", allowed)
+    if kind == "image":
+        _require_served_image(block, where)
+    inner = block.get("content")
+    if kind != "tool_result" or not isinstance(inner, list):
+        return
+    for position, one in enumerate(inner):
+        place = f"{where}.content[{position}]"
+        kind = one.get("type") if isinstance(one, dict) else None
+        if kind not in _RESULT_BLOCKS:
+            raise _unserved_block(place, kind, "in a tool's result", _RESULT_BLOCKS)
+        if kind == "image":
+            _require_served_image(one, place)
+
+
+def _require_served_image(block: Mapping[str, Any], where: str) -> None:
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind not in (None, *_IMAGE_SOURCES):
+        field = f"{where}.source.type"
+        raise _unserved(field, f"an image by {kind}", "send it as base64, or by its url")
+
+
+def require_continuable(body: Mapping[str, Any]) -> None:
+    """Refuse to have a last message of the assistant's continued that is whole.
+
+    Args:
+        body: of Messages; its messages are known to be a list of objects, and not empty.
+
+    Raises:
+        ApiError: 400, in Anthropic's words.
+    """
+    position, last = len(body["messages"]) - 1, body["messages"][-1]
+    if last.get("role") != "assistant":
+        return
+    config = body.get("output_config")
+    if isinstance(config, dict) and config.get("format") and not _says_nothing(last.get("content")):
+        raise ApiError(
+            400,
+            "output_config.format: an answer of a given format cannot continue a message; let the "
+            "conversation end with a user message",
+            param="output_config.format",
+        )
+    content = last["content"] if isinstance(last.get("content"), list) else []
+    calls = [block.get("id") for block in content if block.get("type") == "tool_use"]
+    if calls:
+        raise ApiError(
+            400,
+            f"messages.{position}: `tool_use` ids were found without `tool_result` blocks "
+            f"immediately after: {', '.join(map(str, calls))}. Each `tool_use` block must have a "
+            "corresponding `tool_result` block in the next message.",
+            param="messages",
+        )
+    if content and content[-1].get("type") in _THINKING:
+        raise ApiError(
+            400,
+            f"messages.{position}: The final block in an assistant message cannot be "
+            f"`{content[-1]['type']}`.",
+            param="messages",
+        )
+
+
+def as_served(body: Json, path: str) -> Json:
+    """A request that says in vLLM's words what it says in the schema's.
+
+    Args:
+        body: parsed from JSON; it is not changed.
+        path: as `conserve.apis` has it.
+
+    Returns:
+        The same object, if there is nothing to say otherwise.
+    """
+    if path == CHAT:
+        return _with_refusals(_with_schema(body))
+    return _without_empty_end(body) if is_anthropic(path) else body
+
+
+def _with_schema(body: Json) -> Json:
+    """A chat whose answer is to be any JSON object, where the schema that it is to have is none."""
+    wanted = body.get("response_format")
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        return body
+    named = wanted.get("json_schema")
+    if not isinstance(named, dict) or named.get("schema") is not None:
+        return body
+    return {**body, "response_format": {"type": "json_object"}}
+
+
+def _with_refusals(body: Json) -> Json:
+    """A chat in which answers that were refusals have those as their content."""
+    messages = body["messages"]
+    if not any(message.get("refusal") for message in messages):
+        return body
+    told = [
+        {**message, "content": message["refusal"]}
+        if message.get("refusal") and not message.get("content")
+        else message
+        for message in messages
+    ]
+    return {**body, "messages": told}
+
+
+def _without_empty_end(body: Json) -> Json:
+    """Messages without a last one of the assistant's that says nothing: there is no more to it.
+
+    To continue it would be to begin an answer, which the model's template has its own way to do.
+    """
+    *others, last = body["messages"]
+    if not others or last.get("role") != "assistant" or not _says_nothing(last.get("content")):
+        return body
+    return {**body, "messages": others}
+
+
+def _says_nothing(content: Any) -> bool:
+    if isinstance(content, str):
+        return not content.strip()
+    return isinstance(content, list) and all(
+        block.get("type") == "text" and not str(block.get("text") or "").strip()
+        for block in content
+    )
+
+
+def _unserved(field: str, what: str, instead: str) -> ApiError:
+    return ApiError(
+        400, f"{field}: {what} is not served here; {instead}", "unsupported_value", param=field
+    )
+
+
+def _unserved_block(where: str, kind: Any, within: str, allowed: tuple[str, ...]) -> ApiError:
+    field = f"{where}.type"
+    return ApiError(
+        400,
+        f"{field}: {str(kind)[:64]} is not served {within}; send {', '.join(allowed)}",
+        "unsupported_value",
+        param=field,
+    )

@@ -1,0 +1,210 @@
+"""vLLM's Messages API, made to answer as Anthropic's does where the two differ.
+
+- A last message of the assistant's is continued (prefill); vLLM would close it and begin another.
+  Where the model's template or tokenizer cannot, the request is refused in Anthropic's words.
+- A stream's first event says of caches what its last one says.
+- ``stop_sequence`` is there when it is null, and an answer's id is ``msg_...``.
+- ``stop_reason`` says ``max_tokens`` whenever the answer was cut off, and else ``tool_use`` when it
+  calls a tool. vLLM says that of what may be half a call, and not of one that had to be made.
+- A body with half a call is an answer that was cut off, and no error.
+
+An event that holds output passes with one look at its name.
+
+Internals of vLLM 0.29 that are used: ``AnthropicServingMessages`` (``to_chat_completion_request``,
+``render_chat_request``, ``messages_full_converter``, ``message_stream_converter``,
+``enable_prompt_tokens_details``, ``renderer``).
+"""
+
+import functools
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pydantic_core
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
+from vllm.entrypoints.serve import create_error_response
+from vllm.exceptions import VLLMValidationError
+
+from conserve.apis import MESSAGE_ID
+from deployments.engine.observer import Told
+
+NO_PREFILL = (
+    "This model does not support assistant message prefill. "
+    "The conversation must end with a user message."
+)
+_CHAT_ID = "chatcmpl-"
+_OUTPUT = "event: content_block_delta\n"
+_BLOCK = "event: content_block_start\n"
+_CALL = '"type":"tool_use"'
+_START = "event: message_start\n"
+_DELTA = "event: message_delta\n"
+# Of a prefill, so much is looked for at the end of the prompt.
+_LOOKED_AT_CHARS = 32
+_LOOKED_AT_TOKENS = 64
+
+
+def answer_as_anthropic(handler: Any, told: Callable[[], Told | None]) -> None:
+    """Change what an engine's Messages API makes of requests and answers.
+
+    Args:
+        handler: vLLM's ``AnthropicServingMessages``.
+        told: what the client is told of the turn in whose context it is called.
+    """
+    convert = handler.to_chat_completion_request
+    render = handler.render_chat_request
+    whole = handler.messages_full_converter
+    stream = handler.message_stream_converter
+
+    @functools.wraps(convert)
+    def converted(request: Any, **options: Any) -> Any:
+        chat = convert(request, **options)
+        if request.messages[-1].role == "assistant":
+            chat.continue_final_message, chat.add_generation_prompt = True, False
+        return chat
+
+    @functools.wraps(render)
+    async def rendered(request: Any) -> Any:
+        if not request.continue_final_message:
+            return await render(request)
+        try:
+            result = await render(request)
+        except ValueError as error:
+            if "continue_final_message" not in str(error):
+                raise
+            return _no_prefill()
+        if isinstance(result, tuple):
+            text = _text_of(request.messages[-1].get("content"))
+            if not all(_ends_with(text, one, handler.renderer) for one in result[1]):
+                return _no_prefill()
+        return result
+
+    @functools.wraps(whole)
+    def answered(chat: Any) -> AnthropicMessagesResponse:
+        for call in chat.choices[0].message.tool_calls:
+            call.function.arguments = _whole_json(call.function.arguments)
+        message = whole(chat)
+        calls = any(block.type == "tool_use" for block in message.content)
+        own = {
+            "id": _own_id(message.id),
+            "stop_reason": _stop_reason(message.stop_reason, calls, told()),
+        }
+        fields = {name: getattr(message, name) for name in type(message).model_fields}
+        return _Message.model_construct(**{**fields, **own})
+
+    @functools.wraps(stream)
+    async def streamed(chunks: Any) -> AsyncIterator[str]:
+        calls = False
+        async with aclosing(stream(chunks)) as events:
+            async for event in events:
+                if event.startswith(_OUTPUT):
+                    pass
+                elif event.startswith(_BLOCK):
+                    calls = calls or _CALL in event
+                elif event.startswith(_START):
+                    event = _started(event, told() if handler.enable_prompt_tokens_details else None)
+                elif event.startswith(_DELTA):
+                    event = _ended(event, calls, told())
+                yield event
+
+    handler.to_chat_completion_request = converted
+    handler.render_chat_request = rendered
+    handler.messages_full_converter = answered
+    handler.message_stream_converter = streamed
+
+
+class _Message(AnthropicMessagesResponse):
+    """An answer in one piece. vLLM leaves out what is null, and clients look for these two."""
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        return {
+            **super().model_dump(**options),
+            "stop_reason": self.stop_reason,
+            "stop_sequence": self.stop_sequence,
+        }
+
+
+def _no_prefill() -> Any:
+    return create_error_response(VLLMValidationError(NO_PREFILL, parameter="messages"))
+
+
+def _text_of(content: Any) -> str:
+    """The text that is to be continued: of several parts, the last."""
+    if isinstance(content, str):
+        return content
+    texts = [part["text"] for part in content or () if part.get("type") == "text"]
+    return texts[-1] if texts else ""
+
+
+def _ends_with(text: str, prompt: Any, renderer: Any) -> bool:
+    """Whether a prompt ends with a text. White space is passed over: templates trim."""
+    rendered = prompt.get("prompt")
+    if not isinstance(rendered, str):
+        rendered = renderer.tokenizer.decode(prompt["prompt_token_ids"][-_LOOKED_AT_TOKENS:])
+    looked_at = "".join(text.split())[-_LOOKED_AT_CHARS:]
+    return "".join(rendered[-len(text) - _LOOKED_AT_CHARS :].split()).endswith(looked_at)
+
+
+def _whole_json(arguments: str) -> str:
+    """A call's arguments, or as much of them as there is where they were cut off."""
+    try:
+        pydantic_core.from_json(arguments)
+    except ValueError:
+        try:
+            found = pydantic_core.from_json(arguments, allow_partial=True)
+        except ValueError:
+            found = None
+        return json.dumps(found if isinstance(found, dict) else {})
+    return arguments
+
+
+def _own_id(id_: str) -> str:
+    return MESSAGE_ID + id_.removeprefix(_CHAT_ID)
+
+
+def _stop_reason(theirs: str | None, calls: bool, told: Told | None) -> str | None:
+    """Why an answer ended, in Anthropic's words.
+
+    Args:
+        theirs: what vLLM says.
+        calls: whether there is a call in it.
+    """
+    if theirs == "max_tokens" or (told is not None and told.cut):
+        return "max_tokens"
+    if theirs in ("end_turn", "tool_use"):
+        return "tool_use" if calls else "end_turn"
+    return theirs
+
+
+def _started(event: str, told: Told | None) -> str:
+    data = _data(event)
+    message = data["message"]
+    message["id"] = _own_id(message["id"])
+    if told is not None:
+        usage = message["usage"]
+        given = {
+            "cache_read_input_tokens": told.read_tokens,
+            "cache_creation_input_tokens": told.created_tokens,
+        }
+        # It counts all of the prompt as input, and the last event only what was in no cache.
+        known = {name: tokens for name, tokens in given.items() if tokens is not None}
+        usage["input_tokens"] = max(0, usage["input_tokens"] - sum(known.values()))
+        usage |= known
+    return _event(_START, data)
+
+
+def _ended(event: str, calls: bool, told: Told | None) -> str:
+    data = _data(event)
+    delta = data["delta"]
+    delta["stop_reason"] = _stop_reason(delta.get("stop_reason"), calls, told)
+    delta.setdefault("stop_sequence", None)
+    return _event(_DELTA, data)
+
+
+def _data(event: str) -> Any:
+    return json.loads(event.partition("data: ")[2])
+
+
+def _event(name: str, data: Any) -> str:
+    # As pydantic writes it: routers look for `"id":"` in passing.
+    return f"{name}data: {json.dumps(data, separators=(',', ':'))}\n\n"

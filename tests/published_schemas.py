@@ -1,0 +1,228 @@
+"""Requests that the published schemas of chat completions and Messages allow.
+
+The ``openai`` and ``anthropic`` packages state what a request may hold as ``TypedDict``s, which are
+generated from the schemas that both companies publish. A request is made for each place where they
+leave a choice: an optional field that is given, a null, each word of an enumeration, each branch of
+a union, in each role's message, each part of its content and each tool.
+"""
+
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import pydantic
+import typing_extensions
+from anthropic.types import message_create_params
+from anthropic.types.message_param import MessageParam
+from openai.types.chat import completion_create_params
+from openai.types.chat.chat_completion_message_param import ChatCompletionMessageParam
+from typing_extensions import NotRequired, Required
+
+from conserve.apis import CHAT, MESSAGES
+from conserve.settings import Settings
+
+Json = dict[str, Any]
+
+# Texts that can be told from anything else in a prompt.
+WORD = "aubergine"
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+SCHEMA = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+
+
+class Case(NamedTuple):
+    """A request, and the choice that it makes.
+
+    Attributes:
+        where: the field, written as in an error.
+        told: whether it has text that the model is to read (`WORD`).
+    """
+
+    path: str
+    where: str
+    choice: str
+    body: Json
+
+    @property
+    def told(self) -> bool:
+        """Whether there is text in it that the model is to read."""
+        return WORD in str(self.body.get("messages"))
+
+    def names(self, message: str) -> bool:
+        """Whether a refusal names a field that is in the request, or the kind of an object."""
+        return any(name in message for name in _names(self.body) - {"messages", "role", "content"})
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.where} = {self.choice}"
+
+
+def _names(value: Any) -> set[str]:
+    """Names of fields and kinds of objects, at whatever depth."""
+    if isinstance(value, list):
+        return {name for one in value for name in _names(one)}
+    if not isinstance(value, dict):
+        return set()
+    kinds = {value["type"]} if isinstance(value.get("type"), str) else set()
+    return {*value, *kinds} | {name for one in value.values() for name in _names(one)}
+
+
+# What a schema cannot say of a field: which values mean something to a server of one model.
+_VALUES: dict[str, list[Any]] = {
+    "model": [Settings().model_id],
+    "max_tokens": [2],
+    "max_completion_tokens": [2],
+    "logit_bias": [None, {"5": 1}],
+    "url": [PIXEL],
+    "data": ["iVBORw0KGgo="],
+    "parameters": [SCHEMA],
+    "input_schema": [SCHEMA],
+    "schema": [SCHEMA],
+    "arguments": ['{"on": true}'],
+    "input": [{"on": True}],
+    "budget_tokens": [1024],
+    "top_p": [None, 0.5],
+    "frequency_penalty": [None, 0.5],
+    "allowed_tools": [
+        {"mode": mode, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
+        for mode in ("auto", "required")
+    ],
+    "stop": [None, "\n\n\n", ["\n\n\n"]],
+    "stop_sequences": [["\n\n\n"]],
+}
+# Of kinds of objects that are not among these, one with what it needs is enough: they are refused.
+_WITH_CHOICES = (
+    *("text", "image", "image_url", "input_audio", "thinking", "redacted_thinking", "refusal"),
+    *("tool_use", "tool_result", "tool_reference", "function", "allowed_tools", "ephemeral"),
+    *("auto", "any", "tool", "none", "enabled", "disabled", "adaptive", "between_tools"),
+    *("base64", "url", "json_schema", "json_object"),
+)
+# Texts that the model is to read.
+_TEXTS = ("text", "content", "refusal", "title", "context")
+_NAMES = {"name": "look_up", "id": "call_1", "tool_call_id": "call_1", "tool_use_id": "call_1"}
+
+
+def choices(kind: Any, name: str = "", seen: tuple[Any, ...] = ()) -> Iterator[tuple[str, str, Any]]:
+    """Values of a type, the plainest first: where each departs from that, by what, and the value."""
+    kind, origin, arguments = kind, get_origin(kind), get_args(kind)
+    if name in _VALUES:
+        for value in _VALUES[name]:
+            yield "", repr(value), value
+    elif origin in (Required, NotRequired, Annotated):
+        yield from choices(arguments[0], name, seen)
+    elif origin in (Union, types.UnionType):
+        # A null says less than any value; the plainest is a value.
+        for one in sorted(arguments, key=lambda one: one is type(None)):
+            yield from choices(one, name, seen)
+    elif origin is Literal:
+        for value in arguments:
+            yield "", repr(value), value
+    elif kind is type(None):
+        yield "", "null", None
+    elif kind is bool:
+        for value in (True, False):
+            yield "", repr(value), value
+    elif kind is int or kind is float:
+        yield "", "1", kind(1)
+    elif kind is str:
+        yield "", "a string", WORD if name in _TEXTS else _NAMES.get(name, "word")
+    elif typing_extensions.is_typeddict(kind) or _is_model(kind):
+        yield from _objects(kind, seen)
+    elif isinstance(origin, type) and issubclass(origin, Mapping):
+        yield "", "an object", {}
+    elif isinstance(origin, type) and issubclass(origin, Iterable):
+        for where, what, value in choices(arguments[0], name, seen):
+            yield f"[0]{where}", what, [value]
+    elif isinstance(kind, type) and issubclass(kind, Sequence):
+        yield "", "a list", ["\n\n\n"]
+    else:
+        yield "", "a value", WORD
+
+
+def _objects(kind: Any, seen: tuple[Any, ...]) -> Iterator[tuple[str, str, Any]]:
+    if kind in seen:
+        return
+    if _is_model(kind):
+        # A block of an answer, which may be sent back as it came.
+        fields = {name: field.annotation for name, field in kind.model_fields.items()}
+        needed = [name for name, field in kind.model_fields.items() if field.is_required()]
+    else:
+        fields = typing.get_type_hints(kind, include_extras=True)
+        needed = [name for name, one in fields.items() if get_origin(one) is Required]
+    options = {name: list(choices(one, name, (*seen, kind))) for name, one in fields.items()}
+    plain = {name: options[name][0][2] for name in needed}
+    type_ = plain.get("type")
+    yield "", f"an object of type {type_}" if type_ else "an object", plain
+    if type_ is not None and type_ not in _WITH_CHOICES:
+        return
+    for name, values in options.items():
+        for where, what, value in values[1:] if name in needed else values:
+            yield f".{name}{where}", what, {**plain, name: value}
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)
+
+
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+_TOOLS: dict[str, list[Json]] = {
+    CHAT: [{"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}],
+    MESSAGES: [{"name": "look_up", "input_schema": SCHEMA}],
+}
+# What a field takes effect with, by the schemas' own words.
+_TOGETHER: dict[str, Json] = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+    "function_call": {"functions": [{"name": "look_up", "parameters": SCHEMA}]},
+}
+_PARAMS = {
+    CHAT: (completion_create_params.CompletionCreateParamsBase, ChatCompletionMessageParam),
+    MESSAGES: (message_create_params.MessageCreateParamsBase, MessageParam),
+}
+
+
+def fields(path: str) -> set[str]:
+    """Names of what a request of an API may have."""
+    return {"stream", *typing.get_type_hints(_PARAMS[path][0])}
+
+
+def cases(path: str) -> Iterator[Case]:
+    """Requests of an API, one for each choice that its schema leaves."""
+    whole, message = _PARAMS[path]
+    plain = {"max_tokens": 2, "messages": [{"role": "user", "content": "go on"}]}
+    for where, choice, given in choices(message):
+        body = {**plain, "messages": _history(path, given)}
+        yield Case(path, f"{given['role']} message{where}", choice, body)
+    for name, kind in typing.get_type_hints(whole, include_extras=True).items():
+        if name == "messages":
+            continue
+        more = dict(_TOGETHER.get(name, {}))
+        if name == "tool_choice":
+            more["tools"] = _TOOLS[path]
+        for where, choice, value in choices(kind, name):
+            yield Case(path, name + where, choice, {**plain, **more, name: value})
+    for stream in (True, False, None) if path == CHAT else (True, False):
+        yield Case(path, "stream", str(stream), {**plain, "stream": stream})
+
+
+def _history(path: str, message: Json) -> list[Json]:
+    """A conversation in which a message may stand."""
+    go_on = {"role": "user", "content": "go on"}
+    content = message.get("content")
+    blocks = content if isinstance(content, list) else []
+    kinds = {block.get("type") for block in blocks if isinstance(block, dict)}
+    if path == MESSAGES:
+        call = {"type": "tool_use", "id": "call_1", "name": "look_up", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "call_1", "content": "on"}
+        if "tool_result" in kinds:
+            return [go_on, {"role": "assistant", "content": [call]}, message]
+        if "tool_use" in kinds:
+            return [go_on, message, {"role": "user", "content": [result]}]
+    elif message["role"] == "tool":
+        return [go_on, {"role": "assistant", "tool_calls": [_CALL]}, message]
+    elif message["role"] == "function":
+        return [go_on, {"role": "assistant", "function_call": _CALL["function"]}, message]
+    elif message.get("tool_calls"):
+        return [go_on, message, {"role": "tool", "tool_call_id": "call_1", "content": "on"}]
+    if message["role"] == "user":
+        return [message]
+    return [go_on, message, go_on] if message["role"] == "assistant" else [message, go_on]

@@ -1,0 +1,218 @@
+"""vLLM's own HTTP server of chats and Messages, on an engine whose answers are known beforehand."""
+
+import asyncio
+import functools
+import json
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from vllm import CompletionOutput, RequestOutput
+from vllm.config import ModelConfig, VllmConfig
+from vllm.entrypoints.anthropic import api_router as anthropic
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion import api_router as openai
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.renderers import renderer_from_config
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from conserve import identity, wire
+from conserve.direct import Desk
+from conserve.embedded import model_path
+from conserve.holdings import Holdings
+from conserve.settings import Settings
+from deployments.engine.check import RequestCheck, make_checkable
+from deployments.engine.load import LoadMeter
+from deployments.engine.messages import answer_as_anthropic
+from deployments.engine.observer import TurnObserver, observe_engine, told_to_client
+from deployments.router.request import ClientRequest, read_request
+
+MODEL = Settings().model_id
+
+
+def read(path: str, body: Any) -> ClientRequest:
+    """A turn, as a router understands it.
+
+    Raises:
+        ApiError: the router refuses it.
+    """
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    scope = {"type": "http", "path": path, "headers": []}
+    request = asyncio.run(read_request(scope, receive, Settings()))
+    assert request is not None
+    return request
+
+
+class Server:
+    """A decoder's HTTP app on the embedded model's tokenizer and template.
+
+    Args:
+        answer: texts that every answer is generated in.
+        finish_reason: why it ends.
+        stop_reason: the stop string, if that is why.
+        cached_tokens: of the prompt, as the engine says of each output.
+
+    Attributes:
+        prompts: token ids of each prompt that the engine was given.
+        conversation_id: of the turns that are served, which nobody has named.
+        messages: what serves Messages.
+    """
+
+    def __init__(
+        self,
+        answer: Sequence[str] = ("on", " it"),
+        finish_reason: str = "length",
+        stop_reason: str | None = None,
+        cached_tokens: int = 3,
+    ) -> None:
+        self._answer = answer
+        self._finish_reason = finish_reason
+        self._stop_reason = stop_reason
+        self._cached_tokens = cached_tokens
+        self.prompts: list[list[int]] = []
+        model, renderer, self.online = _renderers()
+        self.model_config = model
+        self.renderer = renderer
+        self.vllm_config = SimpleNamespace(kv_transfer_config=None)
+        self.input_processor = self
+        self.errored = False
+        self.tokenizer = renderer.tokenizer
+        observe_engine(self, LoadMeter({}))
+        self.holdings = Holdings()
+        self.conversation_id = identity.new_id()
+        models: Any = OpenAIServingModels(self, [BaseModelPath(MODEL, str(model_path()))])  # type: ignore[arg-type]
+        app = FastAPI()
+        for given, name, serving in (
+            (openai, "openai_serving_chat", OpenAIServingChat),
+            (anthropic, "anthropic_serving_messages", AnthropicServingMessages),
+        ):
+            app.include_router(given.router)
+            handler: Any = serving(
+                self,  # type: ignore[arg-type]
+                models,
+                "assistant",
+                online_renderer=self.online,
+                request_logger=None,
+                chat_template=self.tokenizer.chat_template,
+                chat_template_content_format="auto",
+                enable_auto_tools=True,
+                tool_parser="hermes",
+                enable_prompt_tokens_details=True,
+            )
+            setattr(app.state, name, handler)
+        app.state.enable_server_load_tracking = False
+        app.state.args = SimpleNamespace(log_error_stack=False, sse_keep_alive_interval=0)
+        init_exception_handler(app)
+        self.messages = app.state.anthropic_serving_messages
+        answer_as_anthropic(self.messages, told_to_client)
+        observer = TurnObserver(app, self.holdings, Desk(self.holdings, 60))
+        make_checkable(self, self.online, ("generate",))
+        self.app = RequestCheck(observer)
+
+    def check_admission(self, n: int) -> None: ...
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    def process_inputs(self, request_id: str, prompt: Any, *_: Any, **options: Any) -> Any:
+        return SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], mm_features=[])
+
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        ids = list(prompt["prompt_token_ids"])
+        self.prompts.append(ids)
+        delta = params.output_kind.name == "DELTA"
+        whole = "".join(self._answer)
+        texts = self._answer if delta else [whole]
+        for number, text in enumerate(texts):
+            last = number == len(texts) - 1
+            tokens = self.tokenizer.encode(text, add_special_tokens=False)
+            choice = CompletionOutput(0, text, tokens, None, None)
+            if last:
+                choice.finish_reason, choice.stop_reason = self._finish_reason, self._stop_reason
+            yield RequestOutput(
+                request_id, None, ids, None, [choice], last,
+                num_cached_tokens=self._cached_tokens, num_cache_creation_tokens=0,
+            )  # fmt: skip
+
+    @property
+    def prompt(self) -> str:
+        """The last prompt that the engine was given, as text."""
+        said: str = self.tokenizer.decode(self.prompts[-1])
+        return said
+
+    def serve(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """Have a turn served that comes by a router.
+
+        Args:
+            headers: more of what the router tells, by names of `conserve.wire`.
+
+        Raises:
+            ApiError: the router refuses it.
+        """
+        asked = read(path, body)
+        told = {
+            wire.CONVERSATION_HEADER: self.conversation_id,
+            wire.INCARNATION_HEADER: "1",
+            wire.TURN_HEADER: "256",
+            wire.RECOGNISE_HEADER: "1",
+            **{getattr(wire, name): value for name, value in headers.items()},
+        }
+        if asked.chain is not None:
+            told[wire.ROOT_HEADER] = asked.chain.root.hex()
+        return self.post(path, asked.raw, told)
+
+    def post(self, path: str, raw: bytes, headers: dict[str, str] | None = None) -> httpx.Response:
+        """Send a request to the engine."""
+
+        async def exchange() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
+            given = {"content-type": "application/json", **(headers or {})}
+            async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+                return await client.post(path, content=raw, headers=given)
+
+        return asyncio.run(exchange())
+
+    def knows(self, path: str, body: Any) -> bool:
+        """Whether a turn is plainly the next one of the history that was served here."""
+        chain = read(path, body).chain
+        assert chain is not None
+        return any(self.holdings.continued(chain.root, end, None) for end in chain.ends)
+
+
+@functools.cache
+def _renderer() -> tuple[ModelConfig, Any]:
+    model = ModelConfig(
+        model=str(model_path()), served_model_name=MODEL, max_model_len=4096, dtype="float32"
+    )
+    return model, renderer_from_config(VllmConfig(model_config=model))
+
+
+def _renderers() -> tuple[ModelConfig, Any, OnlineRenderer]:
+    model, renderer = _renderer()
+    online = OnlineRenderer(
+        model,
+        renderer,
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+        enable_auto_tools=True,
+        tool_parser="hermes",
+    )
+    return model, renderer, online
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of a stream's events."""
+    assert response.status_code == 200, response.text
+    found = [event.partition("data: ")[2] for event in response.text.split("\n\n")]
+    return [json.loads(data) for data in found if data and data != "[DONE]"]
