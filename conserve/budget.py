@@ -268,7 +268,7 @@ def _check_messages(messages: Any) -> None:
                 raise _unfit(f"messages[{position}].content may hold objects and strings only")
         calls = message.get("tool_calls")
         if not isinstance(calls, list | None):
-            raise ApiError(400, f"{where}.tool_calls must be a list", param="messages")
+            raise _unfit(f"messages[{position}].tool_calls must be a list")
         items += ITEMS_A_PART * len(calls or ())
     if items > MOST_ITEMS:
         raise ApiError(

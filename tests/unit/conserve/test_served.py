@@ -44,7 +44,6 @@ def block(role: str, **fields: Any) -> Json:
         (CHAT, chat(web_search_options={}), "web_search_options"),
         (CHAT, chat(moderation={"model": "m"}), "moderation"),
         (CHAT, chat(tools=[tool("f"), {"type": "custom", "custom": {}}]), "tools[1].type"),
-        (CHAT, chat(tools=[tool("f")], tool_choice={"type": "custom"}), "tool_choice.type"),
         (CHAT, chat({"role": "function", "name": "f", "content": "x"}), "messages[1].role"),
         (
             CHAT,
