@@ -3,7 +3,7 @@
 vLLM 0.29 knows ``auto``, ``none``, ``required`` and the name of a function. OpenAI's
 ``allowed_tools`` lets a turn call some of its tools alone (vLLM's answer to it is a complaint about
 ``function``, https://github.com/vllm-project/vllm/issues/23334): so it is sent with these tools
-alone, and the others are not in its prompt; where it must call the only one, all of them are.
+alone, and the others are not in its prompt.
 """
 
 from collections.abc import Mapping
@@ -65,9 +65,6 @@ def _with_allowed(body: dict[str, Any], choice: Any) -> dict[str, Any]:
     missing = names - {_name_of(tool) for tool in kept}
     if missing:
         raise _unfit(where, f"names {min(missing)[:100]!r}, which is not one of tools")
-    if mode == "required" and len(kept) == 1:
-        # The prompt stays as it is, and cached: vLLM holds the model to that tool.
-        return {**body, _FIELD: {"type": "function", "function": {"name": names.pop()}}}
     return {**body, "tools": kept, _FIELD: mode}
 
 

@@ -103,7 +103,6 @@ def test_what_is_not_served_is_refused_by_its_name(path: str, body: Json, param:
         (MESSAGES, chat(block("assistant", type="redacted_thinking", data="x"), USER)),
         (MESSAGES, chat(block("assistant", **USE), result({"type": "tool_reference"}))),
         (COMPLETIONS, {"prompt": "x", "audio": "y"}),
-        (RESPONSES, {"input": "x", "tools": [{"type": "custom"}]}),
     ],
 )
 def test_what_asks_for_nothing_is_let_through(path: str, body: Json) -> None:

@@ -99,8 +99,3 @@ def test_what_is_wrong_with_it_is_said_where_it_is(choice: Json, where: str, say
 def test_there_must_be_tools_to_allow_some_of(tools: Any) -> None:
     assert refusal(allowed("auto", named("read")), tools).param == "tools"
     assert "'read'" in refusal(allowed("auto", named("read")), [5, {}, {"function": 5}]).message
-
-
-def test_the_only_tool_that_must_be_called_leaves_the_prompt_as_it_is() -> None:
-    sent = resolved(CHAT, {"tools": TOOLS, "tool_choice": allowed("required", named("run"))})
-    assert sent == {"tools": TOOLS, "tool_choice": named("run")}
