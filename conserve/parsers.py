@@ -290,8 +290,6 @@ def with_parsers(settings: Settings, known: Prompting | None, why_unknown: str =
     Args:
         known: None: nothing is known of the model, and ``why_unknown`` says why.
     """
-    roles = (settings.decoders, settings.prefillers)
-    given = [settings.engine, *(role.engine for role in roles)]
     default = engine_arguments(settings.model, gpu=False)
     if TOOL_CALL_PARSER in default:
         found = Parsers(default[TOOL_CALL_PARSER], why="as the embedded model writes them")
@@ -303,22 +301,40 @@ def with_parsers(settings: Settings, known: Prompting | None, why_unknown: str =
     else:
         found = choose(known)
     chosen = {name: value for name, value in found.arguments().items() if name not in default}
-    if any(arguments.get(TOOL_CALL_PARSER) for arguments in given):
-        chosen[AUTO_TOOL_CHOICE] = True
-    settings = settings.model_copy(update={"engine": chosen | settings.engine})
-    parts = []
-    for name, what in ((TOOL_CALL_PARSER, "tool calls"), (REASONING_PARSER, "reasoning")):
-        used = [(default | settings.engine | role.engine).get(name) or "none" for role in roles]
-        why = f" ({found.why})" if name == TOOL_CALL_PARSER and found.why else ""
-        if any(name in arguments for arguments in given):
-            why = " (as set)"
-        if name == TOOL_CALL_PARSER and settings.engine.get(AUTO_TOOL_CHOICE) is False:
-            used, why = ["none"], f" (engine.{AUTO_TOOL_CHOICE} is off)"
-        # Decoders answer; prefillers judge requests for them.
-        parts.append(f"{what}: {used[0]}{why}")
-    told = any(TOOL_CALL_PARSER in arguments for arguments in given)
-    told = told or AUTO_TOOL_CHOICE in settings.engine
-    return Choice(settings, "; ".join(parts), None if told else found.problem)
+    by_hand = {*settings.engine, *settings.decoders.engine} & {TOOL_CALL_PARSER, AUTO_TOOL_CHOICE}
+    settings = settings.model_copy(update={"engine": chosen | _plain(settings.engine)})
+    for name in ("decoders", "prefillers"):
+        role = getattr(settings, name)
+        # Which fields are set says elsewhere what was asked for.
+        if (plain := _plain(role.engine)) != role.engine:
+            settings = settings.model_copy(update={name: role.model_copy(update={"engine": plain})})
+    said = _said(found, {**default, **settings.engine, **settings.decoders.engine})
+    return Choice(settings, said, None if by_hand else found.problem)
+
+
+def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine arguments of an operator's, as vLLM takes them: with or without a parser of calls."""
+    plain = dict(arguments)
+    if TOOL_CALL_PARSER in plain:
+        # To vLLM an empty name is that of a parser which it does not have.
+        plain[TOOL_CALL_PARSER] = plain[TOOL_CALL_PARSER] or None
+        plain.setdefault(AUTO_TOOL_CHOICE, plain[TOOL_CALL_PARSER] is not None)
+    if REASONING_PARSER in plain:
+        plain[REASONING_PARSER] = plain[REASONING_PARSER] or ""
+    return plain
+
+
+def _said(found: Parsers, told: Mapping[str, Any]) -> str:
+    """Which parsers decoders are told, and why."""
+    tool = told.get(TOOL_CALL_PARSER) if told.get(AUTO_TOOL_CHOICE) else None
+    why = f" ({found.why})" if tool else ""
+    if told.get(TOOL_CALL_PARSER) != found.tool:
+        why = " (as set)"
+    elif tool != found.tool:
+        why = f" ({AUTO_TOOL_CHOICE} is off)"
+    reasoning = told.get(REASONING_PARSER) or None
+    set_too = " (as set)" if reasoning != found.reasoning else ""
+    return f"tool calls: {tool or 'none'}{why}; reasoning: {reasoning or 'none'}{set_too}"
 
 
 def choose(known: Prompting) -> Parsers:

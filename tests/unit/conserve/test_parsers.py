@@ -15,6 +15,7 @@ from conserve.parsers import (
     with_parsers,
 )
 from conserve.settings import load
+from tests.checkout import ROOT
 
 JSON_CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 XML_CALL = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
@@ -189,12 +190,23 @@ CHOSEN = {
         (
             {"engine.enable_auto_tool_choice": False},
             CHOSEN | {"enable_auto_tool_choice": False},
-            "tool calls: none (engine.enable_auto_tool_choice is off); reasoning: qwen3",
+            "tool calls: none (enable_auto_tool_choice is off); reasoning: qwen3",
+        ),
+        # To vLLM an empty name is that of a parser which it does not have.
+        (
+            {"engine.tool_call_parser": ""},
+            CHOSEN | {"enable_auto_tool_choice": False, "tool_call_parser": None},
+            "tool calls: none (as set); reasoning: qwen3",
         ),
         (
             {"decoders.engine.tool_call_parser": "xlam"},
             CHOSEN,
             "tool calls: xlam (as set); reasoning: qwen3",
+        ),
+        (
+            {"decoders.engine.tool_call_parser": None},
+            CHOSEN,
+            "tool calls: none (as set); reasoning: qwen3",
         ),
     ],
 )
@@ -205,6 +217,16 @@ def test_what_an_operator_sets_stays(
     assert choice.settings.engine == engine
     assert choice.said == said
     assert choice.problem is None
+
+
+def test_a_role_that_has_its_own_is_told_so_and_no_other_field_is_set() -> None:
+    given = load({"model": "m", "decoders.engine.tool_call_parser": "xlam"})
+    assert with_parsers(given, QWEN3).settings.decoders.engine == {
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": "xlam",
+    }
+    plain = with_parsers(load({"model": "m"}), QWEN3).settings
+    assert plain.model_fields_set == {"model", "engine"}
 
 
 def test_a_parser_that_is_set_for_a_model_that_is_not_known_is_switched_on() -> None:
@@ -224,6 +246,15 @@ def test_a_model_that_is_not_to_be_had_is_a_warning() -> None:
     )
 
 
+def test_what_is_wrong_with_a_choice_is_told_beside_it() -> None:
+    known = Prompting(("Llama4ForConditionalGeneration",), LLAMA_CALL, tokens=frozenset())
+    choice = with_parsers(load({"model": "m"}), known)
+    assert choice.settings.engine["tool_call_parser"] == "llama4_pythonic"
+    assert choice.problem == choose(known).problem
+    given = load({"model": "m", "engine.tool_call_parser": "llama4_pythonic"})
+    assert with_parsers(given, known).problem is None
+
+
 def test_the_embedded_model_keeps_its_own() -> None:
     choice = with_parsers(load({}), None)
     assert choice.settings.engine == {}
@@ -236,3 +267,10 @@ def test_tokens_are_those_of_parsers_in_the_table() -> None:
     reasoning = {name for one in every for name in (one.reasoning, one.on_request)}
     assert set(TOOL_TOKENS) <= tools
     assert set(REASONING_TOKENS) <= reasoning
+
+
+def test_the_page_names_every_parser() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    every = [*FORMATS, *ARCHITECTURES.values()]
+    names = {name for one in every for name in (one.tool, one.reasoning, one.on_request) if name}
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
