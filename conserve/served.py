@@ -28,7 +28,7 @@ UNSERVED = {
     },
 }
 # Values of such fields that ask for nothing either.
-_ASK_NOTHING = {
+_ASK_NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("auto", "none"),
     "container": ({}, {"id": None}, {"skills": None}, {"id": None, "skills": None}),
@@ -81,7 +81,7 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
     for position, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind not in (None, plain):
-            raise _unserved(f"tools[{position}].type", f"a tool of type {kind}", instead)
+            raise _unserved(f"tools[{position}].type", f"a tool of type {_shown(kind)}", instead)
 
 
 def require_served_message(message: Mapping[str, Any], where: str) -> None:
@@ -105,7 +105,7 @@ def require_served_message(message: Mapping[str, Any], where: str) -> None:
         kind = call.get("type") if isinstance(call, dict) else None
         if kind not in (None, "function"):
             field = f"{where}.tool_calls[{position}].type"
-            raise _unserved(field, f"a call of type {kind}", "send calls of functions")
+            raise _unserved(field, f"a call of type {_shown(kind)}", "send calls of functions")
 
 
 def require_served_block(block: Mapping[str, Any], where: str, role: str) -> None:
@@ -143,7 +143,7 @@ def _require_served_image(block: Mapping[str, Any], where: str) -> None:
     kind = source.get("type") if isinstance(source, dict) else None
     if kind not in (None, *_IMAGE_SOURCES):
         field = f"{where}.source.type"
-        raise _unserved(field, f"an image by {kind}", "send it as base64, or by its url")
+        raise _unserved(field, f"an image by {_shown(kind)}", "send it as base64, or by its url")
 
 
 def require_continuable(body: Mapping[str, Any]) -> None:
@@ -245,6 +245,10 @@ def _says_nothing(content: Any) -> bool:
     )
 
 
+def _shown(value: Any) -> str:
+    return str(value)[:64]
+
+
 def _unserved(field: str, what: str, instead: str) -> ApiError:
     return ApiError(
         400, f"{field}: {what} is not served here; {instead}", "unsupported_value", param=field
@@ -255,7 +259,7 @@ def _unserved_block(where: str, kind: Any, within: str, allowed: tuple[str, ...]
     field = f"{where}.type"
     return ApiError(
         400,
-        f"{field}: {str(kind)[:64]} is not served {within}; send {', '.join(allowed)}",
+        f"{field}: {_shown(kind)} is not served {within}; send {', '.join(allowed)}",
         "unsupported_value",
         param=field,
     )

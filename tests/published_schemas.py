@@ -9,7 +9,17 @@ a union, in each role's message, each part of its content and each tool.
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NotRequired,
+    Required,
+    Union,
+    get_args,
+    get_origin,
+)
 
 import pydantic
 import typing_extensions
@@ -17,7 +27,6 @@ from anthropic.types import message_create_params
 from anthropic.types.message_param import MessageParam
 from openai.types.chat import completion_create_params
 from openai.types.chat.chat_completion_message_param import ChatCompletionMessageParam
-from typing_extensions import NotRequired, Required
 
 from conserve.apis import CHAT, MESSAGES
 from conserve.settings import Settings
@@ -34,8 +43,8 @@ class Case(NamedTuple):
     """A request, and the choice that it makes.
 
     Attributes:
-        where: the field, written as in an error.
-        told: whether it has text that the model is to read (`WORD`).
+        where: the place within a message, or a field of the request.
+        choice: what stands there.
     """
 
     path: str
@@ -45,7 +54,7 @@ class Case(NamedTuple):
 
     @property
     def told(self) -> bool:
-        """Whether there is text in it that the model is to read."""
+        """Whether there is text in its messages that the model is to read (`WORD`)."""
         return WORD in str(self.body.get("messages"))
 
     def names(self, message: str) -> bool:
@@ -101,9 +110,19 @@ _TEXTS = ("text", "content", "refusal", "title", "context")
 _NAMES = {"name": "look_up", "id": "call_1", "tool_call_id": "call_1", "tool_use_id": "call_1"}
 
 
-def choices(kind: Any, name: str = "", seen: tuple[Any, ...] = ()) -> Iterator[tuple[str, str, Any]]:
-    """Values of a type, the plainest first: where each departs from that, by what, and the value."""
-    kind, origin, arguments = kind, get_origin(kind), get_args(kind)
+def choices(
+    kind: Any, name: str = "", seen: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield values of a type, the plainest first, each of which makes one choice.
+
+    Args:
+        name: of the field that they are for.
+        seen: types that it stands within, which are not gone into again.
+
+    Returns:
+        Of each value: where it departs from the plainest, by what, and the value.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
     if name in _VALUES:
         for value in _VALUES[name]:
             yield "", repr(value), value

@@ -3,7 +3,8 @@
 - A last message of the assistant's is continued (prefill); vLLM would close it and begin another.
   Where the model's template or tokenizer cannot, the request is refused in Anthropic's words.
 - A stream's first event says of caches what its last one says.
-- ``stop_sequence`` is there when it is null, and an answer's id is ``msg_...``.
+- ``stop_sequence`` is there when it is null, an answer's id is ``msg_...`` and a call's is
+  ``toolu_...``.
 - ``stop_reason`` says ``max_tokens`` whenever the answer was cut off, and else ``tool_use`` when it
   calls a tool. vLLM says that of what may be half a call, and not of one that had to be made.
 - A body with half a call is an answer that was cut off, and no error.
@@ -33,7 +34,10 @@ NO_PREFILL = (
     "This model does not support assistant message prefill. "
     "The conversation must end with a user message."
 )
+# How vLLM's ids begin; some models have ids of their own for calls.
 _CHAT_ID = "chatcmpl-"
+_CHAT_CALL_ID = "chatcmpl-tool-"
+_CALL_ID = "toolu_"
 _OUTPUT = "event: content_block_delta\n"
 _BLOCK = "event: content_block_start\n"
 _CALL = '"type":"tool_use"'
@@ -83,6 +87,7 @@ def answer_as_anthropic(handler: Any, told: Callable[[], Told | None]) -> None:
     def answered(chat: Any) -> AnthropicMessagesResponse:
         for call in chat.choices[0].message.tool_calls:
             call.function.arguments = _whole_json(call.function.arguments)
+            call.id = call.id.replace(_CHAT_CALL_ID, _CALL_ID, 1)
         message = whole(chat)
         calls = any(block.type == "tool_use" for block in message.content)
         own = {
@@ -99,10 +104,12 @@ def answer_as_anthropic(handler: Any, told: Callable[[], Told | None]) -> None:
             async for event in events:
                 if event.startswith(_OUTPUT):
                     pass
-                elif event.startswith(_BLOCK):
-                    calls = calls or _CALL in event
+                elif event.startswith(_BLOCK) and _CALL in event:
+                    calls = True
+                    event = event.replace(f'"id":"{_CHAT_CALL_ID}', f'"id":"{_CALL_ID}', 1)
                 elif event.startswith(_START):
-                    event = _started(event, told() if handler.enable_prompt_tokens_details else None)
+                    says_caches = handler.enable_prompt_tokens_details
+                    event = _started(event, told() if says_caches else None)
                 elif event.startswith(_DELTA):
                     event = _ended(event, calls, told())
                 yield event
@@ -113,7 +120,7 @@ def answer_as_anthropic(handler: Any, told: Callable[[], Told | None]) -> None:
     handler.message_stream_converter = streamed
 
 
-class _Message(AnthropicMessagesResponse):
+class _Message(AnthropicMessagesResponse):  # type: ignore[misc]  # To mypy it is Any.
     """An answer in one piece. vLLM leaves out what is null, and clients look for these two."""
 
     def model_dump(self, **options: Any) -> dict[str, Any]:

@@ -128,9 +128,7 @@ async def test_a_stream_says_the_same_of_caches_at_its_beginning_and_at_its_end(
         assert start.id.startswith("msg_")
         assert end.delta.model_fields_set >= {"stop_reason", "stop_sequence"}
         assert end.delta.stop_sequence is None
-        text = "".join(
-            event.delta.text for event in events if event.type == "content_block_delta"
-        )
+        text = "".join(event.delta.text for event in events if event.type == "content_block_delta")
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
     whole = {"model": MODEL, "max_tokens": 2, "messages": HELLO}
     body = (await client.post(application + "/v1/messages", json=whole)).json()
@@ -148,7 +146,7 @@ async def test_a_last_message_of_the_assistants_is_continued(
     begun = "open the file and"
     messages = [*told, {"role": "assistant", "content": begun}]
     lone = f"http://127.0.0.1:{LONE_PORT}"
-    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    continued: Any = {"continue_final_message": True, "add_generation_prompt": False}
     expected = await chat(client, messages, url=lone, **continued)
     closed = await chat(client, messages, url=lone)
     answer, first = await ask(official, messages, stream)

@@ -38,7 +38,7 @@ async def test_what_a_schema_allows_is_served_or_refused_by_name(
 
     asked = [case for case in cases(path) if is_for_engines(case)]
     answers = await asyncio.gather(*map(judged, asked))
-    wrong = []
+    wrong: list[Any] = []
     for case, status, body in answers:
         if status == 200:
             if isinstance(body, str) and '"error"' in body:

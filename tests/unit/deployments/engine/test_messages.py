@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
 from conserve import wire
@@ -77,6 +79,7 @@ def test_a_stop_sequence_is_told() -> None:
     assert delta == {"stop_reason": "stop_sequence", "stop_sequence": "it"}
 
 
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 CALL = ["<tool_call>", '\n{"name": "look_up", "arguments"', ': {"on": true}}\n', "</tool_call>"]
 
 
@@ -88,7 +91,7 @@ CALL = ["<tool_call>", '\n{"name": "look_up", "arguments"', ': {"on": true}}\n',
         (CALL, "stop", "tool_use"),
         # It may have been the first of two.
         (CALL, "length", "max_tokens"),
-        (CALL[:2] + [': {"on": tr'], "length", "max_tokens"),
+        ([*CALL[:2], ': {"on": tr'], "length", "max_tokens"),
         (["no", " call"], "stop", "end_turn"),
         (["no", " call"], "length", "max_tokens"),
     ],
@@ -101,9 +104,15 @@ def test_why_an_answer_ended_is_said_as_anthropic_says_it(
     more = {"tools": [TOOL]} if choice is None else {"tools": [TOOL], "tool_choice": choice}
     response = server.serve(MESSAGES, ask(HELLO, **more, stream=stream))
     if stream:
-        assert events(response)[-2]["delta"]["stop_reason"] == expected
+        told = [EVENT.validate_python(event) for event in events(response)]
+        blocks = [event.content_block for event in told if event.type == "content_block_start"]
+        assert told[-2].delta.stop_reason == expected
     else:
-        assert response.json()["stop_reason"] == expected
+        message = Message.model_validate(response.json())
+        blocks = list(message.content)
+        assert message.stop_reason == expected
+    for block in blocks:
+        assert block.type == "text" or block.id.startswith("toolu_")
 
 
 @pytest.mark.parametrize(
@@ -123,9 +132,7 @@ def test_half_a_call_is_an_answer_that_was_cut_off(arguments: str, left: Json) -
     )
     body = Server().messages.messages_full_converter(chat).model_dump(exclude_none=True)
     assert (body["stop_reason"], body["stop_sequence"]) == ("max_tokens", None)
-    assert body["content"] == [
-        {"type": "tool_use", "id": "1", "name": "look_up", "input": left}
-    ]
+    assert body["content"] == [{"type": "tool_use", "id": "1", "name": "look_up", "input": left}]
 
 
 # --- A last message of the assistant's ------------------------------------------------------------

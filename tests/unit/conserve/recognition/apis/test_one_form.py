@@ -69,6 +69,7 @@ def test_an_answer_got_by_one_api_is_known_when_it_comes_by_another(
 
 ASSISTANT = {"role": "assistant", "content": "a"}
 ITEM = {**ASSISTANT, "type": "message"}
+JUNK: tuple[Any, ...] = (None, [], "a", [None], [[]], 7)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ ITEM = {**ASSISTANT, "type": "message"}
         (RESPONSES, {"input": [{**ITEM, "status": "in_progress", "role": "user"}]}, False),
         (RESPONSES, {"input": "a"}, False),
         *((path, {name: junk}, False) for path in PATHS for name in ("messages", "input")
-          for junk in (None, [], "a", [None], [[]], 7)),
+          for junk in JUNK),
     ],
 )  # fmt: skip
 def test_it_is_known_which_turns_continue_their_last_message(
