@@ -39,7 +39,7 @@ def resolved(path: str, body: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kind, str) and kind != "function":
         raise ApiError(
             400,
-            f"{_FIELD} of type {kind[:40]!r} is not served; choose a function by type "
+            f"{_FIELD}.type {kind[:40]!r} is not served; choose a function by type "
             '"function", or some of them by "allowed_tools"',
             "unsupported_value",
             param=f"{_FIELD}.type",

@@ -33,7 +33,10 @@ _LOOPBACK_NAMES = ("ip6-localhost", "ip6-loopback", "localhost4", "localhost6")
 # https://www.rfc-editor.org/rfc/rfc6761#section-6.3: browsers take it for loopback by themselves.
 _LOOPBACK_DOMAIN = ".localhost"
 
-_EXPOSED = "X-Conversation-Id, X-Conserve-Decoder, X-Request-Id, Retry-After, X-Should-Retry"
+_EXPOSED = (
+    "X-Conversation-Id, X-Conserve-Decoder, X-Conserve-Unserved-Tools, X-Request-Id, "
+    "Retry-After, X-Should-Retry"
+)
 _METHODS = "GET, POST, DELETE"
 # As long as Chrome keeps a preflight's answer; others keep it longer.
 _PREFLIGHT_S = 7200
