@@ -189,7 +189,10 @@ def test_a_preflight_of_an_origin_that_is_admitted(origin: str) -> None:
     assert b"x-own" not in dict(sent[0]["headers"])
 
 
-EXPOSED = "X-Conversation-Id, X-Conserve-Decoder, X-Request-Id, Retry-After, X-Should-Retry"
+EXPOSED = (
+    "X-Conversation-Id, X-Conserve-Decoder, X-Conserve-Unserved-Tools, X-Request-Id, "
+    "Retry-After, X-Should-Retry"
+)
 
 
 def test_a_preflight_that_asks_for_less_or_for_a_private_network() -> None:
