@@ -356,7 +356,6 @@ USER = {"role": "user", "content": "hello"}
             "text.format.type",
             "'text', 'json_schema' or 'json_object'",
         ),
-        ("responses", {"input": "x", "tool_choice": 5}, "tool_choice", "'none', 'auto', "),
     ],
 )
 async def test_the_field_that_is_wrong_is_named(
