@@ -218,7 +218,8 @@ def _own_templates(model: _Files, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(said, str):
         found["default"] = said
     elif isinstance(said, list):
-        found = {str(one.get("name")): str(one.get("template")) for one in said}
+        named = [one for one in said if isinstance(one, dict)]
+        found = {str(one.get("name")): str(one.get("template")) for one in named}
     plain = model.text("chat_template.jinja")
     if plain is not None:
         found["default"] = plain
