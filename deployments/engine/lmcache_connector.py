@@ -170,8 +170,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     def wait_for_save(self) -> None:
         """Begin to store this step's KV, and wait for nothing.
 
-        Blocks are kept until their stores are over (`request_finished`, `Pins`), and whoever waits
-        for a prompt is told when it is stored. A lost store costs a recomputation and must not cost
+        Blocks are kept until their stores are over (`request_finished`, `Pins`), and an answer that
+        is to end only then is told (`stored`). A lost store costs a recomputation and must not cost
         the engine.
 
         vLLM's older runner calls this from a ``finally``, so also when the forward pass was broken
@@ -381,7 +381,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         super().update_connector_output(connector_output)
 
     def has_pending_push_work(self) -> bool:
-        """Also as long as blocks are pinned: an engine without work would keep them."""
+        """Also as long as blocks are pinned: without steps they would stay so."""
         return bool(self._pins) or bool(super().has_pending_push_work())
 
     def get_kv_connector_stats(self) -> Any:

@@ -45,11 +45,14 @@ def tell_stored(address: Address, workers: int) -> None:
     name, number = address
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            # Linux keeps ten for who does not read at once.
+            # Linux keeps few datagrams for a socket that is not read.
             sender.settimeout(STORE_TIMEOUT_S)
             sender.sendto(msgspec.msgpack.encode((number, workers)), b"\0" + name.encode())
     except OSError as error:
-        logger.warning("nobody heard that a prompt is stored: %s", error)
+        logger.warning(
+            "an answer was not told that its prompt is stored (%s): it may end %g s late",
+            error, STORE_TIMEOUT_S,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -105,7 +108,7 @@ class StoredPrompts:
             while True:
                 number, workers = msgspec.msgpack.decode(self._socket.recv(_MOST_BYTES))
                 stored = self._expected.get(number)
-                # Else its client has left.
+                # Without one, the request's client has left.
                 if stored is not None:
                     stored.hear(workers)
 
@@ -113,8 +116,8 @@ class StoredPrompts:
 def hold_until_stored(client: Any, timeout_s: float = STORE_TIMEOUT_S) -> None:
     """Have an ``AsyncLLM`` end requests that store their prompt when it is stored.
 
-    Others pass as they are. Where a store takes longer than ``timeout_s``, or fails, the answer
-    ends all the same: whoever looks for the prompt computes it again.
+    Others pass as they are. Where a store fails, or takes longer than ``timeout_s``, the answer
+    ends all the same. A decoder that then looks for the prompt computes it again.
     """
     generate = client.generate
     prompts = StoredPrompts()

@@ -2,7 +2,7 @@
 
 KV is copied beside the steps that follow: on a GPU by LMCache's server, on a CUDA stream of its
 own, from the engine's memory; on a CPU by a thread of the worker's (`copy_beside_steps`). Until a
-copy is done nobody else may write to its blocks.
+copy is done, no other request may write to its blocks.
 
 It reaches into internals of lmcache 0.5.6 (``_build_engine_driven_context`` of
 ``transfer_context.worker_transfer``): check it when that version changes.
@@ -38,7 +38,7 @@ class StepNotes:
         step: counts steps; none is left out.
         whole: requests of whose prompts nothing more is stored after this step, and where to tell
             once that is done.
-        gone: the same, for requests that are over and were not told of before.
+        gone: the same, of requests that are over and that no ``whole`` has had.
         ended: requests that are over, whose blocks are to be kept until their stores are.
         preempted: requests whose blocks others may write to from this step on.
     """
@@ -89,7 +89,7 @@ class _Store:
 class Stores:
     """Stores under way, by request.
 
-    The worker's steps look at them, and a thread, which tells of prompts as soon as they are
+    The worker's steps look at them, and so does a thread, which tells of a prompt as soon as it is
     stored, however long the step takes that is computed meanwhile.
 
     Args:
@@ -172,7 +172,7 @@ class Stores:
                 try:
                     self.tell(address)
                 except Exception:
-                    logger.exception("nobody was told that request %s is stored", request_id)
+                    logger.exception("could not tell that request %s is stored", request_id)
             time.sleep(_LOOKS_EVERY_S)
 
     def _over(self, request_id: str, store: _Store) -> bool:
@@ -208,8 +208,8 @@ def copy_beside_steps() -> None:
         raise RuntimeError("this LMCache is another than 0.5.6: install the version in pyproject")
 
     def build(instance_id: int, client: Any) -> Any:
-        # One after another: a prompt that begins like another one, which is being stored, is
-        # stored when that is, too.
+        # With one thread, a prompt that begins like another one is not said to be stored before
+        # that other one is: the server leaves out chunks that are being stored already.
         return AsyncEngineDrivenTransferContext(instance_id, client, commit_workers=1)
 
     worker_transfer._build_engine_driven_context = build
@@ -240,10 +240,10 @@ def _keeps(spec: Any) -> bool:
 
 @dataclass(slots=True)
 class StoresReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's types are not seen.
-    """What a worker tells the scheduler's connector: all that is older than a step is stored.
+    """What a worker has stored, for the scheduler's connector.
 
     Attributes:
-        done: the last step of which, and of those before which, nothing is being stored.
+        done: everything of this step, and of those before it, is stored.
     """
 
     done: int
@@ -256,7 +256,7 @@ class StoresReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's t
 
 @dataclass(slots=True)
 class Pins:
-    """References to blocks that are being stored, so that vLLM gives them to nobody.
+    """References to blocks that are being stored, so that vLLM does not use them again.
 
     Args:
         groups: of layers, whose blocks are pinned; a request holds those of the others itself.

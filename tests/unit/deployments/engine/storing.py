@@ -37,10 +37,16 @@ class Copy:
 
 @dataclass
 class Storing(StandIn):
-    """Args:
-    takes_steps: a store reads so many steps after it has begun.
-    window: whether there is a layer with a sliding window.
-    two_in_flight: whether a step is scheduled while another one runs.
+    """An engine that stores every prompt.
+
+    Args:
+        takes_steps: a store reads so many steps after it has begun.
+        window: whether there is a layer with a sliding window.
+        two_in_flight: whether a step is scheduled while another one runs.
+
+    Attributes:
+        spoiled: what was read from memory and was not what the request had computed.
+        told: whose prompts were said to be stored, and whether they were.
     """
 
     kind: str = "vllm"
@@ -48,9 +54,7 @@ class Storing(StandIn):
     window: bool = False
     two_in_flight: bool = False
     copies: list[Copy] = field(default_factory=list)
-    # What was read and was not there.
     spoiled: list[Any] = field(default_factory=list)
-    # Whose prompts were said to be stored, and whether they were.
     told: list[tuple[str, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
