@@ -41,7 +41,7 @@ from deployments.engine.described import describe
 from deployments.engine.gpu_worker import GPU_METHOD
 from deployments.engine.load import measure
 from deployments.engine.messages import answer_as_anthropic
-from deployments.engine.observer import TurnObserver, observe_engine, told_to_client
+from deployments.engine.observer import TurnObserver, observe_engine, told_of_caches
 from deployments.engine.refusals import explain_refusals
 from deployments.engine.reporter import Reporter
 from deployments.engine.response_store import ResponseKeeper
@@ -313,7 +313,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             state.openai_serving_responses,
         )
         explain_refusals(app)
-        answer_as_anthropic(state.anthropic_serving_messages, told_to_client)
+        answer_as_anthropic(state.anthropic_serving_messages, told_of_caches)
         client = self.engine._engine_client
         settings = self._settings
         renderer = state.online_renderer

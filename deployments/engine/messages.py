@@ -5,9 +5,9 @@
 - A stream's first event says of caches what its last one says.
 - ``stop_sequence`` is there when it is null, an answer's id is ``msg_...`` and a call's is
   ``toolu_...``.
-- ``stop_reason`` says ``max_tokens`` whenever the answer was cut off, and else ``tool_use`` when it
-  calls a tool. vLLM says that of what may be half a call, and not of one that had to be made.
-- A body with half a call is an answer that was cut off, and no error.
+- ``stop_reason`` says ``tool_use`` of an answer that calls a tool, and of no other. vLLM does not
+  say so of a call that had to be made.
+- A body with half a call (`deployments.engine.cut_calls`) has as much of its input as there is.
 
 An event that holds output passes with one look at its name.
 
@@ -28,7 +28,7 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.exceptions import VLLMValidationError
 
 from conserve.apis import MESSAGE_ID
-from deployments.engine.observer import Told
+from deployments.engine.observer import ToldOfCaches
 
 NO_PREFILL = (
     "This model does not support assistant message prefill. "
@@ -48,7 +48,7 @@ _LOOKED_AT_CHARS = 32
 _LOOKED_AT_TOKENS = 64
 
 
-def answer_as_anthropic(handler: Any, told: Callable[[], Told | None]) -> None:
+def answer_as_anthropic(handler: Any, told: Callable[[], ToldOfCaches | None]) -> None:
     """Change what an engine's Messages API makes of requests and answers.
 
     Args:
@@ -92,7 +92,7 @@ def answer_as_anthropic(handler: Any, told: Callable[[], Told | None]) -> None:
         calls = any(block.type == "tool_use" for block in message.content)
         own = {
             "id": _own_id(message.id),
-            "stop_reason": _stop_reason(message.stop_reason, calls, told()),
+            "stop_reason": _stop_reason(message.stop_reason, calls),
         }
         fields = {name: getattr(message, name) for name in type(message).model_fields}
         return _Message.model_construct(**{**fields, **own})
@@ -111,7 +111,7 @@ def answer_as_anthropic(handler: Any, told: Callable[[], Told | None]) -> None:
                     says_caches = handler.enable_prompt_tokens_details
                     event = _started(event, told() if says_caches else None)
                 elif event.startswith(_DELTA):
-                    event = _ended(event, calls, told())
+                    event = _ended(event, calls)
                 yield event
 
     handler.to_chat_completion_request = converted
@@ -169,21 +169,19 @@ def _own_id(id_: str) -> str:
     return MESSAGE_ID + id_.removeprefix(_CHAT_ID)
 
 
-def _stop_reason(theirs: str | None, calls: bool, told: Told | None) -> str | None:
+def _stop_reason(theirs: str | None, calls: bool) -> str | None:
     """Why an answer ended, in Anthropic's words.
 
     Args:
         theirs: what vLLM says.
         calls: whether there is a call in it.
     """
-    if theirs == "max_tokens" or (told is not None and told.cut):
-        return "max_tokens"
     if theirs in ("end_turn", "tool_use"):
         return "tool_use" if calls else "end_turn"
     return theirs
 
 
-def _started(event: str, told: Told | None) -> str:
+def _started(event: str, told: ToldOfCaches | None) -> str:
     data = _data(event)
     message = data["message"]
     message["id"] = _own_id(message["id"])
@@ -200,10 +198,10 @@ def _started(event: str, told: Told | None) -> str:
     return _event(_START, data)
 
 
-def _ended(event: str, calls: bool, told: Told | None) -> str:
+def _ended(event: str, calls: bool) -> str:
     data = _data(event)
     delta = data["delta"]
-    delta["stop_reason"] = _stop_reason(delta.get("stop_reason"), calls, told)
+    delta["stop_reason"] = _stop_reason(delta.get("stop_reason"), calls)
     delta.setdefault("stop_sequence", None)
     return _event(_DELTA, data)
 

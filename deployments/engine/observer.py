@@ -36,18 +36,16 @@ from deployments.engine.load import ALL_TOKENS, LoadMeter
 _SMALL_BYTES = 16 * 1024
 
 
-class Told(NamedTuple):
-    """What the client of a turn is told of it; None where the engine does not say.
+class ToldOfCaches(NamedTuple):
+    """Of a prompt's tokens, what the turn's client is told; None where the engine does not say.
 
     Attributes:
-        read_tokens: tokens of the prompt that were found in caches, and not computed.
-        created_tokens: tokens of it that were computed, and are in a cache now.
-        cut: whether the answer was cut off by its length.
+        read_tokens: tokens that were found in caches, and not computed.
+        created_tokens: tokens that were computed, and are in a cache now.
     """
 
     read_tokens: int | None
     created_tokens: int | None
-    cut: bool = False
 
 
 @dataclass(slots=True)
@@ -81,7 +79,7 @@ class _Observation:
     unnoted: list[Emitted] = field(default_factory=list)
     sent: list[Emitted] = field(default_factory=list)
     # By the first output, as vLLM has it at the end of a stream.
-    told: Told | None = None
+    told: ToldOfCaches | None = None
     # Called when the engine aborts what it has, because it is told to end.
     engine_ends: Callable[[], None] = lambda: None
 
@@ -122,10 +120,7 @@ class _Observation:
             if output.num_cache_creation_tokens is not None:
                 output.num_cache_creation_tokens += computed
         if self.told is None:
-            self.told = Told(output.num_cached_tokens, output.num_cache_creation_tokens)
-        if output.finished:
-            cut = any(choice.finish_reason == "length" for choice in output.outputs)
-            self.told = self.told._replace(cut=cut)
+            self.told = ToldOfCaches(output.num_cached_tokens, output.num_cache_creation_tokens)
         if self.notes:
             self.unnoted += (
                 Emitted(choice.token_ids, choice.finish_reason, choice.stop_reason)
@@ -153,8 +148,8 @@ class _Observation:
 _current: ContextVar[_Observation | None] = ContextVar("conserve_observation", default=None)
 
 
-def told_to_client() -> Told | None:
-    """Return what is told of the turn in whose context this is called.
+def told_of_caches() -> ToldOfCaches | None:
+    """Return what the client is told of the turn in whose context this is called.
 
     None before its first output, and of what is no turn.
     """

@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.responses.streaming_events import SimpleStreamingEv
 from conserve.apis import MESSAGES, RESPONSES
 from conserve.recognition.apis import answers_of
 from conserve.wire import Emitted, note, read_notes
+from deployments.engine import response_events
 from deployments.engine.response_events import AgreeingResponse
 from deployments.router.stream_record import StreamRecord
 
@@ -157,7 +158,11 @@ def told(path: str, stream: bytes) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_a_stream_that_goes_on_is_one_to_its_client_wherever_it_was_cut(path: str) -> None:
+def test_a_stream_that_goes_on_is_one_to_its_client_wherever_it_was_cut(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A response says in which second it was completed, and each is made many times here.
+    monkeypatch.setattr(response_events, "time", SimpleNamespace(time=lambda: 300.0))
     make = STREAMS[path]
     whole = make()
     expected = told(path, plain(whole))
