@@ -136,6 +136,8 @@ PREFILL_PREFIX = "/conserve/prefill"
 STORED_TOKENS = "conserve.stored_tokens"
 # Whether this request leaves its prompt's KV there.
 PARK = "conserve.park"
+# Where workers tell that they have stored this request's prompt; see `deployments.engine.stored`.
+STORED_TO = "conserve.stored_to"
 # In the connector's configuration: LMCache's chunk, which its server is started with.
 CHUNK_TOKENS = "conserve.chunk_tokens"
 # Set where a prefiller has just computed the prompt, and said that it is stored.

@@ -46,6 +46,7 @@ from deployments.engine.scheduler.client import SchedulerClient
 from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.sm_slots import LEASE_METHOD, lease_of, tell_worker
 from deployments.engine.sockets import unnamed_afterwards
+from deployments.engine.stored import hold_until_stored
 from deployments.engine.tokenizing import keep_tokens
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
@@ -63,6 +64,8 @@ logger = logging.getLogger("ray.serve")
 WARM_UP_TIMEOUT_S = 300.0
 # Lengths of prompts that an engine tries at its start. None is whole chunks of LMCache's.
 _TRIED_TOKENS = (300, 1_500)
+_FORGETTING_TRIES = 20
+_FORGETTING_PAUSE_S = 0.01
 # Serve gives an engine that does not scale ten seconds to end (deployments/app.py).
 _LETTING_GO_S = 5.0
 
@@ -132,6 +135,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await self._load_engine(llm_config)
         client = self.engine._engine_client
         self._meter = measure(client)
+        hold_until_stored(client)
         observe_engine(client, self._meter, schedules)
         if schedules:
             self._scheduler = SchedulerClient(client)
@@ -371,7 +375,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             if not hands_over:
                 continue
             away_s = await self._try(session, PREFILL_PREFIX, prompt)
-            if await client.reset_prefix_cache():
+            if await _forget(client):
                 away_s += await self._try(session, "", prompt)
                 handoffs.append((tokens, max(0.0, away_s - here_s)))
         self._info = dataclasses.replace(self._info, handoffs=tuple(handoffs))
@@ -463,6 +467,19 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             return load
         kept, new = self._tokens.found_tokens, self._tokens.encoded_tokens
         return msgspec.structs.replace(load, kept_text_tokens=kept, new_text_tokens=new)
+
+
+async def _forget(client: Any) -> bool:
+    """Have an ``AsyncLLM`` forget its prefix cache; whether it has.
+
+    It refuses while a request has blocks, and one whose prompt is stored has them until a step has
+    told the scheduler.
+    """
+    for _ in range(_FORGETTING_TRIES):
+        if await client.reset_prefix_cache():
+            return True
+        await asyncio.sleep(_FORGETTING_PAUSE_S)
+    return False
 
 
 def kind_of(vllm_config: Any, tier: str) -> str:

@@ -6,24 +6,27 @@ failed store end the engine. Here a lost connection is noticed when it breaks, w
 way fails at once (vLLM then recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring
 the connection back, run from the start. A server that is only busy is not taken for lost. What a
 broken-off forward pass left behind is not stored, nor is what was computed after it; and what is
-stored is not written over before it is. A prompt that a prefiller has just stored is looked up
-until the server tells of it. A request that is aborted before it was looked up does not end the
-engine, nor does one for its prompt's log-probabilities. Prompts of embeddings, which no key tells
-apart, are neither stored nor loaded. Later turns, which find their history in the decoder's own
-cache, neither ask the server nor tell it anything. And a decoder stores prompts that it is told to
-park, and no others.
+stored is not written over before it is. No step waits for a store; a request that is to end only
+when its prompt is stored says where workers tell that (`stored`). A prompt that a prefiller has
+just stored is looked up until the server tells of it. A request that is aborted before it was
+looked up does not end the engine, nor does one for its prompt's log-probabilities. Prompts of
+embeddings, which no key tells apart, are neither stored nor loaded. Later turns, which find their
+history in the decoder's own cache, neither ask the server nor tell it anything. And a decoder
+stores prompts that it is told to park, and no others.
 
 Keys are made of the ``cache_salt`` and of token ids, where each placeholder of an image (or other
 media) is replaced by a value of that item's hash (``LMCacheMPRequestTracker.get_token_ids``).
 
 It reaches into internals of lmcache 0.5.6 (``_health_event``, ``_ensure_heartbeat_started``,
 ``_reregister_kv_caches_callback``, ``store_futures``, ``retrieve_futures``, ``_create_key``,
-``_can_store``, ``_report_block_allocation_deltas``, the request trackers; `lmcache_client` has
-more): check it when that version changes.
+``_can_store``, ``_report_block_allocation_deltas``, the request trackers; `lmcache_client` and
+`stores` have more): check it when that version changes.
 """
 
+import functools
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,8 +35,18 @@ from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
+from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
 
-from conserve.wire import CHUNK_TOKENS, LATE, MISSED, PARK, PREFILLED, STEPS, STORED_TOKENS
+from conserve.wire import (
+    CHUNK_TOKENS,
+    LATE,
+    MISSED,
+    PARK,
+    PREFILLED,
+    STEPS,
+    STORED_TO,
+    STORED_TOKENS,
+)
 from deployments.engine.kv_layers import require_whole_blocks
 from deployments.engine.late_kv import LateKV
 from deployments.engine.lmcache_client import (
@@ -46,13 +59,20 @@ from deployments.engine.lmcache_client import (
     wait_for_server,
 )
 from deployments.engine.step_meter import StepMeter, StepStats
-from deployments.engine.stores import StepNotes, Steps, Stores
+from deployments.engine.stored import Address, tell_stored
+from deployments.engine.stores import (
+    Pins,
+    StepNotes,
+    Steps,
+    Stores,
+    StoresReport,
+    copy_beside_steps,
+    groups_that_give_up,
+)
 from deployments.node import kv_pool
 
 logger = init_logger(__name__)
 
-# Until a prefill that is not stored by then counts as done all the same.
-_STORE_TIMEOUT_S = 30.0
 # A load that is given up while the server may still write would spoil what the engine puts there
 # next. So on a GPU a silent server is not taken for lost before it would have been killed for that.
 _GPU_PING_TIMEOUT_S = 60.0
@@ -71,10 +91,12 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         require_whole_blocks(vllm_config, layers, extra.get(CHUNK_TOKENS))
         wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
         kv_pool.accept()
+        copy_beside_steps()
         super().__init__(vllm_config, *args, **kwargs)
         self._parks = vllm_config.kv_transfer_config.kv_role == "kv_both"
+        give_up = groups_that_give_up(layers)
         if hasattr(self, "scheduler_adapter"):
-            self._prepare_scheduler(1 + vllm_config.num_speculative_tokens)
+            self._prepare_scheduler(1 + vllm_config.num_speculative_tokens, give_up)
             adapter = self.scheduler_adapter
             say_less(adapter)
             for url, client in adapter.req_clients.items():
@@ -83,21 +105,35 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             adapter._ensure_heartbeat_started()
         else:
             worker = self.worker_adapter
-            self._prepare_worker(fail_fast(worker.req_client, worker._health_event))
+            self._prepare_worker(
+                fail_fast(worker.req_client, worker._health_event),
+                vllm_config.parallel_config.world_size,
+                reports=bool(give_up),
+            )
             on_gpu = vllm_config.device_config.device_type != "cpu"
             be_patient(worker.req_client, _GPU_PING_TIMEOUT_S if on_gpu else PING_TIMEOUT_S)
 
-    def _prepare_scheduler(self, decode_tokens: int = 1) -> None:
+    def _prepare_scheduler(self, decode_tokens: int = 1, give_up: tuple[int, ...] = ()) -> None:
         self._late = LateKV()
         self._step = 0
         # Requests of which something was stored, and those of them that ended since the last step.
         self._storing: set[str] = set()
         self._ended: set[str] = set()
+        # Where workers are to tell that requests' prompts are stored; of those that ended since
+        # the last step, too.
+        self._to_tell: dict[str, Address] = {}
+        self._gone: dict[str, Address] = {}
+        self._pins = Pins(give_up)
         self._meter = StepMeter(decode_tokens)
 
-    def _prepare_worker(self, connection: Connection) -> None:
+    def _prepare_worker(
+        self, connection: Connection, workers: int = 1, *, reports: bool = False
+    ) -> None:
         self._steps = Steps()
-        self._stores = Stores(lambda: connection.losses)
+        tell = functools.partial(tell_stored, workers=workers)
+        self._stores = Stores(lambda: connection.losses, tell)
+        # Whether the scheduler pins blocks until all workers have stored them.
+        self._reports = reports
         # Requests that are over, and whose blocks are not free yet.
         self._kept: set[str] = set()
 
@@ -111,15 +147,19 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         adapter._ensure_heartbeat_started()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Before a step in which blocks may have changed hands: wait for the stores from them."""
-        if kv_connector_metadata.need_flush_before_forward:
-            self._stores.wait()
-        super().handle_preemptions(kv_connector_metadata)
+        """Before a step in which blocks may have changed hands: wait for the stores from them.
+
+        LMCacheMPConnector 0.5.6 waits for all stores of all requests, and for the GPU.
+        """
+        self._stores.wait(kv_connector_metadata.notes.preempted)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
-        self._steps.begin(connector_metadata.notes.step)
+        notes = connector_metadata.notes
+        self._steps.begin(notes.step)
+        if not self._steps.broken:
+            self._tell(notes.gone)
 
     def clear_connector_metadata(self) -> None:
         """A step is done, or vLLM's older runner tidies up after one that was broken off."""
@@ -128,11 +168,11 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         super().clear_connector_metadata()
 
     def wait_for_save(self) -> None:
-        """Have this step's KV stored; return when prompts that end here are, to their last chunk.
+        """Begin to store this step's KV, and wait for nothing.
 
-        So a prefill counts as done when its KV is stored. Other steps do not wait: blocks are kept
-        until their stores are over (`request_finished`). A lost store costs a recomputation and
-        must not cost the engine.
+        Blocks are kept until their stores are over (`request_finished`, `Pins`), and an answer that
+        is to end only then is told (`stored`). A lost store costs a recomputation and must not cost
+        the engine.
 
         vLLM's older runner calls this from a ``finally``, so also when the forward pass was broken
         off, by a SIGTERM for instance. What is in the blocks then is not the prompt's KV, and
@@ -141,22 +181,35 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         """
         if self._steps.broken or sys.exc_info()[0] is not None:
             return
-        metadata = self._get_connector_metadata()
+        notes = self._get_connector_metadata().notes
         try:
             super().wait_for_save()
         except Exception:
             logger.exception("KV was not stored; it will be computed again where it is needed")
         finally:
-            self._take_stores()
-        if not self._stores.wait(metadata.notes.last, _STORE_TIMEOUT_S):
-            logger.warning("KV was perhaps not stored: there is no answer from LMCache")
+            self._take_stores(notes.step)
+        self._tell(notes.whole)
 
-    def _take_stores(self) -> None:
+    def _take_stores(self, step: int) -> None:
         """Keep account of every store; LMCache's adapter has one a request, the last."""
         adapter = self.worker_adapter
+        copies = isinstance(adapter.transfer_ctx, EngineDrivenTransferContext)
         for request_id, future in adapter.store_futures.items():
-            self._stores.add(request_id, future, adapter.store_events.pop(request_id, None))
+            event = adapter.store_events.pop(request_id, None)
+            self._stores.add(request_id, future, event, step, copies)
         adapter.store_futures.clear()
+
+    def _tell(self, prompts: Mapping[str, Address]) -> None:
+        for request_id, address in prompts.items():
+            self._stores.tell_when_stored(request_id, address)
+
+    def build_connector_worker_meta(self) -> Any:
+        """What is stored, where the scheduler pins blocks until they are."""
+        if not self._reports:
+            return super().build_connector_worker_meta()
+        # What this step has stored may not have been begun yet.
+        oldest, done = self._stores.oldest_step(), self._steps.done
+        return StoresReport(done if oldest is None else min(done, oldest - 1))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose blocks are needed no more, for a store or a load.
@@ -212,6 +265,10 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         Of a prompt with embeddings nothing is loaded or stored: whatever they are, each counts as
         token 0 in the keys of LMCache 0.5.6.
         """
+        params = request.kv_transfer_params or {}
+        # One that was preempted may have been told of.
+        if STORED_TO in params and not request.num_preemptions:
+            self._to_tell[request.request_id] = params[STORED_TO]
         if request.prompt_embeds is not None:
             self._get_or_create_request_tracker(request).max_offload_tokens = 0
             return 0, False
@@ -220,7 +277,6 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             if self._parks:
                 tracker.max_offload_tokens = 0
             return 0, False
-        params = request.kv_transfer_params or {}
         stores = self._can_store and (not self._parks or bool(params.get(PARK)))
         # A store has to know what the server holds, or it stores it again.
         if not stores:
@@ -275,21 +331,54 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         """What workers are told with a step: see `StepNotes`."""
         metadata = super().build_connector_meta(scheduler_output)
         # Their blocks are others' from this step on; workers wait for their stores before it.
-        self._storing -= set(scheduler_output.preempted_req_ids or ())
-        chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
-        last = set()
+        preempted = frozenset(scheduler_output.preempted_req_ids or ())
+        self._storing -= preempted
         for one in metadata.requests:
-            if one.direction != "STORE":
-                continue
-            self._storing.add(one.request_id)
-            prompt_tokens = self.request_trackers[one.request_id].num_prompt_tokens
-            if prompt_tokens - one.op.end < chunk:
-                last.add(one.request_id)
-        metadata.notes = StepNotes(self._step, frozenset(last), frozenset(self._ended))
+            if one.direction == "STORE":
+                self._storing.add(one.request_id)
+                self._pins.pin(self._step, one.op.block_ids)
+        metadata.notes = StepNotes(
+            self._step,
+            {one: self._to_tell.pop(one) for one in list(self._whole(scheduler_output))},
+            self._gone,
+            frozenset(self._ended),
+            preempted,
+        )
         self._step += 1
         self._ended.clear()
-        self._meter.began(scheduler_output, time.monotonic(), counts=not last)
+        self._gone = {}
+        self._meter.began(scheduler_output, time.monotonic())
         return metadata
+
+    def _whole(self, scheduler_output: Any) -> Iterator[str]:
+        """Requests to be told of whose prompts are stored once this step's stores are over.
+
+        LMCache may come to a prompt's last chunk some tokens later, if vLLM had all of the prompt:
+        its account then lacks the last block.
+        """
+        chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
+        for request_id in scheduler_output.num_scheduled_tokens:
+            if request_id not in self._to_tell:
+                continue
+            tracker = self.request_trackers[request_id]
+            tokens = tracker.num_prompt_tokens if self._can_store else 0
+            if tracker.max_offload_tokens is not None:
+                tokens = min(tokens, tracker.max_offload_tokens)
+            if tracker.num_stored_tokens >= tokens // chunk * chunk:
+                yield request_id
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM's blocks, once there are any."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if hasattr(self, "scheduler_adapter"):
+            self._pins.pool = gpu_block_pool
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Workers have stored more."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StoresReport):
+            self._pins.release(report.done)
+        super().update_connector_output(connector_output)
 
     def get_kv_connector_stats(self) -> Any:
         """Also what iterations took, from the scheduler's connector, at each one's end."""
@@ -325,6 +414,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             params["cached_token_stats"][MISSED] = missed_tokens
         if params and late:
             params["cached_token_stats"][LATE] = True
+        if request.request_id in self._to_tell:
+            self._gone[request.request_id] = self._to_tell.pop(request.request_id)
         kept = request.request_id in self._storing
         if kept:
             self._storing.remove(request.request_id)

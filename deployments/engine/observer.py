@@ -146,8 +146,8 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
         prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncIterator[Any]:
         observation = _current.get()
-        stream = generate(prompt, sampling_params, request_id, **options)
         if observation is None:
+            stream = generate(prompt, sampling_params, request_id, **options)
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     yield output
@@ -168,6 +168,7 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
                 whose, observation.resume_s, observation.last
             )
         sampling_params.extra_args = extra
+        stream = generate(prompt, sampling_params, request_id, **options)
         observation.started += 1
         # An answer in one piece says nothing before its end, and may not come to it.
         given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None

@@ -3,8 +3,6 @@
 A KV connector is asked at each iteration's beginning what its workers are to be told, and at its
 end for statistics; those go to the engine's front with the iteration's outputs. Both are vLLM's
 public interface for connectors.
-
-Iterations that wait for a prompt's KV to be stored are left out: their time is not the model's.
 """
 
 import statistics
@@ -37,20 +35,15 @@ class StepMeter:
 
     def __init__(self, decode_tokens: int = 1) -> None:
         self._decode_tokens = decode_tokens
-        # When each began, and what it computes; None: nothing, or what is not to be metered.
+        # When each began, and what it computes; None: nothing.
         self._under_way: deque[tuple[float, Step | None]] = deque()
         self._ended_s = 0.0
         self._decodes: dict[int, list[Step]] = {}
         self._since_s: float | None = None
 
-    def began(self, scheduled: Any, now_s: float, *, counts: bool = True) -> None:
-        """An iteration begins.
-
-        Args:
-            scheduled: vLLM's ``SchedulerOutput``.
-            counts: whether its time is the model's.
-        """
-        self._under_way.append((now_s, self._computes(scheduled) if counts else None))
+    def began(self, scheduled: Any, now_s: float) -> None:
+        """An iteration begins; ``scheduled`` is vLLM's ``SchedulerOutput``."""
+        self._under_way.append((now_s, self._computes(scheduled)))
 
     def ended(self, now_s: float) -> list[Step]:
         """The oldest one ends; returns those that are to be told of now."""

@@ -1,22 +1,33 @@
-"""Stores that a worker has asked LMCache's server for, and when their blocks are free.
+"""Stores that a worker has begun, and when their blocks are free.
 
-On a GPU the server copies from the engine's own memory, after the step that computed it. Until then
-nobody else may write there.
+KV is copied beside the steps that follow: on a GPU by LMCache's server, on a CUDA stream of its
+own, from the engine's memory; on a CPU by a thread of the worker's (`copy_beside_steps`). Until a
+copy is done, no other request may write to its blocks.
+
+It reaches into internals of lmcache 0.5.6 (``_build_engine_driven_context`` of
+``transfer_context.worker_transfer``): check it when that version changes.
 """
 
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache.logging import init_logger
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+from deployments.engine.stored import Address
 
 logger = init_logger(__name__)
 
 # A server that hangs is killed before that (deployments/node), which breaks the connection. One
 # that lives, and has not answered by then, has failed at the store, and reads nothing.
 FORGOTTEN_S = 120.0
-_LOOKS_EVERY_S = 0.5
+# Short beside a copy, and long beside what a look costs (some 20 us on a GPU).
+_LOOKS_EVERY_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +36,18 @@ class StepNotes:
 
     Attributes:
         step: counts steps; none is left out.
-        last: requests whose prompt's last whole chunk is stored in this step.
+        whole: requests of whose prompts nothing more is stored after this step, and where to tell
+            once that is done.
+        gone: the same, of requests that are over and that no ``whole`` has had.
         ended: requests that are over, whose blocks are to be kept until their stores are.
+        preempted: requests whose blocks others may write to from this step on.
     """
 
     step: int
-    last: frozenset[str] = frozenset()
+    whole: Mapping[str, Address] = field(default_factory=dict)
+    gone: Mapping[str, Address] = field(default_factory=dict)
     ended: frozenset[str] = frozenset()
+    preempted: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -63,49 +79,104 @@ class _Store:
     future: Any
     # CUDA needs the exporting event for as long as the server may wait for it.
     event: Any
-    losses: int
+    step: int
     asked_s: float
+    # Losses of the connection before it; None: this process copies, whatever becomes of that.
+    losses: int | None
 
 
 @dataclass(slots=True)
 class Stores:
     """Stores under way, by request.
 
+    The worker's steps look at them, and so does a thread, which tells of a prompt as soon as it is
+    stored, however long the step takes that is computed meanwhile.
+
     Args:
         losses: how often the connection to the server was lost so far.
+        tell: tells an address that this worker has stored a prompt.
     """
 
     losses: Callable[[], int]
+    tell: Callable[[Address], None]
     clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
     _open: dict[str, list[_Store]] = field(default_factory=dict)
+    _awaited: list[tuple[str, Address]] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
 
-    def add(self, request_id: str, future: Any, event: Any = None) -> None:
-        """The server has been asked for one."""
-        store = _Store(future, event, self.losses(), self.clock())
-        self._open.setdefault(request_id, []).append(store)
+    def add(
+        self, request_id: str, future: Any, event: Any = None, step: int = 0, copies: bool = False
+    ) -> None:
+        """One has begun.
+
+        Args:
+            step: the step that computed what is stored.
+            copies: whether this process copies, and not the server.
+        """
+        losses = None if copies else self.losses()
+        store = _Store(future, event, step, self.clock(), losses)
+        with self._changed:
+            self._open.setdefault(request_id, []).append(store)
+
+    def tell_when_stored(self, request_id: str, address: Address) -> None:
+        """Tell once what was begun so far for this request is over."""
+        with self._changed:
+            self._awaited.append((request_id, address))
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, daemon=True, name="stored")
+                self._thread.start()
 
     def under_way(self, request_id: str) -> bool:
-        """Whether the server may still read this request's blocks."""
-        left = [one for one in self._open.get(request_id, ()) if not self._over(request_id, one)]
-        if left:
-            self._open[request_id] = left
-        else:
-            self._open.pop(request_id, None)
-        return bool(left)
+        """Whether this request's blocks may still be read."""
+        with self._changed:
+            begun = self._open.get(request_id, ())
+            left = [one for one in begun if not self._over(request_id, one)]
+            if left:
+                self._open[request_id] = left
+            else:
+                self._open.pop(request_id, None)
+            return bool(left)
 
-    def wait(self, requests: Collection[str] | None = None, timeout_s: float = FORGOTTEN_S) -> bool:
-        """Wait until the stores of these requests (None: of all) are over; whether they are."""
+    def oldest_step(self) -> int | None:
+        """The first step of which something is not stored yet."""
+        with self._changed:
+            for request_id in list(self._open):
+                self.under_way(request_id)
+            return min((one.step for stores in self._open.values() for one in stores), default=None)
+
+    def wait(self, requests: Collection[str], timeout_s: float = FORGOTTEN_S) -> bool:
+        """Wait until the stores of these requests are over; whether they are."""
         deadline_s = self.clock() + timeout_s
-        for request_id in list(self._open if requests is None else requests):
+        for request_id in requests:
             while self.under_way(request_id):
-                left_s = deadline_s - self.clock()
-                if left_s <= 0:
+                if self.clock() >= deadline_s:
                     return False
-                _wait(self._open[request_id][0].future, min(left_s, _LOOKS_EVERY_S))
+                self.sleep(_LOOKS_EVERY_S)
         return True
 
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                while not self._awaited:
+                    self._changed.wait()
+                awaited = list(self._awaited)
+            for one in awaited:
+                request_id, address = one
+                if self.under_way(request_id):
+                    continue
+                with self._changed:
+                    self._awaited.remove(one)
+                try:
+                    self.tell(address)
+                except Exception:
+                    logger.exception("could not tell that request %s is stored", request_id)
+            time.sleep(_LOOKS_EVERY_S)
+
     def _over(self, request_id: str, store: _Store) -> bool:
-        if store.losses != self.losses():
+        if store.losses is not None and store.losses != self.losses():
             return True
         try:
             if store.future.query():
@@ -115,14 +186,105 @@ class Stores:
         except Exception as error:
             logger.warning("LMCache has not stored KV of request %s: %s", request_id, error)
             return True
-        if self.clock() - store.asked_s < FORGOTTEN_S:
+        # What this process copies ends by itself: each of its calls to the server has a bound.
+        if store.losses is None or self.clock() - store.asked_s < FORGOTTEN_S:
             return False
         logger.error("LMCache has not answered a store of request %s", request_id)
         return True
 
 
-def _wait(future: Any, timeout_s: float) -> None:
-    try:
-        future.wait(timeout_s)
-    except Exception:
-        logger.debug("a store failed", exc_info=True)  # `under_way` says so.
+def copy_beside_steps() -> None:
+    """Have workers on a CPU copy KV in a thread of their own, and not in the step.
+
+    LMCache has this for accelerators that its server cannot copy from. It takes CPUs for such that
+    have no streams to do so, though a step's KV is complete there when the step has ended.
+    """
+    from lmcache.v1.multiprocess.transfer_context import worker_transfer
+    from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (
+        AsyncEngineDrivenTransferContext,
+    )
+
+    if not hasattr(worker_transfer, "_build_engine_driven_context"):
+        raise RuntimeError("this LMCache is another than 0.5.6: install the version in pyproject")
+
+    def build(instance_id: int, client: Any) -> Any:
+        # With one thread, a prompt that begins like another one is not said to be stored before
+        # that other one is: the server leaves out chunks that are being stored already.
+        return AsyncEngineDrivenTransferContext(instance_id, client, commit_workers=1)
+
+    worker_transfer._build_engine_driven_context = build
+
+
+# --- blocks that a request gives up before it ends ------------------------------------------------
+
+
+def groups_that_give_up(kv_cache_config: Any) -> tuple[int, ...]:
+    """Groups of layers whose blocks a request gives up as it goes on, by a ``KVCacheConfig``.
+
+    Sliding windows do, and Mamba's states. Layers with full attention keep theirs to the end.
+    """
+    if kv_cache_config is None:
+        return ()
+    return tuple(
+        at
+        for at, group in enumerate(kv_cache_config.kv_cache_groups)
+        if not _keeps(group.kv_cache_spec)
+    )
+
+
+def _keeps(spec: Any) -> bool:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return all(map(_keeps, spec.kv_cache_specs.values()))
+    return isinstance(spec, FullAttentionSpec)
+
+
+@dataclass(slots=True)
+class StoresReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's types are not seen.
+    """What a worker has stored, for the scheduler's connector.
+
+    Attributes:
+        done: everything of this step, and of those before it, is stored.
+    """
+
+    done: int
+
+    def aggregate(self, other: "KVConnectorWorkerMetadata") -> "KVConnectorWorkerMetadata":
+        """What all workers have stored."""
+        assert isinstance(other, StoresReport)
+        return StoresReport(min(self.done, other.done))
+
+
+@dataclass(slots=True)
+class Pins:
+    """References to blocks that are being stored, so that vLLM does not use them again.
+
+    Args:
+        groups: of layers, whose blocks are pinned; a request holds those of the others itself.
+
+    Attributes:
+        pool: vLLM's ``BlockPool``.
+    """
+
+    groups: tuple[int, ...] = ()
+    pool: Any = None
+    _pinned: deque[tuple[int, list[Any]]] = field(default_factory=deque)
+
+    def pin(self, step: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Keep what a step has stored.
+
+        Args:
+            block_ids: of each group of layers.
+        """
+        ids = [one for group in self.groups for one in block_ids[group]]
+        # vLLM's null block stands where a group has none.
+        blocks = [self.pool.blocks[one] for one in ids if not self.pool.blocks[one].is_null]
+        if blocks:
+            self.pool.touch(blocks)
+            self._pinned.append((step, blocks))
+
+    def release(self, done: int) -> None:
+        """All steps up to this one are stored."""
+        while self._pinned and self._pinned[0][0] <= done:
+            _, blocks = self._pinned.popleft()
+            # The deepest go first, as where vLLM frees a request.
+            self.pool.free_blocks(reversed(blocks))

@@ -1,5 +1,7 @@
 """LMCache's connector: what is looked up, stored and kept, and what a broken step leaves."""
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -335,6 +337,7 @@ class Worker:
     """Where LMCache's worker adapter stands in a connector: its stores are answered by hand."""
 
     is_healthy = True
+    transfer_ctx = None
 
     def __init__(self) -> None:
         self.store_futures: dict[str, Any] = {}
@@ -351,8 +354,6 @@ class Worker:
 
 def _worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
     """A worker's connector, and every store that it asks for."""
-    import threading
-
     from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
     from lmcache.v1.multiprocess.futures import MessagingFuture
 
@@ -378,11 +379,12 @@ def _worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
     return connector, stores
 
 
-def _metadata(step: int, *stores: str, last: str = "", ended: str = "") -> Any:
+def _metadata(step: int, *stores: str, **more: str) -> Any:
     from deployments.engine.stores import StepNotes
 
-    notes = StepNotes(step, frozenset(last), frozenset(ended))
-    return SimpleNamespace(stores=stores, notes=notes, need_flush_before_forward=False)
+    told = {what: {name: [name, 0] for name in more.get(what, "")} for what in ("whole", "gone")}
+    known = {what: frozenset(more.get(what, "")) for what in ("ended", "preempted")}
+    return SimpleNamespace(stores=stores, notes=StepNotes(step, **told, **known))
 
 
 def _older_runner(connector: Any, metadata: Any, error: BaseException | None = None) -> Any:
@@ -434,28 +436,69 @@ def test_a_step_that_did_not_come_to_the_connector_counts_as_broken(
     assert len(stores) == 1
 
 
-def test_a_step_waits_for_the_stores_of_prompts_that_end_in_it_alone(
+def _eventually(holds: Any) -> None:
+    deadline_s = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def test_no_step_waits_and_a_prompt_is_told_of_when_all_of_it_is_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A step that waits holds up all turns of its engine."""
-    import threading
-
     connector, stores = _worker(monkeypatch)
-    # Nobody answers these, and nobody waits.
+    told: list[str] = []
+    connector._stores.tell = lambda address: told.append(address[0])
+    # Nobody answers these, and nobody waits; of "b" there is more to come.
     _newer_runner(connector, _metadata(0, "a", "b"))
-    _newer_runner(connector, _metadata(1, "a"))
-    done = threading.Thread(
-        target=_newer_runner, args=(connector, _metadata(2, "a", last="a")), daemon=True
-    )
-    done.start()
-    # Of "a" all have to be there, also those of earlier steps.
-    for store in (stores[3], stores[2]):
-        store.set_result(True)
-        done.join(0.2)
-        assert done.is_alive()
+    _newer_runner(connector, _metadata(1, "a", whole="ac"))
+    # Of "c" nothing was stored.
+    _eventually(lambda: told == ["c"])
+    # Of "a" all have to be there, also those of earlier steps; in whatever order.
+    stores[2].set_result(True)
+    time.sleep(0.05)
+    assert told == ["c"]
+    # While another step is computed: none has to end for that.
+    connector.bind_connector_metadata(_metadata(2))
     stores[0].set_result(True)
-    done.join(30)
-    assert not done.is_alive()
+    _eventually(lambda: told == ["c", "a"])
+    connector.clear_connector_metadata()
+    # What ended early is told of with what was begun for it.
+    connector.bind_connector_metadata(_metadata(3, gone="b"))
+    time.sleep(0.05)
+    assert told == ["c", "a"]
+    stores[1].set_result(False)
+    _eventually(lambda: told == ["c", "a", "b"])
+
+
+def test_a_store_that_cannot_be_begun_is_told_of_as_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+
+    connector, _ = _worker(monkeypatch)
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("KV caches are not registered")
+
+    monkeypatch.setattr(LMCacheMPConnector, "wait_for_save", fail)
+    told: list[str] = []
+    connector._stores.tell = lambda address: told.append(address[0])
+    _newer_runner(connector, _metadata(0, "a", whole="a"))
+    _eventually(lambda: told == ["a"])
+
+
+@pytest.mark.parametrize("run", [_older_runner, _newer_runner])
+def test_a_prompt_of_a_broken_step_is_not_told_of(
+    monkeypatch: pytest.MonkeyPatch, run: Any
+) -> None:
+    connector, _ = _worker(monkeypatch)
+    told: list[str] = []
+    connector._stores.tell = lambda address: told.append(address[0])
+    with pytest.raises(SystemExit):
+        run(connector, _metadata(0, "a", whole="a"), SystemExit())
+    run(connector, _metadata(1, gone="a"))
+    time.sleep(0.05)
+    assert told == []
 
 
 def test_blocks_are_kept_until_every_store_of_their_request_is_over(
@@ -489,26 +532,41 @@ def test_a_store_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPa
 
     connector, _ = _worker(monkeypatch)
     now_s = [0.0]
-    connector._stores = Stores(lambda: 0, lambda: now_s[0])
+    connector._stores = Stores(lambda: 0, lambda address: None, lambda: now_s[0])
     _newer_runner(connector, _metadata(0, "a"))
     assert _newer_runner(connector, _metadata(1, ended="a")) == (set(), set())
     now_s[0] += FORGOTTEN_S
     assert _newer_runner(connector, _metadata(2)) == ({"a"}, set())
 
 
-def test_blocks_that_change_hands_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that is preempted gives up its blocks at once."""
-    import threading
+def test_a_copy_of_the_workers_own_is_over_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server may be gone while it still reads, and be back before it is done."""
+    from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (
+        AsyncEngineDrivenTransferContext,
+    )
 
-    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+    from deployments.engine.stores import FORGOTTEN_S
 
-    monkeypatch.setattr(LMCacheMPConnector, "handle_preemptions", lambda self, metadata: None)
     connector, stores = _worker(monkeypatch)
+    now_s = [0.0]
+    connector._stores.clock = lambda: now_s[0]
+    connector.worker_adapter.transfer_ctx = AsyncEngineDrivenTransferContext(1, None)
     _newer_runner(connector, _metadata(0, "a"))
+    connector.connection.losses += 1
+    now_s[0] += FORGOTTEN_S
+    assert _newer_runner(connector, _metadata(1, ended="a")) == (set(), set())
+    stores[0].set_result(False)
+    assert _newer_runner(connector, _metadata(2)) == ({"a"}, set())
+
+
+def test_blocks_that_change_hands_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is preempted gives up its blocks at once; others keep theirs."""
+    connector, stores = _worker(monkeypatch)
+    _newer_runner(connector, _metadata(0, "a", "b"))
     connector.handle_preemptions(_metadata(1))
-    flushing = _metadata(2)
-    flushing.need_flush_before_forward = True
-    done = threading.Thread(target=connector.handle_preemptions, args=(flushing,), daemon=True)
+    done = threading.Thread(
+        target=connector.handle_preemptions, args=(_metadata(1, preempted="a"),), daemon=True
+    )
     done.start()
     done.join(0.2)
     assert done.is_alive()
@@ -531,26 +589,26 @@ def test_a_load_whose_connection_broke_fails_and_not_the_engine(
     assert _newer_runner(connector, _metadata(0)) == (set(), {"r"})
 
 
-@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
-def test_workers_are_told_whose_prompt_ends_and_whose_blocks_are_kept(role: str) -> None:
-    """A prompt of three chunks in two steps; others store nothing, or are preempted."""
-    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-
+def _scheduling(role: str, **prompts: int) -> tuple[Any, dict[str, Any], Any]:
+    """A scheduler's connector, requests with so many tokens that are stored, and its steps."""
     connector, _ = _decoder(LateServer(0))
-    connector._can_store, connector._parks = True, role == "kv_both"
+    connector._can_store, connector._parks = role != "kv_consumer", role == "kv_both"
     connector._save_decode_cache = False
     connector._group_tokens_per_block = [128]
     connector._dcp_size = 1
-    connector._report_block_allocation_deltas = lambda output: None
+    begun: set[str] = set()
     requests = {}
-    for name in "abc":
-        requests[name] = request = _request(390 if name != "b" else 100, park=True)
+    for name, tokens in prompts.items():
+        requests[name] = request = _request(tokens, park=True)
         request.request_id = name
+        request.kv_transfer_params[wire.STORED_TO] = [name, 0]
         assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
         connector.request_trackers[name].append_block_ids(([1, 2, 3, 4],))
 
-    def step(scheduled: dict[str, int], new: str, preempted: str = "") -> Any:
-        cached = [one for one in scheduled if one not in new]
+    def step(preempted: str = "", **scheduled: int) -> Any:
+        new = [one for one in scheduled if one not in begun]
+        cached = [one for one in scheduled if one in begun]
+        begun.update(new)
         output = SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id=one, num_computed_tokens=0) for one in new],
             scheduled_cached_reqs=SimpleNamespace(
@@ -564,18 +622,64 @@ def test_workers_are_told_whose_prompt_ends_and_whose_blocks_are_kept(role: str)
         )
         return connector.build_connector_meta(output).notes
 
-    assert issubclass(type(connector), LMCacheMPConnector)
-    first = step({"a": 256, "b": 100, "c": 256}, "abc")
-    second = step({"a": 134}, "", preempted="c")
-    assert (first.last, second.last) == (frozenset(), frozenset("a"))
-    kept = {}
-    for name, request in requests.items():
-        from vllm.v1.request import RequestStatus
+    return connector, requests, step
 
-        request.status = RequestStatus.FINISHED_STOPPED
-        kept[name] = connector.request_finished(request, [])[0]
+
+def _finish(connector: Any, request: Any) -> bool:
+    from vllm.v1.request import RequestStatus
+
+    request.status = RequestStatus.FINISHED_STOPPED
+    kept: bool = connector.request_finished(request, [])[0]
+    return kept
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_workers_are_told_whose_prompt_ends_and_whose_blocks_are_kept(role: str) -> None:
+    """A prompt of three chunks in two steps; others store nothing, or are preempted."""
+    connector, requests, step = _scheduling(role, a=390, b=100, c=390)
+    first = step(a=256, b=100, c=256)
+    second = step(a=134, preempted="c")
+    # Of "b" there is no whole chunk: at once it is as stored as it can be.
+    assert (dict(first.whole), dict(second.whole)) == ({"b": ["b", 0]}, {"a": ["a", 0]})
+    assert (first.preempted, second.preempted) == (frozenset(), frozenset("c"))
+    kept = {name: _finish(connector, request) for name, request in requests.items()}
     # Of "b" nothing was stored; from "c" the blocks were taken before.
     assert kept == {"a": True, "b": False, "c": False}
-    third, fourth = step({}, ""), step({}, "")
+    third, fourth = step(), step()
     assert (third.ended, fourth.ended) == (frozenset("a"), frozenset())
+    # Whoever waits for "c" is to hear all the same.
+    assert (dict(third.gone), dict(fourth.gone)) == ({"c": ["c", 0]}, {})
     assert [one.step for one in (first, second, third, fourth)] == [0, 1, 2, 3]
+
+
+def test_a_last_chunk_that_lmcache_comes_to_later_is_waited_for() -> None:
+    """Of a prompt that vLLM has all of, its account lacks the last tokens, until they are there."""
+    connector, requests, _ = _scheduling("kv_both", a=384)
+    tracker = connector.request_trackers["a"]
+    # All but the last block's, and the last token is computed again.
+    tracker.num_vllm_hit_tokens = 368
+    connector._hit_alignment_tokens = 16
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="a", num_computed_tokens=383)],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
+        ),
+        num_scheduled_tokens={"a": 1},
+        preempted_req_ids=set(),
+    )
+    assert not connector.build_connector_meta(output).notes.whole
+    # So many tokens of the answer later it is stored.
+    tracker.num_scheduled_tokens += 14
+    output.scheduled_new_reqs, output.scheduled_cached_reqs = [], SimpleNamespace(
+        req_ids=["a"], new_block_ids=[None], resumed_req_ids=set(), num_computed_tokens=[398]
+    )  # fmt: skip
+    requests["a"].append_output_token_ids([1] * 15)
+    metadata = connector.build_connector_meta(output)
+    assert [(one.op.start, one.op.end) for one in metadata.requests] == [(256, 384)]
+    assert dict(metadata.notes.whole) == {"a": ["a", 0]}
+
+
+def test_an_engine_that_stores_nothing_keeps_nobody_waiting() -> None:
+    connector, requests, step = _scheduling("kv_consumer", a=390)
+    assert dict(step(a=390).whole) == {"a": ["a", 0]}
+    assert not _finish(connector, requests["a"])

@@ -64,10 +64,9 @@ class StandIn:
     spoil: Any = lambda sampled: None
 
     def __post_init__(self) -> None:
-        import torch
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import KVCacheConfig
         from vllm.v1.structured_output import StructuredOutputManager
 
         init_none_hash(sha256)
@@ -76,16 +75,13 @@ class StandIn:
         config.cache_config.num_gpu_blocks = self.blocks
         config.additional_config = {"conserve": self.policies}
         self._configure(config)
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
         self.config = config
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=self.blocks,
                 kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+                kv_cache_groups=self._groups(),
             ),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_TOKENS,
@@ -194,6 +190,16 @@ class StandIn:
 
     def _configure(self, config: Any) -> None:
         """For whoever has another engine."""
+
+    def _groups(self) -> list[Any]:
+        """The model's layers: one, with full attention."""
+        import torch
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+
+        spec = FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        return [KVCacheGroupSpec(["layer"], spec)]
 
     def _connector_output(self, output: Any) -> Any:
         """What a step's KV connector says, in the worker."""

@@ -1,0 +1,172 @@
+"""The word that a prompt is stored, from an engine's workers to the answer that waits for it.
+
+Workers store KV beside the steps that follow (`stores`), so a request may end before its prompt is
+stored. What is said at its end is relied on: a router then has a decoder look for the prompt, and
+the table takes a history for parked. So the last output of a request that stores is held back
+until every worker has stored what it has of the prompt.
+
+vLLM tells of a store with a step's outputs, hence only when the step of another request has ended.
+So each worker tells it directly, in a datagram to a socket of the process that has the engine's
+client. Workers run on that process's node, beside the LMCache server that they share.
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from conserve.wire import PARK, STORED_TO
+
+logger = logging.getLogger("ray.serve")
+
+# A socket's name, and which of its requests: lists once they have been sent.
+Address = Sequence[Any]
+
+# Until an answer goes out though its prompt is not stored.
+STORE_TIMEOUT_S = 30.0
+# How often it is asked meanwhile whether the engine lives.
+_LOOKS_EVERY_S = 1.0
+_MOST_BYTES = 64
+
+
+def tell_stored(address: Address, workers: int) -> None:
+    """Tell that this worker has stored what it has of a prompt, however that ended.
+
+    Args:
+        workers: how many tell.
+    """
+    name, number = address
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            # Linux keeps few datagrams for a socket that is not read.
+            sender.settimeout(STORE_TIMEOUT_S)
+            sender.sendto(msgspec.msgpack.encode((number, workers)), b"\0" + name.encode())
+    except OSError as error:
+        logger.warning(
+            "an answer was not told that its prompt is stored (%s): it may end %g s late",
+            error, STORE_TIMEOUT_S,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Stored:
+    """A request's prompt, or that of each of its choices.
+
+    Attributes:
+        address: where workers tell that it is stored.
+    """
+
+    address: Address
+    prompts: int
+    heard: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def hear(self, workers: int) -> None:
+        """One of so many workers has stored what it has of one of the prompts."""
+        self.heard += 1
+        if self.heard >= self.prompts * workers:
+            self.done.set()
+
+
+class StoredPrompts:
+    """Hears which prompts of an engine are stored.
+
+    Its socket has no file: Linux gives it a name, which goes with it.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind("")
+        self._name = self._socket.getsockname()[1:].decode()
+        self._numbers = itertools.count()
+        self._expected: dict[int, Stored] = {}
+        self._listening = False
+
+    @contextlib.contextmanager
+    def expected(self, prompts: int = 1) -> Iterator[Stored]:
+        """A request is under way that will be told of, once for each of its choices."""
+        if not self._listening:
+            asyncio.get_running_loop().add_reader(self._socket, self._hear)
+            self._listening = True
+        number = next(self._numbers)
+        self._expected[number] = stored = Stored((self._name, number), prompts)
+        try:
+            yield stored
+        finally:
+            del self._expected[number]
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                number, workers = msgspec.msgpack.decode(self._socket.recv(_MOST_BYTES))
+                stored = self._expected.get(number)
+                # Without one, the request's client has left.
+                if stored is not None:
+                    stored.hear(workers)
+
+
+def hold_until_stored(client: Any, timeout_s: float = STORE_TIMEOUT_S) -> None:
+    """Have an ``AsyncLLM`` end requests that store their prompt when it is stored.
+
+    Others pass as they are. Where a store fails, or takes longer than ``timeout_s``, the answer
+    ends all the same. A decoder that then looks for the prompt computes it again.
+    """
+    generate = client.generate
+    prompts = StoredPrompts()
+
+    @functools.wraps(generate)
+    def held(
+        prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncIterator[Any]:
+        extra = sampling_params.extra_args or {}
+        params = extra.get("kv_transfer_params") or {}
+        if not params.get(PARK):
+            passed: AsyncIterator[Any] = generate(prompt, sampling_params, request_id, **options)
+            return passed
+        return hold(prompt, sampling_params, request_id, extra, params, options)
+
+    async def hold(
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        extra: dict[str, Any],
+        params: dict[str, Any],
+        options: dict[str, Any],
+    ) -> AsyncIterator[Any]:
+        with prompts.expected(sampling_params.n) as stored:
+            told = {**params, STORED_TO: list(stored.address)}
+            sampling_params.extra_args = {**extra, "kv_transfer_params": told}
+            stream = generate(prompt, sampling_params, request_id, **options)
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    if output.finished and not _is_aborted(output):
+                        await _wait(client, stored, request_id, timeout_s)
+                    yield output
+
+    client.generate = held
+
+
+def _is_aborted(output: Any) -> bool:
+    return any(choice.finish_reason == "abort" for choice in output.outputs)
+
+
+async def _wait(client: Any, stored: Stored, request_id: str, timeout_s: float) -> None:
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stored.done.wait(), min(left_s, _LOOKS_EVERY_S))
+            return
+        if client.errored:
+            raise client.dead_error
+    logger.warning(
+        "KV of request %s was perhaps not stored: LMCache has not answered in %g s",
+        request_id, timeout_s,
+    )  # fmt: skip

@@ -1,0 +1,249 @@
+"""An engine whose prompts are stored beside its steps, without a model and without a server.
+
+vLLM's real scheduler and both halves of the connector play; what stands in is the memory that KV is
+in, which steps write to, and LMCache's server, which reads it some steps after it was asked to.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from conserve import wire
+from tests.unit.deployments.engine.scheduler.stand_in import BLOCK_TOKENS, StandIn
+
+CHUNK_TOKENS = 64
+# Of the layers that have one: a request gives up blocks that are further back.
+WINDOW_TOKENS = 96
+
+
+@dataclass
+class Copy:
+    """A store: what is to be read, when, and what has to be there."""
+
+    request_id: str
+    due: int
+    # Block, slot, and what has to be in it.
+    reads: list[tuple[int, int, Any]]
+    done: bool = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def result(self, timeout: float) -> bool:
+        return self.done
+
+
+@dataclass
+class Storing(StandIn):
+    """An engine that stores every prompt.
+
+    Args:
+        takes_steps: a store reads so many steps after it has begun.
+        window: whether there is a layer with a sliding window.
+        two_in_flight: whether a step is scheduled while another one runs.
+
+    Attributes:
+        spoiled: what was read from memory and was not what the request had computed.
+        told: whose prompts were said to be stored, and whether they were.
+    """
+
+    kind: str = "vllm"
+    takes_steps: int = 3
+    window: bool = False
+    two_in_flight: bool = False
+    copies: list[Copy] = field(default_factory=list)
+    spoiled: list[Any] = field(default_factory=list)
+    told: list[tuple[str, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._depth = 2 if self.two_in_flight else 1
+        self.memory: dict[tuple[int, int], Any] = {}
+        self._tables: dict[str, list[list[int]]] = {}
+        self._tokens: dict[str, Any] = {}
+        self.front, self.back = self._connector()
+        self.scheduler.connector = self.front
+        self.front.bind_gpu_block_pool(self.pool)
+
+    def _configure(self, config: Any) -> None:
+        config.scheduler_config.async_scheduling = self.two_in_flight
+
+    def _groups(self) -> list[Any]:
+        import torch
+        from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
+
+        groups = super()._groups()
+        if self.window:
+            spec = SlidingWindowSpec(
+                block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32,
+                sliding_window=WINDOW_TOKENS,
+            )  # fmt: skip
+            groups.append(KVCacheGroupSpec(["window"], spec))
+        return groups
+
+    def _connector(self) -> tuple[Any, Any]:
+        """The scheduler's half, and the worker's."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        from deployments.engine.lmcache_client import Connection
+        from deployments.engine.lmcache_connector import ResilientMPConnector
+        from deployments.engine.stores import groups_that_give_up
+
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        give_up = groups_that_give_up(SimpleNamespace(kv_cache_groups=groups))
+        assert len(give_up) == self.window
+        front, back = (object.__new__(ResilientMPConnector) for _ in range(2))
+        for one in (front, back):
+            one.lazy_offload, one._can_store, one.dispatcher = False, True, None
+            one._connector_metadata = None
+            one._connector_stats = SimpleNamespace(
+                record_lookup=lambda took_s: None,
+                clone_and_reset=lambda: SimpleNamespace(is_empty=lambda: True, data={}),
+            )
+        front._role, back._role = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+        front.request_trackers, front._kv_cache_events = {}, []
+        front._save_decode_cache = front._reserve_last_token_for_lookup = False
+        front._group_tokens_per_block = [BLOCK_TOKENS] * len(groups)
+        front._hit_alignment_tokens = BLOCK_TOKENS
+        front._mamba_relocation_window, front._eager_prefetch = 0, False
+        front.scheduler_adapter = _NothingThere()
+        front._prepare_scheduler(1, give_up)
+        back.worker_adapter = self
+        back._prepare_worker(Connection(threading.Event()), reports=bool(give_up))
+        back._stores.tell = self._hear
+        # Time goes by for who waits, and nothing else.
+        back._stores.sleep = lambda _: self._copy(lambda copy: True)
+        return front, back
+
+    def _hear(self, address: Any) -> None:
+        name, _ = address
+        stored = [copy.done for copy in self.copies if copy.request_id == name]
+        self.told.append((name, all(stored)))
+
+    def store(self, name: str, tokens: Sequence[int], max_tokens: int) -> Any:
+        """Add a request that waits until its prompt is stored."""
+        request = self.add(name, tokens, max_tokens)
+        request.kv_transfer_params = {**wire.transfer_params(park=True), wire.STORED_TO: [name, 0]}
+        return request
+
+    # --- LMCache's adapter, of the worker ---------------------------------------------------------
+
+    is_healthy = True
+    transfer_ctx = None
+
+    @property
+    def retrieve_futures(self) -> dict[str, Any]:
+        return {}
+
+    def create_recorded_event(self) -> None:
+        return None
+
+    def batched_submit_store_requests(
+        self, request_ids: list[str], ops: list[Any], event: None, **more: Any
+    ) -> None:
+        self.store_futures, self.store_events = {}, {}
+        for request_id, op in zip(request_ids, ops, strict=True):
+            copy = Copy(request_id, self.steps + self.takes_steps, list(self._reads(op)))
+            self.copies.append(copy)
+            self.store_futures[request_id] = copy
+
+    store_futures: dict[str, Any] = field(default_factory=dict)
+    store_events: dict[str, Any] = field(default_factory=dict)
+
+    def get_finished(self, ids: set[str]) -> tuple[set[str], set[str]]:
+        return set(), set()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    def _reads(self, op: Any) -> Iterator[tuple[int, int, Any]]:
+        for group, block_ids in enumerate(op.block_ids):
+            for position in range(op.start, op.end):
+                chunk_end = position // CHUNK_TOKENS * CHUNK_TOKENS + CHUNK_TOKENS
+                # LMCache reads no more of a chunk than a window has.
+                if group and position < chunk_end - min(CHUNK_TOKENS, WINDOW_TOKENS):
+                    continue
+                block = block_ids[(position - op.start) // BLOCK_TOKENS]
+                # vLLM's null block: of a prefix in the cache only the window's end is there.
+                if not block:
+                    continue
+                yield block, position % BLOCK_TOKENS, (group, position, op.token_ids[position])
+
+    # --- the model's runner -----------------------------------------------------------------------
+
+    def _connector_output(self, output: Any) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput
+
+        back, metadata = self.back, output.kv_connector_metadata
+        # As time goes by, before this step may write anything.
+        self._copy(lambda copy: copy.due <= self.steps)
+        back.handle_preemptions(metadata)
+        back.bind_connector_metadata(metadata)
+        self._compute(output)
+        if output.num_scheduled_tokens:
+            back.wait_for_save()
+        sent, received = back.get_finished(output.finished_req_ids)
+        said = KVConnectorOutput(
+            finished_sending=sent,
+            finished_recving=received,
+            kv_connector_worker_meta=back.build_connector_worker_meta(),
+        )
+        back.clear_connector_metadata()
+        return said
+
+    def _compute(self, output: Any) -> None:
+        cached = output.scheduled_cached_reqs
+        starts = {}
+        for one in output.scheduled_new_reqs:
+            self._tables[one.req_id] = [list(ids) for ids in one.block_ids]
+            starts[one.req_id] = one.num_computed_tokens
+        for request_id, ids, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = [list(one) for one in ids]
+            elif ids is not None:
+                for table, more in zip(self._tables[request_id], ids, strict=True):
+                    table += more
+            starts[request_id] = start
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            known = self._known(request_id)
+            for position in range(starts[request_id], starts[request_id] + tokens):
+                token = known[position] if position < len(known) else position
+                for group, table in enumerate(self._tables[request_id]):
+                    block = table[position // BLOCK_TOKENS]
+                    self.memory[block, position % BLOCK_TOKENS] = (group, position, token)
+
+    def _known(self, request_id: str) -> Sequence[int]:
+        request = self.scheduler.requests.get(request_id)
+        if request is not None:
+            self._tokens[request_id] = request.prompt_token_ids
+        known: Sequence[int] = self._tokens[request_id]
+        return known
+
+    def _copy(self, which: Any) -> None:
+        for copy in [one for one in self.copies if not one.done and which(one)]:
+            for block, slot, right in copy.reads:
+                if (found := self.memory.get((block, slot))) != right:
+                    self.spoiled.append((copy.request_id, right, found))
+            copy.done = True
+
+
+class _NothingThere:
+    """LMCache's adapter of the scheduler: nothing is found, and all of a prompt is stored."""
+
+    lmcache_tokens_per_chunk = CHUNK_TOKENS
+
+    def maybe_submit_lookup_request(self, request_id: str, **asked: Any) -> None:
+        pass
+
+    def check_lookup_result(self, request_id: str) -> int:
+        return 0
+
+    def cleanup_lookup_result(self, request_id: str) -> None:
+        pass
+
+    def end_session(self, request_id: str) -> None:
+        pass
