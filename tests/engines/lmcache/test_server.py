@@ -27,6 +27,7 @@ from deployments.node.lmcache_server import (
     lmcache_environment,
 )
 from tests.engines.lmcache import engine as bare_engine
+from tests.engines.lmcache import slow
 from tests.engines.lmcache import worker as bare_worker
 from tests.engines.lmcache.worker import CHUNK_TOKENS, MODEL
 from tests.engines.waiting import eventually
@@ -167,12 +168,33 @@ async def test_an_engine_that_ends_has_its_memory_let_go_of(server: Server) -> N
     assert engine.answer() == "ready"
     assert server.engines() == 1
     assert engine.do("prefill") == "done"
-    # Three chunks of 400 tokens are there as the prefill is done.
-    assert server.chunks() == 3
+    # Three chunks of 400 tokens, which are stored beside the steps that follow.
+    await eventually("the prompt is stored", lambda: server.chunks() == 3)
     assert engine.do("shutdown") == "done"
     assert server.engines() == 0
     # What it stored stays.
     assert server.chunks() == 3
+
+
+async def test_a_slow_store_delays_nobody_and_is_done_when_it_is_said_to_be(
+    server: Server, tmp_path: Path
+) -> None:
+    """On an engine that puts out another request's tokens meanwhile."""
+    notes = tmp_path / "stores"
+    engine = Worker(slow.__name__, server.address.port, str(notes))
+    server.workers.append(engine)
+    assert engine.answer() == "ready"
+    seen = json.loads(engine.do("beside"))
+    times_s = dict(line.split() for line in notes.read_text().splitlines())
+    began_s, ended_s = float(times_s["began"]), float(times_s["ended"])
+    assert ended_s - began_s >= slow.TAKES_S
+    # The prompt's own step is over by then; a step that waits for the store puts out nothing.
+    meanwhile = [one for one in seen["others_s"] if began_s < one < ended_s]
+    assert len(meanwhile) >= 2
+    assert seen["answered_s"] >= ended_s
+    assert server.chunks() == 3
+    # What was stored is what was computed, and found at the first look.
+    assert (seen["found"], seen["late"], seen["same"]) == (384, False, True)
 
 
 def _forget(server: Server, instance_id: int, mode: str) -> None:
