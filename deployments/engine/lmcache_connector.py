@@ -380,10 +380,6 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             self._pins.release(report.done)
         super().update_connector_output(connector_output)
 
-    def has_pending_push_work(self) -> bool:
-        """Also as long as blocks are pinned: without steps they would stay so."""
-        return bool(self._pins) or bool(super().has_pending_push_work())
-
     def get_kv_connector_stats(self) -> Any:
         """Also what iterations took, from the scheduler's connector, at each one's end."""
         stats = super().get_kv_connector_stats()

@@ -269,9 +269,6 @@ class Pins:
     pool: Any = None
     _pinned: deque[tuple[int, list[Any]]] = field(default_factory=deque)
 
-    def __bool__(self) -> bool:
-        return bool(self._pinned)
-
     def pin(self, step: int, block_ids: Sequence[Sequence[int]]) -> None:
         """Keep what a step has stored.
 

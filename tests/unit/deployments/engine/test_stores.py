@@ -56,7 +56,7 @@ def test_random_turns_are_stored_as_they_were_computed(
     assert len(engine.told) == len({one for one, _ in engine.told})
     assert all(done for _, done in engine.told)
     assert not engine.front._to_tell
-    assert not engine.front._pins
+    assert not engine.front._pins._pinned
     engine.require_no_leak()
 
 
@@ -76,11 +76,14 @@ BLOCK_TOKENS = 32
 class SlowServer:
     """Where LMCache's server is, at the end of a worker's client: a store takes its time there.
 
+    Args:
+        takes_s: by request.
+
     Attributes:
         stored: what it got, by request.
     """
 
-    takes_s: float
+    takes_s: dict[str, float]
     stored: dict[str, Any] = field(default_factory=dict)
 
     def register_kv_cache_engine_driven_context(self, context: Any) -> Any:
@@ -92,7 +95,8 @@ class SlowServer:
         from lmcache.v1.multiprocess.custom_types import PrepareStoreResponse
 
         answer = _unanswered()
-        told = threading.Timer(self.takes_s, answer.set_result, [PrepareStoreResponse()])
+        takes_s = self.takes_s[key.request_id]
+        told = threading.Timer(takes_s, answer.set_result, [PrepareStoreResponse()])
         told.daemon = True
         told.start()
         return answer
@@ -186,7 +190,7 @@ def _store(name: str, *blocks: int) -> Any:
 
 def test_a_store_of_200_ms_delays_nobodys_step_and_is_not_written_over() -> None:
     """Others' steps go on; the request's blocks are free, and it is told of, once it is stored."""
-    server = SlowServer(takes_s=0.2)
+    server = SlowServer({"a": 0.2})
     connector, blocks = _worker(server)
     right = blocks[:, [3, 5, 1, 4]].clone()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hears:
@@ -224,7 +228,7 @@ def test_a_store_of_200_ms_delays_nobodys_step_and_is_not_written_over() -> None
 def test_prompts_are_stored_one_after_another() -> None:
     """One that begins like another finds that its beginning is being stored, and is to be told of
     when that is done, too."""
-    server = SlowServer(takes_s=0.05)
+    server = SlowServer({"a": 0.2, "b": 0.0})
     connector, _ = _worker(server)
     told: list[tuple[str, set[str]]] = []
     connector._stores.tell = lambda address: told.append((address[0], set(server.stored)))
@@ -273,8 +277,8 @@ def test_what_one_worker_has_not_stored_stays_pinned() -> None:
     assert StoresReport(4).aggregate(StoresReport(2)) == StoresReport(2)
 
 
-def test_an_engine_without_work_is_asked_until_its_blocks_are_free() -> None:
-    """Else they would stay pinned until somebody comes."""
+def test_an_engine_without_other_work_goes_on_until_its_blocks_are_free() -> None:
+    """Else they would stay pinned until another request comes."""
     engine = Storing(blocks=52, takes_steps=8, window=True)
     engine.store("r", words(random.Random(0), 300), max_tokens=1)
     engine.drain()
