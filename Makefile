@@ -63,7 +63,7 @@ demo: $(INSTALLED) ## Have a few agents work and show where each turn ran (JSON=
 serve: $(INSTALLED) ## Serve until interrupted (ARGS='decoders=3 port=9000': settings)
 	@$(BIN)/conserve serve $(ARGS)
 
-test: $(INSTALLED) ## Run the tests that every change has to pass, on real engines too: thirteen minutes on two cores (ARGS=...: only those)
+test: $(INSTALLED) ## Run the tests that every change has to pass, on real engines too: a quarter of an hour on two cores (ARGS=...: only those)
 ifneq ($(ARGS),)
 	@$(BIN)/python -m pytest $(ARGS)
 else
