@@ -14,6 +14,7 @@ from tests.engines.waiting import eventually
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
 
+@pytest.mark.full
 async def test_twenty_at_the_same_moment_spread_by_occupancy(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
