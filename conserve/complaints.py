@@ -39,7 +39,7 @@ _TYPES = ("str", "int", "float", "bool", "bytes", "list", "dict", "tuple", "set"
 
 
 class Complaint(NamedTuple):
-    """What is wrong, and where: a field's path as its client wrote it; empty for the whole body."""
+    """Names what is wrong and the field, as its client wrote it; empty for the whole body."""
 
     field: str
     message: str

@@ -200,7 +200,7 @@ class OutputTooLong(ApiError):
         )
 
     def told(self, path: str) -> Told:
-        """Where the cap alone is too large, by it alone; Claude Code asks for less by the other."""
+        """Blame the cap alone where it is too large; Claude Code asks for less by the other."""
         if not apis.is_anthropic(path):
             return super().told(path)
         prompt_tokens, output_tokens, most_tokens = self._tokens

@@ -25,7 +25,7 @@ Thinking = Literal["on", "off", "unsaid"]
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """What is known of how a model is prompted.
+    """Says what is known of how a model is prompted.
 
     Attributes:
         architectures: those of its ``config.json``.

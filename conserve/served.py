@@ -1,4 +1,4 @@
-"""What the schemas of chats and Messages allow, and vLLM 0.29 passes over or misunderstands.
+"""Judges what the schemas of chats and Messages allow and vLLM 0.29 misses or misunderstands.
 
 What asks for something that is not served is refused by its name. What vLLM would serve if it were
 said otherwise is said otherwise. Fields that only advise (who the user is, how long to cache, which

@@ -1,4 +1,4 @@
-"""What the application is going to be, for people: `conserve serve` and its `--plan`."""
+"""Shows people what the application is going to be: `conserve serve` and its `--plan`."""
 
 import os
 from typing import NoReturn
@@ -16,7 +16,7 @@ console = new_console()
 
 
 def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
-    """What the settings come to on this machine's GPUs, or the cluster's; None without GPUs.
+    """Return what the settings come to on GPUs, this machine's or the cluster's; None without.
 
     Raises:
         typer.Exit: the engines have no place there, which is said; the exit status is 2.
@@ -36,7 +36,7 @@ def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
 
 
 def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
-    """What the settings come to on this machine's CPUs; on a cluster's nothing is known of them.
+    """Return what the settings come to on this machine's CPUs; of a cluster's nothing is known.
 
     Raises:
         typer.Exit: engines cannot start there, which is said; the exit status is 2.

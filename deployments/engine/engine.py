@@ -552,7 +552,7 @@ def host_token_bytes(vllm_config: Any, chunk: int, page: int) -> float:
 
 
 def _kv(model: Any) -> tuple[KvLayers, ...]:
-    """What layers keep of each token, by vLLM's ``ModelConfig``: some of them may keep nothing."""
+    """Count what layers keep of each token, by vLLM's ``ModelConfig``: some may keep nothing."""
     config = values(model.hf_text_config)
     kv: tuple[KvLayers, ...] = ()
     with contextlib.suppress(ModelUnknown):

@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def _too_many(waiting: str | None) -> bool:
-    """Whether so many processes have no CPU each."""
+    """Say whether so many processes have fewer CPUs than one each."""
     if waiting is None or int(waiting) <= usable_cpus():
         return False
     logger.info(
