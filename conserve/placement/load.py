@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -157,7 +157,7 @@ class Loads:
 
     def __init__(self, prior: EngineCosts | None = None) -> None:
         self._prior = prior or EngineCosts.assumed()
-        self._kinds: dict[str, StepCosts] = {}
+        self._kinds: dict[str, _Kind] = {}
         self._engines: dict[str, _Engine] = {}
         self._demand = _Late(_DEMAND_S)
         self._residuals = _Late(_DEMAND_S)
@@ -171,13 +171,17 @@ class Loads:
             kind: engines of one kind do the same work in the same time: same hardware, same model,
                 same arguments.
             handoffs: tokens, and the seconds by which a prompt of so many took longer when it was
-                handed over than when it was computed here, as tried at its start.
+                handed over than when it was computed here, as tried at its start. Engines start
+                side by side and disturb each other, so of those of a kind the least counts: what
+                handing over costs beyond that is learned from turns, while nothing corrects a price
+                at which nobody hands over.
         """
         known = self._engines.get(engine_id)
-        if known is None or known.kind != kind:
+        if known is None or known.kind.name != kind:
             self._engines[engine_id] = known = self._new_engine(kind)
-        known.handoff = _line_through(handoffs) or known.handoff
-        known.learn(())
+        known.kind.tried(handoffs)
+        for engine in self._engines.values():
+            engine.learn(())
 
     def says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
         """An engine says what it does."""
@@ -365,8 +369,8 @@ class Loads:
 
     def _new_engine(self, kind: str) -> "_Engine":
         if kind not in self._kinds:
-            self._kinds[kind] = StepCosts(self._prior)
-        return _Engine(kind, EngineStepCosts(self._kinds[kind]))
+            self._kinds[kind] = _Kind(kind, self._prior)
+        return _Engine(self._kinds[kind])
 
 
 def _line_through(handoffs: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
@@ -485,21 +489,41 @@ class _Queue:
             del self._waiting[key]
 
 
+class _Kind:
+    """What engines have in common that do the same work in the same time.
+
+    Attributes:
+        handoff: seconds for any handoff, and for each token, as tried; None: nobody has.
+    """
+
+    __slots__ = ("_tried", "handoff", "name", "steps")
+
+    def __init__(self, name: str, prior: EngineCosts) -> None:
+        self.name = name
+        self.steps = StepCosts(prior)
+        self._tried: dict[int, float] = {}
+        self.handoff: tuple[float, float] | None = None
+
+    def tried(self, handoffs: Iterable[tuple[int, float]]) -> None:
+        """One of them has tried what prompts of so many tokens take beyond computing them."""
+        for tokens, seconds in handoffs:
+            self._tried[tokens] = min(seconds, self._tried.get(tokens, math.inf))
+        self.handoff = _line_through(list(self._tried.items()))
+
+
 class _Engine:
     """One engine's."""
 
     __slots__ = (
-        "_model", "_seconds", "_started", "_tokens", "appends", "costs", "first_prompts", "handoff",
-        "kind", "lending", "lent", "load", "mean_decodes", "queue", "residuals", "turns",
+        "_model", "_seconds", "_started", "_tokens", "appends", "costs", "first_prompts", "kind",
+        "lending", "lent", "load", "mean_decodes", "queue", "residuals", "turns",
     )  # fmt: skip
 
-    def __init__(self, kind: str, model: EngineStepCosts) -> None:
+    def __init__(self, kind: _Kind) -> None:
         self.kind = kind
-        self._model = model
+        self._model = EngineStepCosts(kind.steps)
         self._started = False
-        self.costs = model.costs()
-        # Measured at its start: seconds for any handoff, and for each token.
-        self.handoff: tuple[float, float] | None = None
+        self.costs = self._model.costs()
         self.load = EngineLoad()
         self.mean_decodes = 0.0
         self.queue = _Queue()
@@ -523,8 +547,8 @@ class _Engine:
         # Its first report with any has those of its start.
         self._started |= bool(steps)
         self.costs = self._model.costs()
-        if self.handoff is not None:
-            constant_s, per_token_s = self.handoff
+        if self.kind.handoff is not None:
+            constant_s, per_token_s = self.kind.handoff
             self.costs = replace(
                 self.costs, handoff_constant_s=constant_s, handoff_per_token_s=per_token_s
             )

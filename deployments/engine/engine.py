@@ -9,6 +9,7 @@ the client. What is not public in Ray Serve LLM or vLLM is used here and in obse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import random
@@ -51,6 +52,7 @@ from deployments.engine.sm_slots import LEASE_METHOD, lease_of, tell_worker
 from deployments.engine.sockets import unnamed_afterwards
 from deployments.engine.stored import hold_until_stored
 from deployments.engine.tokenizing import keep_tokens
+from deployments.engine.trial import TRIED_TOKENS, try_handoff
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
 from deployments.model_config import values
@@ -67,10 +69,6 @@ from hetero.tiers import RoleTier
 logger = logging.getLogger("ray.serve")
 
 WARM_UP_TIMEOUT_S = 300.0
-# Lengths of prompts that an engine tries at its start. None is whole chunks of LMCache's.
-_TRIED_TOKENS = (300, 1_500)
-_FORGETTING_TRIES = 20
-_FORGETTING_PAUSE_S = 0.01
 # Serve gives an engine that does not scale ten seconds to end (deployments/app.py).
 _LETTING_GO_S = 5.0
 
@@ -376,26 +374,29 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     async def _try_lengths(self, session: aiohttp.ClientSession) -> None:
         """Compute prompts of several lengths, here and as if they were handed over.
 
-        By their iterations the table knows from the first turn on what work takes. A prompt that is
-        handed over is stored, looked up, loaded, and its end computed again: what that takes beyond
-        a prompt at home is tried by this engine alone, which forgets what it had computed between
-        the two.
+        By their iterations the table knows from the first turn on what work takes, and by `trial`
+        what it takes beyond that to hand a prompt over.
         """
-        client = self.engine._engine_client
         most = self._info.max_model_len // 2
         # What neither stores nor loads has nothing to try; nor what keeps its blocks for a while.
+        client = self.engine._engine_client
         hands_over = client.vllm_config.kv_transfer_config.kv_role == "kv_both"
         handoffs = []
-        for tokens in sorted({min(tokens, most) for tokens in _TRIED_TOKENS}):
-            here_s = await self._try(session, "", self._own_prompt("here", tokens))
-            prompt = self._own_prompt("away", tokens)
+        for tokens in sorted({min(tokens, most) for tokens in TRIED_TOKENS}):
+            ask = functools.partial(self._try, session)
+            compute = functools.partial(ask, "", self._own_prompt("here", tokens))
             if not hands_over:
+                await compute()
                 continue
-            away_s = await self._try(session, PREFILL_PREFIX, prompt)
-            if await _forget(client):
-                away_s += await self._try(session, "", prompt)
-                handoffs.append((tokens, max(0.0, away_s - here_s)))
+            away = self._own_prompt("away", tokens)
+            store = functools.partial(ask, PREFILL_PREFIX, away)
+            load = functools.partial(ask, "", away)
+            cost_s = await try_handoff(client, self._meter, compute, store, load, tokens)
+            if cost_s is not None:
+                handoffs.append((tokens, cost_s))
         self._info = dataclasses.replace(self._info, handoffs=tuple(handoffs))
+        costs = ", ".join(f"{cost_s:.3f} s for {tokens} tokens" for tokens, cost_s in handoffs)
+        logger.info("%s %s: handing over costs %s", self._role, self._id, costs or "nothing known")
 
     def _own_prompt(self, name: str, tokens: int) -> list[int]:
         """Token ids that are no other prompt's."""
@@ -404,15 +405,13 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         # The first and last ones of a vocabulary may be special.
         return [draw.randrange(size // 4, size // 2) for _ in range(tokens)]
 
-    async def _try(self, session: aiohttp.ClientSession, prefix: str, prompt: list[int]) -> float:
-        """How many seconds a prompt takes until its first token."""
-        began_s = time.monotonic()
+    async def _try(self, session: aiohttp.ClientSession, prefix: str, prompt: list[int]) -> None:
+        """Have a prompt computed, and one token more."""
         body = {"model": self._settings.model_id, "prompt": prompt, "max_tokens": 1}
         async with session.post(prefix + "/v1/completions", json=body) as response:
             await response.read()
             if response.status >= 500:
                 raise RuntimeError(f"the engine failed a prompt of its own ({response.status})")
-        return time.monotonic() - began_s
 
     async def _own_turn(self, session: aiohttp.ClientSession, prompt: str) -> None:
         chat = {
@@ -484,19 +483,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             return load
         kept, new = self._tokens.found_tokens, self._tokens.encoded_tokens
         return msgspec.structs.replace(load, kept_text_tokens=kept, new_text_tokens=new)
-
-
-async def _forget(client: Any) -> bool:
-    """Have an ``AsyncLLM`` forget its prefix cache; whether it has.
-
-    It refuses while a request has blocks, and one whose prompt is stored has them until a step has
-    told the scheduler.
-    """
-    for _ in range(_FORGETTING_TRIES):
-        if await client.reset_prefix_cache():
-            return True
-        await asyncio.sleep(_FORGETTING_PAUSE_S)
-    return False
 
 
 def kind_of(vllm_config: Any, tier: str) -> str:

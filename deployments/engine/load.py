@@ -77,9 +77,15 @@ class LoadMeter:
 
     Args:
         requests: those under way, by any id; kept up to date by whoever has them.
+
+    Attributes:
+        steps_s: how long all iterations took that it was told of, in seconds.
+        prompt_tokens: of prompts, computed in them.
     """
 
     def __init__(self, requests: Mapping[str, RequestState]) -> None:
+        self.steps_s = 0.0
+        self.prompt_tokens = 0
         self._requests = requests
         self._expected: dict[str, int] = {}
         self._decodes = Lately()
@@ -124,6 +130,8 @@ class LoadMeter:
         """Note iterations that are over."""
         for step in steps:
             self._steps.append(step)
+            self.steps_s += step.lasted_s * step.count
+            self.prompt_tokens += step.new_tokens * step.count
             if not step.new_tokens:
                 self._decodes.add(step.lasted_s * step.count, step.count, now_s)
             elif step.new_tokens >= _LEAST_PREFILL_TOKENS:

@@ -144,6 +144,8 @@ def engine_view(
         "conversations": decoder.conversations if decoder else None,
         "queued_tokens": prefiller.queued_tokens if prefiller else None,
         "load": None if load is None else _load_view(load),
+        # What it costs to hand over prompts of so many tokens, as tried at its start.
+        "handoff_s": {str(tokens): round(cost_s, 4) for tokens, cost_s in engine.handoffs},
         "tier": engine.tier,
         "gpus": list(engine.gpus),
         **({"sm_slots": engine.sm_slots, "sms": engine.sms} if engine.sm_slots else {}),

@@ -88,6 +88,12 @@ async def test_both_engines_host(
     assert found.status_code == 200, found.text
 
 
+async def test_engines_have_tried_what_handing_over_costs(application: str) -> None:
+    for one in engines():
+        assert set(one["handoff_s"]) == {"300", "1500"}, one
+        assert min(one["handoff_s"].values()) > 0, one
+
+
 async def test_idle_engines_hand_nothing_over(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:

@@ -117,10 +117,23 @@ def test_what_a_handoff_took_at_an_engines_start_is_what_it_takes() -> None:
     assert (costs.handoff_s(0), costs.handoff_s(900)) == (0, pytest.approx(0.08))
     assert costs.handoff_s(3_000) == pytest.approx(0.185)
     # Longer ones never take less, nor any less than none.
-    loads.joined("e", "kind", [(300, 0.05), (1_500, 0.01)])
+    loads.joined("e", "other", [(300, 0.05), (1_500, 0.01)])
     assert loads.work("e", 0.0).costs.handoff_s(10_000) == pytest.approx(0.03)
     loads.says("d", EngineLoad(steps=(Step(0.5, 500, 500**2),)), 1.0)
     assert loads.work("d", 1.0).costs.handoff_s(900) == pytest.approx(0.08)
+
+
+def test_of_engines_of_a_kind_the_one_that_was_disturbed_least_says_what_a_handoff_takes() -> None:
+    """At the price of a disturbed one nobody would hand over, and none would ever be corrected."""
+    loads = Loads(COSTS)
+    loads.joined("d1", "a", [(300, 0.05), (1_500, 0.11)])
+    loads.joined("d2", "a", [(300, 0.90), (1_500, 0.10)])
+    loads.joined("d3", "a")
+    loads.joined("e", "b", [(300, 1.0), (1_500, 1.0)])
+    for name in ("d1", "d2", "d3"):
+        assert loads.work(name, 0.0).costs.handoff_s(300) == pytest.approx(0.05)
+        assert loads.work(name, 0.0).costs.handoff_s(1_500) == pytest.approx(0.10)
+    assert loads.work("e", 0.0).costs.handoff_s(300) == pytest.approx(1.0)
 
 
 def test_tokens_take_as_long_as_those_that_have_come_of_late() -> None:
