@@ -36,7 +36,8 @@ _PACE_BYTES_S = 16 * 1024 * 1024
 _MOST_CANDIDATES = 64
 _SPACE = re.compile(r"[ \t\n\r]*")
 # What clients ask for at most where nobody has told them how much there is: they send it to models
-# with a small context, too. By the beginning of their `User-Agent`.
+# with a small context, too. By the beginning of their `User-Agent`. Claude Code's are by model
+# (https://github.com/anthropics/claude-code/issues/35133), opencode's is its OUTPUT_TOKEN_MAX.
 _DEFAULT_CAPS = {
     "claude-cli/": (32_000, 64_000),
     "claude-code/": (32_000, 64_000),

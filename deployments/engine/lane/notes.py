@@ -55,5 +55,5 @@ class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     sizes_sms: tuple[int, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LaneReport":
-        """vLLM asks this where there are several workers; there is one (`fits`)."""
-        raise NotImplementedError("the lane has one worker")
+        """Refuse: vLLM asks this where there are several workers, and there is one (`fits`)."""
+        raise RuntimeError("the lane has one worker: set tensor_parallel_size=1")

@@ -2,36 +2,45 @@
 
 import os
 import sys
+from typing import Any
 
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import EMBEDDED_MODEL
 from tests.engines.lmcache.worker import say
 
 
+def arguments(port: str, connector: str, module: str, role: str) -> dict[str, Any]:
+    """Of vLLM, for an engine on a CPU whose connector knows an LMCache server."""
+    chosen = engine_arguments(EMBEDDED_MODEL, gpu=False)
+    for name in ("enable_prompt_tokens_details", "enable_auto_tool_choice", "tool_call_parser"):
+        chosen.pop(name, None)
+    return {
+        **chosen,
+        "model": model_source(EMBEDDED_MODEL),
+        "enable_prefix_caching": True,
+        "kv_transfer_config": {
+            "kv_connector": connector,
+            "kv_connector_module_path": module,
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": int(port),
+                "lmcache.mp.mq_timeout": 10,
+                "lmcache.mp.heartbeat_interval": 1,
+            },
+        },
+    }
+
+
 def main(port: str) -> None:
     os.environ.update(engine_environment(EMBEDDED_MODEL, gpu=False))
     from vllm import LLM, SamplingParams
 
-    connector = {
-        "kv_connector": "ResilientMPConnector",
-        "kv_connector_module_path": "deployments.engine.lmcache_connector",
-        "kv_role": "kv_producer",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": int(port),
-            "lmcache.mp.mq_timeout": 10,
-            "lmcache.mp.heartbeat_interval": 1,
-        },
-    }
-    arguments = engine_arguments(EMBEDDED_MODEL, gpu=False)
-    for name in ("enable_prompt_tokens_details", "enable_auto_tool_choice", "tool_call_parser"):
-        arguments.pop(name, None)
     engine = LLM(
-        model_source(EMBEDDED_MODEL),
-        kv_transfer_config=connector,
-        enable_prefix_caching=True,
-        **arguments,
+        **arguments(
+            port, "ResilientMPConnector", "deployments.engine.lmcache_connector", "kv_producer"
+        )
     )
     say("ready")
     for line in sys.stdin:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from conserve import wire
-from conserve.engines import engine_arguments, engine_environment, model_source
+from conserve.engines import engine_environment
 from conserve.settings import EMBEDDED_MODEL
 from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stored import hold_until_stored
+from deployments.engine.trial import forget
+from tests.engines.lmcache.engine import arguments
 from tests.engines.lmcache.worker import say
 
 TAKES_S = 0.2
@@ -77,23 +79,15 @@ async def _run(client: Any, name: str, prompt: list[int], tokens: int, **params:
     return got, times_s, wire.cached_tokens(said)
 
 
-async def _forget(client: Any) -> None:
-    for _ in range(1000):
-        if await client.reset_prefix_cache():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("a prompt's blocks are kept for ever")
-
-
 async def _beside(client: Any) -> dict[str, Any]:
     """A prompt is stored while another request puts out tokens; then it is taken over."""
     right, _, _ = await _run(client, "right", PROMPT, 8)
-    await _forget(client)
+    assert await forget(client), "a prompt's blocks are kept for ever"
     other = asyncio.create_task(_run(client, "other", [7, 8, 9], _OTHER_TOKENS))
     await asyncio.sleep(0.1)
     _, answered_s, _ = await _run(client, "stores", PROMPT, 1, park=True)
     _, times_s, _ = await other
-    await _forget(client)
+    assert await forget(client), "a prompt's blocks are kept for ever"
     again, _, found = await _run(client, "again", PROMPT, 8, prefilled=True)
     return {
         "answered_s": answered_s[-1],
@@ -108,29 +102,8 @@ async def serve(port: str) -> None:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    connector = {
-        "kv_connector": SlowConnector.__name__,
-        "kv_connector_module_path": "tests.engines.lmcache.slow",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": int(port),
-            "lmcache.mp.mq_timeout": 10,
-            "lmcache.mp.heartbeat_interval": 1,
-        },
-    }
-    arguments = engine_arguments(EMBEDDED_MODEL, gpu=False)
-    for name in ("enable_prompt_tokens_details", "enable_auto_tool_choice", "tool_call_parser"):
-        arguments.pop(name, None)
-    client = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model_source(EMBEDDED_MODEL),
-            kv_transfer_config=connector,
-            enable_prefix_caching=True,
-            **arguments,
-        )
-    )
+    chosen = arguments(port, SlowConnector.__name__, "tests.engines.lmcache.slow", "kv_both")
+    client = AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen))
     hold_until_stored(client)
     say("ready")
     for line in iter(sys.stdin.readline, ""):

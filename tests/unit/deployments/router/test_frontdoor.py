@@ -12,6 +12,8 @@ from deployments.router import reading, request
 from deployments.router.endpoint import TurnEndpoint
 from deployments.router.frontdoor import FrontDoor
 
+NOTHING = {"type": "http.request", "body": b""}
+
 
 class Table:
     """Takes what it is told; nothing here may ask it."""
@@ -23,9 +25,8 @@ class Table:
         self.told.append(method)
 
 
-def post(table: Table, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is sent back when these messages arrive, and then nothing more."""
-    endpoint = TurnEndpoint(Settings(), table, None, "router")  # type: ignore[arg-type]
+def sent_by(app: Any, received: list[dict[str, Any]], **scope: Any) -> list[dict[str, Any]]:
+    """Return what is sent back when these messages arrive, and then nothing more."""
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -36,9 +37,20 @@ def post(table: Table, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
-    asyncio.run(endpoint(scope, receive, send))
+    asyncio.run(app({"type": "http", "query_string": b"", "headers": [], **scope}, receive, send))
     return sent
+
+
+def post(table: Table, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Send a chat in these messages."""
+    endpoint = TurnEndpoint(Settings(), table, None, "router")  # type: ignore[arg-type]
+    return sent_by(endpoint, received, path="/v1/chat/completions")
+
+
+def answer(method: str, path: str, received: list[dict[str, Any]], **scope: Any) -> Any:
+    """Send any other request."""
+    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    return sent_by(door, received, method=method, path=path, **scope)
 
 
 def test_a_request_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,49 +83,16 @@ def test_a_body_that_grows_over_the_limit_is_refused_before_its_end() -> None:
 @pytest.mark.parametrize("limit", ["²", "0", "-1", "10001", "9" * 5000, "1e3", ""])
 def test_a_limit_that_is_no_number_is_refused(limit: str) -> None:
     """Some of these are digits to Python, and no number."""
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b""}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "GET",
-        "path": "/v1/conversations",
-        "query_string": f"limit={quote(limit)}".encode(),
-        "headers": [],
-    }
-    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
-    asyncio.run(door(scope, receive, send))
-    assert sent[0]["status"] == 400
-    assert json.loads(sent[1]["body"])["error"]["param"] == "limit"
+    query = f"limit={quote(limit)}".encode()
+    start, body = answer("GET", "/v1/conversations", [NOTHING], query_string=query)
+    assert start["status"] == 400
+    assert json.loads(body["body"])["error"]["param"] == "limit"
 
 
-def release_program(received: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is sent back to a release whose body comes in these messages, and then no more."""
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if not received:
-            await asyncio.Event().wait()
-        return received.pop(0)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/programs/release",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
-    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
-    asyncio.run(door(scope, receive, send))
-    return sent
+def release_program(received: list[dict[str, Any]]) -> Any:
+    """Send a release whose body comes in these messages, and then no more."""
+    headers = [(b"content-type", b"application/json")]
+    return answer("POST", "/programs/release", received, headers=headers)
 
 
 def test_a_release_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,28 +109,15 @@ def test_a_client_that_leaves_while_it_sends_is_no_failure_of_ours() -> None:
 
 
 def ask(method: str, path: str) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of the answer to a request without a body."""
-    sent: list[dict[str, Any]] = []
+    """Return status, headers and body of the answer to a request without a body."""
+    headers = [(b"host", b"localhost:8000"), (b"content-type", b"application/json")]
+    address = {"scheme": "http", "server": ("127.0.0.1", 8000)}
+    start, body = answer(method, path, [NOTHING], headers=headers, **address)
+    return start["status"], dict(_text(start["headers"])), body["body"]
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b""}
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "query_string": b"",
-        "headers": [(b"host", b"localhost:8000"), (b"content-type", b"application/json")],
-        "scheme": "http",
-        "server": ("127.0.0.1", 8000),
-    }
-    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
-    asyncio.run(door(scope, receive, send))
-    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], headers, sent[1]["body"]
+def _text(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    return [(name.decode(), value.decode()) for name, value in headers]
 
 
 @pytest.mark.parametrize(
