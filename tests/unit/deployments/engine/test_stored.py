@@ -13,7 +13,8 @@ from vllm import SamplingParams
 from conserve import wire
 from deployments.engine.stored import hold_until_stored, tell_stored
 
-pytestmark = pytest.mark.anyio
+# A wrong store of answers may wait for ever.
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
 
 class Client:
