@@ -40,7 +40,7 @@ class TurnRequest:
         output_tokens: forced output length, if any.
         effective: whether this turn's output is for the user rather than a tool call; None: to
             be told from the answer.
-        tool: what the answer calls, as simulated; see `conserve.conversation.TurnStats`.
+        tool: what the answer calls, as simulated; see `conserve.history.TurnStats`.
         shared: the prefixes that other conversations' prompts have, too, as far as is known, the
             shortest first: tools, then tools and system prompt.
     """

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from conserve.conversation import TurnStats
+from conserve.history import TurnStats
 
 Term = Literal["decode", "prefill", "recompute", "unused", "caching"]
 TERMS: tuple[Term, ...] = get_args(Term)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from conserve import identity
 from conserve.clock import unix_s
-from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.histories.families import scope_for, scope_of
 from conserve.histories.points import mark
+from conserve.history import History, TurnKey, TurnStats
 from conserve.recognition import Digest, TailIndex
 
 
@@ -33,16 +33,16 @@ class Holdings:
     """Conversations on one decoder, by id."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Conversation] = {}
+        self._held: dict[str, History] = {}
         self._stored_tokens: dict[str, int] = {}
         self._parked: dict[str, Parked] = {}
         self._continued_by = TailIndex()
         # Histories that the table has taken back, and its turn under way that may undo that.
         self._given_up: dict[str, int | None] = {}
 
-    def all(self) -> list[Conversation]:
+    def all(self) -> list[History]:
         """A copy of every record."""
-        return [copy.copy(conversation) for conversation in self._held.values()]
+        return [copy.copy(history) for history in self._held.values()]
 
     def parked(self) -> list[Parked]:
         """What host memory should have of these histories."""
@@ -58,24 +58,24 @@ class Holdings:
         """Note that a turn arrives.
 
         Args:
-            root, points: of its history, if that begins here; see `Conversation`.
+            root, points: of its history, if that begins here; see `History`.
             look_up: LMCache may have more of it than is known here: a prefiller has stored its
                 prompt, it was elsewhere since, or others may have stored what it begins with.
         """
         if look_up:
-            self._stored_tokens.pop(turn.conversation_id, None)
-        held = self._held.get(turn.conversation_id)
+            self._stored_tokens.pop(turn.history_id, None)
+        held = self._held.get(turn.history_id)
         if held is not None and held.incarnation != turn.incarnation:
             self.drop(held.id, held.incarnation)
             held = None
         if held is None:
             now_s = unix_s()
-            held = Conversation(turn.conversation_id, turn.incarnation, now_s, now_s)
+            held = History(turn.history_id, turn.incarnation, now_s, now_s)
             held.root, held.points = root, points
-            self._held[turn.conversation_id] = held
-            self._stored_tokens.pop(turn.conversation_id, None)
+            self._held[turn.history_id] = held
+            self._stored_tokens.pop(turn.history_id, None)
             if not look_up:
-                self._stored_tokens[turn.conversation_id] = 0
+                self._stored_tokens[turn.history_id] = 0
         elif held.id in self._given_up:
             self._given_up[held.id] = turn.turn_id
         held.running += (turn.turn_id,)
@@ -95,7 +95,7 @@ class Holdings:
             stats: None: the engine did nothing for it.
             parked: it was to leave its prompt's KV in host memory.
         """
-        held = self._held.get(turn.conversation_id)
+        held = self._held.get(turn.history_id)
         if held is None or held.incarnation != turn.incarnation:
             return
         held.running = tuple(id for id in held.running if id != turn.turn_id)
@@ -107,8 +107,8 @@ class Holdings:
             held.last_turn = stats
             held.tool = stats.tool
             if parked:
-                self._stored_tokens[turn.conversation_id] = stats.prompt_tokens
-            self._stored_tokens.setdefault(turn.conversation_id, stats.prompt_tokens)
+                self._stored_tokens[turn.history_id] = stats.prompt_tokens
+            self._stored_tokens.setdefault(turn.history_id, stats.prompt_tokens)
             # One that was cut before it put anything out may not have been computed, nor looked up.
             if stats.output_tokens:
                 self._note_parked(held, stats, parked)
@@ -123,30 +123,28 @@ class Holdings:
             if newest and stats is not None and self._given_up.get(held.id) == turn.turn_id:
                 del self._given_up[held.id]
         if not held.has_last_turn and not held.running:
-            self.drop(turn.conversation_id, turn.incarnation)
+            self.drop(turn.history_id, turn.incarnation)
 
-    def drop(self, conversation_id: str, incarnation: int) -> None:
+    def drop(self, history_id: str, incarnation: int) -> None:
         """Drop a conversation that ended, or lives elsewhere. A later one of the same id stays."""
-        held = self._held.get(conversation_id)
+        held = self._held.get(history_id)
         if held is not None and held.incarnation == incarnation:
-            del self._held[conversation_id]
+            del self._held[history_id]
             self._continued_by.discard(held.id, _keys(held))
-            self._given_up.pop(conversation_id, None)
-            self._stored_tokens.pop(conversation_id, None)
-            self._parked.pop(conversation_id, None)
+            self._given_up.pop(history_id, None)
+            self._stored_tokens.pop(history_id, None)
+            self._parked.pop(history_id, None)
 
-    def give_up(self, conversation_id: str, incarnation: int) -> None:
+    def give_up(self, history_id: str, incarnation: int) -> None:
         """The table has taken a history back: what is here may not be the newest of it.
 
         That lasts until a turn that the table has sent comes to its end.
         """
-        held = self._held.get(conversation_id)
+        held = self._held.get(history_id)
         if held is not None and held.incarnation == incarnation:
-            self._given_up[conversation_id] = None
+            self._given_up[history_id] = None
 
-    def continued(
-        self, root: Digest, end: Digest, conversation_id: str | None
-    ) -> Conversation | None:
+    def continued(self, root: Digest, end: Digest, conversation_id: str | None) -> History | None:
         """The history whose newest answer a turn follows; None if there is none that is idle.
 
         Args:
@@ -167,7 +165,7 @@ class Holdings:
         found = self._continued_by.match([key], busy)
         return None if found is None else self._held[found]
 
-    def _completions_of(self, conversation_id: str) -> Conversation | None:
+    def _completions_of(self, conversation_id: str) -> History | None:
         """The history of a conversation's completions; see `continued`."""
         # Beside those of chats, or by itself.
         for history_id in (identity.further(conversation_id, 0), conversation_id):
@@ -177,7 +175,7 @@ class Holdings:
                 return held if idle else None
         return None
 
-    def _note_parked(self, held: Conversation, stats: TurnStats, parked: bool) -> None:
+    def _note_parked(self, held: History, stats: TurnStats, parked: bool) -> None:
         known = self._parked.get(held.id)
         known_tokens = 0 if known is None else known.tokens
         found = stats.decoder_cached_tokens + stats.lmcache_tokens
@@ -194,20 +192,20 @@ class Holdings:
             used_s = held.last_used_s
             self._parked[held.id] = Parked(held.id, held.incarnation, known_tokens, used_s)
 
-    def held_tokens(self, conversation_id: str) -> int:
+    def held_tokens(self, history_id: str) -> int:
         """How much KV of it was here after its last turn, in tokens."""
-        held = self._held.get(conversation_id)
+        held = self._held.get(history_id)
         return 0 if held is None else held.held_tokens
 
-    def stored_tokens(self, conversation_id: str) -> int | None:
+    def stored_tokens(self, history_id: str) -> int | None:
         """How much of it LMCache may have, in tokens; None: that is not known.
 
         It is the prompt with which it came here, the last time, or a later one that was parked.
         """
-        return self._stored_tokens.get(conversation_id)
+        return self._stored_tokens.get(history_id)
 
 
-def _keys(held: Conversation) -> list[bytes]:
+def _keys(held: History) -> list[bytes]:
     """What turns that continue a history begin with; of one that is no chat, nothing does."""
     if held.root is None:
         return []

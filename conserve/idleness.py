@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
-from conserve.conversation import Conversation
+from conserve.history import History
 
 
 class Idleness:
@@ -19,7 +19,7 @@ class Idleness:
     """
 
     def __init__(
-        self, idle_timeout_s: float, turn_timeout_s: float, live: Mapping[str, Conversation]
+        self, idle_timeout_s: float, turn_timeout_s: float, live: Mapping[str, History]
     ) -> None:
         self._idle_timeout_s = idle_timeout_s
         self._turn_timeout_s = turn_timeout_s
@@ -28,36 +28,36 @@ class Idleness:
         self._looks: defaultdict[int, list[str]] = defaultdict(list)
         self._listed = 0
 
-    def watch(self, conversation: Conversation) -> None:
+    def watch(self, history: History) -> None:
         """Look at a conversation once it may have been idle for too long."""
-        self._look_at(conversation, conversation.last_used_s + self._idle_timeout_s)
+        self._look_at(history, history.last_used_s + self._idle_timeout_s)
 
-    def watch_in_place(self, held: Conversation, known: Conversation | None) -> None:
+    def watch_in_place(self, held: History, known: History | None) -> None:
         """Look at a conversation of which there is another record than the one that was known."""
         held.period = 0 if known is None else known.period
         idle_at_s = held.last_used_s + self._idle_timeout_s
         if known is None or idle_at_s < known.period * self._period_s:
             self._look_at(held, idle_at_s)
 
-    def ended(self, now_s: float) -> list[Conversation]:
+    def ended(self, now_s: float) -> list[History]:
         """Those that have been idle for too long by now; they are looked at no more."""
         ended = []
         due = [period for period in self._looks if period <= now_s // self._period_s]
-        for conversation in [found for period in due for found in self._take(period)]:
-            idle_at_s = conversation.last_used_s + self._idle_timeout_s
+        for history in [found for period in due for found in self._take(period)]:
+            idle_at_s = history.last_used_s + self._idle_timeout_s
             lost_at_s = idle_at_s + self._turn_timeout_s
             if idle_at_s > now_s:
-                self._look_at(conversation, idle_at_s)
-            elif conversation.running and lost_at_s > now_s:
+                self._look_at(history, idle_at_s)
+            elif history.running and lost_at_s > now_s:
                 # If its turn ends first, it is not idle before the first of the two.
-                self._look_at(conversation, min(now_s + self._idle_timeout_s, lost_at_s))
+                self._look_at(history, min(now_s + self._idle_timeout_s, lost_at_s))
             else:
-                ended.append(conversation)
+                ended.append(history)
         return ended
 
-    def _look_at(self, conversation: Conversation, when_s: float) -> None:
-        conversation.period = int(when_s // self._period_s)
-        self._looks[conversation.period].append(conversation.id)
+    def _look_at(self, history: History, when_s: float) -> None:
+        history.period = int(when_s // self._period_s)
+        self._looks[history.period].append(history.id)
         self._listed += 1
         if self._listed > 2 * len(self._live) + 1000:
             # Most ids were left behind. One period at a time is cleared, in turns: all at once
@@ -68,7 +68,7 @@ class Idleness:
                 self._looks[period] = ids
                 self._listed += len(ids)
 
-    def _take(self, period: int) -> list[Conversation]:
+    def _take(self, period: int) -> list[History]:
         """Take out the conversations to look at in this period, each once."""
         ids = self._looks.pop(period)
         self._listed -= len(ids)

@@ -112,12 +112,12 @@ class StoredResponse(msgspec.Struct, frozen=True):
     """A response and what it answers, as a decoder keeps it.
 
     Attributes:
-        conversation_id: which conversation it belongs to, as it is kept (`conserve.identity`).
+        history_id: which conversation it belongs to, as it is kept (`conserve.identity`).
         request: the turn's body, with the whole history as its input.
         response: the response object.
     """
 
-    conversation_id: str
+    history_id: str
     request: msgspec.Raw
     response: msgspec.Raw
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from conserve.conversation import Conversation, TurnKey
 from conserve.environments import Standing
+from conserve.history import History, TurnKey
 from conserve.holdings import Parked
 from conserve.recognition import Digest
 from conserve.tenants.limits import Limits
@@ -50,7 +50,7 @@ class EngineInfo:
     pid: int
     capacity_tokens: int
     max_model_len: int
-    holds: list[Conversation] = field(default_factory=list)
+    holds: list[History] = field(default_factory=list)
     tier: str = ""
     gpus: tuple[str, ...] = ()
     sm_slots: int = 0
@@ -186,14 +186,14 @@ class Unplaced:
     """A turn whose history is bound nowhere: count its prompt, then ask for a place.
 
     Attributes:
-        conversation_id: the history's.
+        history_id: the history's.
         tokenizer_url: the HTTP server of an engine that can count.
         tokenizer_id: that engine's id.
         max_model_len: the longest that prompt plus output may be, in tokens.
         claim: with it this turn, and no other of the conversation, is given up.
     """
 
-    conversation_id: str
+    history_id: str
     tokenizer_url: str
     tokenizer_id: str
     max_model_len: int

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from conserve.conversation import TurnKey
+from conserve.history import TurnKey
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -210,7 +210,7 @@ class EnergyBook:
         self.tiers[engine.tier].joules += used_j
         taken: defaultdict[tuple[str, int], float] = defaultdict(float)
         for turn, joules in engine.shares.charge(used_j, now_s).items():
-            taken[turn.conversation_id, turn.incarnation] += joules
+            taken[turn.history_id, turn.incarnation] += joules
         return dict(taken)
 
     def computed(self, engine_id: str, tokens: int) -> None:

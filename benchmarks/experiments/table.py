@@ -33,9 +33,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from conserve.console import new_console
-from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable
 from conserve.histories.kinship import Opening
+from conserve.history import TurnKey, TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
 from conserve.recognition import Chain, Digest, chain_of
@@ -189,8 +189,8 @@ class _Population:
         """Median seconds of ``begin`` for a known conversation; its turn is ended unmeasured."""
 
         def turn(number: int) -> Callable[[], None]:
-            conversation_id = _conversation_id(number)
-            return lambda: _consume(table.begin(conversation_id, self._clock_s))
+            history_id = _conversation_id(number)
+            return lambda: _consume(table.begin(history_id, self._clock_s))
 
         def end(number: int) -> None:
             conversation = table.get(_conversation_id(number))

@@ -22,9 +22,9 @@ from benchmarks.simulate.kv_use import KvUse
 from benchmarks.simulate.openings import opening
 from benchmarks.simulate.system import System
 from conserve.admission import Admission, Admitted, FirstCome, Levels, QueueFull, Ticket, Window
-from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.direct import LARGE_TOKENS
+from conserve.history import TurnKey, TurnStats
 from conserve.pausing import Pausing
 from conserve.pausing.host import HostMemory
 from conserve.placement import Step, make_policy
@@ -199,7 +199,7 @@ class Cluster(Clients[_Open]):
         """Have the first turn prefilled where it was placed."""
         placement = admitted.placement
         # Otherwise two scripts have one id.
-        assert admitted.newly_bound, admitted.conversation.id
+        assert admitted.newly_bound, admitted.history.id
         one.key = admitted.turn
         one.decoder = self._homes[placement.decoder_id]
         self._kv_use.begin(one.key, now_s)
@@ -223,7 +223,7 @@ class Cluster(Clients[_Open]):
     def _admit(self, now_s: float) -> None:
         """Place those in line who fit now that somebody has left."""
         for admitted in self._admission.admit(now_s):
-            one, _ = self._in_line.pop(admitted.conversation.id)
+            one, _ = self._in_line.pop(admitted.history.id)
             self._start(one, admitted, now_s)
 
     def _look_again(self, now_s: float) -> None:
@@ -293,12 +293,12 @@ class Cluster(Clients[_Open]):
         assert conversation is not None
         return self.table.park(conversation)
 
-    def _keep_in_host(self, conversation_id: str, tokens: int, now_s: float) -> None:
+    def _keep_in_host(self, history_id: str, tokens: int, now_s: float) -> None:
         if self.system.host_tokens:
-            history = self.table.get(conversation_id)
+            history = self.table.get(history_id)
             base = None if history is None else history.base
             shared_tokens = 0 if base is None else base.tokens
-            self._host.use(conversation_id, self._whole_chunks(tokens), now_s, shared_tokens)
+            self._host.use(history_id, self._whole_chunks(tokens), now_s, shared_tokens)
 
     def _whole_chunks(self, tokens: int) -> int:
         chunk = self.system.handoff_chunk_tokens

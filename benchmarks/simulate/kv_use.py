@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping
 
-from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.costs import TERMS, SpaceTimeCosts
+from conserve.history import TurnKey, TurnStats
 
 
 class KvUse:
@@ -28,7 +28,7 @@ class KvUse:
 
     def begin(self, turn: TurnKey, now_s: float) -> None:
         """A turn has begun, by the table."""
-        history = self._table.get(turn.conversation_id)
+        history = self._table.get(turn.history_id)
         assert history is not None
         assert history.decoder_id is not None
         self.look(now_s)

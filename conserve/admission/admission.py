@@ -9,9 +9,9 @@ from conserve.admission.service import attained_service
 from conserve.admission.ticket import LineOrder, Ticket
 from conserve.admission.waiting import WaitingLine
 from conserve.admission.window import Pressure, Window
-from conserve.conversation import Conversation, TurnKey
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
+from conserve.history import History, TurnKey
 from conserve.placement import Placement
 
 # To see whether room can be made for a prompt may take a look at all idle histories: so many are
@@ -37,7 +37,7 @@ class Admitted:
         moved: whether that was to another decoder, as far as is known.
     """
 
-    conversation: Conversation
+    history: History
     turn: TurnKey
     turn1_tokens: int
     placement: Placement
@@ -76,7 +76,7 @@ class Admission:
         >>> admission.enter("b", 800, now_s=1.0).deadline_s  # It waits.
         61.0
         >>> _ = table.release("a")
-        >>> [admitted.conversation.id for admitted in admission.admit(2.0)]
+        >>> [admitted.history.id for admitted in admission.admit(2.0)]
         ['b']
     """
 
@@ -117,7 +117,7 @@ class Admission:
 
     def enter(
         self,
-        conversation_id: str,
+        history_id: str,
         turn1_tokens: int,
         now_s: float,
         arrived_s: float | None = None,
@@ -139,15 +139,13 @@ class Admission:
         """
         arrived_s = now_s if arrived_s is None else arrived_s
         if not self.line and self._has_slot(now_s, now_s):
-            admitted = self._bind(conversation_id, turn1_tokens, now_s, arrived_s, opening)
+            admitted = self._bind(history_id, turn1_tokens, now_s, arrived_s, opening)
             if admitted is not None:
                 return admitted
-        histories = self._table.histories(identity.conversation_of(conversation_id))
+        histories = self._table.histories(identity.conversation_of(history_id))
         served_tokens = attained_service(histories)
         others_wait = bool(self.line)
-        ticket = self.line.join(
-            conversation_id, turn1_tokens, now_s, arrived_s, opening, served_tokens
-        )
+        ticket = self.line.join(history_id, turn1_tokens, now_s, arrived_s, opening, served_tokens)
         # Those before it were tried when somebody went, and did not fit.
         if others_wait and any(one is ticket for one in self._candidates(now_s)):
             return self._let_go(ticket, now_s) or ticket
@@ -161,9 +159,9 @@ class Admission:
             admitted.append(one)
         return admitted
 
-    def leave(self, conversation_id: str) -> Ticket | None:
+    def leave(self, history_id: str) -> Ticket | None:
         """Give a conversation's place up; None if it has none. The next may fit: see `admit`."""
-        return self.line.leave(conversation_id)
+        return self.line.leave(history_id)
 
     def waiting(self, now_s: float) -> Iterator[tuple[Ticket, Why]]:
         """Those who wait, who goes first first, and why each does."""
@@ -174,16 +172,16 @@ class Admission:
             else:
                 yield ticket, "room" if self._has_slot(now_s, ticket.joined_s) else "window"
 
-    def ahead(self, conversation_id: str, now_s: float) -> tuple[int, Why]:
+    def ahead(self, history_id: str, now_s: float) -> tuple[int, Why]:
         """How many go before one that waits, as things are, and why it does wait.
 
         Raises:
             KeyError: it does not wait.
         """
         for ahead, (ticket, why) in enumerate(self.waiting(now_s)):
-            if ticket.key == conversation_id:
+            if ticket.key == history_id:
                 return ahead, why
-        raise KeyError(conversation_id)
+        raise KeyError(history_id)
 
     def active(self, now_s: float) -> int:
         """How many histories are at work, as the window counts them."""
@@ -230,28 +228,28 @@ class Admission:
 
     def _bind(
         self,
-        conversation_id: str,
+        history_id: str,
         turn1_tokens: int,
         now_s: float,
         arrived_s: float,
         opening: Opening | None,
     ) -> Admitted | None:
-        known = self._table.begin(conversation_id, now_s)
+        known = self._table.begin(history_id, now_s)
         if known is not None and known.decoder_id is not None:
             where = Placement(known.decoder_id, None)
             return Admitted(known, known.newest_turn, turn1_tokens, where, newly_bound=False)
-        before = self._table.get(conversation_id)
+        before = self._table.get(history_id)
         moves = 0 if before is None else before.moves
-        placement = self._table.bind(conversation_id, turn1_tokens, now_s, arrived_s, opening)
+        placement = self._table.bind(history_id, turn1_tokens, now_s, arrived_s, opening)
         if placement is None:
             return None
-        conversation = self._table.get(conversation_id)
-        assert conversation is not None
+        history = self._table.get(history_id)
+        assert history is not None
         return Admitted(
-            conversation,
-            conversation.newest_turn,
+            history,
+            history.newest_turn,
             turn1_tokens,
             placement,
             known=before is not None,
-            moved=conversation.moves > moves,
+            moved=history.moves > moves,
         )

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from conserve.conversation import Conversation
+from conserve.history import History
 
 
-def attained_service(histories: Iterable[Conversation]) -> int:
+def attained_service(histories: Iterable[History]) -> int:
     """What has been computed for a conversation, each token once, in tokens.
 
     That is what its histories have grown to, prompts and outputs, less what they begin with as
@@ -18,8 +18,8 @@ def attained_service(histories: Iterable[Conversation]) -> int:
         histories: its live ones.
 
     Example:
-        >>> from conserve.conversation import TurnStats
-        >>> chat = Conversation("c", 1, created_s=0.0, last_used_s=0.0)
+        >>> from conserve.history import TurnStats
+        >>> chat = History("c", 1, created_s=0.0, last_used_s=0.0)
         >>> attained_service([chat])
         0
         >>> chat.last_turn = TurnStats(900, 100, decoder_cached_tokens=0, lmcache_tokens=0)

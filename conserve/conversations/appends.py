@@ -1,7 +1,7 @@
 """Where later turns are prefilled."""
 
-from conserve.conversation import Conversation
 from conserve.conversations.engines import Engines
+from conserve.history import History
 from conserve.pausing import Memory
 from conserve.placement import Appended, PlacementPolicy
 
@@ -19,21 +19,19 @@ class Appends:
         self._loads = engines.loads
         self._memory = memory
 
-    def prefill(
-        self, conversation: Conversation, prompt_tokens: int | None, now_s: float
-    ) -> str | None:
+    def prefill(self, history: History, prompt_tokens: int | None, now_s: float) -> str | None:
         """See `ConversationTable.prefill_later_turn`."""
         appended = None
-        if prompt_tokens is not None and conversation.decoder_id is not None:
+        if prompt_tokens is not None and history.decoder_id is not None:
             appended = Appended(
-                conversation.decoder_id,
+                history.decoder_id,
                 prompt_tokens,
-                min(conversation.held_tokens, prompt_tokens - 1),
-                0 if self._memory is None else self._memory.parked_of(conversation),
+                min(history.held_tokens, prompt_tokens - 1),
+                0 if self._memory is None else self._memory.parked_of(history),
             )
         pool = self._engines.accepting_prefillers
         prefiller_id = self._policy.prefill_later_turn(pool, appended, now_s)
-        queued_tokens = conversation.held_tokens
+        queued_tokens = history.held_tokens
         if appended is not None:
             cached_tokens = appended.held_tokens
             if prefiller_id is not None:
@@ -41,7 +39,7 @@ class Appends:
             queued_tokens = appended.tokens - cached_tokens
             if self._loads is not None:
                 self._loads.appended(
-                    conversation.id,
+                    history.id,
                     queued_tokens,
                     cached_tokens,
                     prefiller_id or appended.decoder_id,
@@ -49,6 +47,6 @@ class Appends:
                     lent=prefiller_id is not None,
                 )
         if prefiller_id is not None:
-            self._engines.leave_queue(conversation)
-            self._engines.join_queue(conversation, prefiller_id, queued_tokens)
+            self._engines.leave_queue(history)
+            self._engines.join_queue(history, prefiller_id, queued_tokens)
         return prefiller_id

@@ -1,12 +1,12 @@
 """Binding histories to decoders, and having others make room for them."""
 
-from conserve.conversation import Conversation
 from conserve.conversations.ending import Ending
 from conserve.conversations.engines import Engines
 from conserve.conversations.ledger import Ledger
 from conserve.conversations.turns import Turns
 from conserve.histories.kinship import Opening
 from conserve.histories.sharing import held_alone
+from conserve.history import History
 from conserve.idleness import Idleness
 from conserve.pausing import Memory
 from conserve.placement import (
@@ -54,23 +54,23 @@ class Binding:
         self._ending = ending
         self._idleness = idleness
         self._memory = memory
-        self._displaced: list[Conversation] = []
+        self._displaced: list[History] = []
         self.recomputed_tokens = 0
 
     def bind(
         self,
-        conversation_id: str,
+        history_id: str,
         turn1_tokens: int,
         now_s: float,
         arrived_s: float | None,
         opening: Opening | None,
     ) -> Placement | None:
         """See `ConversationTable.bind`."""
-        known = self._live.by_id.get(conversation_id)
+        known = self._live.by_id.get(history_id)
         if known is not None and known.decoder_id is not None:
-            raise ValueError(f"conversation {conversation_id!r} is bound to {known.decoder_id}")
+            raise ValueError(f"conversation {history_id!r} is bound to {known.decoder_id}")
         opening = opening or Opening()
-        shared = self._shared(known, conversation_id, opening)
+        shared = self._shared(known, history_id, opening)
         decoders = self._engines.accepting_decoders
         prefillers = self._engines.accepting_prefillers
         placement = self._policy.place(turn1_tokens, decoders, prefillers, shared, now_s)
@@ -79,17 +79,17 @@ class Binding:
         if known is not None:
             waited_s = 0.0 if arrived_s is None else now_s - arrived_s
         while placement is None and self._make_room(
-            conversation_id, turn1_tokens, shared, now_s, waited_s, root
+            history_id, turn1_tokens, shared, now_s, waited_s, root
         ):
             # What was shared with those that went is not there any more.
-            shared = self._shared(known, conversation_id, opening)
+            shared = self._shared(known, history_id, opening)
             placement = self._policy.place(turn1_tokens, decoders, prefillers, shared, now_s)
         if placement is None:
             return None
-        usage = self._ledger.usage.of(conversation_id)
+        usage = self._ledger.usage.of(history_id)
         was_known = known is not None
         if known is None:
-            known = Conversation(conversation_id, self._turns.next_id, now_s, now_s)
+            known = History(history_id, self._turns.next_id, now_s, now_s)
             known.asked_s = now_s if arrived_s is None else arrived_s
             if opening.chain is not None:
                 known.root = opening.chain.root
@@ -124,12 +124,12 @@ class Binding:
         """See `ConversationTable.held`."""
         return self._kinship.held(opening, self._engines.accepting_decoders)
 
-    def take_displaced(self) -> list[Conversation]:
+    def take_displaced(self) -> list[History]:
         """See `ConversationTable.take_displaced`."""
         displaced, self._displaced = self._displaced, []
         return displaced
 
-    def _shared(self, known: Conversation | None, history_id: str, opening: Opening) -> Shared:
+    def _shared(self, known: History | None, history_id: str, opening: Opening) -> Shared:
         """What decoders have of a prompt already."""
         shared = NOTHING_SHARED
         if self._kinship.has_any(opening):
@@ -186,7 +186,7 @@ class Binding:
 
     def _in_the_way(
         self, history_id: str, turn1_tokens: int, decoders: list[Decoder]
-    ) -> Conversation | None:
+    ) -> History | None:
         """The history that a conversation has left for a new one, which fits nowhere else.
 
         A conversation that is compacted would wait for itself. Which history it has left its client
@@ -202,6 +202,6 @@ class Binding:
         return in_the_way[0] if len(in_the_way) == 1 else None
 
 
-def _fits_without(history: Conversation, tokens: int, decoders: list[Decoder]) -> bool:
+def _fits_without(history: History, tokens: int, decoders: list[Decoder]) -> bool:
     decoder = next((one for one in decoders if one.id == history.decoder_id), None)
     return decoder is not None and tokens <= decoder.free_tokens + held_alone(history)

@@ -1,7 +1,7 @@
 """How histories end: they are released, or were not used for too long."""
 
-from conserve.conversation import Conversation
 from conserve.conversations.ledger import Ledger
+from conserve.history import History
 from conserve.idleness import Idleness
 from conserve.pausing import Memory
 
@@ -19,7 +19,7 @@ class Ending:
         self._idleness = idleness
         self._memory = memory
 
-    def release(self, history_id: str) -> Conversation | None:
+    def release(self, history_id: str) -> History | None:
         """See `ConversationTable.release`."""
         history = self._ledger.take_out(history_id)
         if history is not None:
@@ -28,7 +28,7 @@ class Ending:
                 self._memory.ended(history)
         return history
 
-    def expire(self, now_s: float) -> list[Conversation]:
+    def expire(self, now_s: float) -> list[History]:
         """See `ConversationTable.expire`."""
         ended = self._idleness.ended(now_s)
         for history in ended:

@@ -1,6 +1,6 @@
 """The engines of a table: which there are, which get something new, and prefillers' queues."""
 
-from conserve.conversation import Conversation
+from conserve.history import History
 from conserve.placement import Decoder, EngineLoad, Loads, Prefiller
 
 
@@ -50,10 +50,10 @@ class Engines:
         if self.loads is not None and (engine_id in self.decoders or engine_id in self.prefillers):
             self.loads.says(engine_id, load, now_s)
 
-    def left(self, conversation: Conversation) -> None:
+    def left(self, history: History) -> None:
         """A conversation that is bound is about to be bound there no more."""
-        if self.loads is not None and conversation.decoder_id is not None:
-            self.loads.left(conversation.id, conversation.decoder_id)
+        if self.loads is not None and history.decoder_id is not None:
+            self.loads.left(history.id, history.decoder_id)
 
     def _forget(self, engine_id: str) -> None:
         self._leaving.discard(engine_id)
@@ -86,20 +86,20 @@ class Engines:
 
     # --- prefillers' queues ------------------------------------------------------------------
 
-    def join_queue(self, conversation: Conversation, prefiller_id: str, tokens: int) -> None:
+    def join_queue(self, history: History, prefiller_id: str, tokens: int) -> None:
         """So many tokens of a conversation, of which none waits yet, wait for a prefiller."""
-        conversation.prefiller_id = prefiller_id
-        conversation.prefill_tokens = tokens
+        history.prefiller_id = prefiller_id
+        history.prefill_tokens = tokens
         self.prefillers[prefiller_id].queued_tokens += tokens
 
-    def leave_queue(self, conversation: Conversation) -> None:
+    def leave_queue(self, history: History) -> None:
         """Nothing of a conversation waits for a prefiller any more, if anything did."""
-        if conversation.prefiller_id is None:
+        if history.prefiller_id is None:
             return
         if self.loads is not None:
-            self.loads.done(conversation.prefiller_id, conversation.id)
-        prefiller = self.prefillers.get(conversation.prefiller_id)
+            self.loads.done(history.prefiller_id, history.id)
+        prefiller = self.prefillers.get(history.prefiller_id)
         if prefiller is not None:
-            prefiller.queued_tokens -= conversation.prefill_tokens
-        conversation.prefiller_id = None
-        conversation.prefill_tokens = 0
+            prefiller.queued_tokens -= history.prefill_tokens
+        history.prefiller_id = None
+        history.prefill_tokens = 0

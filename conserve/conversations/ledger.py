@@ -1,10 +1,10 @@
 """What decoders hold and tenants have of the live histories, and how many of those are at work."""
 
 from conserve.activity import Activity
-from conserve.conversation import Conversation
 from conserve.conversations.engines import Engines
 from conserve.conversations.live import LiveHistories
 from conserve.direct.notices import Notices
+from conserve.history import History
 from conserve.pausing import RunningTools
 from conserve.tenants.usage import TenantUsage, UsageBook
 
@@ -38,7 +38,7 @@ class Ledger:
 
     # --- histories ---------------------------------------------------------------------------
 
-    def add(self, history: Conversation, usage: TenantUsage) -> None:
+    def add(self, history: History, usage: TenantUsage) -> None:
         """A history lives from now on, and the turns run that it comes with.
 
         What it holds is not counted yet.
@@ -52,7 +52,7 @@ class Ledger:
             usage.turns += len(history.running)
             self.reasoning += 1
 
-    def take_out(self, history_id: str) -> Conversation | None:
+    def take_out(self, history_id: str) -> History | None:
         """A history counts nowhere any more; None if it is unknown."""
         history = self.live.by_id.get(history_id)
         if history is None:
@@ -74,18 +74,18 @@ class Ledger:
 
     # --- where they are bound, and what they hold --------------------------------------------
 
-    def bind(self, history: Conversation, decoder_id: str, tokens: int) -> None:
+    def bind(self, history: History, decoder_id: str, tokens: int) -> None:
         """A history that was bound nowhere is bound to this decoder, and holds so much there."""
         history.decoder_id = decoder_id
         self._decoders[decoder_id].conversations += 1
         self._sharing.hold(history, tokens)
 
-    def hold(self, history: Conversation, tokens: int) -> None:
+    def hold(self, history: History, tokens: int) -> None:
         """A history holds so much now, if it is bound."""
         if history.decoder_id is not None:
             self._sharing.hold(history, tokens)
 
-    def unbind(self, history: Conversation) -> None:
+    def unbind(self, history: History) -> None:
         """A history is bound nowhere, and its decoder is told so."""
         self._engines.left(history)
         if history.decoder_id is not None:
@@ -96,12 +96,12 @@ class Ledger:
         history.promised = False
         self._activity.not_idle(history.id)
 
-    def give_up(self, history: Conversation, *, ended: bool = False) -> None:
+    def give_up(self, history: History, *, ended: bool = False) -> None:
         """Tell a history's decoder that it has it no more, or that it has ended."""
         if history.decoder_id is not None:
             self.notices.give_up(history.decoder_id, history.id, history.incarnation, ended=ended)
 
-    def lose(self, history: Conversation) -> None:
+    def lose(self, history: History) -> None:
         """A history's decoder is lost, and with it all its turns."""
         self._sharing.hold(history, 0)
         self.usage.of(history.id).turns -= len(history.running)
@@ -114,7 +114,7 @@ class Ledger:
 
     # --- turns -------------------------------------------------------------------------------
 
-    def turn_starts(self, history: Conversation, usage: TenantUsage, turn_id: int) -> None:
+    def turn_starts(self, history: History, usage: TenantUsage, turn_id: int) -> None:
         """A turn of a history runs.
 
         Args:
@@ -127,7 +127,7 @@ class Ledger:
             self._activity.not_idle(history.id)
         history.running += (turn_id,)
 
-    def turn_ends(self, history: Conversation, turn_id: int, now_s: float) -> None:
+    def turn_ends(self, history: History, turn_id: int, now_s: float) -> None:
         """A turn of a history runs no more, if it did."""
         running = history.running
         if turn_id in running:
@@ -145,7 +145,7 @@ class Ledger:
         """See `ConversationTable.active`."""
         return self.reasoning + self._activity.acting(now_s)
 
-    def _charge(self, history: Conversation, tokens: int) -> None:
+    def _charge(self, history: History, tokens: int) -> None:
         assert history.decoder_id is not None
         self._decoders[history.decoder_id].held_tokens += tokens
         self.usage.of(history.id).held_tokens += tokens

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from itertools import islice
 
 from conserve import identity
-from conserve.conversation import Conversation
 from conserve.histories.groups import Groups
 from conserve.histories.kinship import Kinship
 from conserve.histories.points import mark
+from conserve.history import History
 from conserve.recognition import Chain
 
 # The most histories with the same newest tail that are looked at.
@@ -25,39 +25,39 @@ class LiveHistories:
         kinship: what they have in common.
     """
 
-    def __init__(self, charge: Callable[[Conversation, int], None]) -> None:
-        self.by_id: dict[str, Conversation] = {}
+    def __init__(self, charge: Callable[[History, int], None]) -> None:
+        self.by_id: dict[str, History] = {}
         self.kinship = Kinship(self.by_id.get, charge)
         self._families = self.kinship.families
         self._groups = Groups()
 
-    def add(self, history: Conversation) -> bool:
+    def add(self, history: History) -> bool:
         """A history lives from now on; returns whether it is the first of its conversation."""
         is_first = self._groups.add(history.id, self.by_id)
         self.by_id[history.id] = history
         self._families.join(history)
         return is_first
 
-    def remove(self, history: Conversation) -> bool:
+    def remove(self, history: History) -> bool:
         """It does not any more; returns whether it was the last of its conversation."""
         del self.by_id[history.id]
         self._families.leave(history)
         return self._groups.discard(history.id, self.by_id)
 
-    def current(self, conversation_id: str, incarnation: int) -> Conversation | None:
+    def current(self, history_id: str, incarnation: int) -> History | None:
         """The live history of this id, if it is of this incarnation."""
-        conversation = self.by_id.get(conversation_id)
-        if conversation is None or conversation.incarnation != incarnation:
+        history = self.by_id.get(history_id)
+        if history is None or history.incarnation != incarnation:
             return None
-        return conversation
+        return history
 
     # --- of one conversation -----------------------------------------------------------------
 
-    def histories(self, conversation_id: str) -> list[Conversation]:
+    def histories(self, conversation_id: str) -> list[History]:
         """See `ConversationTable.histories`."""
         return [self.by_id[id] for id in self._groups.of(conversation_id, self.by_id)]
 
-    def siblings(self, history_id: str) -> list[Conversation]:
+    def siblings(self, history_id: str) -> list[History]:
         """The other histories of a conversation that was named."""
         conversation_id = identity.conversation_of(history_id)
         return [one for one in self.histories(conversation_id) if one.id != history_id]

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from conserve.conversation import Conversation
 from conserve.conversations.engines import Engines
 from conserve.conversations.ledger import Ledger
 from conserve.conversations.turns import Turns
+from conserve.history import History
 from conserve.idleness import Idleness
 from conserve.pausing import Memory
 
@@ -38,7 +38,7 @@ class Membership:
     # --- they come ---------------------------------------------------------------------------
 
     def add_decoder(
-        self, decoder_id: str, capacity_tokens: int, holds: Iterable[Conversation]
+        self, decoder_id: str, capacity_tokens: int, holds: Iterable[History]
     ) -> list[str]:
         """See `ConversationTable.add_decoder`."""
         self._engines.add_decoder(decoder_id, capacity_tokens)
@@ -67,7 +67,7 @@ class Membership:
                 foreign.append(held.id)
         return foreign
 
-    def _is_newer(self, held: Conversation, known: Conversation) -> bool:
+    def _is_newer(self, held: History, known: History) -> bool:
         """Whether one decoder's record of a history is of a later turn than another's."""
         return (
             self._memory is not None
@@ -77,7 +77,7 @@ class Membership:
             and not known.running
         )
 
-    def _adopt(self, held: Conversation, decoder_id: str) -> None:
+    def _adopt(self, held: History, decoder_id: str) -> None:
         known = self._ledger.take_out(held.id)
         if known is not None:
             # What a decoder cannot know: the conversation's life before it came there.
@@ -109,13 +109,13 @@ class Membership:
         """See `ConversationTable.evict`."""
         self._engines.evicting.add(decoder_id)
         idle = [
-            conversation
-            for conversation in self._by_id.values()
-            if conversation.decoder_id == decoder_id and not conversation.running
+            history
+            for history in self._by_id.values()
+            if history.decoder_id == decoder_id and not history.running
         ]
-        for conversation in idle:
-            self._ledger.unbind(conversation)
-        return [conversation.id for conversation in idle]
+        for history in idle:
+            self._ledger.unbind(history)
+        return [history.id for history in idle]
 
     def remove_prefiller(self, prefiller_id: str) -> None:
         """See `ConversationTable.remove_prefiller`."""
@@ -123,9 +123,9 @@ class Membership:
             return
         self._engines.remove_prefiller(prefiller_id)
         # It may come back under its id, with an empty queue: these prefills must not count then.
-        for conversation in self._by_id.values():
-            if conversation.prefiller_id == prefiller_id:
-                self._engines.leave_queue(conversation)
+        for history in self._by_id.values():
+            if history.prefiller_id == prefiller_id:
+                self._engines.leave_queue(history)
 
     def remove_decoder(self, decoder_id: str) -> list[str]:
         """See `ConversationTable.remove_decoder`."""
@@ -135,15 +135,15 @@ class Membership:
         if self._memory is not None:
             self._memory.decoder_lost(decoder_id)
         unbound = []
-        for conversation in self._by_id.values():
-            if conversation.decoder_id == decoder_id:
-                running = conversation.running
-                self._ledger.lose(conversation)
+        for history in self._by_id.values():
+            if history.decoder_id == decoder_id:
+                running = history.running
+                self._ledger.lose(history)
                 if running:
                     if self._memory is not None:
                         self._memory.turns_lost(running)
                     # It may have been spared for its turn.
-                    self._idleness.watch(conversation)
-                unbound.append(conversation.id)
+                    self._idleness.watch(history)
+                unbound.append(history.id)
         self._engines.remove_decoder(decoder_id)
         return unbound

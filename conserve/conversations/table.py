@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations.appends import Appends
 from conserve.conversations.binding import Binding
 from conserve.conversations.ending import Ending
@@ -13,6 +12,7 @@ from conserve.conversations.turns import Turns
 from conserve.events import EventLog
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
+from conserve.history import History, TurnKey, TurnStats
 from conserve.idleness import Idleness
 from conserve.pausing import Memory, Pausing
 from conserve.placement import (
@@ -96,14 +96,14 @@ class ConversationTable:
     def __len__(self) -> int:
         return len(self._live.by_id)
 
-    def __contains__(self, conversation_id: str) -> bool:
-        return conversation_id in self._live.by_id
+    def __contains__(self, history_id: str) -> bool:
+        return history_id in self._live.by_id
 
-    def get(self, conversation_id: str) -> Conversation | None:
+    def get(self, history_id: str) -> History | None:
         """The live conversation of this id, or None."""
-        return self._live.by_id.get(conversation_id)
+        return self._live.by_id.get(history_id)
 
-    def live(self) -> list[Conversation]:
+    def live(self) -> list[History]:
         """All live conversations."""
         return list(self._live.by_id.values())
 
@@ -143,7 +143,7 @@ class ConversationTable:
         self._engines.add_prefiller(prefiller_id)
 
     def add_decoder(
-        self, decoder_id: str, capacity_tokens: int, holds: Iterable[Conversation] = ()
+        self, decoder_id: str, capacity_tokens: int, holds: Iterable[History] = ()
     ) -> list[str]:
         """Take in a decoder that is ready, and holds these conversations (after a table was lost).
 
@@ -219,7 +219,7 @@ class ConversationTable:
         """
         return self._live.recognise(chain, conversation_id)
 
-    def histories(self, conversation_id: str) -> list[Conversation]:
+    def histories(self, conversation_id: str) -> list[History]:
         """A conversation's live histories, the oldest first."""
         return self._live.histories(conversation_id)
 
@@ -233,7 +233,7 @@ class ConversationTable:
 
     def bind(
         self,
-        conversation_id: str,
+        history_id: str,
         turn1_tokens: int,
         now_s: float,
         arrived_s: float | None = None,
@@ -242,7 +242,7 @@ class ConversationTable:
         """Start a turn of a history that is new or paused, or whose decoder was lost.
 
         Args:
-            conversation_id: the history's.
+            history_id: the history's.
             turn1_tokens: the prompt's length; it counts as held from now on, but for what others
                 on that decoder begin with.
             arrived_s: when its first request came, if that was before now.
@@ -254,25 +254,23 @@ class ConversationTable:
         Raises:
             ValueError: it is bound already; use `begin`.
         """
-        return self._binding.bind(conversation_id, turn1_tokens, now_s, arrived_s, opening)
+        return self._binding.bind(history_id, turn1_tokens, now_s, arrived_s, opening)
 
     def held(self, opening: Opening) -> int:
         """The most of a prompt that any decoder holds already, in tokens."""
         return self._binding.held(opening)
 
-    def take_displaced(self) -> list[Conversation]:
+    def take_displaced(self) -> list[History]:
         """The histories that `bind` has ended since, to make room for others of theirs."""
         return self._binding.take_displaced()
 
-    def begin(
-        self, conversation_id: str, now_s: float, hints: Hints | None = None
-    ) -> Conversation | None:
+    def begin(self, history_id: str, now_s: float, hints: Hints | None = None) -> History | None:
         """Start a turn of a bound conversation; None if it is unknown or unbound.
 
         Args:
             hints: what its client says beside its messages; they stay until others come.
         """
-        return self._turns.begin(conversation_id, now_s, hints)
+        return self._turns.begin(history_id, now_s, hints)
 
     def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool = False) -> bool:
         """Note that a decoder has begun a turn by itself.
@@ -300,7 +298,7 @@ class ConversationTable:
         return self._live.to_be_heard(chain, conversation_id)
 
     def prefill_later_turn(
-        self, conversation: Conversation, prompt_tokens: int | None = None, now_s: float = 0.0
+        self, history: History, prompt_tokens: int | None = None, now_s: float = 0.0
     ) -> str | None:
         """Where the turn that a conversation has just begun is prefilled; None: on its decoder.
 
@@ -308,11 +306,11 @@ class ConversationTable:
             prompt_tokens: the whole prompt's length; None: it is not known. In a prefiller's queue
                 the turn counts with what the conversation holds then.
         """
-        return self._appends.prefill(conversation, prompt_tokens, now_s)
+        return self._appends.prefill(history, prompt_tokens, now_s)
 
-    def park(self, conversation: Conversation) -> bool:
+    def park(self, history: History) -> bool:
         """Whether the turn that a conversation has just begun leaves its KV in host memory too."""
-        return self.memory is not None and self.memory.park(conversation)
+        return self.memory is not None and self.memory.park(history)
 
     def prefilled(self, turn: TurnKey, stored_tokens: int = 0) -> None:
         """Note that the remote prefill that a turn waited for is over, done or failed.
@@ -350,7 +348,7 @@ class ConversationTable:
         decoder_id: str | None,
         stats: TurnStats | None,
         now_s: float,
-    ) -> Conversation | None:
+    ) -> History | None:
         """End a turn that did not complete: it was refused, or failed, or its client went away.
 
         As with `advance`, a turn may have begun under a table that was lost.
@@ -373,17 +371,17 @@ class ConversationTable:
         """
         return self._turns.answered(turn, at_s)
 
-    def used_energy(self, conversation_id: str, incarnation: int, joules: float) -> None:
+    def used_energy(self, history_id: str, incarnation: int, joules: float) -> None:
         """Note that a live conversation has taken so many joules of its engines' energy."""
-        conversation = self._live.current(conversation_id, incarnation)
-        if conversation is not None:
-            conversation.energy_j += joules
+        history = self._live.current(history_id, incarnation)
+        if history is not None:
+            history.energy_j += joules
 
-    def release(self, conversation_id: str) -> Conversation | None:
+    def release(self, history_id: str) -> History | None:
         """End a conversation; its tokens no longer count. None if it is unknown."""
-        return self._ending.release(conversation_id)
+        return self._ending.release(history_id)
 
-    def expire(self, now_s: float) -> list[Conversation]:
+    def expire(self, now_s: float) -> list[History]:
         """End the conversations that were not used for the idle time.
 
         Returns:
@@ -393,9 +391,9 @@ class ConversationTable:
 
     def holds(self, turn: TurnKey, decoder_id: str) -> bool:
         """Whether the conversation of this turn is live, and is, or was when paused, there."""
-        conversation = self._live.current(turn.conversation_id, turn.incarnation)
-        if conversation is None:
+        history = self._live.current(turn.history_id, turn.incarnation)
+        if history is None:
             return False
-        if self.memory is not None and self.memory.paused_on(conversation.id) == decoder_id:
+        if self.memory is not None and self.memory.paused_on(history.id) == decoder_id:
             return True
-        return conversation.decoder_id == decoder_id
+        return history.decoder_id == decoder_id

@@ -2,13 +2,13 @@
 
 from sys import intern
 
-from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations.ending import Ending
 from conserve.conversations.engines import Engines
 from conserve.conversations.ledger import Ledger
 from conserve.direct.numbering import STRIDE, first_asked
 from conserve.hints import Hints
 from conserve.histories.points import Points
+from conserve.history import History, TurnKey, TurnStats
 from conserve.pausing import Memory
 from conserve.recognition import Digest
 from conserve.tenants.usage import TenantUsage
@@ -52,44 +52,44 @@ class Turns:
 
     # --- they begin --------------------------------------------------------------------------
 
-    def begin(self, conversation_id: str, now_s: float, hints: Hints | None) -> Conversation | None:
+    def begin(self, history_id: str, now_s: float, hints: Hints | None) -> History | None:
         """See `ConversationTable.begin`."""
-        conversation = self._by_id.get(conversation_id)
-        if conversation is None or conversation.decoder_id is None:
+        history = self._by_id.get(history_id)
+        if history is None or history.decoder_id is None:
             return None
-        if conversation.decoder_id in self._engines.evicting and not conversation.running:
-            self._ledger.unbind(conversation)
+        if history.decoder_id in self._engines.evicting and not history.running:
+            self._ledger.unbind(history)
             return None
         if hints is not None:
-            conversation.hints = hints
-        self.start(conversation, self._ledger.usage.of(conversation_id), now_s)
+            history.hints = hints
+        self.start(history, self._ledger.usage.of(history_id), now_s)
         if self._loads is not None:
-            self._loads.turn_came(conversation.id, conversation.decoder_id, now_s)
-        return conversation
+            self._loads.turn_came(history.id, history.decoder_id, now_s)
+        return history
 
     def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool) -> bool:
         """See `ConversationTable.began`."""
-        conversation = self._live.current(turn.conversation_id, turn.incarnation)
-        if conversation is None or decoder_id not in self._engines.decoders:
+        history = self._live.current(turn.history_id, turn.incarnation)
+        if history is None or decoder_id not in self._engines.decoders:
             return False
-        if conversation.decoder_id is None:
+        if history.decoder_id is None:
             notices = self._ledger.notices
-            if not notices.may_run(decoder_id, conversation.id, conversation.incarnation):
+            if not notices.may_run(decoder_id, history.id, history.incarnation):
                 return False
-            self._take_back(conversation, decoder_id)
-        if conversation.decoder_id != decoder_id:
+            self._take_back(history, decoder_id)
+        if history.decoder_id != decoder_id:
             return False
-        usage = self._ledger.usage.of(conversation.id)
-        self.start(conversation, usage, now_s, turn_id=turn.turn_id)
+        usage = self._ledger.usage.of(history.id)
+        self.start(history, usage, now_s, turn_id=turn.turn_id)
         if self._loads is not None:
-            self._loads.turn_came(conversation.id, decoder_id, now_s)
+            self._loads.turn_came(history.id, decoder_id, now_s)
         if parks and self._memory is not None:
             self._memory.parks_turn(turn.turn_id)
         return True
 
     def start(
         self,
-        conversation: Conversation,
+        history: History,
         usage: TenantUsage,
         now_s: float,
         arrived_s: float | None = None,
@@ -106,47 +106,47 @@ class Turns:
             turn_id = self.next_id
             self.next_id += STRIDE
         if self._memory is not None:
-            idle = conversation.has_last_turn and not conversation.running
+            idle = history.has_last_turn and not history.running
             came_s = now_s if arrived_s is None else arrived_s
-            self._memory.turn_begins(conversation, came_s if idle else None)
-        self._ledger.turn_starts(conversation, usage, turn_id)
-        conversation.last_used_s = now_s
+            self._memory.turn_begins(history, came_s if idle else None)
+        self._ledger.turn_starts(history, usage, turn_id)
+        history.last_used_s = now_s
 
     def number_above(self, turn_id: int) -> None:
         """Number what comes from now on above this one."""
         self.next_id = max(self.next_id, first_asked(turn_id + 1))
 
-    def _take_back(self, conversation: Conversation, decoder_id: str) -> None:
-        self._ledger.bind(conversation, decoder_id, conversation.last_tokens)
-        self._kinship.advanced(conversation)
+    def _take_back(self, history: History, decoder_id: str) -> None:
+        self._ledger.bind(history, decoder_id, history.last_tokens)
+        self._kinship.advanced(history)
         if self._memory is not None:
-            self._memory.bound(conversation, kept=True)
+            self._memory.bound(history, kept=True)
 
     # --- they go on --------------------------------------------------------------------------
 
     def prefilled(self, turn: TurnKey, stored_tokens: int) -> None:
         """See `ConversationTable.prefilled`."""
-        conversation = self._live.current(turn.conversation_id, turn.incarnation)
-        if conversation is not None:
-            self._engines.leave_queue(conversation)
+        history = self._live.current(turn.history_id, turn.incarnation)
+        if history is not None:
+            self._engines.leave_queue(history)
             if self._memory is not None and stored_tokens:
-                self._memory.parked(conversation, stored_tokens)
+                self._memory.parked(history, stored_tokens)
 
     def answered(self, turn: TurnKey, at_s: float) -> float | None:
         """See `ConversationTable.answered`."""
-        conversation = self._live.current(turn.conversation_id, turn.incarnation)
-        if conversation is None or conversation.asked_s is None or conversation.ttfet_s is not None:
+        history = self._live.current(turn.history_id, turn.incarnation)
+        if history is None or history.asked_s is None or history.ttfet_s is not None:
             return None
-        if self._loads is not None and conversation.decoder_id is not None:
-            self._loads.done(conversation.decoder_id, conversation.id)
-        asked_s = conversation.asked_s
-        if self._live.has_several(conversation.id):
-            for one in self._live.siblings(conversation.id):
+        if self._loads is not None and history.decoder_id is not None:
+            self._loads.done(history.decoder_id, history.id)
+        asked_s = history.asked_s
+        if self._live.has_several(history.id):
+            for one in self._live.siblings(history.id):
                 if one.asked_s is None or one.ttfet_s is not None:
                     return None
                 asked_s = min(asked_s, one.asked_s)
-        conversation.ttfet_s = at_s - asked_s
-        return conversation.ttfet_s
+        history.ttfet_s = at_s - asked_s
+        return history.ttfet_s
 
     # --- they end ----------------------------------------------------------------------------
 
@@ -159,23 +159,23 @@ class Turns:
         now_s: float,
     ) -> bool:
         """See `ConversationTable.advance`."""
-        conversation = self._live.current(turn.conversation_id, turn.incarnation)
-        if conversation is None or conversation.decoder_id != decoder_id:
+        history = self._live.current(turn.history_id, turn.incarnation)
+        if history is None or history.decoder_id != decoder_id:
             return False
-        if turn.turn_id not in conversation.running:
-            if turn.turn_id <= conversation.finished:
+        if turn.turn_id not in history.running:
+            if turn.turn_id <= history.finished:
                 return False
             self.number_above(turn.turn_id)
-        conversation.turns += 1
-        self._compare(conversation, stats)
+        history.turns += 1
+        self._compare(history, stats)
         has_kin = False
         if tails:
-            has_kin = self._families.set_tails(conversation, tails, stats)
+            has_kin = self._families.set_tails(history, tails, stats)
         else:
-            conversation.last_turn = stats
-        self._finish(conversation, turn.turn_id, stats, now_s)
+            history.last_turn = stats
+        self._finish(history, turn.turn_id, stats, now_s)
         if has_kin:
-            self._kinship.advanced(conversation)
+            self._kinship.advanced(history)
         return True
 
     def abandon(
@@ -184,55 +184,55 @@ class Turns:
         decoder_id: str | None,
         stats: TurnStats | None,
         now_s: float,
-    ) -> Conversation | None:
+    ) -> History | None:
         """See `ConversationTable.abandon`."""
-        conversation = self._live.current(turn.conversation_id, turn.incarnation)
-        if conversation is None:
+        history = self._live.current(turn.history_id, turn.incarnation)
+        if history is None:
             return None
         began_elsewhere = (
             stats is not None
-            and turn.turn_id > conversation.finished
+            and turn.turn_id > history.finished
             and decoder_id is not None
-            and decoder_id == conversation.decoder_id
+            and decoder_id == history.decoder_id
         )
-        if turn.turn_id in conversation.running or began_elsewhere:
+        if turn.turn_id in history.running or began_elsewhere:
             self.number_above(turn.turn_id)
             if stats is not None:
-                conversation.last_turn = stats
-            self._finish(conversation, turn.turn_id, stats, now_s)
+                history.last_turn = stats
+            self._finish(history, turn.turn_id, stats, now_s)
             if stats is not None:
                 # Its engine may have had nothing of it any more, and has computed it again.
-                self._kinship.advanced(conversation)
-        if not conversation.running:
-            if not conversation.has_last_turn or not conversation.can_go_on:
-                return self._ending.release(turn.conversation_id)
-            if conversation.promised:
+                self._kinship.advanced(history)
+        if not history.running:
+            if not history.has_last_turn or not history.can_go_on:
+                return self._ending.release(turn.history_id)
+            if history.promised:
                 # Nothing of it ever got to the decoder that it was to move to.
-                self._ledger.unbind(conversation)
+                self._ledger.unbind(history)
         return None
 
     def _finish(
-        self, conversation: Conversation, turn_id: int, stats: TurnStats | None, now_s: float
+        self, history: History, turn_id: int, stats: TurnStats | None, now_s: float
     ) -> None:
-        self._engines.leave_queue(conversation)
+        self._engines.leave_queue(history)
         if self._loads is not None:
-            self._loads.turn_ended(conversation, stats, now_s)
-        self._ledger.turn_ends(conversation, turn_id, now_s)
+            self._loads.turn_ended(history, stats, now_s)
+        self._ledger.turn_ends(history, turn_id, now_s)
         if stats is not None:
-            conversation.promised = False
+            history.promised = False
             # One object for all histories that wait for the same.
-            conversation.tool = None if stats.tool is None else intern(stats.tool)
-            self._ledger.hold(conversation, stats.prompt_tokens + stats.output_tokens)
-        conversation.last_used_s = now_s
+            history.tool = None if stats.tool is None else intern(stats.tool)
+            self._ledger.hold(history, stats.prompt_tokens + stats.output_tokens)
+        history.last_used_s = now_s
         if self._memory is not None:
-            self._memory.used(conversation)
-            self._memory.turn_ended(conversation, turn_id, stats)
+            self._memory.used(history)
+            self._memory.turn_ended(history, turn_id, stats)
 
-    def _compare(self, conversation: Conversation, stats: TurnStats) -> None:
+    def _compare(self, history: History, stats: TurnStats) -> None:
         """Compare what the account has of a history with what its engine had at a turn's begin."""
-        base = conversation.base
-        if not conversation.promised:
-            expected = conversation.held_tokens
+        base = history.base
+        if not history.promised:
+            expected = history.held_tokens
         elif base is not None:
             expected = base.tokens
         else:
@@ -242,12 +242,12 @@ class Turns:
         self.missing_cached_tokens += max(0, expected - found)
         if base is not None and found < base.tokens // 2:
             # The engine had to compute it anew: whoever else began with it has lost it too.
-            lost = self._kinship.evicted(conversation)
+            lost = self._kinship.evicted(history)
             if self._memory is not None:
                 self._memory.lost(lost)
-        elif found < expected and not conversation.promised:
+        elif found < expected and not history.promised:
             # A template may drop the reasoning of earlier answers: the turn does not begin with all
             # that the one before it left.
-            points = Points(conversation.points)
+            points = Points(history.points)
             points.clip(found)
-            conversation.points = points.packed
+            history.points = points.packed

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from conserve.conversation import TurnKey
 from conserve.direct.notices import Notice
 from conserve.direct.numbering import next_direct
 from conserve.direct.outbox import Began, Outbox
+from conserve.history import TurnKey
 from conserve.holdings import Holdings
 from conserve.recognition import Digest
 
@@ -50,7 +50,7 @@ class Desk:
         parks: whether a turn that begins now leaves its prompt's KV in host memory.
 
     Example:
-        >>> from conserve.conversation import TurnStats
+        >>> from conserve.history import TurnStats
         >>> holdings, turn = Holdings(), TurnKey("c", 1, 256)
         >>> desk = Desk(holdings, idle_timeout_s=60)
         >>> holdings.begin(turn, root=b"root")
@@ -61,7 +61,7 @@ class Desk:
         >>> _ = desk.outbox.register()
         >>> desk.hear(Notice(1), asked_s=now_s)
         >>> desk.begin(asked, "router", now_s)
-        TurnKey(conversation_id='c', incarnation=1, turn_id=257)
+        TurnKey(history_id='c', incarnation=1, turn_id=257)
         >>> desk.begin(asked, "router", now_s)  # One runs.
     """
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from conserve.conversation import TurnKey, TurnStats
+from conserve.history import TurnKey, TurnStats
 from conserve.recognition import Digest
 
 # Where the table is so far behind, no turn is begun without asking it; while it does not know the

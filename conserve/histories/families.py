@@ -6,8 +6,8 @@ A *family* are the histories of one root. Most have one member, and take one ent
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from conserve import identity
-from conserve.conversation import Conversation, TurnStats
 from conserve.histories.points import mark
+from conserve.history import History, TurnStats
 from conserve.recognition import Chain, Digest, TailIndex
 
 
@@ -24,11 +24,11 @@ class Families:
         get: the live history of an id.
     """
 
-    def __init__(self, get: Callable[[str], Conversation | None]) -> None:
+    def __init__(self, get: Callable[[str], History | None]) -> None:
         self._get = get
         self._of: dict[Digest, str | _Family] = {}
 
-    def join(self, history: Conversation) -> None:
+    def join(self, history: History) -> None:
         """A history lives from now on."""
         if history.root is None:
             return
@@ -42,7 +42,7 @@ class Families:
             known.join(only)
         known.join(history)
 
-    def leave(self, history: Conversation) -> None:
+    def leave(self, history: History) -> None:
         """It does not any more."""
         if history.root is None:
             return
@@ -53,8 +53,8 @@ class Families:
             several = len(known.members) > 1
             self._of[history.root] = known if several else next(iter(known.members))
 
-    def set_tails(self, history: Conversation, tails: tuple[Digest, ...], stats: TurnStats) -> bool:
-        """A history's last turn has left these; see `Conversation.set_tails`.
+    def set_tails(self, history: History, tails: tuple[Digest, ...], stats: TurnStats) -> bool:
+        """A history's last turn has left these; see `History.set_tails`.
 
         Returns:
             Whether its family has others.
@@ -68,8 +68,8 @@ class Families:
         history.set_tails(tails, stats)
         return False
 
-    def set_points(self, history: Conversation, points: bytes) -> None:
-        """A history begins with these; see `Conversation.points`."""
+    def set_points(self, history: History, points: bytes) -> None:
+        """A history begins with these; see `History.points`."""
         family = self._of.get(history.root) if history.root is not None else None
         if isinstance(family, _Family):
             family.tails.discard(history.id, _keys(history))
@@ -109,7 +109,7 @@ class Families:
             return iter((known,))
         return iter(()) if known is None else reversed(known.members)
 
-    def before(self, chain: Chain, conversation_id: str | None) -> Iterator[Conversation]:
+    def before(self, chain: Chain, conversation_id: str | None) -> Iterator[History]:
         """Histories that a turn would continue if its newest answer were theirs.
 
         The ones that were continued last come first.
@@ -151,7 +151,7 @@ class _Family:
         self.members: dict[str, None] = {}
         self.tails = TailIndex()
 
-    def join(self, history: Conversation) -> None:
+    def join(self, history: History) -> None:
         self.members[history.id] = None
         self.tails.add(history.id, _keys(history))
 
@@ -159,17 +159,17 @@ class _Family:
         for one in marks:
             yield from self.tails.newest(one + scope)
 
-    def leave(self, history: Conversation) -> None:
+    def leave(self, history: History) -> None:
         self.members.pop(history.id, None)
         self.tails.discard(history.id, _keys(history))
 
 
-def _keys(history: Conversation) -> Sequence[bytes]:
+def _keys(history: History) -> Sequence[bytes]:
     scope = scope_of(history)
     return [tail + scope for tail in history.tails]
 
 
-def scope_of(history: Conversation) -> bytes:
+def scope_of(history: History) -> bytes:
     """Of the turns that may continue a history."""
     return scope_for(identity.conversation_of(history.id))
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from conserve import identity
-from conserve.conversation import Conversation
 from conserve.hints import Hints
 from conserve.histories.families import Families
 from conserve.histories.points import Points, mark, one_point
 from conserve.histories.sharing import Sharing
+from conserve.history import History
 from conserve.placement import NOTHING_SHARED, Decoder, Shared
 from conserve.recognition import Chain, Digest
 
@@ -51,12 +51,12 @@ class Kinship:
 
     def __init__(
         self,
-        get: Callable[[str], Conversation | None],
-        charge: Callable[[Conversation, int], None],
+        get: Callable[[str], History | None],
+        charge: Callable[[History, int], None],
     ) -> None:
         self._get = get
         self.families = Families(get)
-        self.sharing: Sharing[Conversation] = Sharing(charge)
+        self.sharing: Sharing[History] = Sharing(charge)
 
     def has_any(self, opening: Opening) -> bool:
         """Whether a prompt may have kin at all; most have none."""
@@ -70,7 +70,7 @@ class Kinship:
         opening: Opening,
         decoders: Iterable[Decoder],
         history_id: str = "",
-        siblings: Callable[[str], Sequence[Conversation]] = lambda _: (),
+        siblings: Callable[[str], Sequence[History]] = lambda _: (),
     ) -> Shared:
         """Where how much of a prompt is held already.
 
@@ -117,7 +117,7 @@ class Kinship:
         """The most of a prompt that any decoder holds, in tokens."""
         return max(self.shared(opening, decoders).tokens.values(), default=0)
 
-    def opened(self, history: Conversation, opening: Opening) -> None:
+    def opened(self, history: History, opening: Opening) -> None:
         """A history was bound; what it promises to hold is charged, and shared from now on."""
         chain = opening.chain
         if chain is None:
@@ -137,7 +137,7 @@ class Kinship:
         if opening.system is not None:
             self.sharing.share_system(history, opening.system, opening.system_tokens)
 
-    def advanced(self, history: Conversation) -> None:
+    def advanced(self, history: History) -> None:
         """A history has a new point, or has come to a decoder with its points."""
         if history.root is None or self.families.is_alone(history.root):
             return
@@ -152,7 +152,7 @@ class Kinship:
             self._give_way(nearest, history, tokens)
             self._give_way(history, nearest, tokens)
 
-    def evicted(self, history: Conversation) -> list[Conversation]:
+    def evicted(self, history: History) -> list[History]:
         """The engine has lost what this began with: so have the idle ones that began with it.
 
         Returns:
@@ -167,7 +167,7 @@ class Kinship:
             self.sharing.hold(kin, 0)
         return lost
 
-    def _give_way(self, cut: Conversation, other: Conversation, tokens: int) -> None:
+    def _give_way(self, cut: History, other: History, tokens: int) -> None:
         """Where a turn was cut, and its conversation goes on beside it, forget the turn.
 
         Its client has asked again, before it was seen that it had left. It comes back to the other
@@ -186,7 +186,7 @@ class Kinship:
         if newest and dict(Points(cut.points))[newest[0]] == tokens:
             self.sharing.hold(cut, tokens)
 
-    def _learnt(self, history: Conversation, chain: Chain) -> bytes:
+    def _learnt(self, history: History, chain: Chain) -> bytes:
         """A history's points, with those that its kin know of its prompt."""
         beginnings = {mark(digest) for digest in (*chain.ends, chain.root)}
         lengths = dict(Points(history.points))
@@ -203,8 +203,8 @@ class Kinship:
         return points.packed
 
     def _nearest(
-        self, history: Conversation, root: Digest, common: Callable[[Conversation], int]
-    ) -> tuple[Conversation | None, int]:
+        self, history: History, root: Digest, common: Callable[[History], int]
+    ) -> tuple[History | None, int]:
         """Of those on its decoder, the one with which it has most in common, and how much."""
         nearest, most = None, 0
         for kin in self._kin(root, history):
@@ -214,7 +214,7 @@ class Kinship:
                     nearest, most = kin, tokens
         return nearest, most
 
-    def _kin(self, root: Digest | None, of: Conversation | None = None) -> Iterator[Conversation]:
+    def _kin(self, root: Digest | None, of: History | None = None) -> Iterator[History]:
         """The newest of those with a root, but for one."""
         if root is None:
             return
@@ -225,12 +225,12 @@ class Kinship:
                 yield kin
 
 
-def _common(kin: Conversation, chain: Chain) -> int:
+def _common(kin: History, chain: Chain) -> int:
     """The tokens that a kin has in common with a prompt, as far as is known."""
     return min(Points(kin.points).longest((*chain.ends, chain.root)), kin.held_tokens)
 
 
-def _begins_with(history: Conversation, system: Digest) -> bool:
+def _begins_with(history: History, system: Digest) -> bool:
     """Whether a history is counted as beginning with this system part."""
     prefix = history.base
     while prefix is not None and prefix.base is not None:

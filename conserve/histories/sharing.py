@@ -34,10 +34,10 @@ class Holder(Protocol):
     base: Prefix | None
 
 
-History = TypeVar("History", bound=Holder)
+Held = TypeVar("Held", bound=Holder)
 
 
-class Sharing(Generic[History]):
+class Sharing(Generic[Held]):
     """Keeps what histories hold, and has what they share charged once.
 
     What a decoder holds is then the tokens of distinct chains there, as far as their points are
@@ -48,11 +48,11 @@ class Sharing(Generic[History]):
         charge: called with a history and what its decoder (and its tenant) holds more, or less.
     """
 
-    def __init__(self, charge: Callable[[History, int], None]) -> None:
+    def __init__(self, charge: Callable[[Held, int], None]) -> None:
         self._charge = charge
         self._systems: dict[tuple[str, Digest], Prefix] = {}
 
-    def hold(self, history: History, tokens: int) -> None:
+    def hold(self, history: Held, tokens: int) -> None:
         """A history holds so many tokens now, from its beginning on; 0: nothing any more."""
         while history.base is not None and history.base.tokens > tokens:
             self._rebase(history, history.base.base)
@@ -60,7 +60,7 @@ class Sharing(Generic[History]):
             self._charge(history, tokens - history.held_tokens)
             history.held_tokens = tokens
 
-    def share(self, history: History, other: History, tokens: int) -> None:
+    def share(self, history: Held, other: Held, tokens: int) -> None:
         """Two histories on one decoder begin with the same tokens, so many.
 
         It is the longest point that the first has in common with any other.
@@ -74,7 +74,7 @@ class Sharing(Generic[History]):
                 self._rebase(history, known, prefix)
             self._rebase(history, prefix)
 
-    def share_system(self, history: History, digest: Digest, tokens: int) -> None:
+    def share_system(self, history: Held, digest: Digest, tokens: int) -> None:
         """A history begins with a system part of so many tokens."""
         tokens = min(tokens, history.held_tokens)
         if history.decoder_id is None or tokens <= _length(history.base):
@@ -95,7 +95,7 @@ class Sharing(Generic[History]):
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _rebase(self, history: History, base: Prefix | None, prefix: Prefix | None = None) -> None:
+    def _rebase(self, history: Held, base: Prefix | None, prefix: Prefix | None = None) -> None:
         """A history, or a prefix on its decoder, begins with another prefix from now on."""
         longer = history if prefix is None else prefix
         old, longer.base = longer.base, base
@@ -112,9 +112,9 @@ class Sharing(Generic[History]):
                 del self._systems[old.key]
             old = old.base
 
-    def _prefix(self, other: History, tokens: int) -> Prefix:
+    def _prefix(self, other: Held, tokens: int) -> Prefix:
         """The prefix of ``other`` that ends there, made by splitting where there is none."""
-        longer: History | Prefix = other
+        longer: Held | Prefix = other
         while True:
             base = longer.base
             while base is not None and base.users == 1 and base.key is None:

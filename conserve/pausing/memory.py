@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
-from conserve.conversation import Conversation, TurnStats
 from conserve.events import EventLog, Kind
 from conserve.histories.sharing import Going, held_alone
+from conserve.history import History, TurnStats
 from conserve.holdings import Parked
 from conserve.pausing.cache import EngineCache
 from conserve.pausing.host import HostMemory
@@ -77,8 +77,8 @@ class Memory:
         self,
         policy: Pausing,
         decoders: Mapping[str, Decoder],
-        get: Callable[[str], Conversation | None],
-        unbind: Callable[[Conversation], None],
+        get: Callable[[str], History | None],
+        unbind: Callable[[History], None],
         events: EventLog | None = None,
         tools: RunningTools | None = None,
     ) -> None:
@@ -119,7 +119,7 @@ class Memory:
         """How many tokens host memory has, as far as is known."""
         return 0 if self._host is None else self._host.tokens
 
-    def parked_of(self, history: Conversation) -> int:
+    def parked_of(self, history: History) -> int:
         """How many tokens of a history host memory has now, from its beginning on."""
         return 0 if self._host is None else self._host.left_tokens(_key(history))
 
@@ -134,7 +134,7 @@ class Memory:
 
     # --- what happens to histories -----------------------------------------------------------
 
-    def turn_begins(self, history: Conversation, came_s: float | None) -> None:
+    def turn_begins(self, history: History, came_s: float | None) -> None:
         """A turn of a bound history begins.
 
         Args:
@@ -147,7 +147,7 @@ class Memory:
             gaps.returned(came_s - wait.since_s, wait.tool)
         self.used(history)
 
-    def used(self, history: Conversation) -> None:
+    def used(self, history: History) -> None:
         """A turn of a bound history begins, or has ended: its decoder has what it holds."""
         decoder_id = history.decoder_id
         if decoder_id is None:
@@ -167,7 +167,7 @@ class Memory:
             if other is not None and other.decoder_id == decoder_id:
                 emptied[history_id] = None
 
-    def park(self, history: Conversation) -> bool:
+    def park(self, history: History) -> bool:
         """Whether the turn that it has begun last is to leave its KV in host memory too."""
         if not self.parks_on(history.decoder_id or ""):
             return False
@@ -186,7 +186,7 @@ class Memory:
         if self._host is not None:
             self._parking.add(turn_id)
 
-    def turn_ended(self, history: Conversation, turn_id: int, stats: TurnStats | None) -> None:
+    def turn_ended(self, history: History, turn_id: int, stats: TurnStats | None) -> None:
         """A turn of a history has ended.
 
         Args:
@@ -210,7 +210,7 @@ class Memory:
             self.parked(history, stats.prompt_tokens)
             self._tell("park", history, tokens=stats.prompt_tokens)
 
-    def parked(self, history: Conversation, tokens: int) -> None:
+    def parked(self, history: History, tokens: int) -> None:
         """Host memory has so much of a history now, from its beginning on, or more."""
         if self._host is not None:
             shared_tokens = 0 if history.base is None else history.base.tokens
@@ -233,14 +233,14 @@ class Memory:
         """Of these turns no end will be told."""
         self._parking.difference_update(turn_ids)
 
-    def lost(self, histories: Iterable[Conversation]) -> None:
+    def lost(self, histories: Iterable[History]) -> None:
         """An engine was seen to have nothing of these any more."""
         for history in histories:
             if history.decoder_id in self._caches:
                 self._caches[history.decoder_id].drop(history.id)
                 self._emptied[history.decoder_id][history.id] = None
 
-    def bound(self, history: Conversation, kept: bool) -> bool:
+    def bound(self, history: History, kept: bool) -> bool:
         """A history that was bound nowhere is bound now.
 
         Args:
@@ -270,11 +270,11 @@ class Memory:
         self._tell("restore", history, where=where, was_on=was_on)
         return moved
 
-    def expired(self, history: Conversation, now_s: float) -> None:
+    def expired(self, history: History, now_s: float) -> None:
         """A history is about to end, since no turn came for so long."""
         self._policy.gaps.ended(now_s - history.last_used_s, history.tool)
 
-    def ended(self, history: Conversation) -> None:
+    def ended(self, history: History) -> None:
         """A history has ended: decoders that it was on before may forget it."""
         self.turns_lost(history.running)
         left = self._left.pop(history.id, set())
@@ -289,13 +289,13 @@ class Memory:
             if decoder_id in self._decoders and decoder_id != history.decoder_id
         ]
 
-    def found_on(self, history: Conversation) -> None:
+    def found_on(self, history: History) -> None:
         """A history turns out to be on its decoder still, wherever it was thought to be."""
         was_on, _ = self._paused_on.pop(history.id, (None, 0))
         if was_on is not None and was_on != history.decoder_id:
             self._left.setdefault(history.id, set()).add(was_on)
 
-    def moved_from(self, history: Conversation) -> None:
+    def moved_from(self, history: History) -> None:
         """A history turns out to be on another decoder by now than the one that it is bound to."""
         assert history.decoder_id is not None
         self._left.setdefault(history.id, set()).add(history.decoder_id)
@@ -385,7 +385,7 @@ class Memory:
         until_s, at_least = self._no_room.get(anybody, (now_s, 0))
         if now_s < until_s and tokens >= at_least:
             return False
-        cheapest: tuple[float, list[Conversation]] | None = None
+        cheapest: tuple[float, list[History]] | None = None
         for most in (_LOOKED_AT, None):
             idle = self._idle(now_s, [one.id for one in decoders], most)
             for decoder in decoders:
@@ -424,7 +424,7 @@ class Memory:
         excess = self._policy.excess_tokens(decoder.held_tokens, decoder.capacity_tokens)
         if not excess or now_s < self._in_vain.get(decoder.id, now_s):
             return
-        chosen: list[tuple[Idle, Conversation]] = []
+        chosen: list[tuple[Idle, History]] = []
         freed = 0
         for most in (_LOOKED_AT, None):
             idle = self._idle(now_s, [decoder.id], most)[decoder.id]
@@ -438,7 +438,7 @@ class Memory:
         for _, history in self._needed(chosen, min(excess, freed)):
             self.pause(history, "mark")
 
-    def pause(self, history: Conversation, reason: str) -> None:
+    def pause(self, history: History, reason: str) -> None:
         """Have an idle history give up its room."""
         assert history.decoder_id is not None
         shared_tokens = 0 if history.base is None else history.base.tokens
@@ -452,7 +452,7 @@ class Memory:
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _tell(self, kind: Kind, history: Conversation, **details: Any) -> None:
+    def _tell(self, kind: Kind, history: History, **details: Any) -> None:
         if self._events is not None:
             self._events.add(kind, history.id, decoder=history.decoder_id, **details)
 
@@ -475,7 +475,7 @@ class Memory:
 
         return may_leave
 
-    def _enough(self, idle: Iterable[Idle], tokens: int) -> tuple[float, list[Conversation]] | None:
+    def _enough(self, idle: Iterable[Idle], tokens: int) -> tuple[float, list[History]] | None:
         """The cheapest of these that free so much, and their price; None if all free less."""
         if tokens <= 0:
             return 0.0, []
@@ -488,11 +488,11 @@ class Memory:
 
     def _cheapest(
         self, idle: Iterable[Idle], tokens: int, may_go: Callable[[Idle], bool]
-    ) -> tuple[list[tuple[Idle, Conversation]], int]:
+    ) -> tuple[list[tuple[Idle, History]], int]:
         """The cheapest first, until they free so much; and how much they free."""
         # What several begin with goes with the last of them.
         going = Going()
-        chosen: list[tuple[Idle, Conversation]] = []
+        chosen: list[tuple[Idle, History]] = []
         for one in self._policy.order(idle):
             if going.tokens >= tokens:
                 break
@@ -505,9 +505,7 @@ class Memory:
         return chosen, going.tokens
 
     @staticmethod
-    def _needed(
-        chosen: list[tuple[Idle, Conversation]], tokens: int
-    ) -> list[tuple[Idle, Conversation]]:
+    def _needed(chosen: list[tuple[Idle, History]], tokens: int) -> list[tuple[Idle, History]]:
         """Those without whom the others free less than that: the dearest stay, where they can."""
         going = Going()
         for _, history in chosen:
@@ -532,7 +530,7 @@ class Memory:
         Args:
             most: of each decoder, so many that were unused for longest; None: all.
         """
-        found: list[Conversation] = []
+        found: list[History] = []
         idle: dict[str, list[Idle]] = {}
         for decoder_id in decoder_ids:
             idle[decoder_id] = []
@@ -567,10 +565,10 @@ class Memory:
             idle[history.decoder_id].append(self._look_at(history, wait, idle_s, still_idle))
         return idle
 
-    def _wait(self, history: Conversation) -> Wait:
+    def _wait(self, history: History) -> Wait:
         return self._tools.wait(history.id, history.tool, history.last_used_s)
 
-    def _look_at(self, history: Conversation, wait: Wait, idle_s: float, still_idle: int) -> Idle:
+    def _look_at(self, history: History, wait: Wait, idle_s: float, still_idle: int) -> Idle:
         assert history.decoder_id is not None
         cache = self._caches[history.decoder_id]
         shared_tokens = 0 if history.base is None else history.base.tokens
@@ -589,13 +587,13 @@ class Memory:
             wait.tool_ended,
         )
 
-    def _parked(self, history: Conversation) -> int:
+    def _parked(self, history: History) -> int:
         """How much of it host memory has, and will have for a while."""
         if self._host is None or not self._host.keeps(_key(history), self._policy.kept_s):
             return 0
         return self._host.left_tokens(_key(history))
 
 
-def _key(history: Conversation) -> str:
+def _key(history: History) -> str:
     """Tells a history's KV from that of an earlier one of its id, which may be there yet."""
     return f"{history.incarnation} {history.id}"

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from conserve.conversation import Conversation
+from conserve.history import History
 
 MOST_NAME_CHARS = 64
 # Of one history at a time: more is a client that reports no ends.
@@ -150,7 +150,7 @@ class RunningTools:
         reported.ended = Wait(report.tool, now_s, tool_ended=True)
         return None if meant is None else max(0.0, now_s - meant.started_s)
 
-    def meant(self, histories: Iterable[Conversation], report: ToolReport) -> Conversation:
+    def meant(self, histories: Iterable[History], report: ToolReport) -> History:
         """The history that a client most likely speaks of, which names a conversation alone.
 
         One of which the tool runs, if it is done; else one that is idle, and whose last answer

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from conserve.conversation import Conversation, TurnStats
+from conserve.history import History, TurnStats
 from conserve.placement.engine_costs import EngineCosts
 from conserve.placement.handing_over import HandingOver, Price
 from conserve.placement.state import Placement, Shared
@@ -255,7 +255,7 @@ class Loads:
         if engine is not None:
             engine.turns.drop(history_id)
 
-    def turn_ended(self, history: Conversation, stats: TurnStats | None, now_s: float) -> None:
+    def turn_ended(self, history: History, stats: TurnStats | None, now_s: float) -> None:
         """A turn of a history is over, and so is its prefill.
 
         Args:

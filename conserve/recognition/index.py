@@ -23,23 +23,23 @@ class TailIndex:
         # OrderedDict, because finding a dict's first key takes time for all keys removed before.
         self._owners: dict[Digest, str | OrderedDict[str, None]] = {}
 
-    def add(self, conversation_id: str, digests: Iterable[Digest]) -> None:
+    def add(self, history_id: str, digests: Iterable[Digest]) -> None:
         """Make ``digests`` tails of the conversation (one a choice)."""
         for digest in digests:
-            owners = self._owners.setdefault(digest, conversation_id)
+            owners = self._owners.setdefault(digest, history_id)
             if not isinstance(owners, str):
-                owners[conversation_id] = None
-            elif owners != conversation_id:
-                self._owners[digest] = OrderedDict.fromkeys((owners, conversation_id))
+                owners[history_id] = None
+            elif owners != history_id:
+                self._owners[digest] = OrderedDict.fromkeys((owners, history_id))
 
-    def discard(self, conversation_id: str, digests: Iterable[Digest]) -> None:
+    def discard(self, history_id: str, digests: Iterable[Digest]) -> None:
         """Forget that ``digests`` are tails of the conversation, as far as they are."""
         for digest in digests:
             owners = self._owners.get(digest)
-            if owners == conversation_id:
+            if owners == history_id:
                 del self._owners[digest]
             elif isinstance(owners, OrderedDict):
-                owners.pop(conversation_id, None)
+                owners.pop(history_id, None)
                 if len(owners) == 1:
                     self._owners[digest] = next(iter(owners))
 

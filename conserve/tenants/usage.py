@@ -56,9 +56,9 @@ class UsageBook:
         self._nobodys = TenantUsage()
         self._usage: dict[str, TenantUsage] = {"": self._nobodys}
 
-    def of(self, conversation_id: str) -> TenantUsage:
+    def of(self, history_id: str) -> TenantUsage:
         """What the tenant of this conversation has."""
-        name = identity.tenant_of(conversation_id)
+        name = identity.tenant_of(history_id)
         return self._nobodys if name is None else self.tenant(name)
 
     def tenant(self, name: str) -> TenantUsage:

@@ -444,8 +444,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             leaving=self._leaving,
             wanted_replicas=self._heard.wanted_replicas if self._heard else None,
         )
-        for conversation_id, incarnation in await self._table.call("register", info):
-            self._holdings.drop(conversation_id, incarnation)
+        for history_id, incarnation in await self._table.call("register", info):
+            self._holdings.drop(history_id, incarnation)
         self._reporter.registered()
 
     async def _beat(self) -> None:
@@ -466,8 +466,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                     await self._register()
                     continue
                 self._heard = heard
-                for conversation_id, incarnation in heard.ended:
-                    self._holdings.drop(conversation_id, incarnation)
+                for history_id, incarnation in heard.ended:
+                    self._holdings.drop(history_id, incarnation)
                 if self._scheduler is not None:
                     self._scheduler.release(heard.ended, "front")
                     self._scheduler.hold(heard.holds)

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from conserve import identity, recognition, wire
 from conserve.apis import form_of
 from conserve.clock import unix_s
-from conserve.conversation import TurnKey, TurnStats
 from conserve.direct import Continued, Desk, Ended
+from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.pausing import tool_called
 from conserve.recognition import Digest
@@ -188,7 +188,7 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
             ),
         }
         if schedules and (key := observation.key) is not None:
-            whose = wire.history_key(key.conversation_id, key.incarnation)
+            whose = wire.history_key(key.history_id, key.incarnation)
             extra["kv_transfer_params"] |= wire.scheduled_turn(
                 whose, observation.resume_s, observation.last
             )
@@ -331,19 +331,19 @@ class TurnObserver:
             seen.prefill_cached_tokens = int(headers[wire.PREFILL_CACHED_HEADER])
         seen.engine_ends = self._engine_ends
         prefilled = wire.PREFILL_CACHED_HEADER in headers
-        held_tokens = self._holdings.held_tokens(key.conversation_id)
+        held_tokens = self._holdings.held_tokens(key.history_id)
         seen.expected_tokens = ALL_TOKENS if prefilled else held_tokens
         if straight:
             # As if the table had planned it, for whoever keeps something of its conversation's.
             scope = {**scope, "headers": [*scope["headers"], *_headers_of(key)]}
-            seen.stored_tokens = self._holdings.stored_tokens(key.conversation_id)
+            seen.stored_tokens = self._holdings.stored_tokens(key.history_id)
             seen.parks = self._desk.parks
         else:
             points = bytes.fromhex(headers.get(wire.POINTS_HEADER, ""))
             look_up = wire.LOOK_UP_HEADER in headers
             self._holdings.begin(key, root or None, points, look_up)
             if not look_up:
-                seen.stored_tokens = self._holdings.stored_tokens(key.conversation_id)
+                seen.stored_tokens = self._holdings.stored_tokens(key.history_id)
             seen.parks = wire.PARK_HEADER in headers
         _current.set(seen)
         try:

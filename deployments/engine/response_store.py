@@ -52,7 +52,7 @@ _STORED = ("completed", "incomplete")
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    conversation_id: str
+    history_id: str
     request: bytes
     response: bytes
 
@@ -73,17 +73,17 @@ class ResponseStore:
         self._used = 0
         self._entries: OrderedDict[tuple[str | None, str], _Entry] = OrderedDict()
 
-    def add(self, response_id: str, conversation_id: str, request: bytes, response: bytes) -> None:
+    def add(self, response_id: str, history_id: str, request: bytes, response: bytes) -> None:
         """Keep a response, in the place of older ones where there is no room.
 
         Args:
-            conversation_id: as it is kept, which says whose it is.
+            history_id: as it is kept, which says whose it is.
             request: JSON, as is ``response``.
         """
-        entry = _Entry(conversation_id, request, response)
+        entry = _Entry(history_id, request, response)
         if entry.size > self._room:
             return
-        key = identity.tenant_of(conversation_id), response_id
+        key = identity.tenant_of(history_id), response_id
         self.discard(*key)
         self._entries[key] = entry
         self._used += entry.size
@@ -96,7 +96,7 @@ class ResponseStore:
         if entry is None:
             return None
         request, response = msgspec.Raw(entry.request), msgspec.Raw(entry.response)
-        return msgspec.json.encode(wire.StoredResponse(entry.conversation_id, request, response))
+        return msgspec.json.encode(wire.StoredResponse(entry.history_id, request, response))
 
     def discard(self, tenant: str | None, response_id: str) -> bool:
         """Forget a response; whether there was one."""
@@ -129,9 +129,9 @@ class ResponseKeeper:
         if scope["path"].startswith(wire.STORED_PREFIX):
             await self._tell(scope, headers)(scope, receive, send)
             return
-        conversation_id = headers.get(wire.CONVERSATION_HEADER)
+        history_id = headers.get(wire.CONVERSATION_HEADER)
         turn = scope["path"] == RESPONSES and scope["method"] == "POST"
-        if not turn or conversation_id is None:
+        if not turn or history_id is None:
             await self._app(scope, receive, send)
             return
         request = await read_ahead(receive)
@@ -144,7 +144,7 @@ class ResponseKeeper:
             keeps = asked.store is not False and self._room_mb > 0
 
             def keep(response: bytes) -> None:
-                self._store.add(asked.request_id, conversation_id, request, response)
+                self._store.add(asked.request_id, history_id, request, response)
 
             if keeps:
                 send = _watched(send, keep)

@@ -69,7 +69,7 @@ class StoredResponses:
         found: wire.StoredResponse | None = None
         if previous_id is not None:
             found = await self._previous(previous_id, tenant)
-            conversation_id = found.conversation_id
+            conversation_id = found.history_id
         if referring:
             body["input"], named_id = await self._with_items(items, tenant)
             conversation_id = conversation_id or named_id
@@ -137,7 +137,7 @@ class StoredResponses:
             known[id_] = None
             if items[position] is None:
                 raise ApiError(400, f"{where} names an item for the second time", param=where)
-        return items, looked_up[0].conversation_id
+        return items, looked_up[0].history_id
 
     async def retrieve(self, request: Request) -> Response:
         """``GET /v1/responses/{id}``."""

@@ -12,11 +12,11 @@ from starlette.types import Receive, Send
 
 from conserve import identity, wire
 from conserve.apis import COMPLETIONS, form_of
-from conserve.conversation import TurnKey
 from conserve.direct import Home, Homes
 from conserve.errors import ApiError, PromptTooLong
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
+from conserve.history import TurnKey
 from deployments.messages import (
     Prefilled,
     Refusal,
@@ -196,14 +196,14 @@ class Turn:
         about = (stated, asked.chain, self._limited, known, hints, self._refused_by)
         answer = await self._claim("begin", *about, None if counted is None else counted.tokens)
         if isinstance(answer, TurnPlan):
-            self._conversation_id = answer.turn.conversation_id
+            self._conversation_id = answer.turn.history_id
             if answer.prefiller_url is not None:
                 self._plan = answer
                 if counted is None:
                     counted = await self._count(answer.decoder_url, answer.decoder_id)
                 await self._prefill(answer, counted)
             return answer
-        self._conversation_id = answer.conversation_id
+        self._conversation_id = answer.history_id
         try:
             if counted is None:
                 counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
@@ -221,7 +221,7 @@ class Turn:
             waited_s = time.perf_counter() - self._arrived_s
             placed = await self._claim(
                 "place",
-                answer.conversation_id,
+                answer.history_id,
                 counted.tokens,
                 waited_s,
                 answer.claim,
@@ -348,7 +348,7 @@ class Turn:
                         int(found[wire.TURN_HEADER]),
                     )
                     self._plan = TurnPlan(key, home.decoder_id, home.url, later=True)
-                    self._conversation_id = key.conversation_id
+                    self._conversation_id = key.history_id
                     self._let_in = self._at_decoder = True
                     home = home._replace(request_bytes=len(asked.raw))
                     self._homes.remember(self._stated_id, asked.chain, home)
@@ -378,7 +378,7 @@ class Turn:
         asked = self._request
         headers = {
             **self._headers(),
-            wire.CONVERSATION_HEADER: plan.turn.conversation_id,
+            wire.CONVERSATION_HEADER: plan.turn.history_id,
             wire.INCARNATION_HEADER: str(plan.turn.incarnation),
             wire.TURN_HEADER: str(plan.turn.turn_id),
         }
@@ -394,7 +394,7 @@ class Turn:
         body, record = asked.raw, self._answer.record
         if self._sent is not None:
             self._continued += 1
-            logger.info("%s goes on at decoder %s", plan.turn.conversation_id, plan.decoder_id)
+            logger.info("%s goes on at decoder %s", plan.turn.history_id, plan.decoder_id)
             headers[wire.SENT_HEADER] = str(len(self._sent))
             body = self._sent + body
             if record is not None and record.request_id is not None:
@@ -531,7 +531,7 @@ def _abandon(table: TableClient, plan: TurnPlan) -> None:
 
 
 def _forgo(table: TableClient, answer: Unplaced) -> None:
-    table.tell("forgo", answer.conversation_id, answer.claim)
+    table.tell("forgo", answer.history_id, answer.claim)
 
 
 def _give_back(table: TableClient, asking: "asyncio.Future[Any]") -> None:

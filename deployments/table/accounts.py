@@ -8,11 +8,11 @@ from autoscale.autoscaler import Autoscaler
 from conserve.admission import Admission, Admitted
 from conserve.admission.metrics import LineMetrics
 from conserve.clock import unix_s
-from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
 from conserve.direct import is_direct
 from conserve.events import EventLog
+from conserve.history import History, TurnKey, TurnStats
 from conserve.metrics import EventCounts, Metrics, ReplicaCounts, SpaceTimeMetrics
 from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
@@ -65,7 +65,7 @@ class Accounts:
             return
         placement = admitted.placement
         self._events.add(
-            "place", admitted.conversation.id, decoder=placement.decoder_id,
+            "place", admitted.history.id, decoder=placement.decoder_id,
             prefiller=placement.prefiller_id, tokens=admitted.turn1_tokens,
             new=not admitted.known, moved=admitted.moved or None,
         )  # fmt: skip
@@ -105,7 +105,7 @@ class Accounts:
     def turn_begins(self, plan: TurnPlan) -> None:
         """A turn runs: on its prefiller first, if it has one."""
         self._events.add(
-            "start", plan.turn.conversation_id, turn=plan.turn.turn_id, decoder=plan.decoder_id,
+            "start", plan.turn.history_id, turn=plan.turn.turn_id, decoder=plan.decoder_id,
             prefiller=plan.prefiller_id, later=plan.later or None,
         )  # fmt: skip
         if plan.later:
@@ -113,12 +113,12 @@ class Accounts:
             self.metrics.later_turns.labels(way).inc()
         now_s = time.monotonic()
         self._energy.run(plan.turn, plan.prefiller_id or plan.decoder_id, now_s)
-        conversation = self._table.get(plan.turn.conversation_id)
-        if conversation is not None:
+        history = self._table.get(plan.turn.history_id)
+        if history is not None:
             self.look(plan.decoder_id)
             # Of several turns at once the first has what the history holds.
-            tokens = conversation.held_tokens if len(conversation.running) == 1 else 0
-            had_tokens = conversation.last_tokens
+            tokens = history.held_tokens if len(history.running) == 1 else 0
+            had_tokens = history.last_tokens
             self._costs.begin(plan.turn, plan.decoder_id, tokens, had_tokens, now_s)
 
     def turn_ends(self, turn: TurnKey, stats: TurnStats | None = None) -> None:
@@ -142,7 +142,7 @@ class Accounts:
         if goes_on:
             self._energy.run(plan.turn, plan.decoder_id, time.monotonic())
         self._events.add(
-            "prefilled", plan.turn.conversation_id, turn=plan.turn.turn_id,
+            "prefilled", plan.turn.history_id, turn=plan.turn.turn_id,
             prefiller=plan.prefiller_id, failed=done is None or None,
             tokens=None if done is None else done.prompt_tokens,
             loaded_tokens=None if done is None else done.lmcache_tokens,
@@ -169,7 +169,7 @@ class Accounts:
             if (value := getattr(stats, name)) is not None
         }
         self._events.add(
-            "end", turn.conversation_id, turn=turn.turn_id, decoder=decoder_id,
+            "end", turn.history_id, turn=turn.turn_id, decoder=decoder_id,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.decoder_cached_tokens,
             loaded_tokens=stats.lmcache_tokens, output_tokens=stats.output_tokens, **said,
         )  # fmt: skip
@@ -183,7 +183,7 @@ class Accounts:
     def cut(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
         """A turn did not complete; without ``stats``, nothing was done for it."""
         self._events.add(
-            "cut", turn.conversation_id, turn=turn.turn_id, decoder=decoder_id,
+            "cut", turn.history_id, turn=turn.turn_id, decoder=decoder_id,
             output_tokens=None if stats is None else stats.output_tokens,
         )  # fmt: skip
 
@@ -203,7 +203,7 @@ class Accounts:
         metrics = self.metrics
         if timing.turn is not None:
             self._events.add(
-                "answered", timing.turn.conversation_id, turn=timing.turn.turn_id,
+                "answered", timing.turn.history_id, turn=timing.turn.turn_id,
                 outcome=timing.outcome, latency_s=round(timing.latency_s, 4),
                 ttft_s=None if timing.ttft_s is None else round(timing.ttft_s, 4),
             )  # fmt: skip
@@ -222,9 +222,7 @@ class Accounts:
             if ttfet_s is not None:
                 metrics.ttfet_s.observe(ttfet_s)
 
-    def tool_reported(
-        self, history: Conversation, report: ToolReport, wall_s: float | None
-    ) -> None:
+    def tool_reported(self, history: History, report: ToolReport, wall_s: float | None) -> None:
         """A client says that a tool begins or is done, after so long where that is known."""
         self._events.add(
             "tool_end" if report.ended else "tool_start", history.id, tool=report.tool,
@@ -235,14 +233,14 @@ class Accounts:
         """A turn was refused because its tenant has as much as it may."""
         self._tenants.refused(tenant, over.limit)
 
-    def ended(self, conversation: Conversation, reason: str) -> None:
+    def ended(self, history: History, reason: str) -> None:
         """A conversation has ended."""
-        self._events.add("ended", conversation.id, reason=reason)
+        self._events.add("ended", history.id, reason=reason)
         self.metrics.ended.labels(reason).inc()
-        last = conversation.last_turn
+        last = history.last_turn
         if last is not None:
             self._autoscaler.conversation_ended(
-                max(0.0, unix_s() - conversation.created_s), last.prompt_tokens + last.output_tokens
+                max(0.0, unix_s() - history.created_s), last.prompt_tokens + last.output_tokens
             )
 
     # --- engines -----------------------------------------------------------------------------
@@ -250,8 +248,8 @@ class Accounts:
     def charge(self, engine: EngineInfo, energy: EngineEnergy) -> None:
         """An engine says what its GPUs have used; conversations get their shares of it."""
         taken = self._energy.report(engine.id, engine.role, engine.tier, energy, time.monotonic())
-        for (conversation_id, incarnation), joules in taken.items():
-            self._table.used_energy(conversation_id, incarnation, joules)
+        for (history_id, incarnation), joules in taken.items():
+            self._table.used_energy(history_id, incarnation, joules)
 
     def engine_ready(self, engine: EngineInfo) -> None:
         """An engine serves from now on."""

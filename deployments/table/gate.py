@@ -43,13 +43,13 @@ class TenantGate:
 
     def pends(self, pending: PendingTurn) -> None:
         """Count a turn whose conversation is to be bound."""
-        name = identity.tenant_of(pending.conversation_id)
+        name = identity.tenant_of(pending.history_id)
         if name is not None:
             self._pending.setdefault(name, set()).add(pending)
 
     def settled(self, pending: PendingTurn) -> None:
         """Count it no longer: it runs, or was given up."""
-        name = identity.tenant_of(pending.conversation_id)
+        name = identity.tenant_of(pending.history_id)
         if name is not None:
             self._pending.get(name, set()).discard(pending)
 
@@ -66,7 +66,7 @@ class TenantGate:
         return Over("turns", tenant.limits.turns, _TURN_S)
 
     def conversation_over(
-        self, tenant: TurnTenant | None, conversation_id: str, now_s: float
+        self, tenant: TurnTenant | None, history_id: str, now_s: float
     ) -> Over | None:
         """The limit that a turn of this history would break.
 
@@ -80,8 +80,8 @@ class TenantGate:
         if limits.conversations is None and limits.new_per_minute is None:
             return None
         unbound = self._unbound(tenant.name)
-        new = {one.conversation_id for one in unbound if one.conversation_id not in self._table}
-        if conversation_id in self._table or conversation_id in new:
+        new = {one.history_id for one in unbound if one.history_id not in self._table}
+        if history_id in self._table or history_id in new:
             return None
         if limits.conversations is not None and (
             usage.histories + len(new) >= limits.conversations

@@ -7,8 +7,8 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Collection
 
-from conserve.conversation import TurnKey
 from conserve.direct import LEASE_S, Notice, Notices
+from conserve.history import TurnKey
 from conserve.wire import BEAT_S, SILENCE_S
 
 # How long to wait for decoders to say what they have done: whoever asks what there is, begins a

@@ -9,8 +9,8 @@ from typing import TypeVar
 import msgspec
 
 from conserve import identity
-from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
+from conserve.history import History
 from deployments.table.views import conversation_view
 
 _T = TypeVar("_T")
@@ -35,13 +35,13 @@ async def list_recent(
     """
     live = table.live()
     beginning = "" if tenant is None else identity.scoped(tenant, "")
-    newest: list[tuple[float, int, Conversation]] = []
+    newest: list[tuple[float, int, History]] = []
     # The count makes each entry unlike any other, so that no two conversations are compared.
     count = itertools.count(0, -1)
     # Of a conversation with several histories, the one that was used last stands for it.
-    several: dict[str, Conversation] = {}
+    several: dict[str, History] = {}
 
-    def take(history: Conversation) -> None:
+    def take(history: History) -> None:
         entry = (history.last_used_s, next(count), history)
         if len(newest) < limit:
             heapq.heappush(newest, entry)

@@ -23,7 +23,7 @@ class PendingTurn:
         given_up: too late for that: there was room, and nobody wants it any more.
     """
 
-    conversation_id: str
+    history_id: str
     router_id: str
     claim: int
     settled: asyncio.Future[None]

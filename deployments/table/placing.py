@@ -80,27 +80,27 @@ class Placing:
         if decoder_ids:
             # Of what they have done before, all is to be known: another turn, say.
             await self._listeners.have_heard(decoder_ids, LOOK_S)
-        conversation_id = history_id or self._history_of(explicit_id, chain, tenant)
+        history_id = history_id or self._history_of(explicit_id, chain, tenant)
         if over := self._gate.turn_over(tenant):
             return self._over_limit(tenant, over)
         with self._gate.arriving(tenant):
-            await self._others_are_bound(conversation_id)
+            await self._others_are_bound(history_id)
         if self._registry.router_is_lost(router_id):
             return refusals.UNAVAILABLE
-        if over := self._gate.conversation_over(tenant, conversation_id, unix_s()):
+        if over := self._gate.conversation_over(tenant, history_id, unix_s()):
             return self._over_limit(tenant, over)
-        conversation = self._table.begin(conversation_id, unix_s(), hints)
-        if conversation is not None:
-            prefiller_id = self._table.prefill_later_turn(conversation, prompt_tokens, unix_s())
-            turn = conversation.newest_turn
-            return self._running.plan(turn, conversation, prefiller_id, router_id, later=True)
+        history = self._table.begin(history_id, unix_s(), hints)
+        if history is not None:
+            prefiller_id = self._table.prefill_later_turn(history, prompt_tokens, unix_s())
+            turn = history.newest_turn
+            return self._running.plan(turn, history, prefiller_id, router_id, later=True)
         counter = self._registry.tokenizer()
         if counter is None:
             return refusals.UNAVAILABLE
         claim = 0  # Of no turn: one that could not wait any longer for the one in line.
-        if conversation_id not in self._room.pending:
-            claim = self._room.pend(conversation_id, router_id, bool(chain)).claim
-        return Unplaced(conversation_id, counter.url, counter.id, counter.max_model_len, claim)
+        if history_id not in self._room.pending:
+            claim = self._room.pend(history_id, router_id, bool(chain)).claim
+        return Unplaced(history_id, counter.url, counter.id, counter.max_model_len, claim)
 
     def _history_of(
         self, explicit_id: str | None, chain: Chain | None, tenant: TurnTenant | None
@@ -122,9 +122,9 @@ class Placing:
             return explicit_id
         return identity.further(explicit_id, self._room.new_claim())
 
-    async def _others_are_bound(self, conversation_id: str) -> None:
+    async def _others_are_bound(self, history_id: str) -> None:
         """Return when no turn of the conversation is pending, or one has been for too long."""
-        while (pending := self._room.pending.get(conversation_id)) is not None:
+        while (pending := self._room.pending.get(history_id)) is not None:
             patience_s = self._queue_timeout_s + PLACING_S
             await asyncio.wait([pending.settled], timeout=patience_s)
             if not pending.settled.done():
@@ -138,7 +138,7 @@ class Placing:
     async def place(
         self,
         router_id: str,
-        conversation_id: str,
+        history_id: str,
         turn1_tokens: int,
         waited_s: float,
         claim: int | None,
@@ -147,7 +147,7 @@ class Placing:
     ) -> TurnPlan | Refusal:
         """See `TableService.place`."""
         called_s = unix_s()
-        pending = self._room.pending.get(conversation_id)
+        pending = self._room.pending.get(history_id)
         if pending is not None and pending.waits:
             # Both were told `Unplaced`, the second when it had waited for the first for too long.
             return refusals.busy(self._admission.line.retry_after_s(called_s))
@@ -155,10 +155,10 @@ class Placing:
             # Of this turn nothing is known (any more): the table before this one was asked to begin
             # it, or another router has given it up.
             over = self._gate.turn_over(tenant)
-            if over := over or self._gate.conversation_over(tenant, conversation_id, called_s):
+            if over := over or self._gate.conversation_over(tenant, history_id, called_s):
                 return self._over_limit(tenant, over)
             chat = opening is not None and opening.chain is not None
-            pending = self._room.pend(conversation_id, router_id, chat, claim)
+            pending = self._room.pend(history_id, router_id, chat, claim)
         pending.arrived_s = called_s - waited_s
         try:
             largest = max((one.capacity_tokens for one in self._table.decoders.values()), default=0)
@@ -166,14 +166,14 @@ class Placing:
                 return refusals.never_fits(turn1_tokens, largest)
             hints = None if opening is None else opening.hints
             # Where it was before, a turn may have begun.
-            was_on = self._table.notices.unconfirmed(conversation_id)
+            was_on = self._table.notices.unconfirmed(history_id)
             if was_on and not await self._listeners.have_heard(was_on, MOVE_S):
-                logger.warning("%s moves; decoder %s is silent", conversation_id, was_on)
+                logger.warning("%s moves; decoder %s is silent", history_id, was_on)
             if pending.settled.done():
                 return refusals.UNAVAILABLE  # It was given up meanwhile.
             if pending.waits:
                 return refusals.busy(self._admission.line.retry_after_s(called_s))
-            bound = self._table.begin(conversation_id, called_s, hints)
+            bound = self._table.begin(history_id, called_s, hints)
             if bound is not None:
                 # Another turn of it was placed meanwhile, or a decoder had it still.
                 return self._running.plan(bound.newest_turn, bound, None, router_id, later=True)
@@ -181,32 +181,30 @@ class Placing:
             if over := self._gate.binding_over(tenant, turn1_tokens - shared_tokens):
                 return self._over_limit(tenant, over)
             admitted = await self._admitted(pending, turn1_tokens, opening)
-            conversation = self._table.get(conversation_id)
-            while not pending.given_up and (
-                conversation is None or conversation.decoder_id is None
-            ):
+            history = self._table.get(history_id)
+            while not pending.given_up and (history is None or history.decoder_id is None):
                 # Its decoder was lost between the binding and now.
                 admitted = await self._admitted(pending, turn1_tokens, opening)
-                conversation = self._table.get(conversation_id)
+                history = self._table.get(history_id)
         except QueueFull as full:
-            self._accounts.turned_away(conversation_id, "queue_full")
+            self._accounts.turned_away(history_id, "queue_full")
             return refusals.queue_full(full)
         except TimeoutError:
-            self._accounts.turned_away(conversation_id, "timeout")
+            self._accounts.turned_away(history_id, "timeout")
             retry_after_s = self._admission.line.retry_after_s(unix_s())
             return refusals.timed_out(turn1_tokens, self._queue_timeout_s, retry_after_s)
         finally:
             self._room.settle(pending)
-        if pending.given_up or conversation is None:
+        if pending.given_up or history is None:
             self._running.abandon(admitted.turn, None, None)
             return refusals.UNAVAILABLE
         self._accounts.metrics.queue_wait_s.observe(unix_s() - called_s)
         prefiller_id = admitted.placement.prefiller_id
-        return self._running.plan(admitted.turn, conversation, prefiller_id, router_id)
+        return self._running.plan(admitted.turn, history, prefiller_id, router_id)
 
-    def forgo(self, conversation_id: str, claim: int) -> None:
+    def forgo(self, history_id: str, claim: int) -> None:
         """See `TableService.forgo`."""
-        pending = self._room.pending.get(conversation_id)
+        pending = self._room.pending.get(history_id)
         if pending is not None and pending.claim == claim:
             self._room.give_up(pending)
 
@@ -221,13 +219,13 @@ class Placing:
             asyncio.CancelledError: it was given up meanwhile (`forgo`).
         """
         answer = self._admission.enter(
-            pending.conversation_id, turn1_tokens, unix_s(), pending.arrived_s, opening
+            pending.history_id, turn1_tokens, unix_s(), pending.arrived_s, opening
         )
         self._room.end_displaced()
         if isinstance(answer, Admitted):
             self._accounts.bound(answer)
             return answer
-        self._accounts.waits(pending.conversation_id, turn1_tokens)
+        self._accounts.waits(pending.history_id, turn1_tokens)
         granted: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
         pending.granted = granted
         try:
@@ -245,7 +243,7 @@ class Placing:
         finally:
             pending.granted = None
             if not granted.done():
-                self._admission.leave(pending.conversation_id)
+                self._admission.leave(pending.history_id)
             # The head may have gone: the next one may fit.
             self._room.admit()
 

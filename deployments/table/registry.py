@@ -3,9 +3,9 @@
 from collections import Counter
 from urllib.parse import urlsplit
 
-from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
 from conserve.engine_scheduling import SchedulerLoad
+from conserve.history import History
 from conserve.placement.load import EngineLoad
 from conserve.wire import SILENCE_S, Role
 from deployments.messages import EngineInfo, EngineStarting
@@ -62,7 +62,7 @@ class Registry:
         if engine.hosts:
             sent = {held.id: held.incarnation for held in engine.holds}
             foreign = self._table.add_decoder(engine.id, engine.capacity_tokens, engine.holds)
-            forget = [(conversation_id, sent[conversation_id]) for conversation_id in foreign]
+            forget = [(history_id, sent[history_id]) for history_id in foreign]
             self._ended.setdefault(engine.id, [])
             if engine.registration:
                 self._table.notices.add(engine.id, engine.registration)
@@ -125,16 +125,16 @@ class Registry:
 
     # --- what decoders are told --------------------------------------------------------------
 
-    def note_ended(self, conversation: Conversation) -> None:
+    def note_ended(self, history: History) -> None:
         """Note that a conversation has ended; its decoder is told with the decoder's next beat."""
-        if conversation.decoder_id is not None:
-            self.note_forgotten(conversation.decoder_id, conversation.id, conversation.incarnation)
+        if history.decoder_id is not None:
+            self.note_forgotten(history.decoder_id, history.id, history.incarnation)
 
-    def note_forgotten(self, decoder_id: str, conversation_id: str, incarnation: int) -> None:
+    def note_forgotten(self, decoder_id: str, history_id: str, incarnation: int) -> None:
         """Note that a conversation that was on a decoder is of no use to it any more."""
         if decoder_id in self._ended:
-            self._ended[decoder_id].append((conversation_id, incarnation))
-            self._table.notices.give_up(decoder_id, conversation_id, incarnation, ended=True)
+            self._ended[decoder_id].append((history_id, incarnation))
+            self._table.notices.give_up(decoder_id, history_id, incarnation, ended=True)
 
     def take_ended(self, engine_id: str) -> list[tuple[str, int]]:
         """Take out what has been noted for an engine, so that it is told once."""

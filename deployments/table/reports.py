@@ -65,4 +65,4 @@ class Reports:
             self._running.abandon(turn, decoder_id, event.stats)
         elif not self._running.advance(turn, decoder_id, event.stats, event.tails):
             # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
-            self._registry.note_forgotten(decoder_id, turn.conversation_id, turn.incarnation)
+            self._registry.note_forgotten(decoder_id, turn.history_id, turn.incarnation)

@@ -6,8 +6,8 @@ import time
 
 from conserve.admission import Admission
 from conserve.clock import unix_s
-from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
+from conserve.history import History
 from deployments.table.accounts import Accounts
 from deployments.table.gate import TenantGate
 from deployments.table.pending import PendingTurn
@@ -48,7 +48,7 @@ class Room:
         return next(self._claims)
 
     def pend(
-        self, conversation_id: str, router_id: str, chat: bool, claim: int | None = None
+        self, history_id: str, router_id: str, chat: bool, claim: int | None = None
     ) -> PendingTurn:
         """A turn is to be placed; see `PendingTurn`.
 
@@ -58,15 +58,15 @@ class Room:
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if claim is None:
             claim = self.new_claim()
-        pending = PendingTurn(conversation_id, router_id, claim, settled, chat)
-        self.pending[conversation_id] = pending
+        pending = PendingTurn(history_id, router_id, claim, settled, chat)
+        self.pending[history_id] = pending
         self._gate.pends(pending)
         return pending
 
     def settle(self, pending: PendingTurn) -> None:
         """A turn is bound or given up."""
-        if self.pending.get(pending.conversation_id) is pending:
-            del self.pending[pending.conversation_id]
+        if self.pending.get(pending.history_id) is pending:
+            del self.pending[pending.history_id]
         self._gate.settled(pending)
         pending.settle()
 
@@ -76,7 +76,7 @@ class Room:
             self.settle(pending)
         elif not pending.granted.done():
             # `place`, which waits for it, settles it: who is in line is always in `pending`.
-            self._admission.leave(pending.conversation_id)
+            self._admission.leave(pending.history_id)
             pending.granted.cancel()
         else:
             # There is room for it, and `place` does not know yet.
@@ -88,7 +88,7 @@ class Room:
         """Let those go for whom there is room by now."""
         for admitted in self._admission.admit(unix_s()):
             self._accounts.bound(admitted)
-            granted = self.pending[admitted.conversation.id].granted
+            granted = self.pending[admitted.history.id].granted
             assert granted is not None
             granted.set_result(admitted)
         self.end_displaced()
@@ -116,7 +116,7 @@ class Room:
         for history in self._table.take_displaced():
             self.has_ended(history, "displaced")
 
-    def has_ended(self, conversation: Conversation, reason: str) -> None:
+    def has_ended(self, history: History, reason: str) -> None:
         """Tell everybody that a conversation has ended."""
-        self._accounts.ended(conversation, reason)
-        self._registry.note_ended(conversation)
+        self._accounts.ended(history, reason)
+        self._registry.note_ended(history)

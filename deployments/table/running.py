@@ -1,8 +1,8 @@
 """Turns under way: with which router and which decoder each is, and how it ends."""
 
 from conserve.clock import unix_s
-from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.history import History, TurnKey, TurnStats
 from conserve.recognition import Digest
 from conserve.settings import Settings
 from deployments.messages import Prefilled, TurnPlan
@@ -48,28 +48,28 @@ class RunningTurns:
     def plan(
         self,
         turn: TurnKey,
-        conversation: Conversation,
+        history: History,
         prefiller_id: str | None,
         router_id: str,
         later: bool = False,
     ) -> TurnPlan:
         """Where a turn that has just begun goes."""
-        assert conversation.decoder_id is not None
+        assert history.decoder_id is not None
         engines = self._registry.engines
         prefiller = engines.get(prefiller_id) if prefiller_id else None
         # Under `per_turn` prefillers read the history from there.
-        parks = self._settings.placement == "per_turn" or self._table.park(conversation)
+        parks = self._settings.placement == "per_turn" or self._table.park(history)
         looks_up = prefiller is not None or (not later and self.may_be_stored)
         plan = TurnPlan(
             turn=turn,
-            decoder_id=conversation.decoder_id,
-            decoder_url=engines[conversation.decoder_id].url,
+            decoder_id=history.decoder_id,
+            decoder_url=engines[history.decoder_id].url,
             prefiller_id=prefiller.id if prefiller else None,
             prefiller_url=prefiller.url if prefiller else None,
             later=later,
             looks_up=looks_up,
-            root=None if later else conversation.root,
-            points=b"" if later else conversation.points,
+            root=None if later else history.root,
+            points=b"" if later else history.points,
             parks=parks,
             direct=self._settings.placement in _DIRECT,
         )
@@ -133,7 +133,7 @@ class RunningTurns:
     def engine_lost(self, engine_id: str) -> None:
         """Of what a lost engine had under way, or has ended last, it tells nothing any more."""
         for turn in [turn for turn, on in self.decoders.items() if on == engine_id]:
-            history = self._table.get(turn.conversation_id)
+            history = self._table.get(turn.history_id)
             if history is not None:
                 if history.prefiller_id is not None:
                     # It may not have come there yet: its router tells.

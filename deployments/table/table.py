@@ -22,7 +22,6 @@ from autoscale.configured import make_autoscaler
 from conserve import identity
 from conserve.admission import Admission
 from conserve.clock import unix_s
-from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.direct import Notice, Report
 from conserve.engine_scheduling import SchedulerLoad
@@ -30,6 +29,7 @@ from conserve.environments.pressure import HostPressure
 from conserve.events import EventLog, Kind
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
+from conserve.history import TurnKey, TurnStats
 from conserve.pausing import ToolReport, TooManyTools
 from conserve.placement.load import EngineLoad
 from conserve.recognition import Chain, Digest
@@ -259,7 +259,7 @@ class TableService:
     async def place(
         self,
         router_id: str,
-        conversation_id: str,
+        history_id: str,
         turn1_tokens: int,
         waited_s: float = 0.0,
         claim: int | None = None,
@@ -269,23 +269,23 @@ class TableService:
         """Bind a history for which `begin` answered `Unplaced`; waits for room.
 
         Args:
-            conversation_id: the history's.
+            history_id: the history's.
             waited_s: how long ago its first request came.
             claim: that answer's.
             tenant: as for `begin`.
             opening: what is known of the prompt beside its length.
         """
         return await self._placing.place(
-            router_id, conversation_id, turn1_tokens, waited_s, claim, tenant, opening
+            router_id, history_id, turn1_tokens, waited_s, claim, tenant, opening
         )
 
-    async def forgo(self, conversation_id: str, claim: int) -> None:
+    async def forgo(self, history_id: str, claim: int) -> None:
         """Give up placing a turn for which `begin` answered `Unplaced`.
 
         Args:
             claim: that answer's; another turn of the conversation is left alone.
         """
-        self._placing.forgo(conversation_id, claim)
+        self._placing.forgo(history_id, claim)
 
     async def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
         """Note that the remote prefill is over; ``done`` is None if it failed."""
@@ -439,8 +439,8 @@ class TableService:
                 logger.exception("housekeeping failed; it goes on")
 
     async def _tidy(self, now_s: float) -> None:
-        for conversation in self._table.expire(unix_s()):
-            self._room.has_ended(conversation, "idle")
+        for history in self._table.expire(unix_s()):
+            self._room.has_ended(history, "idle")
         for engine_id in self._registry.silent_engines(now_s):
             await self.engine_lost(engine_id, f"silent for {SILENCE_S:g} s")
         for router_id in self._registry.silent_routers(now_s):

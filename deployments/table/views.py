@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from conserve import identity
-from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
 from conserve.events import Event
 from conserve.histories.sharing import held_together
+from conserve.history import History
 from conserve.pausing import RunningTools
 from conserve.pausing.tools import Running
 from conserve.placement.load import EngineLoad
@@ -21,7 +21,7 @@ SHOWN_HISTORIES = 64
 
 
 def conversation_view(
-    histories: Sequence[Conversation],
+    histories: Sequence[History],
     now_s: float,
     tools: RunningTools,
     events: Sequence[Event] | None = None,
@@ -63,20 +63,20 @@ def conversation_view(
     }
 
 
-def _phase(histories: Sequence[Conversation]) -> str:
+def _phase(histories: Sequence[History]) -> str:
     """`reasoning` while any turn runs, `paused` while none is on a decoder, else `acting`."""
     if any(one.running for one in histories):
         return "reasoning"
     return "paused" if all(one.decoder_id is None for one in histories) else "acting"
 
 
-def _recent(histories: Sequence[Conversation]) -> Sequence[Conversation]:
+def _recent(histories: Sequence[History]) -> Sequence[History]:
     if len(histories) <= SHOWN_HISTORIES:
         return histories
     return heapq.nlargest(SHOWN_HISTORIES, histories, key=lambda one: one.last_used_s)
 
 
-def _history_view(history: Conversation, now_s: float, tools: RunningTools) -> dict[str, Any]:
+def _history_view(history: History, now_s: float, tools: RunningTools) -> dict[str, Any]:
     return {
         "phase": _phase([history]),
         "turns": history.turns,
@@ -101,14 +101,14 @@ def _tool_view(one: Running, now_s: float) -> dict[str, Any]:
     return {"tool": one.tool, **call_id, "running_s": running_s}
 
 
-def _hints_view(history: Conversation) -> dict[str, Any]:
+def _hints_view(history: History) -> dict[str, Any]:
     if history.hints is None:
         return {}
     said = dataclasses.asdict(history.hints)
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _turn_view(history: Conversation) -> dict[str, int] | None:
+def _turn_view(history: History) -> dict[str, int] | None:
     last = history.last_turn
     if last is None:
         return None

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.records import Script, TurnRequest
 from conserve.admission import Admission, Admitted, Ticket
-from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.history import TurnKey, TurnStats
 from conserve.placement import make_policy
 
 # Section 5.1: "the prefiller sustains roughly 25k input tokens per second, while each decoder
@@ -214,7 +214,7 @@ class Machine:
             else:
                 self._start(turn, answer)
         for admitted in self._admission.admit(now_s):
-            self._start(self._waiting.pop(admitted.conversation.id), admitted)
+            self._start(self._waiting.pop(admitted.history.id), admitted)
 
     def _start(self, turn: _Turn, admitted: Admitted) -> None:
         turn.key = admitted.turn

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.conversation import TurnStats
 from conserve.costs import TERMS, SpaceTimeCosts
+from conserve.history import TurnStats
 
 CAPACITY = 1000
 

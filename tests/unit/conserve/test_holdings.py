@@ -1,8 +1,8 @@
 """A decoder's own account of what it holds."""
 
 from conserve import identity
-from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.histories.points import mark
+from conserve.history import History, TurnKey, TurnStats
 from conserve.holdings import Holdings
 
 STATS = TurnStats(100, 20, 0, 96)
@@ -11,7 +11,7 @@ TAILS = (b"t" * 16,)
 MARKS = tuple(map(mark, TAILS))
 
 
-def the_only(holdings: Holdings) -> Conversation:
+def the_only(holdings: Holdings) -> History:
     (held,) = holdings.all()
     return held
 

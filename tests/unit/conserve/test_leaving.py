@@ -1,7 +1,7 @@
 """Engines that leave, in the ledger: nothing new, and what they have to its end or moved."""
 
-from conserve.conversation import TurnStats
 from conserve.conversations import ConversationTable
+from conserve.history import TurnStats
 from conserve.placement import ConversationPlacement
 
 

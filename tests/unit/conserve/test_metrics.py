@@ -5,8 +5,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from conserve.admission.waiting import WaitingLine
-from conserve.conversation import TurnStats
 from conserve.conversations import ConversationTable
+from conserve.history import TurnStats
 from conserve.metrics import Metrics, ReplicaCounts
 from conserve.placement import ConversationPlacement
 

@@ -245,8 +245,8 @@ class Engine(Process):
             also_hosts=also_hosts,
             registration=self._reporter.registering() if self.hosts else 0,
         )  # fmt: skip
-        for conversation_id, incarnation in await self._table.call("register", info):
-            self.holdings.drop(conversation_id, incarnation)
+        for history_id, incarnation in await self._table.call("register", info):
+            self.holdings.drop(history_id, incarnation)
         self._reporter.registered()
 
     async def _beat(self) -> None:
@@ -264,8 +264,8 @@ class Engine(Process):
                 if heard is None or not self._reporter.is_registered:
                     await self._register()
                     continue
-                for conversation_id, incarnation in heard.ended:
-                    self.holdings.drop(conversation_id, incarnation)
+                for history_id, incarnation in heard.ended:
+                    self.holdings.drop(history_id, incarnation)
 
     def serve(self, path: str, raw: bytes, headers: dict[str, str]) -> "Exchange":
         """Take a turn in."""

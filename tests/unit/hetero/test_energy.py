@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from conserve.conversation import TurnKey
+from conserve.history import TurnKey
 from hetero.energy import (
     BusyShare,
     EnergyBook,

@@ -3,8 +3,8 @@
 import pytest
 
 from conserve.admission import Admission, Admitted, QueueFull, Ticket
-from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.history import History, TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement, Placement
 
@@ -18,7 +18,7 @@ def a_table(*capacities: int) -> ConversationTable:
 
 
 def names(admitted: list[Admitted]) -> list[str]:
-    return [one.conversation.id for one in admitted]
+    return [one.history.id for one in admitted]
 
 
 def test_who_fits_is_bound_at_once() -> None:
@@ -27,9 +27,9 @@ def test_who_fits_is_bound_at_once() -> None:
     assert isinstance(admitted, Admitted)
     assert admitted.placement == Placement("d1", "p1")
     assert (admitted.turn1_tokens, admitted.newly_bound) == (300, True)
-    assert admitted.conversation is table.get("c")
-    assert admitted.turn == admitted.conversation.newest_turn
-    assert admitted.conversation.asked_s == 3.0
+    assert admitted.history is table.get("c")
+    assert admitted.turn == admitted.history.newest_turn
+    assert admitted.history.asked_s == 3.0
     assert table.decoders["d1"].held_tokens == 300
 
 
@@ -45,7 +45,7 @@ def test_who_does_not_fit_waits_and_goes_when_there_is_room() -> None:
     (admitted,) = admission.admit(3.0)
     assert names([admitted]) == ["second"]
     # From its first request, not from when there was room.
-    assert admitted.conversation.asked_s == 0.5
+    assert admitted.history.asked_s == 0.5
     assert len(admission.line) == 0
     assert admission.admit(4.0) == []
 
@@ -99,8 +99,8 @@ def test_a_decoder_that_is_back_has_its_conversation_whoever_waits_before_it() -
     admission = Admission(table, 8, 60)
     began = admission.enter("c", 100, 0.0)
     assert isinstance(began, Admitted)
-    table.advance(began.conversation.newest_turn, "d1", TurnStats(100, 10, 0, 0), (), 1.0)
-    held = Conversation("c", began.conversation.incarnation, 0.0, 1.0, held_tokens=110, turns=1)
+    table.advance(began.history.newest_turn, "d1", TurnStats(100, 10, 0, 0), (), 1.0)
+    held = History("c", began.history.incarnation, 0.0, 1.0, held_tokens=110, turns=1)
     table.remove_decoder("d1")
     assert isinstance(admission.enter("c", 120, 2.0), Ticket)
     table.add_decoder("d1", 1000, [held])
@@ -121,7 +121,7 @@ def test_one_that_lost_its_decoder_is_bound_again_and_counts_as_moved() -> None:
     again = admission.enter("c", 120, 1.0)
     assert isinstance(again, Admitted)
     assert again.newly_bound
-    assert again.conversation.moves == 1
+    assert again.history.moves == 1
     assert again.placement.decoder_id != began.placement.decoder_id
     assert ((began.known, began.moved), (again.known, again.moved)) == (
         (False, False),

@@ -1,8 +1,8 @@
 """Who overtakes whom: by attained service, and first come, first served."""
 
 from conserve.admission import Admission, Admitted, FirstCome, Levels, Ticket
-from conserve.conversation import TurnStats
 from conserve.conversations import ConversationTable
+from conserve.history import TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
 from conserve.settings import Settings
@@ -15,7 +15,7 @@ def an_admission(capacity: int = 1000, rise_s: float = 10.0) -> tuple[Conversati
 
 
 def names(admitted: list[Admitted]) -> list[str]:
-    return [one.conversation.id for one in admitted]
+    return [one.history.id for one in admitted]
 
 
 def test_who_has_been_served_less_goes_first() -> None:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.admission import Admission, Admitted, Pressure, Ticket, Window
-from conserve.conversation import TurnStats
 from conserve.conversations import ConversationTable
+from conserve.history import TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
 
@@ -134,9 +134,9 @@ def test_the_window_bounds_who_is_at_work() -> None:
     assert admission.active(10.0) == 3
     assert admission.admit(10.0) == []
     # It may be back, and is not at work for now.
-    assert [one.conversation.id for one in admission.admit(36.0)] == ["c3"]
+    assert [one.history.id for one in admission.admit(36.0)] == ["c3"]
     table.release("c1")
-    assert [one.conversation.id for one in admission.admit(37.0)] == ["c4"]
+    assert [one.history.id for one in admission.admit(37.0)] == ["c4"]
 
 
 def test_a_bound_conversation_does_not_ask_the_window() -> None:
@@ -157,7 +157,7 @@ def test_the_window_turns_nobody_away() -> None:
         assert isinstance(admission.enter(f"c{number}", 100, 0.0), Admitted)
     assert isinstance(admission.enter("waits", 100, 0.0), Ticket)
     assert admission.admit(49.0) == []
-    assert [one.conversation.id for one in admission.admit(50.0)] == ["waits"]
+    assert [one.history.id for one in admission.admit(50.0)] == ["waits"]
 
 
 def test_what_is_computed_again_is_pressure() -> None:

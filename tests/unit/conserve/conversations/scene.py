@@ -4,9 +4,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
+from conserve.history import History, TurnKey, TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement, PlacementPolicy
 from conserve.recognition import Chain
@@ -39,8 +39,8 @@ def chain(name: str, ends: Sequence[bytes] = ()) -> Chain:
     return Chain(root, None, tuple(ends), ends_with_root=not ends)
 
 
-def the(table: ConversationTable, conversation_id: str) -> Conversation:
-    conversation = table.get(conversation_id)
+def the(table: ConversationTable, history_id: str) -> History:
+    conversation = table.get(history_id)
     assert conversation is not None
     return conversation
 
@@ -53,17 +53,17 @@ def stats(prompt_tokens: int, output_tokens: int = 10) -> TurnStats:
 class Turn:
     """A turn that was started, as its router and decoder know it."""
 
-    conversation_id: str
+    history_id: str
     incarnation: int
     id: int
     decoder_id: str
 
     @classmethod
-    def last(cls, table: ConversationTable, conversation_id: str) -> "Turn":
-        conversation = the(table, conversation_id)
+    def last(cls, table: ConversationTable, history_id: str) -> "Turn":
+        conversation = the(table, history_id)
         assert conversation.decoder_id is not None
         return cls(
-            conversation_id,
+            history_id,
             conversation.incarnation,
             conversation.running[-1],
             conversation.decoder_id,
@@ -71,7 +71,7 @@ class Turn:
 
     @property
     def key(self) -> TurnKey:
-        return TurnKey(self.conversation_id, self.incarnation, self.id)
+        return TurnKey(self.history_id, self.incarnation, self.id)
 
     def advance(
         self, table: ConversationTable, prompt_tokens: int,
@@ -81,12 +81,12 @@ class Turn:
 
     def abandon(
         self, table: ConversationTable, seen: TurnStats | None = None, now_s: float = 0
-    ) -> Conversation | None:
+    ) -> History | None:
         return table.abandon(self.key, self.decoder_id if seen else None, seen, now_s)
 
 
 def start(
-    table: ConversationTable, conversation_id: str, turn1_tokens: int = 100, now_s: float = 0,
+    table: ConversationTable, history_id: str, turn1_tokens: int = 100, now_s: float = 0,
     like: str | None = None,
 ) -> Turn:  # fmt: skip
     """A turn of the conversation, bound first where it has to be.
@@ -94,18 +94,18 @@ def start(
     Args:
         like: it begins as the conversation of this name does; None: as no other.
     """
-    if table.begin(conversation_id, now_s) is None:
-        opening = Opening(chain(like or conversation_id))
-        assert table.bind(conversation_id, turn1_tokens, now_s, opening=opening) is not None
-    return Turn.last(table, conversation_id)
+    if table.begin(history_id, now_s) is None:
+        opening = Opening(chain(like or history_id))
+        assert table.bind(history_id, turn1_tokens, now_s, opening=opening) is not None
+    return Turn.last(table, history_id)
 
 
 def turn(
-    table: ConversationTable, conversation_id: str, prompt_tokens: int = 100,
+    table: ConversationTable, history_id: str, prompt_tokens: int = 100,
     tails: tuple[bytes, ...] = (), now_s: float = 0, like: str | None = None,
 ) -> Turn:  # fmt: skip
     """A whole turn."""
-    started = start(table, conversation_id, prompt_tokens, now_s, like)
+    started = start(table, history_id, prompt_tokens, now_s, like)
     assert started.advance(table, prompt_tokens, tails, now_s)
     return started
 
@@ -114,8 +114,8 @@ def held(table: ConversationTable) -> dict[str, tuple[int, int]]:
     return {d.id: (d.held_tokens, d.conversations) for d in table.decoders.values()}
 
 
-def binding(table: ConversationTable, conversation_id: str) -> str | None:
-    return the(table, conversation_id).decoder_id
+def binding(table: ConversationTable, history_id: str) -> str | None:
+    return the(table, history_id).decoder_id
 
 
 def listed(table: ConversationTable) -> list[str]:

@@ -20,8 +20,8 @@ from tests.unit.conserve.conversations.scene import (
 
 def test_idle_ones_end_the_longest_unused_first() -> None:
     table = a_table()
-    for now_s, conversation_id in enumerate("abc"):
-        turn(table, conversation_id, now_s=now_s)
+    for now_s, history_id in enumerate("abc"):
+        turn(table, history_id, now_s=now_s)
     turn(table, "a", now_s=10)
     assert table.expire(1 + IDLE_S - 0.01) == []
     assert [c.id for c in table.expire(2 + IDLE_S)] == ["b", "c"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from conserve.conversation import TurnKey
+from conserve.history import TurnKey
 from conserve.placement import Placement
 from tests.unit.conserve.conversations.scene import (
     OTHER_TAILS,
@@ -112,8 +112,8 @@ def test_concurrent_turns_of_one_conversation() -> None:
 
 def test_those_that_live_are_listed_with_when_they_were_used() -> None:
     table = a_table()
-    for now_s, conversation_id in enumerate("abca"):
-        turn(table, conversation_id, now_s=now_s)
+    for now_s, history_id in enumerate("abca"):
+        turn(table, history_id, now_s=now_s)
     assert {c.id: c.last_used_s for c in table.live()} == {"a": 3, "b": 1, "c": 2}
     table.release("b")
     assert {c.id for c in table.live()} == {"a", "c"}

@@ -60,7 +60,7 @@ def test_an_answer_a_cut_turn_and_an_end_say_that_a_prefill_is_over() -> None:
     for name, over in (
         ("answered", lambda turn: table.answered(turn.key, 0.1)),
         ("cut", lambda turn: turn.abandon(table)),
-        ("lost", lambda turn: table.release(turn.conversation_id)),
+        ("lost", lambda turn: table.release(turn.history_id)),
     ):
         # A decoder's own; then a prefiller's, where the decoder is busy.
         for engine_id in ("d1", "p1"):
@@ -70,7 +70,7 @@ def test_an_answer_a_cut_turn_and_an_end_say_that_a_prefill_is_over() -> None:
             over(turn)
             if (name, engine_id) not in (("answered", "p1"), ("lost", "d1")):
                 assert backlog(table, engine_id, 0.0) == 0, name
-            table.release(turn.conversation_id)
+            table.release(turn.history_id)
             loads_of(table).says(engine_id, EngineLoad(), 0.0)
 
 
@@ -101,7 +101,7 @@ def test_who_ends_or_is_unbound_sends_no_turn_there() -> None:
     for turn in turns:
         turn.advance(table, 100)
     assert loads_of(table).work("d1", 0.0).conversations == 2
-    table.release(turns[0].conversation_id)
+    table.release(turns[0].history_id)
     assert loads_of(table).work("d1", 0.0).conversations == 1
     # The decoder goes, and what is idle there is bound nowhere.
     table.leave("d1")

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from conserve import identity
-from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.histories.points import mark
+from conserve.history import History, TurnStats
 from conserve.placement import ConversationPlacement
 from tests.unit.conserve.conversations.scene import (
     IDLE_S,
@@ -68,7 +68,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.decoders: set[str] = set()
         self.prefillers: set[str] = set()
         self.history: list[Turn] = []
-        self.accounts: dict[str, list[Conversation]] = {}  # of decoders that are away
+        self.accounts: dict[str, list[History]] = {}  # of decoders that are away
         self.now_s = 0.0
 
     # What the model says.
@@ -80,14 +80,14 @@ class AnyOrder(RuleBasedStateMachine):
         return sum(k.held for k in self.on(decoder_id))
 
     def current(self, reported: Turn) -> Known | None:
-        known = self.known.get(reported.conversation_id)
+        known = self.known.get(reported.history_id)
         return known if known and known.incarnation == reported.incarnation else None
 
-    def started(self, conversation_id: str) -> None:
-        started = Turn.last(self.table, conversation_id)
+    def started(self, history_id: str) -> None:
+        started = Turn.last(self.table, history_id)
         assert all(started.id != earlier.id for earlier in self.history)
         self.history.append(started)
-        known = self.known[conversation_id]
+        known = self.known[history_id]
         known.running.add(started.id)
         known.last_used_s = self.now_s
 
@@ -107,41 +107,41 @@ class AnyOrder(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
 
-    @rule(conversation_id=IDS, tokens=TOKENS)
-    def bind(self, conversation_id: str, tokens: int) -> None:
-        known = self.known.get(conversation_id)
+    @rule(history_id=IDS, tokens=TOKENS)
+    def bind(self, history_id: str, tokens: int) -> None:
+        known = self.known.get(history_id)
         if known is not None and known.decoder is not None:
             with pytest.raises(ValueError, match="is bound"):
-                self.table.bind(conversation_id, tokens, self.now_s)
+                self.table.bind(history_id, tokens, self.now_s)
             return
         fitting = {
             d: self.tokens_on(d) / CAPACITY[d]
             for d in self.decoders
             if not self.on(d) or self.tokens_on(d) + tokens <= CAPACITY[d]
         }
-        opening = Opening(chain(conversation_id))
-        placement = self.table.bind(conversation_id, tokens, self.now_s, opening=opening)
+        opening = Opening(chain(history_id))
+        placement = self.table.bind(history_id, tokens, self.now_s, opening=opening)
         if placement is None:
             assert not fitting
             return
         assert fitting[placement.decoder_id] == min(fitting.values())
         assert (placement.prefiller_id is None) == (not self.prefillers)
         if known is None:
-            incarnation = the(self.table, conversation_id).incarnation
-            known = self.known[conversation_id] = Known(incarnation, self.now_s)
+            incarnation = the(self.table, history_id).incarnation
+            known = self.known[history_id] = Known(incarnation, self.now_s)
         else:
             known.moves += 1
         known.decoder, known.held, known.promised = placement.decoder_id, tokens, True
         known.prefill = (placement.prefiller_id, tokens) if placement.prefiller_id else None
-        self.started(conversation_id)
+        self.started(history_id)
 
-    @rule(conversation_id=IDS)
-    def begin(self, conversation_id: str) -> None:
-        known = self.known.get(conversation_id)
-        begun = self.table.begin(conversation_id, self.now_s)
+    @rule(history_id=IDS)
+    def begin(self, history_id: str) -> None:
+        known = self.known.get(history_id)
+        begun = self.table.begin(history_id, self.now_s)
         assert (begun is not None) == (known is not None and known.decoder is not None)
         if begun is not None:
-            self.started(conversation_id)
+            self.started(history_id)
 
     @precondition(lambda self: self.history)
     @rule(data=st.data())
@@ -180,20 +180,20 @@ class AnyOrder(RuleBasedStateMachine):
             or (seen and reported.id > known.finished and reported.decoder_id == known.decoder)
         ):
             self.ended(known, reported, seen)
-        unreachable = reported.conversation_id in UNNAMED and known and not known.turns
+        unreachable = reported.history_id in UNNAMED and known and not known.turns
         nothing_left = (
             known is not None and not known.running and bool(not known.reached or unreachable)
         )
         assert (ended is not None) == nothing_left
         if nothing_left:
-            del self.known[reported.conversation_id]
+            del self.known[reported.history_id]
         elif known is not None and not known.running and known.promised:
             known.decoder, known.held, known.promised = None, 0, False
 
-    @rule(conversation_id=IDS)
-    def release(self, conversation_id: str) -> None:
-        released = self.table.release(conversation_id)
-        assert (released is not None) == (self.known.pop(conversation_id, None) is not None)
+    @rule(history_id=IDS)
+    def release(self, history_id: str) -> None:
+        released = self.table.release(history_id)
+        assert (released is not None) == (self.known.pop(history_id, None) is not None)
 
     @rule()
     def expire(self) -> None:
@@ -205,8 +205,8 @@ class AnyOrder(RuleBasedStateMachine):
         ended = self.table.expire(self.now_s)
         assert {c.id for c in ended} == idle
         assert [c.last_used_s for c in ended] == sorted(c.last_used_s for c in ended)
-        for conversation_id in idle:
-            del self.known[conversation_id]
+        for history_id in idle:
+            del self.known[history_id]
 
     @rule(prefiller_id=PREFILLER_IDS)
     def add_prefiller(self, prefiller_id: str) -> None:
@@ -221,7 +221,7 @@ class AnyOrder(RuleBasedStateMachine):
             if known.prefill and known.prefill[0] == prefiller_id:
                 known.prefill = None
 
-    def account_of(self, decoder_id: str, arrived: bool = True) -> list[Conversation]:
+    def account_of(self, decoder_id: str, arrived: bool = True) -> list[History]:
         """What the decoder would say that it holds.
 
         Args:
@@ -242,7 +242,7 @@ class AnyOrder(RuleBasedStateMachine):
                 account.append(own)
         return account
 
-    def adopted(self, decoder_id: str, account: list[Conversation]) -> list[str]:
+    def adopted(self, decoder_id: str, account: list[History]) -> list[str]:
         """Take an account over into the model; returns those that live elsewhere or ended."""
         foreign = []
         for own in account:
@@ -309,26 +309,26 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.table.add_decoder(decoder_id, CAPACITY[decoder_id], given) == []
             self.adopted(decoder_id, account)
 
-    @rule(digest=DIGESTS, conversation_id=IDS)
-    def recognise(self, digest: bytes, conversation_id: str) -> None:
-        known = self.known.get(conversation_id)
-        found = self.table.recognise(chain(conversation_id, [digest]), conversation_id)
+    @rule(digest=DIGESTS, history_id=IDS)
+    def recognise(self, digest: bytes, history_id: str) -> None:
+        known = self.known.get(history_id)
+        found = self.table.recognise(chain(history_id, [digest]), history_id)
         idle = known is not None and not known.running
         continued = idle and known is not None and mark(digest) in known.tails
         # Without any, all that it has is its first prompt, which its client tries again.
         tried_again = idle and known is not None and not known.tails
-        assert found == (conversation_id if continued or tried_again else None)
-        if conversation_id in UNNAMED:
-            unnamed = self.table.recognise(chain(conversation_id, [digest]))
-            assert unnamed == (conversation_id if continued else None)
+        assert found == (history_id if continued or tried_again else None)
+        if history_id in UNNAMED:
+            unnamed = self.table.recognise(chain(history_id, [digest]))
+            assert unnamed == (history_id if continued else None)
 
     # What must hold after each.
 
     @invariant()
     def each_conversation_is_as_the_model_has_it(self) -> None:
         assert len(self.table) == len(self.known)
-        for conversation_id, known in self.known.items():
-            conversation = the(self.table, conversation_id)
+        for history_id, known in self.known.items():
+            conversation = the(self.table, history_id)
             assert conversation.decoder_id == known.decoder
             assert conversation.incarnation == known.incarnation
             assert conversation.held_tokens == known.held
@@ -375,8 +375,8 @@ class AnyOrder(RuleBasedStateMachine):
                 assert len(own) == len(mine)
 
     def teardown(self) -> None:
-        for conversation_id in list(self.known):
-            self.table.release(conversation_id)
+        for history_id in list(self.known):
+            self.table.release(history_id)
         assert len(self.table) == self.table.reasoning == self.table.active(self.now_s) == 0
         assert set(held(self.table).values()) <= {(0, 0)}
         assert not any(p.queued_tokens for p in self.table.prefillers.values())

@@ -4,8 +4,8 @@ import copy
 from collections.abc import Iterable
 from dataclasses import replace
 
-from conserve.conversation import Conversation
 from conserve.conversations import ConversationTable
+from conserve.history import History
 from conserve.holdings import Holdings
 from conserve.placement import ConversationPlacement
 from tests.unit.conserve.conversations.scene import (
@@ -32,23 +32,23 @@ class Decoders:
         self.table = table
         self.holdings = {decoder_id: Holdings() for decoder_id in table.decoders}
 
-    def turn(self, conversation_id: str, tokens: int, tails: tuple[bytes, ...]) -> None:
-        started = start(self.table, conversation_id, tokens)
-        own = self.holdings[binding(self.table, conversation_id) or ""]
-        history = the(self.table, conversation_id)
+    def turn(self, history_id: str, tokens: int, tails: tuple[bytes, ...]) -> None:
+        started = start(self.table, history_id, tokens)
+        own = self.holdings[binding(self.table, history_id) or ""]
+        history = the(self.table, history_id)
         own.begin(started.key, history.root, history.points)
         own.finish(started.key, stats(tokens), tails, completed=True)
         started.advance(self.table, tokens, tails)
 
-    def leave_running(self, conversation_id: str) -> Turn:
-        started = start(self.table, conversation_id)
-        own = self.holdings[binding(self.table, conversation_id) or ""]
+    def leave_running(self, history_id: str) -> Turn:
+        started = start(self.table, history_id)
+        own = self.holdings[binding(self.table, history_id) or ""]
         own.begin(started.key)
         return started
 
 
 def successor(
-    accounts: Iterable[tuple[str, list[Conversation]]], first_id: int = 10_000
+    accounts: Iterable[tuple[str, list[History]]], first_id: int = 10_000
 ) -> ConversationTable:
     table = ConversationTable(ConversationPlacement(), IDLE_S, TURN_S, first_id)
     table.add_prefiller("p1")
@@ -138,8 +138,8 @@ def test_a_turn_counted_by_its_decoder_is_not_counted_again_after_the_tables_los
 
 
 def test_a_rebuilt_table_ends_idle_ones() -> None:
-    def account(conversation_id: str, last_used_s: float) -> Conversation:
-        return Conversation(conversation_id, 1, 0, last_used_s, packed=stats(10).pack())
+    def account(history_id: str, last_used_s: float) -> History:
+        return History(history_id, 1, 0, last_used_s, packed=stats(10).pack())
 
     rebuilt = successor([("d1", [account("a", 30), account("b", 10)]), ("d2", [account("c", 20)])])
     assert {c.id for c in rebuilt.live()} == {"a", "b", "c"}
@@ -204,8 +204,8 @@ def test_a_conversations_history_outlasts_its_decoders_return() -> None:
 
 
 def test_a_successors_numbers_are_above_those_it_hears_of() -> None:
-    account = Conversation("c", 900, 0, 0, running=(905,), packed=stats(10).pack())
-    other = Conversation("o", 901, 0, 0, finished=908, packed=stats(10).pack())
+    account = History("c", 900, 0, 0, running=(905,), packed=stats(10).pack())
+    other = History("o", 901, 0, 0, finished=908, packed=stats(10).pack())
     rebuilt = successor([("d1", [account, other])], first_id=902)
     assert start(rebuilt, "new").id > 908
     assert the(rebuilt, "new").incarnation > 908

@@ -106,4 +106,4 @@ def test_all_decoders_are_heard_on_which_the_turn_before_may_just_have_ended() -
     assert table.to_be_heard(third, "named") == set()
     assert last["d1"].advance(table, 200, tails=(b"y" * 16,))
     assert table.to_be_heard(third, None) == {"d2"}
-    assert table.recognise(third) == last["d1"].conversation_id
+    assert table.recognise(third) == last["d1"].history_id

@@ -10,11 +10,11 @@ from hashlib import blake2b
 from typing import Any
 
 from conserve import identity
-from conserve.conversation import TurnKey, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.direct import Began, Continued, Desk, Ended, Home, Homes, Notice, Report, is_direct
 from conserve.histories.kinship import Opening
 from conserve.histories.points import mark
+from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.pausing import Pausing
 from conserve.placement import Placement
@@ -364,7 +364,7 @@ class World:
         assert history not in self.ended, "a turn goes on with what has ended"
         if client.chats:
             assert mark(self.newest[history]) == mark(asked.end), "it goes on with an old answer"
-        known = self.table.get(turn.conversation_id)
+        known = self.table.get(turn.history_id)
         if known is not None and known.incarnation == turn.incarnation:
             assert known.decoder_id in (decoder.id, None), "it has moved"
             if known.decoder_id is None:

@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from conserve import identity
 from conserve.apis import CHAT, MESSAGES, RESPONSES
-from conserve.conversation import TurnStats
 from conserve.conversations import ConversationTable
 from conserve.histories import points
 from conserve.histories.kinship import Opening
+from conserve.history import TurnStats
 from conserve.placement import NOTHING_SHARED, Placement, PlacementPolicy, Shared
 from conserve.recognition import Beginning, chain_of
 from conserve.recognition.apis import heard
@@ -214,7 +214,7 @@ class Trees(RuleBasedStateMachine):
         one = self.known[data.draw(st.sampled_from(running))]
         assert one.turn is not None
         said = (*one.asked, ("assistant", answer))
-        base = the(self.table, one.turn.conversation_id).base
+        base = the(self.table, one.turn.history_id).base
         # On a further turn, all that was there; on the first, what others had there.
         cached = 0 if base is None else base.tokens
         if not one.promised:

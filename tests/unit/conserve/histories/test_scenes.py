@@ -4,10 +4,10 @@ import copy
 
 import pytest
 
-from conserve.conversation import TurnStats
 from conserve.conversations import ConversationTable
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
+from conserve.history import TurnStats
 from conserve.placement import ConversationPlacement, Placement
 from conserve.recognition import Chain, chain_of
 from tests.unit.conserve.conversations.scene import (

@@ -10,11 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conserve.activity import RECENT_S
-from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.histories.sharing import Going, Prefix
+from conserve.history import History, TurnStats
 from conserve.pausing import Idle, Memory, Pausing
 from conserve.placement import ConversationPlacement
 from tests.unit.conserve.conversations.scene import Turn, a_table, chain, start, the
@@ -453,8 +453,8 @@ def test_a_decoder_that_returns_with_an_older_record_is_to_forget_it() -> None:
 def test_a_new_table_takes_the_newest_record_though_its_turn_runs() -> None:
     policy = ConversationPlacement()
     table = ConversationTable(policy, 100.0, first_id=1000, pausing=Pausing())
-    old = Conversation("a", 7, 0.0, 0.0, held_tokens=300, turns=2, finished=5)
-    new = Conversation("a", 7, 1.0, 1.0, running=(9,))
+    old = History("a", 7, 0.0, 0.0, held_tokens=300, turns=2, finished=5)
+    new = History("a", 7, 1.0, 1.0, running=(9,))
     assert table.add_decoder("d1", 1000, [old]) == []
     assert table.add_decoder("d2", 1000, [new]) == []
     assert the(table, "a").decoder_id == "d2"
@@ -489,13 +489,13 @@ def test_what_comes_free_is_what_nobody_who_stays_begins_with(
             base.users += 1
     histories = []
     for number, at in enumerate(bases):
-        one = Conversation(f"{number}", 1, 0.0, 0.0, held_tokens=1000 + number)
+        one = History(f"{number}", 1, 0.0, 0.0, held_tokens=1000 + number)
         one.base = prefixes[at] if 0 <= at < len(prefixes) else None
         if one.base is not None:
             one.base.users += 1
         histories.append(one)
 
-    def reached(of: list[Conversation]) -> int:
+    def reached(of: list[History]) -> int:
         tokens, seen = 0, set()
         for one in of:
             node = one.base
@@ -510,7 +510,7 @@ def test_what_comes_free_is_what_nobody_who_stays_begins_with(
     # Such as nobody begins with are none.
     assume(len(used) == len(prefixes) and all(_leads_to(histories, one) for one in used))
     going = Going()
-    gone: list[Conversation] = []
+    gone: list[History] = []
     for one in data.draw(st.permutations(histories)):
         going.add(one)
         gone.append(one)
@@ -523,7 +523,7 @@ def test_what_comes_free_is_what_nobody_who_stays_begins_with(
         assert going.tokens == reached(histories) - reached(stay)
 
 
-def _leads_to(histories: list[Conversation], prefix: Prefix) -> bool:
+def _leads_to(histories: list[History], prefix: Prefix) -> bool:
     for one in histories:
         node = one.base
         while node is not None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
 from conserve.events import EventLog
+from conserve.history import History, TurnStats
 from conserve.holdings import Holdings
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
@@ -192,7 +192,7 @@ def test_it_counts_since_when_a_copy_lies_there_not_since_when_its_history_was_u
     # It goes on, on its decoder alone; meanwhile others have come.
     turn = start(table, "a", 650, NOW_S)
     assert table.advance(turn.key, turn.decoder_id, TurnStats(640, 10, 600, 0), (), NOW_S)
-    memory_of(table).parked(Conversation("other", 99, NOW_S, NOW_S), 400)
+    memory_of(table).parked(History("other", 99, NOW_S, NOW_S), 400)
     assert table.bind("new", 700, NOW_S + 1) is None
     # A turn that takes it from there has it stay.
     turn = start(table, "a", 660, NOW_S)

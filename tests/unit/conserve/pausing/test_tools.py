@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.conversation import Conversation, TurnStats
 from conserve.conversations import ConversationTable
+from conserve.history import History, TurnStats
 from conserve.pausing import Pausing, RunningTools, ToolReport, TooManyTools, tool_called
 from conserve.pausing.tools import MOST_NAME_CHARS, MOST_RUNNING, Wait
 from tests.unit.conserve.conversations.scene import Turn, a_table, start, the
@@ -229,7 +229,7 @@ def test_nothing_reported_is_left_of_a_conversation_that_ends() -> None:
 
 def test_a_report_is_of_the_history_that_called() -> None:
     tools = RunningTools()
-    first, second = (Conversation(name, 1, 0.0, 0.0) for name in ("first", "second"))
+    first, second = (History(name, 1, 0.0, 0.0) for name in ("first", "second"))
     first.tool, second.tool = "bash,read", "search"
     second.last_used_s = 9.0
     both = [first, second]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.conversation import Conversation, TurnStats
+from conserve.history import History, TurnStats
 from conserve.placement import (
     NOTHING_SHARED,
     Appended,
@@ -78,7 +78,7 @@ def placed(
     loads: Loads, where: Placement, late_s: float, at_s: float, arrives: bool = True
 ) -> None:
     """A prompt of 4,000 tokens is placed, and answered later than it should be."""
-    history = Conversation("c", 1, at_s, at_s, decoder_id="d1", promised=True)
+    history = History("c", 1, at_s, at_s, decoder_id="d1", promised=True)
     loads.placed(history.id, 4_000, where, NOTHING_SHARED, at_s)
     estimated_s = 4.0 if where == AT_HOME else 4.04
     ended_s = at_s + estimated_s + late_s + 7.0
@@ -124,7 +124,7 @@ def test_a_price_that_was_paid_keeps_prompts_at_home() -> None:
 def test_what_did_not_arrive_or_did_not_end_says_nothing() -> None:
     loads = Loads(COSTS)
     placed(loads, HANDED_OVER, 4.0, 0.0, arrives=False)
-    history = Conversation("cut", 1, 0.0, 0.0, decoder_id="d1", promised=True)
+    history = History("cut", 1, 0.0, 0.0, decoder_id="d1", promised=True)
     loads.placed(history.id, 4_000, HANDED_OVER, NOTHING_SHARED, 20.0)
     loads.turn_ended(history, None, 40.0)
     # Its next turn has nothing to do with that; nor is it known when this one's token came.
@@ -151,7 +151,7 @@ def test_prompts_that_never_end_are_not_kept_in_mind_for_ever() -> None:
     for number in range(3_000):
         loads.placed(str(number), 4_000, HANDED_OVER, NOTHING_SHARED, 5.0 * number)
     for number in range(3_000):
-        history = Conversation(str(number), 1, 0.0, 0.0, decoder_id="d1", promised=True)
+        history = History(str(number), 1, 0.0, 0.0, decoder_id="d1", promised=True)
         loads.turn_ended(history, TurnStats(4_000, 100, 0, 3_840, decode_s=0.0), 20_000.0)
         if number == 1_000:
             assert loads.price() == Price()

@@ -17,9 +17,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from conserve import wire
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TURN_PATHS, form_of
 from conserve.clock import unix_s
-from conserve.conversation import TurnKey, TurnStats
 from conserve.direct import Desk, Ended, Notice
 from conserve.embedded import model_path
+from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.wire import Emitted
 from deployments.engine.load import ALL_TOKENS, LoadMeter

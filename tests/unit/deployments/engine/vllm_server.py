@@ -88,7 +88,7 @@ class Server:
         self.tokenizer = renderer.tokenizer
         observe_engine(self, LoadMeter({}))
         self.holdings = Holdings()
-        self.conversation_id = identity.new_id()
+        self.history_id = identity.new_id()
         models: Any = OpenAIServingModels(self, [BaseModelPath(MODEL, str(model_path()))])  # type: ignore[arg-type]
         app = FastAPI()
         for given, name, serving in (
@@ -164,7 +164,7 @@ class Server:
         """
         asked = read(path, body)
         told = {
-            wire.CONVERSATION_HEADER: self.conversation_id,
+            wire.CONVERSATION_HEADER: self.history_id,
             wire.INCARNATION_HEADER: "1",
             wire.TURN_HEADER: "256",
             wire.RECOGNISE_HEADER: "1",

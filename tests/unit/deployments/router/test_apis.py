@@ -432,7 +432,7 @@ def test_a_decoder_keeps_what_it_was_to_keep(
     assert code == (200 if kept else 404)
     if kept:
         found = json.loads(body)
-        assert (found["conversation_id"], found["request"]) == ("acme\tc", request)
+        assert (found["history_id"], found["request"]) == ("acme\tc", request)
         assert {name: found["response"][name] for name in response} == response
     assert exchange(keeper, {**told, "method": "DELETE"})[0] == (204 if kept else 404)
     assert exchange(keeper, {**told, "method": "GET"})[0] == 404

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from conserve import wire
-from conserve.conversation import TurnKey
 from conserve.direct import Homes
+from conserve.history import TurnKey
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from deployments.messages import TurnPlan

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from conserve import identity, wire
-from conserve.conversation import TurnKey
 from conserve.errors import ApiError
+from conserve.history import TurnKey
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from conserve.wire import Emitted
@@ -361,9 +361,9 @@ def test_a_turn_that_was_let_in_is_held_to_no_limit_again(tmp_path: Path) -> Non
 
 def test_every_chat_is_recognised_by_its_messages() -> None:
     """A conversation that was named too: it may have several histories."""
-    for conversation_id in ("task-42", identity.scoped("acme", identity.new_id())):
+    for history_id in ("task-42", identity.scoped("acme", identity.new_id())):
         engines = Engines(die=set())
-        ask(Table(id=conversation_id), engines)
+        ask(Table(id=history_id), engines)
         ((sent, _),) = engines.got
         assert wire.RECOGNISE_HEADER in sent
 

@@ -4,9 +4,9 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from conserve.conversation import TurnKey, TurnStats
 from conserve.direct import Began, Ended, Report
 from conserve.histories.kinship import Opening
+from conserve.history import TurnKey, TurnStats
 from conserve.recognition import Chain
 from conserve.settings import Settings
 from deployments.messages import TurnPlan, Unplaced
@@ -32,9 +32,7 @@ async def bound(service: TableService, name: str = "c") -> TurnPlan:
     chain = Chain(ROOT, None, (), True)
     answer = await service.begin("r", name, chain)
     assert isinstance(answer, Unplaced)
-    plan = await service.place(
-        "r", answer.conversation_id, 100, 0.0, answer.claim, None, Opening(chain)
-    )
+    plan = await service.place("r", answer.history_id, 100, 0.0, answer.claim, None, Opening(chain))
     assert isinstance(plan, TurnPlan)
     await service.prefilled(plan, None)
     await told(service, plan.decoder_id, 1, Ended(plan.turn, STATS, (FIRST,), True))

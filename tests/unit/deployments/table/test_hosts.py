@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 
-from conserve.conversation import Conversation, TurnStats
+from conserve.history import History, TurnStats
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.wire import Role
@@ -137,7 +137,7 @@ def test_what_a_lost_one_had_goes_on_elsewhere_and_its_queue_is_gone() -> None:
 def test_a_new_table_learns_what_it_holds() -> None:
     async def scenario() -> None:
         service = TableService(Settings(placement="elastic"))
-        held = Conversation("c", 1, 0.0, 0.0)
+        held = History("c", 1, 0.0, 0.0)
         held.held_tokens, held.turns = 110, 1
         assert await service.register(engine("p", "prefiller", holds=[held])) == []
         await service.register(engine("d", "decoder"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conserve import identity
-from conserve.conversation import TurnKey, TurnStats
+from conserve.history import TurnKey, TurnStats
 from conserve.pausing import ToolReport
 from conserve.settings import Settings
 from conserve.tenants import Limits
@@ -52,8 +52,8 @@ class World:
     gone: set[str] = field(default_factory=set)
     limits: Limits = field(default_factory=Limits)
 
-    def tenant(self, conversation_id: str) -> TurnTenant:
-        return TurnTenant(str(identity.tenant_of(conversation_id)), self.limits)
+    def tenant(self, history_id: str) -> TurnTenant:
+        return TurnTenant(str(identity.tenant_of(history_id)), self.limits)
 
     def within_limits(self) -> None:
         """No tenant has more than it may, nor ever counts as having less than nothing."""
@@ -111,16 +111,16 @@ class World:
             return None
         fate = draw.random()
         if fate < 0.15:
-            await self.service.forgo(asked.conversation_id, asked.claim)
+            await self.service.forgo(asked.history_id, asked.claim)
             return None
         placing = asyncio.ensure_future(
             self.service.place(
                 router,
-                asked.conversation_id,
+                asked.history_id,
                 tokens,
                 draw.random(),
                 asked.claim,
-                self.tenant(asked.conversation_id),
+                self.tenant(asked.history_id),
             )
         )
         if fate < 0.4:
@@ -128,7 +128,7 @@ class World:
             for _ in range(draw.randrange(5)):
                 await asyncio.sleep(0)
             if router not in self.gone:
-                await self.service.forgo(asked.conversation_id, asked.claim)
+                await self.service.forgo(asked.history_id, asked.claim)
         try:
             answer = await placing
         except asyncio.CancelledError:

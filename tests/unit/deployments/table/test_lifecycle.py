@@ -23,7 +23,7 @@ async def _scene() -> tuple[Lifecycle, Lifecycle, Lifecycle]:
     async def place(name: str, tokens: int) -> object:
         begun = await table.begin("r", name, None)
         assert isinstance(begun, Unplaced)
-        return await table.place("r", begun.conversation_id, tokens, 0.0, begun.claim)
+        return await table.place("r", begun.history_id, tokens, 0.0, begun.claim)
 
     assert isinstance(await place("bound", 900), TurnPlan)
     waiting = []

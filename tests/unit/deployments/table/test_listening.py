@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from conserve.conversation import TurnStats
 from conserve.events import EventLog
+from conserve.history import TurnStats
 from conserve.placement import EngineLoad
 from conserve.settings import Settings
 from deployments.messages import EventPage, Prefilled, TurnPlan, TurnTiming, Unplaced

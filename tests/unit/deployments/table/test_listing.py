@@ -6,7 +6,7 @@ import random
 
 from conserve import identity
 from conserve.clock import unix_s
-from conserve.conversation import Conversation
+from conserve.history import History
 from conserve.pausing import RunningTools
 from conserve.settings import Settings
 from deployments.messages import EngineInfo, Unplaced
@@ -14,10 +14,10 @@ from deployments.table.listing import list_recent
 from deployments.table.table import TableService
 
 
-def conversations(count: int) -> list[Conversation]:
+def conversations(count: int) -> list[History]:
     """With times at which they were last used that are not in order; some are the same."""
     rng = random.Random(count)
-    found = [Conversation(f"c{number}", number, 0.0, 0.0) for number in range(count)]
+    found = [History(f"c{number}", number, 0.0, 0.0) for number in range(count)]
     for one in found:
         one.last_used_s = float(rng.randrange(count))
     return found
@@ -26,24 +26,24 @@ def conversations(count: int) -> list[Conversation]:
 class Table:
     """What of a table is looked at."""
 
-    def __init__(self, found: list[Conversation]) -> None:
+    def __init__(self, found: list[History]) -> None:
         self.found = {one.id: one for one in found}
         self.groups: dict[str, list[str]] = {}
         self.tools = RunningTools()
         for one in found:
             self.groups.setdefault(identity.conversation_of(one.id), []).append(one.id)
 
-    def live(self) -> list[Conversation]:
+    def live(self) -> list[History]:
         return list(self.found.values())
 
     def has_several(self, history_id: str) -> bool:
         return len(self.groups[identity.conversation_of(history_id)]) > 1
 
-    def histories(self, conversation_id: str) -> list[Conversation]:
+    def histories(self, conversation_id: str) -> list[History]:
         return [self.found[id] for id in self.groups[conversation_id] if id in self.found]
 
 
-def listed(found: list[Conversation], limit: int) -> list[str]:
+def listed(found: list[History], limit: int) -> list[str]:
     raw = asyncio.run(list_recent(Table(found), limit, 0.0))  # type: ignore[arg-type]
     return [one["id"] for one in json.loads(raw)]
 
@@ -90,7 +90,7 @@ def test_what_ends_meanwhile_is_left_out() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         del table.found[newest.id]
-        table.found["new"] = Conversation("new", 20_000, 0.0, 1e9)
+        table.found["new"] = History("new", 20_000, 0.0, 1e9)
         return [one["id"] for one in json.loads(await listing)]
 
     ids = asyncio.run(scenario())
@@ -99,10 +99,10 @@ def test_what_ends_meanwhile_is_left_out() -> None:
     assert "new" not in ids
 
 
-def a_shared_name(count: int) -> list[Conversation]:
+def a_shared_name(count: int) -> list[History]:
     """One conversation of many histories, the first used last."""
     ids = ["shared", *(identity.further("shared", number) for number in range(1, count))]
-    return [Conversation(id, at, float(at), float(count - at)) for at, id in enumerate(ids)]
+    return [History(id, at, float(at), float(count - at)) for at, id in enumerate(ids)]
 
 
 def test_of_a_name_that_many_share_the_newest_histories_are_shown() -> None:

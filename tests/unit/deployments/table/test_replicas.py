@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from autoscale.scaling import Scaling
-from conserve.conversation import TurnStats
+from conserve.history import TurnStats
 from conserve.settings import Settings
 from conserve.wire import Role
 from deployments.messages import EngineInfo, Heard, TurnPlan, Unplaced

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from conserve.conversation import Conversation, TurnKey, TurnStats
 from conserve.histories.kinship import Opening
+from conserve.history import History, TurnKey, TurnStats
 from conserve.pausing import ToolReport
 from conserve.pausing.tools import MOST_RUNNING
 from conserve.placement import EngineLoad
@@ -75,7 +75,7 @@ def test_a_conversation_waits_once_for_room() -> None:
         await service.release("full")
         placed = await first
         assert isinstance(placed, TurnPlan)
-        assert (placed.turn.conversation_id, placed.decoder_id) == ("c", "decoder#1")
+        assert (placed.turn.history_id, placed.decoder_id) == ("c", "decoder#1")
         # Nothing is left in the way of its next turn.
         assert isinstance(await asyncio.wait_for(service.begin("r", "c", []), 5), TurnPlan)
 
@@ -135,7 +135,7 @@ def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
 
     async def scenario() -> None:
         service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
-        held = Conversation("c", 1, 0.0, 0.0, turns=3, held_tokens=10)
+        held = History("c", 1, 0.0, 0.0, turns=3, held_tokens=10)
         await service.register(engine("prefiller"))
         await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
         plan = await service.begin("r", "c", [])
@@ -441,14 +441,14 @@ def test_a_cut_first_turn_counts_only_if_the_conversation_can_go_on(named: bool)
         await service.release("full")
         asked = await service.begin("r", "task-42" if named else None, [])
         assert isinstance(asked, Unplaced)
-        plan = await service.place("r", asked.conversation_id, TOKENS)
+        plan = await service.place("r", asked.history_id, TOKENS)
         assert isinstance(plan, TurnPlan)
         await service.abandon(plan.turn, "decoder#1", TurnStats(TOKENS, 5, 0, 512))
-        shown = await service.conversation(asked.conversation_id)
+        shown = await service.conversation(asked.history_id)
         assert (shown is not None) is named
         heard = await service.beat("decoder#1")
         assert heard is not None
-        assert ((asked.conversation_id, plan.turn.incarnation) in heard.ended) is not named
+        assert ((asked.history_id, plan.turn.incarnation) in heard.ended) is not named
 
     asyncio.run(scenario())
 
@@ -460,14 +460,14 @@ def test_a_cut_later_turn_ends_nothing() -> None:
         chain = Chain(b"r" * 16, None, [])
         asked = await service.begin("r", None, chain)
         assert isinstance(asked, Unplaced)
-        first = await service.place("r", asked.conversation_id, TOKENS, opening=Opening(chain))
+        first = await service.place("r", asked.history_id, TOKENS, opening=Opening(chain))
         assert isinstance(first, TurnPlan)
         stats = TurnStats(TOKENS, 5, 0, 512)
         assert await service.advance(first.turn, "decoder#1", stats, (b"t" * 16,))
         second = await service.begin("r", None, Chain(b"r" * 16, None, [b"t" * 16]))
         assert isinstance(second, TurnPlan)
         await service.abandon(second.turn, "decoder#1", stats)
-        assert await service.conversation(asked.conversation_id) is not None
+        assert await service.conversation(asked.history_id) is not None
 
     asyncio.run(scenario())
 
@@ -487,15 +487,15 @@ def test_a_completion_under_a_chats_id_is_a_history_of_its_own(bound: bool) -> N
             assert isinstance(placed, TurnPlan)
         completion = await asyncio.wait_for(service.begin("r", "c", None), 5)
         assert isinstance(completion, Unplaced)
-        beside = completion.conversation_id
-        assert beside != chat.conversation_id == "c"
+        beside = completion.history_id
+        assert beside != chat.history_id == "c"
         assert isinstance(await service.place("r", beside, 10), TurnPlan)
         await service.forgo("c", chat.claim)
         if bound:
             await service.abandon(placed.turn, None, None)
         again = await service.begin("r", "c", None)
         assert isinstance(again, TurnPlan)
-        assert again.turn.conversation_id == beside
+        assert again.turn.history_id == beside
 
     asyncio.run(scenario())
 
@@ -544,7 +544,7 @@ def test_engines_of_one_node_share_its_host_memory() -> None:
             )  # fmt: skip
             await service.register(info)
         for name in ("x", "y"):
-            memory.parked(Conversation(name, 1, 0.0, 0.0), 600)
+            memory.parked(History(name, 1, 0.0, 0.0), 600)
         assert memory.parked_tokens == 800
         # A node is lost, with all that was there.
         await service.engine_lost("decoder#2", "as it happens")
@@ -682,7 +682,7 @@ async def test_nothing_is_looked_up_in_lmcache_before_something_may_be_stored_th
 @pytest.mark.anyio
 async def test_an_engine_that_has_served_before_may_have_had_something_stored() -> None:
     service = TableService(Settings())
-    held = Conversation("b", 2, 0.0, 0.0, decoder_id="decoder#1")
+    held = History("b", 2, 0.0, 0.0, decoder_id="decoder#1")
     await service.register(engine("prefiller"))
     await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
     assert isinstance(await service.begin("r", "a", []), Unplaced)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from conserve import identity
-from conserve.conversation import Conversation, TurnStats
 from conserve.histories.kinship import Opening
+from conserve.history import History, TurnStats
 from conserve.recognition import Chain
 from conserve.settings import Settings
 from conserve.tenants import Limits
@@ -43,7 +43,7 @@ async def place(
     service: TableService, asked: TurnPlan | Unplaced | Refusal, of: TurnTenant, tokens: int = 100
 ) -> TurnPlan | Refusal:
     assert isinstance(asked, Unplaced)
-    return await service.place("r", asked.conversation_id, tokens, 0.0, asked.claim, of)
+    return await service.place("r", asked.history_id, tokens, 0.0, asked.claim, of)
 
 
 async def start(service: TableService, name: str, of: TurnTenant, tokens: int = 100) -> TurnPlan:
@@ -90,7 +90,7 @@ def test_turns_count_from_their_beginning_to_their_end_however_they_wait() -> No
         third = await begin(service, "d", acme)
         assert isinstance(third, Unplaced)
         over(await begin(service, "e", acme), "turns")
-        await service.forgo(third.conversation_id, third.claim)
+        await service.forgo(third.history_id, third.claim)
         assert isinstance(await begin(service, "e", acme), Unplaced)
 
     asyncio.run(scenario())
@@ -153,7 +153,7 @@ def test_so_many_begin_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
         # One that is not bound yet counts, and one that never will be does not.
         over(await begin(service, "d", acme), "new_per_minute")
         assert isinstance(asked, Unplaced)
-        await service.forgo(asked.conversation_id, asked.claim)
+        await service.forgo(asked.history_id, asked.claim)
         assert isinstance(await begin(service, "d", acme), Unplaced)
 
     asyncio.run(scenario())
@@ -200,8 +200,8 @@ def test_a_table_that_is_rebuilt_counts_what_decoders_hold() -> None:
     async def scenario() -> None:
         service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
         held = [
-            Conversation("acme\ta", 1, 0.0, 0.0, turns=3, held_tokens=600, running=(7,)),
-            Conversation("acme\tb", 2, 0.0, 0.0, turns=1, held_tokens=500),
+            History("acme\ta", 1, 0.0, 0.0, turns=3, held_tokens=600, running=(7,)),
+            History("acme\tb", 2, 0.0, 0.0, turns=1, held_tokens=500),
         ]
         await service.register(engine("prefiller"))
         await service.register(replace(engine("decoder"), holds=held))
@@ -223,7 +223,7 @@ def test_a_generated_id_is_the_tenants_and_listed_to_it_alone() -> None:
         for of in (acme, umbrella, umbrella):
             asked = await service.begin("r", None, [], of)
             assert isinstance(asked, Unplaced)
-            assert identity.tenant_of(asked.conversation_id) == of.name
+            assert identity.tenant_of(asked.history_id) == of.name
             await place(service, asked, of)
         listed = json.loads(await service.conversations(10, "umbrella"))
         assert listed["total"] == len(listed["data"]) == 2
@@ -278,9 +278,7 @@ async def a_history(service: TableService, name: str, of: TurnTenant, tokens: in
     chain = Chain(b"r" * 16, None, [], ends_with_root=True)
     asked = await service.begin("r", identity.scoped(of.name, name), chain, of)
     assert isinstance(asked, Unplaced)
-    plan = await service.place(
-        "r", asked.conversation_id, tokens, 0.0, asked.claim, of, Opening(chain)
-    )
+    plan = await service.place("r", asked.history_id, tokens, 0.0, asked.claim, of, Opening(chain))
     assert isinstance(plan, TurnPlan)
     await end(service, plan, tokens)
     return plan
@@ -311,9 +309,7 @@ def test_what_is_held_already_is_not_asked_for_again() -> None:
         fork = await service.begin("r", "acme\ta", FORK, acme)
         assert isinstance(fork, Unplaced)
         opening = Opening(FORK)
-        placed = await service.place(
-            "r", fork.conversation_id, 1200, 0.0, fork.claim, acme, opening
-        )
+        placed = await service.place("r", fork.history_id, 1200, 0.0, fork.claim, acme, opening)
         assert isinstance(placed, TurnPlan)
         assert placed.prefiller_id is None
 
@@ -328,7 +324,7 @@ def test_a_decoder_is_told_of_what_made_room() -> None:
         asked = await service.begin("r", "acme\ta", compacted, acme)
         assert isinstance(asked, Unplaced)
         placed = await service.place(
-            "r", asked.conversation_id, 500, 0.0, asked.claim, acme, Opening(compacted)
+            "r", asked.history_id, 500, 0.0, asked.claim, acme, Opening(compacted)
         )
         assert isinstance(placed, TurnPlan)
         heard = await service.beat("decoder#1")

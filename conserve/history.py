@@ -24,7 +24,7 @@ class TurnKey(NamedTuple):
         turn_id: numbers the turns of a table, over all conversations.
     """
 
-    conversation_id: str
+    history_id: str
     incarnation: int
     turn_id: int
 
@@ -73,7 +73,7 @@ _PACKED = struct.Struct("<4I")
 _NO_TURN = bytes(_PACKED.size)
 
 
-class Conversation(msgspec.Struct, gc=False):
+class History(msgspec.Struct, gc=False):
     """A live conversation. Times are seconds of the clock whose readings are passed in.
 
     Attributes:
