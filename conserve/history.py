@@ -80,7 +80,7 @@ class History(msgspec.Struct, gc=False):
         incarnation: tells it from an earlier conversation of the same id.
         decoder_id: where it is bound; None before its first turn and after a decoder was lost.
         held_tokens: its KV on that decoder; from binding to the first turn's end, the promised
-            turn-1 length.
+            prompt length.
         turns: number of completed turns.
         running: ids of the turns under way.
         moves: how often it was bound again because its decoder was lost.

@@ -180,11 +180,11 @@ class Cluster(Clients[_Open]):
 
     # --- Placement ----------------------------------------------------------------------------
 
-    def _place(self, one: _Open, turn1_tokens: int, now_s: float) -> None:
+    def _place(self, one: _Open, prompt_tokens: int, now_s: float) -> None:
         conversation = one.script.conversation
         begins = opening(conversation, one.request.shared, first=not one.records)
         try:
-            answer = self._admission.enter(conversation, turn1_tokens, now_s, opening=begins)
+            answer = self._admission.enter(conversation, prompt_tokens, now_s, opening=begins)
         except QueueFull as full:
             self._refuse(one, now_s, f"429: {full}")
             return
@@ -206,13 +206,13 @@ class Cluster(Clients[_Open]):
         if placement.prefiller_id is None:
             self._submit_to_decoder(one, now_s)
         else:
-            self._cold_prefill_tokens += admitted.turn1_tokens
+            self._cold_prefill_tokens += admitted.prompt_tokens
             prefiller = self.prefillers[placement.prefiller_id]
             # Who was paused has been here before.
             reusable = self._reusable(one) if one.records else 0
             work = EngineTurn(
                 one.script.conversation,
-                admitted.turn1_tokens,
+                admitted.prompt_tokens,
                 1,
                 reusable,
                 turn=one,
@@ -241,16 +241,15 @@ class Cluster(Clients[_Open]):
             self._look_again(now_s)
 
     def _give_up(self, now_s: float, ticket: Ticket) -> None:
-        one, waits_with = self._in_line.get(ticket.key, (None, None))
+        one, waits_with = self._in_line.get(ticket.history_id, (None, None))
         # It may have gone, and be back: a conversation that is paused waits more than once.
         if one is None or waits_with is not ticket:
             return
-        del self._in_line[ticket.key]
-        self._admission.leave(ticket.key)
+        del self._in_line[ticket.history_id]
+        self._admission.leave(ticket.history_id)
         timeout_s = self.system.queue_timeout_s
-        self._refuse(
-            one, now_s, f"429: no decoder had room for {ticket.tokens} tokens in {timeout_s:g} s"
-        )
+        prompt = f"{ticket.prompt_tokens} tokens"
+        self._refuse(one, now_s, f"429: no decoder had room for {prompt} in {timeout_s:g} s")
         self._admit(now_s)
 
     # --- Prefills and handoffs ----------------------------------------------------------------

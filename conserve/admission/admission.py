@@ -30,7 +30,7 @@ class Admitted:
 
     Attributes:
         turn: the turn of it that has begun with that.
-        turn1_tokens: the prompt's length that was asked for.
+        prompt_tokens: the prompt's length that was asked for.
         newly_bound: False where it was bound already: the decoder that was taken for lost is back,
             and has its KV.
         known: whether it had been bound before.
@@ -39,7 +39,7 @@ class Admitted:
 
     history: History
     turn: TurnKey
-    turn1_tokens: int
+    prompt_tokens: int
     placement: Placement
     newly_bound: bool = True
     known: bool = False
@@ -118,7 +118,7 @@ class Admission:
     def enter(
         self,
         history_id: str,
-        turn1_tokens: int,
+        prompt_tokens: int,
         now_s: float,
         arrived_s: float | None = None,
         opening: Opening | None = None,
@@ -126,7 +126,7 @@ class Admission:
         """Bind a conversation that is bound nowhere, or have it wait.
 
         Args:
-            turn1_tokens: the prompt's length.
+            prompt_tokens: the prompt's length.
             arrived_s: when its first request came, if that was before now.
             opening: what else is known of its prompt.
 
@@ -139,13 +139,13 @@ class Admission:
         """
         arrived_s = now_s if arrived_s is None else arrived_s
         if not self.line and self._has_slot(now_s, now_s):
-            admitted = self._bind(history_id, turn1_tokens, now_s, arrived_s, opening)
+            admitted = self._bind(history_id, prompt_tokens, now_s, arrived_s, opening)
             if admitted is not None:
                 return admitted
         histories = self._table.histories(identity.conversation_of(history_id))
         served_tokens = attained_service(histories)
         others_wait = bool(self.line)
-        ticket = self.line.join(history_id, turn1_tokens, now_s, arrived_s, opening, served_tokens)
+        ticket = self.line.join(history_id, prompt_tokens, now_s, arrived_s, opening, served_tokens)
         # Those before it were tried when somebody went, and did not fit.
         if others_wait and any(one is ticket for one in self._candidates(now_s)):
             return self._let_go(ticket, now_s) or ticket
@@ -179,7 +179,7 @@ class Admission:
             KeyError: it does not wait.
         """
         for ahead, (ticket, why) in enumerate(self.waiting(now_s)):
-            if ticket.key == history_id:
+            if ticket.history_id == history_id:
                 return ahead, why
         raise KeyError(history_id)
 
@@ -203,21 +203,23 @@ class Admission:
             tried: did not fit before, and are not looked at; those that do not are added.
         """
         for ticket in self._candidates(now_s):
-            if ticket.key in tried:
+            if ticket.history_id in tried:
                 continue
             admitted = self._let_go(ticket, now_s)
             if admitted is not None:
                 return admitted
-            tried.add(ticket.key)
+            tried.add(ticket.history_id)
         return None
 
     def _let_go(self, ticket: Ticket, now_s: float) -> Admitted | None:
         """Bind one of the line, if there is room for it; it has left the line then."""
         if not self._has_slot(now_s, ticket.joined_s):
             return None
-        admitted = self._bind(ticket.key, ticket.tokens, now_s, ticket.arrived_s, ticket.opening)
+        admitted = self._bind(
+            ticket.history_id, ticket.prompt_tokens, now_s, ticket.arrived_s, ticket.opening
+        )
         if admitted is not None:
-            self.line.leave(ticket.key, went=True)
+            self.line.leave(ticket.history_id, went=True)
         return admitted
 
     def _has_slot(self, now_s: float, joined_s: float) -> bool:
@@ -229,7 +231,7 @@ class Admission:
     def _bind(
         self,
         history_id: str,
-        turn1_tokens: int,
+        prompt_tokens: int,
         now_s: float,
         arrived_s: float,
         opening: Opening | None,
@@ -237,10 +239,10 @@ class Admission:
         known = self._table.begin(history_id, now_s)
         if known is not None and known.decoder_id is not None:
             where = Placement(known.decoder_id, None)
-            return Admitted(known, known.newest_turn, turn1_tokens, where, newly_bound=False)
+            return Admitted(known, known.newest_turn, prompt_tokens, where, newly_bound=False)
         before = self._table.get(history_id)
         moves = 0 if before is None else before.moves
-        placement = self._table.bind(history_id, turn1_tokens, now_s, arrived_s, opening)
+        placement = self._table.bind(history_id, prompt_tokens, now_s, arrived_s, opening)
         if placement is None:
             return None
         history = self._table.get(history_id)
@@ -248,7 +250,7 @@ class Admission:
         return Admitted(
             history,
             history.newest_turn,
-            turn1_tokens,
+            prompt_tokens,
             placement,
             known=before is not None,
             moved=history.moves > moves,

@@ -12,7 +12,7 @@ class FirstCome:
         >>> order = FirstCome()
         >>> for key, tokens in (("long", 9000), ("short", 10)):
         ...     order.join(Ticket(key, tokens, joined_s=0.0, arrived_s=0.0, deadline_s=60.0))
-        >>> [ticket.key for ticket in order.tickets(5.0)]
+        >>> [ticket.history_id for ticket in order.tickets(5.0)]
         ['long', 'short']
     """
 
@@ -21,11 +21,11 @@ class FirstCome:
 
     def join(self, ticket: Ticket) -> None:
         """Somebody begins to wait."""
-        self._tickets[ticket.key] = ticket
+        self._tickets[ticket.history_id] = ticket
 
     def leave(self, ticket: Ticket, *, went: bool) -> None:
         """Somebody waits no longer."""
-        del self._tickets[ticket.key]
+        del self._tickets[ticket.history_id]
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
         """Those who wait, who goes first first."""

@@ -58,10 +58,10 @@ class Levels:
         >>> order = Levels(rise_s=10)
         >>> order.join(a_ticket("hundred turns", 0.0, 50_000))
         >>> order.join(a_ticket("new", 5.0, 0))
-        >>> [ticket.key for ticket in order.tickets(6.0)]
+        >>> [ticket.history_id for ticket in order.tickets(6.0)]
         ['new', 'hundred turns']
         >>> order.join(a_ticket("newer", 28.0, 0))
-        >>> [ticket.key for ticket in order.tickets(29.0)]
+        >>> [ticket.history_id for ticket in order.tickets(29.0)]
         ['new', 'hundred turns', 'newer']
     """
 
@@ -93,12 +93,12 @@ class Levels:
             self.level(ticket.served_tokens), ticket.joined_s, next(self._numbers), ticket
         )
         self._put(place)
-        heappush(self._rises, (ticket.joined_s + self._rise_s, place.number, ticket.key))
+        heappush(self._rises, (ticket.joined_s + self._rise_s, place.number, ticket.history_id))
 
     def leave(self, ticket: Ticket, *, went: bool) -> None:
         """Somebody waits no longer; if there was room for it, it is the next tenant's turn."""
-        self._take(self._places[ticket.key])
-        tenant = identity.tenant_of(ticket.key)
+        self._take(self._places[ticket.history_id])
+        tenant = identity.tenant_of(ticket.history_id)
         if went and tenant in self._lines:
             self._lines.move_to_end(tenant)
 
@@ -117,7 +117,7 @@ class Levels:
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:
         """Whether it has waited so long that nobody overtakes it any more."""
         self._let_rise(now_s)
-        return self._places[ticket.key].level == _AGED
+        return self._places[ticket.history_id].level == _AGED
 
     def _let_rise(self, now_s: float) -> None:
         while self._rises and self._rises[0][0] <= now_s:
@@ -134,13 +134,13 @@ class Levels:
             heappush(self._rises, (at_s + self._rise_s, number, key))
 
     def _put(self, place: _Place) -> None:
-        tenant = identity.tenant_of(place.ticket.key)
+        tenant = identity.tenant_of(place.ticket.history_id)
         insort(self._lines.setdefault(tenant, []), place)
-        self._places[place.ticket.key] = place
+        self._places[place.ticket.history_id] = place
 
     def _take(self, place: _Place) -> None:
-        del self._places[place.ticket.key]
-        tenant = identity.tenant_of(place.ticket.key)
+        del self._places[place.ticket.history_id]
+        tenant = identity.tenant_of(place.ticket.history_id)
         line = self._lines[tenant]
         del line[bisect_left(line, place)]
         if not line:

@@ -12,16 +12,16 @@ class Ticket:
     """A place in the line.
 
     Attributes:
-        key: the id of the history that has it.
-        tokens: its prompt's length.
+        history_id: of the history that has it.
+        prompt_tokens: its prompt's length.
         arrived_s: when its first request came; counting the prompt took the time since.
         deadline_s: when it has waited for as long as anybody may.
         opening: what else is known of its prompt.
         served_tokens: what its conversation has been served before, all its histories.
     """
 
-    key: str
-    tokens: int
+    history_id: str
+    prompt_tokens: int
     joined_s: float
     arrived_s: float
     deadline_s: float

@@ -44,17 +44,19 @@ class WaitingLine:
     @property
     def tokens(self) -> int:
         """What the prompts of everybody in the line add up to."""
-        return sum(ticket.tokens for ticket in self._line.values())
+        return sum(ticket.prompt_tokens for ticket in self._line.values())
 
     def tokens_of(self, beginning: str) -> int:
         """What the prompts of those whose keys begin so add up to."""
         line = self._line.values()
-        return sum(ticket.tokens for ticket in line if ticket.key.startswith(beginning))
+        return sum(
+            ticket.prompt_tokens for ticket in line if ticket.history_id.startswith(beginning)
+        )
 
     def join(
         self,
-        key: str,
-        tokens: int,
+        history_id: str,
+        prompt_tokens: int,
         now_s: float,
         arrived_s: float | None = None,
         opening: Opening | None = None,
@@ -68,26 +70,28 @@ class WaitingLine:
 
         Raises:
             QueueFull: no place is free.
-            ValueError: the key has a place already.
+            ValueError: it has a place already.
         """
-        if key in self._line:
-            raise ValueError(f"{key!r} waits already")
+        if history_id in self._line:
+            raise ValueError(f"{history_id!r} waits already")
         if len(self._line) >= self._limit:
             raise QueueFull(self._limit, self.retry_after_s(now_s))
         arrived_s = now_s if arrived_s is None else arrived_s
         deadline_s = now_s + self._timeout_s
-        ticket = Ticket(key, tokens, now_s, arrived_s, deadline_s, opening, served_tokens)
-        self._line[key] = ticket
+        ticket = Ticket(
+            history_id, prompt_tokens, now_s, arrived_s, deadline_s, opening, served_tokens
+        )
+        self._line[history_id] = ticket
         self._order.join(ticket)
         return ticket
 
-    def leave(self, key: str, *, went: bool = False) -> Ticket | None:
-        """Give the place up; None if the key has none.
+    def leave(self, history_id: str, *, went: bool = False) -> Ticket | None:
+        """Give the place up; None if it has none.
 
         Args:
             went: it does not wait any longer because there is room for it.
         """
-        ticket = self._line.pop(key, None)
+        ticket = self._line.pop(history_id, None)
         if ticket is not None:
             self._order.leave(ticket, went=went)
         return ticket

@@ -60,7 +60,7 @@ class Binding:
     def bind(
         self,
         history_id: str,
-        turn1_tokens: int,
+        prompt_tokens: int,
         now_s: float,
         arrived_s: float | None,
         opening: Opening | None,
@@ -73,17 +73,17 @@ class Binding:
         shared = self._shared(known, history_id, opening)
         decoders = self._engines.accepting_decoders
         prefillers = self._engines.accepting_prefillers
-        placement = self._policy.place(turn1_tokens, decoders, prefillers, shared, now_s)
+        placement = self._policy.place(prompt_tokens, decoders, prefillers, shared, now_s)
         root = None if opening.chain is None else opening.chain.root
         waited_s = None
         if known is not None:
             waited_s = 0.0 if arrived_s is None else now_s - arrived_s
         while placement is None and self._make_room(
-            history_id, turn1_tokens, shared, now_s, waited_s, root
+            history_id, prompt_tokens, shared, now_s, waited_s, root
         ):
             # What was shared with those that went is not there any more.
             shared = self._shared(known, history_id, opening)
-            placement = self._policy.place(turn1_tokens, decoders, prefillers, shared, now_s)
+            placement = self._policy.place(prompt_tokens, decoders, prefillers, shared, now_s)
         if placement is None:
             return None
         usage = self._ledger.usage.of(history_id)
@@ -101,22 +101,24 @@ class Binding:
             self._engines.leave_queue(known)
         if opening.hints is not None:
             known.hints = opening.hints
-        self._ledger.bind(known, placement.decoder_id, turn1_tokens)
+        self._ledger.bind(known, placement.decoder_id, prompt_tokens)
         if was_known:
             kept = placement.prefiller_id is None
             if self._loads is not None:
                 # Prompts of which nothing is there may stay without a prefiller, too.
-                kept = kept and 2 * shared.found(placement.decoder_id) >= turn1_tokens
+                kept = kept and 2 * shared.found(placement.decoder_id) >= prompt_tokens
             last = known.last_turn
             if last is not None and not kept:
-                self.recomputed_tokens += min(turn1_tokens, last.prompt_tokens + last.output_tokens)
+                self.recomputed_tokens += min(
+                    prompt_tokens, last.prompt_tokens + last.output_tokens
+                )
             known.moves += self._memory is None or self._memory.bound(known, kept)
         self._kinship.opened(known, opening)
         known.promised = True
         if placement.prefiller_id is not None:
-            self._engines.join_queue(known, placement.prefiller_id, turn1_tokens)
+            self._engines.join_queue(known, placement.prefiller_id, prompt_tokens)
         if self._loads is not None:
-            self._loads.placed(known.id, turn1_tokens, placement, shared, now_s)
+            self._loads.placed(known.id, prompt_tokens, placement, shared, now_s)
         self._turns.start(known, usage, now_s, arrived_s)
         return placement
 
@@ -144,7 +146,7 @@ class Binding:
     def _make_room(
         self,
         history_id: str,
-        turn1_tokens: int,
+        prompt_tokens: int,
         shared: Shared,
         now_s: float,
         waited_s: float | None,
@@ -154,12 +156,12 @@ class Binding:
         decoders = self._homes(now_s)
         memory = self._memory
         if memory is None:
-            return self._displace(history_id, turn1_tokens, decoders)
+            return self._displace(history_id, prompt_tokens, decoders)
         any_runs = self._ledger.reasoning > 0
-        if memory.make_room(turn1_tokens, decoders, shared, now_s, waited_s, root, any_runs):
+        if memory.make_room(prompt_tokens, decoders, shared, now_s, waited_s, root, any_runs):
             return True
         # A conversation that is compacted would wait for itself.
-        in_the_way = self._in_the_way(history_id, turn1_tokens, decoders)
+        in_the_way = self._in_the_way(history_id, prompt_tokens, decoders)
         if in_the_way is not None:
             memory.pause(in_the_way, "room")
         return in_the_way is not None
@@ -171,13 +173,13 @@ class Binding:
             return self._policy.homes(decoders, self._engines.accepting_prefillers, now_s)
         return decoders
 
-    def _displace(self, history_id: str, turn1_tokens: int, decoders: list[Decoder]) -> bool:
+    def _displace(self, history_id: str, prompt_tokens: int, decoders: list[Decoder]) -> bool:
         """End what a conversation left behind, where a new history of it fits nowhere.
 
         Returns:
             Whether a decoder has room now.
         """
-        in_the_way = self._in_the_way(history_id, turn1_tokens, decoders)
+        in_the_way = self._in_the_way(history_id, prompt_tokens, decoders)
         if in_the_way is None:
             return False
         self._displaced.append(in_the_way)
@@ -185,7 +187,7 @@ class Binding:
         return True
 
     def _in_the_way(
-        self, history_id: str, turn1_tokens: int, decoders: list[Decoder]
+        self, history_id: str, prompt_tokens: int, decoders: list[Decoder]
     ) -> History | None:
         """The history that a conversation has left for a new one, which fits nowhere else.
 
@@ -197,7 +199,7 @@ class Binding:
             for one in self._live.siblings(history_id)
             if one.decoder_id is not None
             and not one.running
-            and _fits_without(one, turn1_tokens, decoders)
+            and _fits_without(one, prompt_tokens, decoders)
         ]
         return in_the_way[0] if len(in_the_way) == 1 else None
 

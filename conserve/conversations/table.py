@@ -234,7 +234,7 @@ class ConversationTable:
     def bind(
         self,
         history_id: str,
-        turn1_tokens: int,
+        prompt_tokens: int,
         now_s: float,
         arrived_s: float | None = None,
         opening: Opening | None = None,
@@ -243,7 +243,7 @@ class ConversationTable:
 
         Args:
             history_id: the history's.
-            turn1_tokens: the prompt's length; it counts as held from now on, but for what others
+            prompt_tokens: the prompt's length; it counts as held from now on, but for what others
                 on that decoder begin with.
             arrived_s: when its first request came, if that was before now.
             opening: what is known of its prompt beside that.
@@ -254,7 +254,7 @@ class ConversationTable:
         Raises:
             ValueError: it is bound already; use `begin`.
         """
-        return self._binding.bind(history_id, turn1_tokens, now_s, arrived_s, opening)
+        return self._binding.bind(history_id, prompt_tokens, now_s, arrived_s, opening)
 
     def held(self, opening: Opening) -> int:
         """The most of a prompt that any decoder holds already, in tokens."""

@@ -55,7 +55,7 @@ class ConversationPlacement:
 
     def place(
         self,
-        turn1_tokens: int,
+        prompt_tokens: int,
         decoders: Iterable[Decoder],
         prefillers: Iterable[Prefiller],
         shared: Shared = NOTHING_SHARED,
@@ -64,31 +64,31 @@ class ConversationPlacement:
         decoder = None
         if shared.left_on is not None:
             decoders = tuple(decoders)
-            cold_tokens = turn1_tokens - shared.left_tokens
-            decoder = self._near(turn1_tokens, decoders, shared, shared.left_on, cold_tokens)
+            cold_tokens = prompt_tokens - shared.left_tokens
+            decoder = self._near(prompt_tokens, decoders, shared, shared.left_on, cold_tokens)
             if decoder is not None:
                 return Placement(decoder.id, None)
-        if self._comes_from_host(turn1_tokens, shared):
-            decoder = emptiest_decoder(turn1_tokens, decoders, shared)
+        if self._comes_from_host(prompt_tokens, shared):
+            decoder = emptiest_decoder(prompt_tokens, decoders, shared)
             return None if decoder is None else Placement(decoder.id, None)
         if shared.tokens:
             decoders = tuple(decoders)
-            decoder = self._near(turn1_tokens, decoders, shared, shared.warm_on)
+            decoder = self._near(prompt_tokens, decoders, shared, shared.warm_on)
             if decoder is not None:
                 return Placement(decoder.id, None)
-            decoder = self._near(turn1_tokens, decoders, shared, shared.coming_to)
+            decoder = self._near(prompt_tokens, decoders, shared, shared.coming_to)
         if decoder is None:
-            decoder = emptiest_decoder(turn1_tokens, decoders, shared)
+            decoder = emptiest_decoder(prompt_tokens, decoders, shared)
         if decoder is None:
             return None
-        remote = turn1_tokens >= self.min_remote_prefill_tokens
+        remote = prompt_tokens >= self.min_remote_prefill_tokens
         return Placement(decoder.id, shortest_queue(prefillers) if remote else None)
 
-    def _comes_from_host(self, turn1_tokens: int, shared: Shared) -> bool:
+    def _comes_from_host(self, prompt_tokens: int, shared: Shared) -> bool:
         """Whether host memory has most of a prompt, and more than a decoder that it could join."""
         if shared.parked_tokens <= shared.tokens.get(shared.warm_on or "", 0):
             return False
-        return shared.parked_tokens >= (1 - self.most_cold_share) * turn1_tokens
+        return shared.parked_tokens >= (1 - self.most_cold_share) * prompt_tokens
 
     def prefill_later_turn(
         self,
@@ -100,7 +100,7 @@ class ConversationPlacement:
 
     def _near(
         self,
-        turn1_tokens: int,
+        prompt_tokens: int,
         decoders: Iterable[Decoder],
         shared: Shared,
         holder_id: str | None,
@@ -116,8 +116,8 @@ class ConversationPlacement:
             return None
         if holder.occupancy > self.most_uneven + min(one.occupancy for one in decoders):
             return None
-        new_tokens = shared.beyond(turn1_tokens, holder.id)
+        new_tokens = shared.beyond(prompt_tokens, holder.id)
         if cold_tokens is None:
             cold_tokens = new_tokens
-        fits = cold_tokens <= self.most_cold_share * turn1_tokens and holder.has_room(new_tokens)
+        fits = cold_tokens <= self.most_cold_share * prompt_tokens and holder.has_room(new_tokens)
         return holder if fits else None

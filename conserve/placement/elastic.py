@@ -108,7 +108,7 @@ class ElasticPlacement:
 
     def place(
         self,
-        turn1_tokens: int,
+        prompt_tokens: int,
         decoders: Iterable[Decoder],
         prefillers: Iterable[Prefiller],
         shared: Shared = NOTHING_SHARED,
@@ -119,7 +119,7 @@ class ElasticPlacement:
         pool = [one.id for one in prefillers]
         work = {id: self.loads.work(id, now_s) for id in (*pool, *(one.id for one in homes))}
         loads = home_loads(
-            turn1_tokens,
+            prompt_tokens,
             homes,
             pool,
             shared,
@@ -144,7 +144,7 @@ class ElasticPlacement:
             for one in decoders
             if one.id in pool
         }
-        return cheapest(turn1_tokens, near, pool, shared, work, room, self.loads.price())
+        return cheapest(prompt_tokens, near, pool, shared, work, room, self.loads.price())
 
     def prefill_later_turn(
         self,

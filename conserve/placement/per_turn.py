@@ -40,13 +40,13 @@ class PerTurnPlacement:
 
     def place(
         self,
-        turn1_tokens: int,
+        prompt_tokens: int,
         decoders: Iterable[Decoder],
         prefillers: Iterable[Prefiller],
         shared: Shared = NOTHING_SHARED,
         now_s: float = 0.0,
     ) -> Placement | None:
-        decoder = emptiest_decoder(turn1_tokens, decoders, shared)
+        decoder = emptiest_decoder(prompt_tokens, decoders, shared)
         return None if decoder is None else Placement(decoder.id, shortest_queue(prefillers))
 
     def prefill_later_turn(

@@ -123,7 +123,7 @@ class PlacementPolicy(Protocol):
 
     def place(
         self,
-        turn1_tokens: int,
+        prompt_tokens: int,
         decoders: Iterable[Decoder],
         prefillers: Iterable[Prefiller],
         shared: Shared = NOTHING_SHARED,
@@ -132,7 +132,7 @@ class PlacementPolicy(Protocol):
         """Decide for a history that is bound to no decoder.
 
         Args:
-            turn1_tokens: length of its prompt, in tokens of the served model.
+            prompt_tokens: length of its prompt, in tokens of the served model.
             decoders: those alive; ties go to the one listed first.
             prefillers: those alive; may be empty.
             shared: what of the prompt decoders hold already.
@@ -163,14 +163,14 @@ class PlacementPolicy(Protocol):
 
 
 def emptiest_decoder(
-    turn1_tokens: int, decoders: Iterable[Decoder], shared: Shared = NOTHING_SHARED
+    prompt_tokens: int, decoders: Iterable[Decoder], shared: Shared = NOTHING_SHARED
 ) -> Decoder | None:
     """Of decoders with room, the one with the lowest occupancy; then with fewer conversations."""
     best: Decoder | None = None
     least = (0.0, 0)
     nothing_shared = not shared.tokens
     for decoder in decoders:
-        tokens = turn1_tokens if nothing_shared else shared.beyond(turn1_tokens, decoder.id)
+        tokens = prompt_tokens if nothing_shared else shared.beyond(prompt_tokens, decoder.id)
         if not decoder.has_room(tokens):
             continue
         emptiness = (decoder.occupancy, decoder.conversations)

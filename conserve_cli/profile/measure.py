@@ -157,7 +157,7 @@ class Probe:
         history = self._prompt(cached_tokens)
         await self._prefill(self._decoder, history)
         prompt = history + self._prompt(new_tokens)
-        seen = await self._prefill(self._decoder, prompt, turn1_tokens=cached_tokens)
+        seen = await self._prefill(self._decoder, prompt, prompt_tokens=cached_tokens)
         # Fewer than were sent may be found, because caches keep whole blocks; none is an error.
         if not seen.cached_tokens:
             raise MeasureError(
@@ -193,7 +193,7 @@ class Probe:
         # By then all of them decode, because their contexts are cached.
         await asyncio.sleep(_UNDER_WAY_S)
         prompt = history + self._prompt(new_tokens)
-        seen = await self._prefill(self._decoder, prompt, turn1_tokens=cached_tokens)
+        seen = await self._prefill(self._decoder, prompt, prompt_tokens=cached_tokens)
         records = await running
         longest = [max(_gaps(one, seen.sent_s, seen.ended_s), default=0.0) for one in records]
         if not any(longest):
@@ -285,12 +285,12 @@ class Probe:
         return prompts
 
     async def _prefill(
-        self, url: str, prompt: list[int], turn1_tokens: int | None = None
+        self, url: str, prompt: list[int], prompt_tokens: int | None = None
     ) -> "_Prefill":
         """Send a prompt, and wait for the one token that comes with its prefill.
 
         Args:
-            turn1_tokens: for a later turn, how long the first one's prompt was; sent as live turns
+            prompt_tokens: for a later turn, how long the first one's prompt was; sent as live turns
                 send it, so that LMCache is not asked in vain.
         """
         body = {
@@ -298,7 +298,7 @@ class Probe:
             "prompt": prompt,
             "max_tokens": 1,
             "temperature": 0,
-            "kv_transfer_params": wire.transfer_params(turn1_tokens),
+            "kv_transfer_params": wire.transfer_params(prompt_tokens),
         }
         data = msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"}

@@ -66,14 +66,14 @@ class Accounts:
         placement = admitted.placement
         self._events.add(
             "place", admitted.history.id, decoder=placement.decoder_id,
-            prefiller=placement.prefiller_id, tokens=admitted.turn1_tokens,
+            prefiller=placement.prefiller_id, tokens=admitted.prompt_tokens,
             new=not admitted.known, moved=admitted.moved or None,
         )  # fmt: skip
         self.metrics.moves.inc(admitted.moved)
         if not admitted.known:
             self._autoscaler.conversation_bound(time.monotonic())
         if placement.prefiller_id is not None:
-            self._autoscaler.prompt_sent(admitted.turn1_tokens, time.monotonic())
+            self._autoscaler.prompt_sent(admitted.prompt_tokens, time.monotonic())
 
     def waits(self, history_id: str, tokens: int) -> None:
         """A history has a place in the line: behind others, or for want of room."""

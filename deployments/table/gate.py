@@ -93,14 +93,14 @@ class TenantGate:
             return Over("new_per_minute", limits.new_per_minute, usage.fewer_in_s(now_s))
         return None
 
-    def binding_over(self, tenant: TurnTenant | None, turn1_tokens: int) -> Over | None:
+    def binding_over(self, tenant: TurnTenant | None, prompt_tokens: int) -> Over | None:
         """The limit that binding a conversation with so many tokens would break."""
         if tenant is None or tenant.limits.held_tokens is None:
             return None
         allowed = tenant.limits.held_tokens
-        if turn1_tokens > allowed:
+        if prompt_tokens > allowed:
             return Over("held_tokens", allowed, _CONVERSATION_S, never=True)
-        if self._tokens(tenant.name) + turn1_tokens > allowed:
+        if self._tokens(tenant.name) + prompt_tokens > allowed:
             return Over("held_tokens", allowed, _CONVERSATION_S)
         return None
 

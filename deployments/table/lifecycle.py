@@ -24,7 +24,7 @@ def standings(
     asked = set(conversation_ids)
     found: dict[str, Standing] = {}
     for place, ticket in enumerate(waiting):
-        conversation_id = identity.conversation_of(ticket.key)
+        conversation_id = identity.conversation_of(ticket.history_id)
         if conversation_id in asked:
             # Of several histories, the one that is served first.
             found.setdefault(conversation_id, Standing("waiting", place))

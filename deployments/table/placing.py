@@ -139,7 +139,7 @@ class Placing:
         self,
         router_id: str,
         history_id: str,
-        turn1_tokens: int,
+        prompt_tokens: int,
         waited_s: float,
         claim: int | None,
         tenant: TurnTenant | None,
@@ -162,8 +162,8 @@ class Placing:
         pending.arrived_s = called_s - waited_s
         try:
             largest = max((one.capacity_tokens for one in self._table.decoders.values()), default=0)
-            if largest and turn1_tokens > largest:
-                return refusals.never_fits(turn1_tokens, largest)
+            if largest and prompt_tokens > largest:
+                return refusals.never_fits(prompt_tokens, largest)
             hints = None if opening is None else opening.hints
             # Where it was before, a turn may have begun.
             was_on = self._table.notices.unconfirmed(history_id)
@@ -178,13 +178,13 @@ class Placing:
                 # Another turn of it was placed meanwhile, or a decoder had it still.
                 return self._running.plan(bound.newest_turn, bound, None, router_id, later=True)
             shared_tokens = 0 if opening is None else self._table.held(opening)
-            if over := self._gate.binding_over(tenant, turn1_tokens - shared_tokens):
+            if over := self._gate.binding_over(tenant, prompt_tokens - shared_tokens):
                 return self._over_limit(tenant, over)
-            admitted = await self._admitted(pending, turn1_tokens, opening)
+            admitted = await self._admitted(pending, prompt_tokens, opening)
             history = self._table.get(history_id)
             while not pending.given_up and (history is None or history.decoder_id is None):
                 # Its decoder was lost between the binding and now.
-                admitted = await self._admitted(pending, turn1_tokens, opening)
+                admitted = await self._admitted(pending, prompt_tokens, opening)
                 history = self._table.get(history_id)
         except QueueFull as full:
             self._accounts.turned_away(history_id, "queue_full")
@@ -192,7 +192,7 @@ class Placing:
         except TimeoutError:
             self._accounts.turned_away(history_id, "timeout")
             retry_after_s = self._admission.line.retry_after_s(unix_s())
-            return refusals.timed_out(turn1_tokens, self._queue_timeout_s, retry_after_s)
+            return refusals.timed_out(prompt_tokens, self._queue_timeout_s, retry_after_s)
         finally:
             self._room.settle(pending)
         if pending.given_up or history is None:
@@ -209,7 +209,7 @@ class Placing:
             self._room.give_up(pending)
 
     async def _admitted(
-        self, pending: PendingTurn, turn1_tokens: int, opening: Opening | None
+        self, pending: PendingTurn, prompt_tokens: int, opening: Opening | None
     ) -> Admitted:
         """Bind a conversation, now or when there is room.
 
@@ -219,13 +219,13 @@ class Placing:
             asyncio.CancelledError: it was given up meanwhile (`forgo`).
         """
         answer = self._admission.enter(
-            pending.history_id, turn1_tokens, unix_s(), pending.arrived_s, opening
+            pending.history_id, prompt_tokens, unix_s(), pending.arrived_s, opening
         )
         self._room.end_displaced()
         if isinstance(answer, Admitted):
             self._accounts.bound(answer)
             return answer
-        self._accounts.waits(pending.history_id, turn1_tokens)
+        self._accounts.waits(pending.history_id, prompt_tokens)
         granted: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
         pending.granted = granted
         try:

@@ -31,21 +31,21 @@ def queue_full(full: QueueFull) -> Refusal:
     return Refusal(429, str(full), "queue_full", full.retry_after_s)
 
 
-def timed_out(turn1_tokens: int, timeout_s: float, retry_after_s: int) -> Refusal:
+def timed_out(prompt_tokens: int, timeout_s: float, retry_after_s: int) -> Refusal:
     """There was no room for as long as anybody may wait."""
     return Refusal(
         429,
-        f"no decoder had room for {turn1_tokens} tokens within {timeout_s:g} s; try again later",
+        f"no decoder had room for {prompt_tokens} tokens within {timeout_s:g} s; try again later",
         "queue_timeout",
         retry_after_s,
     )
 
 
-def never_fits(turn1_tokens: int, largest_tokens: int) -> Refusal:
+def never_fits(prompt_tokens: int, largest_tokens: int) -> Refusal:
     """It would wait, and keep others waiting, for room that is nowhere."""
     return Refusal(
         400,
-        f"this request has {turn1_tokens} tokens, and a decoder holds {largest_tokens} at most; "
+        f"this request has {prompt_tokens} tokens, and a decoder holds {largest_tokens} at most; "
         "send fewer prompts at a time",
         "context_length_exceeded",
     )

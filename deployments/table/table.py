@@ -260,7 +260,7 @@ class TableService:
         self,
         router_id: str,
         history_id: str,
-        turn1_tokens: int,
+        prompt_tokens: int,
         waited_s: float = 0.0,
         claim: int | None = None,
         tenant: TurnTenant | None = None,
@@ -276,7 +276,7 @@ class TableService:
             opening: what is known of the prompt beside its length.
         """
         return await self._placing.place(
-            router_id, history_id, turn1_tokens, waited_s, claim, tenant, opening
+            router_id, history_id, prompt_tokens, waited_s, claim, tenant, opening
         )
 
     async def forgo(self, history_id: str, claim: int) -> None:

@@ -28,16 +28,16 @@ class SmallestFirst:
 
     def join(self, ticket: Ticket) -> None:
         """Somebody begins to wait."""
-        self._tickets[ticket.key] = ticket
+        self._tickets[ticket.history_id] = ticket
 
     def leave(self, ticket: Ticket, *, went: bool) -> None:
         """Somebody waits no longer."""
-        del self._tickets[ticket.key]
+        del self._tickets[ticket.history_id]
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
         """Those who wait, who goes first first."""
         reverse = self._cpu_overloaded()
-        ordered = sorted(self._tickets.values(), key=lambda one: one.tokens, reverse=reverse)
+        ordered = sorted(self._tickets.values(), key=lambda one: one.prompt_tokens, reverse=reverse)
         return iter(ordered)
 
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:
@@ -98,10 +98,10 @@ class ControlPlane:
 
     def _admit(self) -> None:
         while (ticket := self._fitting()) is not None:
-            self.line.leave(ticket.key, went=True)
-            self._held_tokens[ticket.key] = ticket.tokens
+            self.line.leave(ticket.history_id, went=True)
+            self._held_tokens[ticket.history_id] = ticket.prompt_tokens
             self.longest_wait_s = max(self.longest_wait_s, self._loop.now_s - ticket.joined_s)
-            self._begin(ticket.key)
+            self._begin(ticket.history_id)
         if (self.line or self._held_tokens) and not self._looks:
             self._looks = True
             self._loop.at(self._loop.now_s + _LOOK_S, self._look)
@@ -113,7 +113,7 @@ class ControlPlane:
         room = blocks.total * blocks.block_tokens - sum(self._held_tokens.values())
         for tried, ticket in enumerate(self.line.tickets(now_s)):
             # Who is alone goes, whatever its prompt.
-            if ticket.tokens <= room or not self._held_tokens:
+            if ticket.prompt_tokens <= room or not self._held_tokens:
                 return ticket
             if tried + 1 == _TRIED or self.line.holds_up(ticket, now_s):
                 break

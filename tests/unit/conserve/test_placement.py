@@ -25,8 +25,8 @@ from conserve.placement import (
 )
 
 
-def choose(turn1_tokens: int, *decoders: Decoder) -> str | None:
-    decision = ConversationPlacement().place(turn1_tokens, decoders, [])
+def choose(prompt_tokens: int, *decoders: Decoder) -> str | None:
+    decision = ConversationPlacement().place(prompt_tokens, decoders, [])
     return decision.decoder_id if decision else None
 
 
@@ -180,16 +180,16 @@ PREFILLERS = st.lists(
 )
 def test_the_choice_has_room_and_the_lowest_occupancy(
     policy: PlacementPolicy,
-    turn1_tokens: int,
+    prompt_tokens: int,
     decoders: list[Decoder],
     prefillers: list[Prefiller],
 ) -> None:
     """The same decoder under each, so that they differ in where prefills run alone."""
-    decision = policy.place(turn1_tokens, iter(decoders), iter(prefillers))
+    decision = policy.place(prompt_tokens, iter(decoders), iter(prefillers))
     fitting = {
         d.id: d.held_tokens / d.capacity_tokens
         for d in decoders
-        if d.conversations == 0 or d.held_tokens + turn1_tokens <= d.capacity_tokens
+        if d.conversations == 0 or d.held_tokens + prompt_tokens <= d.capacity_tokens
     }
     if decision is None:
         assert not fitting

@@ -74,9 +74,9 @@ def test_packing_goes_by_size_and_turns_round_while_cpus_are_overloaded() -> Non
     order = SmallestFirst(lambda: overloaded[0])
     for key, tokens in (("b", 20), ("c", 30), ("a", 10)):
         order.join(Ticket(key, tokens, 0.0, 0.0, 60.0))
-    assert [one.key for one in order.tickets(0.0)] == ["a", "b", "c"]
+    assert [one.history_id for one in order.tickets(0.0)] == ["a", "b", "c"]
     overloaded[0] = True
-    assert [one.key for one in order.tickets(0.0)] == ["c", "b", "a"]
+    assert [one.history_id for one in order.tickets(0.0)] == ["c", "b", "a"]
 
 
 def test_agents_run_one_session_after_the_other() -> None:

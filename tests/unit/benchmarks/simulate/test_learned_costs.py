@@ -41,14 +41,14 @@ class Judged(ElasticPlacement):
 
     def place(
         self,
-        turn1_tokens: int,
+        prompt_tokens: int,
         decoders: Iterable[Decoder],
         prefillers: Iterable[Prefiller],
         shared: Shared = NOTHING_SHARED,
         now_s: float = 0.0,
     ) -> Placement | None:
         decoders, prefillers = list(decoders), list(prefillers)
-        where = (turn1_tokens, decoders, prefillers, shared, now_s)
+        where = (prompt_tokens, decoders, prefillers, shared, now_s)
         chosen = super().place(*where)
         if chosen is not None:
             learned = {id: engine.costs for id, engine in self.loads._engines.items()}

@@ -26,7 +26,7 @@ def test_who_fits_is_bound_at_once() -> None:
     admitted = Admission(table, 8, 60).enter("c", 300, 5.0, arrived_s=3.0)
     assert isinstance(admitted, Admitted)
     assert admitted.placement == Placement("d1", "p1")
-    assert (admitted.turn1_tokens, admitted.newly_bound) == (300, True)
+    assert (admitted.prompt_tokens, admitted.newly_bound) == (300, True)
     assert admitted.history is table.get("c")
     assert admitted.turn == admitted.history.newest_turn
     assert admitted.history.asked_s == 3.0
@@ -69,7 +69,7 @@ def test_the_next_one_goes_when_the_head_gives_up() -> None:
     admission.enter("small", 200, 2.0)
     left = admission.leave("head")
     assert left is not None
-    assert left.tokens == 900
+    assert left.prompt_tokens == 900
     assert admission.leave("head") is None
     assert names(admission.admit(3.0)) == ["small"]
 

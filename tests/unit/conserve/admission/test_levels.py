@@ -21,7 +21,7 @@ def a_line(limit: int = 1024) -> WaitingLine:
 
 
 def keys(line: WaitingLine, now_s: float) -> list[str]:
-    return [ticket.key for ticket in line.tickets(now_s)]
+    return [ticket.history_id for ticket in line.tickets(now_s)]
 
 
 def by_the_rule(tickets: list[Ticket], now_s: float) -> list[str]:
@@ -34,7 +34,7 @@ def by_the_rule(tickets: list[Ticket], now_s: float) -> list[str]:
         return (-1, aged_s, 0.0) if left < 0 else (left, ticket.joined_s, 0.0)
 
     # Sorting is stable: who joined first is first.
-    return [one.key for one in sorted(tickets, key=place)]
+    return [one.history_id for one in sorted(tickets, key=place)]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_order_is_the_rule_s_at_any_time(steps: list[tuple[str, float, int, 
         if what == "join":
             waiting.append(line.join(f"c{number}", 1, now_s, served_tokens=served))
         elif waiting:
-            line.leave(waiting.pop(pick % len(waiting)).key, went=bool(pick % 2))
+            line.leave(waiting.pop(pick % len(waiting)).history_id, went=bool(pick % 2))
         assert keys(line, now_s) == by_the_rule(waiting, now_s)
         for ticket in waiting:
             level = SERVED.index(ticket.served_tokens)
@@ -110,11 +110,11 @@ class _Run:
     def look(self, room: int, now_s: float) -> None:
         """As `Admission` does."""
         for ticket in list(self.line.tickets(now_s)):
-            if ticket.tokens <= room:
-                room -= ticket.tokens
-                self.line.leave(ticket.key, went=True)
+            if ticket.prompt_tokens <= room:
+                room -= ticket.prompt_tokens
+                self.line.leave(ticket.history_id, went=True)
                 for other in self.line.tickets(now_s):
-                    self.passed[other.key].append(ticket)
+                    self.passed[other.history_id].append(ticket)
             elif self.line.holds_up(ticket, now_s):
                 break
 
@@ -137,7 +137,7 @@ def test_nobody_is_overtaken_for_longer_than_its_levels_last(seed: int, tenants:
         run.look(rng.choice([0, 0, 1, 2, 5, 10]), now_s)
     for key, ticket in run.joined.items():
         own = identity.tenant_of(key)
-        passed = [one for one in run.passed[key] if identity.tenant_of(one.key) == own]
+        passed = [one for one in run.passed[key] if identity.tenant_of(one.history_id) == own]
         assert all(one.joined_s < aged_s(ticket) for one in passed)
     while len(run.line):
         # By now all are aged: somebody goes whenever there is room for the largest.
@@ -178,19 +178,19 @@ def test_of_other_tenants_no_more_go_before_an_aged_one_than_have_a_turn(seed: i
         key = identity.scoped(f"t{rng.randrange(tenants)}", f"c{number}")
         run.join(key, rng.choice([1, 3, 10]), rng.choice(SERVED), now_s)
         for other in list(run.line.tickets(now_s)):
-            if run.line.holds_up(other, now_s) and other.key not in went_since:
-                mine = identity.tenant_of(other.key)
+            if run.line.holds_up(other, now_s) and other.history_id not in went_since:
+                mine = identity.tenant_of(other.history_id)
                 ahead = [
                     one
                     for one in run.line.tickets(now_s)
-                    if identity.tenant_of(one.key) == mine and aged_s(one) <= aged_s(other)
+                    if identity.tenant_of(one.history_id) == mine and aged_s(one) <= aged_s(other)
                 ]
-                went_since[other.key] = [len(ahead) - 1, len(run.passed[other.key])]
+                went_since[other.history_id] = [len(ahead) - 1, len(run.passed[other.history_id])]
         run.look(rng.choice([0, 0, 1, 2, 5, 10]), now_s)
     for key, (ahead_of_it, passed_before) in went_since.items():
         mine = identity.tenant_of(key)
         passed = run.passed[key][passed_before:]
-        others = [one for one in passed if identity.tenant_of(one.key) != mine]
-        own = [one for one in passed if identity.tenant_of(one.key) == mine]
+        others = [one for one in passed if identity.tenant_of(one.history_id) != mine]
+        own = [one for one in passed if identity.tenant_of(one.history_id) == mine]
         assert len(own) <= ahead_of_it
         assert len(others) <= (ahead_of_it + 1) * (tenants - 1)

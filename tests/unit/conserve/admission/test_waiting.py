@@ -7,7 +7,7 @@ from conserve.admission.waiting import QueueFull, WaitingLine
 
 def waiting(line: WaitingLine) -> list[str]:
     """Who is served, in order."""
-    return [ticket.key for ticket in line.tickets(0.0)]
+    return [ticket.history_id for ticket in line.tickets(0.0)]
 
 
 def test_first_in_first_out_whatever_the_length() -> None:
@@ -20,7 +20,7 @@ def test_first_in_first_out_whatever_the_length() -> None:
 def test_a_ticket_says_what_is_waited_for_and_how_long() -> None:
     line = WaitingLine(limit=3, timeout_s=60)
     ticket = line.join("c", 12, now_s=100)
-    assert (ticket.key, ticket.tokens) == ("c", 12)
+    assert (ticket.history_id, ticket.prompt_tokens) == ("c", 12)
     assert (ticket.joined_s, ticket.deadline_s) == (100, 160)
     assert list(line.tickets(100)) == [ticket]
     assert len(line) == 1
@@ -102,7 +102,7 @@ def test_leaving_frees_the_place_and_keeps_the_order() -> None:
         line.join(key, 1, now_s=0)
     left = line.leave("b")
     assert left is not None
-    assert left.key == "b"
+    assert left.history_id == "b"
     assert line.leave("b") is None
     line.join("d", 1, now_s=1)
     assert waiting(line) == ["a", "c", "d"]

@@ -86,7 +86,7 @@ class Turn:
 
 
 def start(
-    table: ConversationTable, history_id: str, turn1_tokens: int = 100, now_s: float = 0,
+    table: ConversationTable, history_id: str, prompt_tokens: int = 100, now_s: float = 0,
     like: str | None = None,
 ) -> Turn:  # fmt: skip
     """A turn of the conversation, bound first where it has to be.
@@ -96,7 +96,7 @@ def start(
     """
     if table.begin(history_id, now_s) is None:
         opening = Opening(chain(like or history_id))
-        assert table.bind(history_id, turn1_tokens, now_s, opening=opening) is not None
+        assert table.bind(history_id, prompt_tokens, now_s, opening=opening) is not None
     return Turn.last(table, history_id)
 
 

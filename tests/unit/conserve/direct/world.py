@@ -37,7 +37,7 @@ class Drawn:
 
     def place(
         self,
-        turn1_tokens: int,
+        prompt_tokens: int,
         decoders: Iterable[Any],
         prefillers: object,
         shared: object = None,

@@ -88,7 +88,7 @@ class Anywhere:
 
     def place(
         self,
-        turn1_tokens: int,
+        prompt_tokens: int,
         decoders: object,
         prefillers: object,
         shared: Shared = NOTHING_SHARED,
