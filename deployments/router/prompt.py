@@ -43,13 +43,13 @@ class CountedPrompt:
 
     Attributes:
         prompt: token ids; for a completion with several prompts, a list of such lists.
-        tokens: length of all of it.
+        prompt_tokens: length of all of it.
         longest_tokens: length of its longest part.
         multimodal: whether its token ids are not all of it.
     """
 
     prompt: Any
-    tokens: int
+    prompt_tokens: int
     longest_tokens: int
     multimodal: bool = False
 
@@ -60,7 +60,7 @@ class CountedPrompt:
             prompt = [*prompt, *token_ids]
         more = len(token_ids)
         return CountedPrompt(
-            prompt, self.tokens + more, self.longest_tokens + more, self.multimodal
+            prompt, self.prompt_tokens + more, self.longest_tokens + more, self.multimodal
         )
 
 
@@ -119,7 +119,11 @@ class SystemLengths:
             url: of an engine that can count.
         """
         system = None if request.chain is None else request.chain.system
-        if system is None or counted.tokens < LEAST_SYSTEM_TOKENS or len(request.raw) > _MOST_BYTES:
+        if (
+            system is None
+            or counted.prompt_tokens < LEAST_SYSTEM_TOKENS
+            or len(request.raw) > _MOST_BYTES
+        ):
             return 0
         body = request.body
         if not self._exact or any(body.get(name) for name in _WRITE_IT_OTHERWISE):

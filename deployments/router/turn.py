@@ -194,7 +194,9 @@ class Turn:
         known = self._conversation_id
         stated, hints = asked.explicit_id, self._hints
         about = (stated, asked.chain, self._limited, known, hints, self._refused_by)
-        answer = await self._claim("begin", *about, None if counted is None else counted.tokens)
+        answer = await self._claim(
+            "begin", *about, None if counted is None else counted.prompt_tokens
+        )
         if isinstance(answer, TurnPlan):
             self._conversation_id = answer.turn.history_id
             if answer.prefiller_url is not None:
@@ -222,7 +224,7 @@ class Turn:
             placed = await self._claim(
                 "place",
                 answer.history_id,
-                counted.tokens,
+                counted.prompt_tokens,
                 waited_s,
                 answer.claim,
                 self._limited,
