@@ -1,13 +1,15 @@
 """What routers, engines, nodes' actors and the conversation table tell each other."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from conserve.environments import Standing
+from conserve.hints import Hints
+from conserve.histories.kinship import Opening
 from conserve.history import History, TurnKey
 from conserve.holdings import Parked
-from conserve.recognition import Digest
+from conserve.recognition import Chain, Digest
 from conserve.tenants.limits import Limits
 from conserve.wire import Role, StartPhase
 
@@ -127,6 +129,25 @@ class TurnTenant:
 
 
 @dataclass(frozen=True, slots=True)
+class EventQuery:
+    """Which events somebody wants to be told of.
+
+    Attributes:
+        after: the number of the last one that was told; None: of the newest there is.
+        kinds: of these alone; none: of all.
+        tenant: of this one's conversations alone; None: of all, and of engines.
+        conversation_id: of this one alone, scoped to its tenant.
+        patience_s: how long to wait where there are none yet.
+    """
+
+    after: int | None
+    kinds: Collection[str] = ()
+    tenant: str | None = None
+    conversation_id: str | None = None
+    patience_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EventPage:
     """What has happened after a number.
 
@@ -139,6 +160,50 @@ class EventPage:
     newest: int
     missed: int
     events: Sequence[tuple[int, str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class BeginTurn:
+    """What a router says of a turn when it asks where it goes.
+
+    Attributes:
+        explicit_id: the conversation's, scoped to the tenant, if the client has stated it.
+        chain: of its messages; None for a completion, which is recognised by its id alone.
+        tenant: whose turn it is, where there are keys.
+        history_id: the history's, if this is not the turn's first attempt.
+        hints: what its client says beside its messages; None if nothing.
+        refused_by: the decoder to which it went straight, in vain.
+        prompt_tokens: length of its prompt, where it seems to append much; None: not known.
+    """
+
+    router_id: str
+    explicit_id: str | None
+    chain: Chain | None
+    tenant: TurnTenant | None = None
+    history_id: str | None = None
+    hints: Hints | None = None
+    refused_by: str | None = None
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceTurn:
+    """What a router says of a turn that is `Unplaced`, once its prompt is counted.
+
+    Attributes:
+        waited_s: how long ago its first request came.
+        claim: that of `Unplaced`.
+        tenant: as in `BeginTurn`.
+        opening: what is known of the prompt beside its length.
+    """
+
+    router_id: str
+    history_id: str
+    prompt_tokens: int
+    waited_s: float = 0.0
+    claim: int | None = None
+    tenant: TurnTenant | None = None
+    opening: Opening | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if schedules:
             # Before minutes of loading, and in a line of its own.
             require_doors()
-        self._table.tell("engine_starting", EngineStarting(self._id, "starting engines"))
+        self._table.engine_starting(EngineStarting(self._id, "starting engines"))
         _use_server(llm_config, await self._node.launch())
         if self._sm_slots is not None:
             _use_slots(llm_config, self._sm_slots, self._id, self._node.actor_name)
@@ -164,7 +164,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             also_hosts=role == "prefiller" and settings.prefillers_host,
             kind=kind_of(client.vllm_config, tier.name),
         )
-        self._table.tell("engine_starting", EngineStarting(self._id, "warming up"))
+        self._table.engine_starting(EngineStarting(self._id, "warming up"))
         await self._warm_up()
         await self._register()
         if self._info.hosts:
@@ -284,12 +284,12 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         try:
             while await self._lives():
                 overdue = time.monotonic() >= deadline_s
-                if not await self._table.call("leave", self._id, overdue):
+                if not await self._table.leave(self._id, overdue):
                     break
                 await asyncio.sleep(BEAT_S)
             if self._beating is not None:
                 self._beating.cancel()
-            await self._table.call("left", self._id)
+            await self._table.left(self._id)
         except TableUnavailable as error:
             logger.warning("%s %s leaves without a word: %s", self._role, self._id, error)
 
@@ -444,7 +444,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             leaving=self._leaving,
             wanted_replicas=self._heard.wanted_replicas if self._heard else None,
         )
-        for history_id, incarnation in await self._table.call("register", info):
+        for history_id, incarnation in await self._table.register(info):
             self._holdings.drop(history_id, incarnation)
         self._reporter.registered()
 
@@ -458,10 +458,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
                 continue
             try:
-                told: list[Any] = [self._node.energy, self._load()]
-                if self._scheduler is not None:
-                    told.append(self._scheduler.load())
-                heard = await self._table.call("beat", self._id, *told)
+                scheduler = None if self._scheduler is None else self._scheduler.load()
+                heard = await self._table.beat(self._id, self._node.energy, self._load(), scheduler)
                 if heard is None or not self._reporter.is_registered:
                     await self._register()
                     continue

@@ -2,16 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal, TypeVar
 
 from conserve.clock import unix_s
 from conserve.direct import Desk, Notice
-from conserve.wire import BEAT_S, SILENCE_S
+from conserve.wire import BEAT_S
 from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 
-_PATIENCE_S = 1.0
+Answer = TypeVar("Answer")
 
 
 class Reporter:
@@ -75,7 +76,8 @@ class Reporter:
             if report is None:
                 self._due.clear()
                 continue
-            answers, parks = await self._answered("report", registration, report)
+            asked = self._table.report(self._engine_id, registration, report)
+            answers, parks = await self._answered(asked)
             if registration != outbox.registration or not answers:
                 continue
             if parks is None:
@@ -89,28 +91,28 @@ class Reporter:
         while True:
             await self._registered.wait()
             asked_s, registration = unix_s(), outbox.registration
-            answers, notice = await self._answered("hear", registration, outbox.heard)
+            asked = self._table.hear(self._engine_id, registration, outbox.heard)
+            answers, notice = await self._answered(asked)
             if not answers or registration != outbox.registration:
                 continue
             if notice is None:
                 self._unknown()
                 continue
-            assert isinstance(notice, Notice)
             self._desk.hear(notice, asked_s)
             self._obey(notice)
             self._due.set()
 
-    async def _answered(self, method: str, *arguments: object) -> tuple[bool, object]:
+    async def _answered(
+        self, asked: Coroutine[Any, Any, Answer]
+    ) -> tuple[Literal[True], Answer] | tuple[Literal[False], None]:
         """Whether the table answers, and what."""
         try:
-            return True, await self._table.call(
-                method, self._engine_id, *arguments, patience_s=_PATIENCE_S, answer_s=SILENCE_S
-            )
+            return True, await asked
         except TableUnavailable as error:
             logger.warning("decoder %s: %s", self._engine_id, error)
         except Exception:
             # Without reports the table would never know that a turn has ended.
-            logger.exception("decoder %s: %s failed", self._engine_id, method)
+            logger.exception("decoder %s: the table's answer failed", self._engine_id)
             await asyncio.sleep(BEAT_S)
         return False, None
 

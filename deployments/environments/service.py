@@ -32,14 +32,13 @@ from deployments.environments.containers import Containers, find_engine
 from deployments.environments.manager import Manager
 from deployments.environments.processes import Backend, Processes
 from deployments.environments.sandbox import SandboxError, namespaces_missing
-from deployments.messages import Lifecycle, Refusal
+from deployments.messages import Refusal
 from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("conserve.environments")
 
 ABANDONED_S = 120.0
 JOURNAL, LOCK = "journal", "lock"
-_TABLE_S = 5.0
 # How long a request waits for this process to find its predecessor's environments.
 _START_S = 15.0
 
@@ -191,9 +190,7 @@ class EnvironmentService:
         asked = list(self._ledger.conversations())
         pressure = HostPressure(manager.running, _cpu_pressure())
         try:
-            seen: Lifecycle = await self._table.call(
-                "lifecycle", asked, pressure, patience_s=0.0, answer_s=_TABLE_S
-            )
+            seen = await self._table.lifecycle(asked, pressure)
             if seen.standings is not None:
                 # Who has come meanwhile was not asked about.
                 self._ledger.observe(seen.table, seen.standings, unix_s(), asked)
@@ -208,7 +205,7 @@ class EnvironmentService:
             ray.kill(ray.get_runtime_context().current_actor)
 
     def _tell(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
-        self._table.tell("note", kind, conversation_id, details)
+        self._table.note(kind, conversation_id, details)
 
 
 def make_root(root: Path) -> None:

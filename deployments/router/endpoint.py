@@ -47,7 +47,7 @@ class TurnEndpoint:
             tenant = None if caller is None else caller.tenant
             latency_s = time.perf_counter() - arrived_s
             refused = TurnTiming("refused", latency_s, None, (), tenant=tenant)
-            self._table.tell("observe", refused)
+            self._table.observe(refused)
             await hold_back(error, arrived_s)
             await refuse(error, [], send, scope["path"])
             return

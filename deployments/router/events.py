@@ -1,8 +1,8 @@
 """``GET /v1/events``: what happens at the boundaries of turns, as server-sent events."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -10,6 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from conserve import identity
 from conserve.errors import ApiError
 from conserve.events import KINDS
+from deployments.messages import EventQuery
 from deployments.table.table_client import TableClient, TableUnavailable
 
 # What has happened is put into words for each of them, by the table.
@@ -45,22 +46,18 @@ class Events:
                 429, f"{_LISTENERS} listen already; try again later", "too_many_listeners",
                 retry_after_s=30,
             )  # fmt: skip
-        told = self._told(after, kinds, tenant, conversation_id)
+        told = self._told(EventQuery(after, kinds, tenant, conversation_id))
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(told, media_type="text/event-stream", headers=headers)
 
-    async def _told(self, after: int | None, *of: Any) -> AsyncIterator[bytes]:
+    async def _told(self, query: EventQuery) -> AsyncIterator[bytes]:
         self._listeners += 1
         try:
             # Headers are sent with the first words.
             yield b": events\n\n"
             while True:
-                # At first, where the log is now.
-                patience_s = 0.0 if after is None else _QUIET_S
                 try:
-                    page = await self._table.call(
-                        "events", after, *of, patience_s, patience_s=0.0, answer_s=2 * _QUIET_S
-                    )
+                    page = await self._table.events(query)
                 except TableUnavailable:
                     yield b": the conversation table is being restarted\n\n"
                     await asyncio.sleep(1)
@@ -69,9 +66,10 @@ class Events:
                     yield b'event: missed\ndata: {"events":%d}\n\n' % page.missed
                 for number, kind, data in page.events:
                     yield b"id: %d\nevent: %b\ndata: %b\n\n" % (number, kind.encode(), data)
-                if after is not None and not page.events:
+                if query.after is not None and not page.events:
                     yield b": nothing new\n\n"
-                after = page.newest
+                # At first, without a wait: where the log is now.
+                query = dataclasses.replace(query, after=page.newest, patience_s=_QUIET_S)
         finally:
             self._listeners -= 1
 

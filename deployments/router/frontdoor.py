@@ -160,7 +160,7 @@ class FrontDoor:
         """How many tokens prompt plus output may have, which is the engines' to say."""
         if self._max_model_len is None:
             try:
-                engines = await self._table.call("engines", patience_s=5.0, answer_s=10.0)
+                engines = await self._table.engines(soon=True)
             except TableUnavailable:
                 return None  # Which model is served is known all the same.
             longest = [engine["max_model_len"] for engine in engines if engine["hosts"]]
@@ -179,21 +179,19 @@ class FrontDoor:
         # An admin's list is of all tenants, unless it asks for one's.
         everybody = caller is not None and caller.admin and "tenant" not in request.query_params
         tenant = None if everybody else _tenant(request)
-        listed = await self._table.call("conversations", int(text), tenant)
+        listed = await self._table.conversations(int(text), tenant)
         return Response(listed, media_type="application/json")
 
     async def _conversation(self, request: Request) -> Response:
         id_ = identity.scoped(_tenant(request), request.path_params["id"])
-        found = await self._table.call("conversation", id_)
+        found = await self._table.conversation(id_)
         if found is None:
             raise _unknown_conversation()
         return JSONResponse(found)
 
     async def _release(self, request: Request) -> Response:
         conversation_id = request.path_params["id"]
-        if not await self._table.call(
-            "release", identity.scoped(_tenant(request), conversation_id)
-        ):
+        if not await self._table.release(identity.scoped(_tenant(request), conversation_id)):
             raise _unknown_conversation()
         return JSONResponse(
             {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
@@ -202,7 +200,7 @@ class FrontDoor:
     async def _report_tool(self, request: Request) -> Response:
         id_ = identity.scoped(_tenant(request), request.path_params["id"])
         report = read_report(await _short_object(request))
-        running = await self._table.call("report_tool", id_, report)
+        running = await self._table.report_tool(id_, report)
         if isinstance(running, Refusal):
             raise ApiError(running.status, running.message, running.code)
         if running is None:
@@ -219,15 +217,15 @@ class FrontDoor:
         except identity.InvalidConversationId as error:
             raise ApiError(400, str(error), param="program_id") from None
         id_ = identity.scoped(_tenant(request), program_id.strip())
-        released = await self._table.call("release", id_)
+        released = await self._table.release(id_)
         return JSONResponse({"program_id": program_id, "released": released})
 
     async def _engines(self, request: Request) -> Response:
-        exact = True
-        return JSONResponse({"object": "list", "data": await self._table.call("engines", exact)})
+        engines = await self._table.engines(exact=True)
+        return JSONResponse({"object": "list", "data": engines})
 
     async def _health(self, request: Request) -> Response:
-        alive = await self._table.call("health", patience_s=5.0, answer_s=10.0)
+        alive = await self._table.health()
         prefills = alive["prefillers"] > 0 or not self._settings.prefiller_replicas
         healthy = prefills and alive["decoders"] > 0
         return JSONResponse(
@@ -237,7 +235,7 @@ class FrontDoor:
 
     async def _metrics(self, request: Request) -> Response:
         return Response(
-            await self._table.call("metrics"),
+            await self._table.metrics(),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 

@@ -46,7 +46,7 @@ class Description:
         return JSONResponse(self._document)
 
     async def _engines_own(self) -> dict[str, Any]:
-        for engine in await self._table.call("engines"):
+        for engine in await self._table.engines():
             try:
                 return await self._upstream.described(engine["url"])
             except EngineUnreachable:

@@ -97,7 +97,7 @@ class Router:
             try:
                 if self._environments is not None:
                     self._environments.beat()
-                await self._table.call("router_beat", self._id)
+                await self._table.router_beat(self._id)
             except TableUnavailable as error:
                 logger.warning("router: %s", error)
             except Exception:

@@ -183,7 +183,7 @@ class StoredResponses:
     async def _ask_decoders(self, method: Any, response_id: str, tenant: str | None) -> list[bytes]:
         if not _ID.fullmatch(response_id):
             return []
-        engines = await self._table.call("engines")
+        engines = await self._table.engines()
         urls = [engine["url"] for engine in engines if engine["hosts"]]
         asked = [self._ask(method, url, response_id, tenant) for url in urls]
         return [told for told in await asyncio.gather(*asked) if told is not None]

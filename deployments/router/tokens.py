@@ -132,7 +132,7 @@ class TokensEndpoint:
             self._free.release()
 
     async def _ask(self, path: str, ask: Callable[[str], Awaitable[_T]]) -> _T:
-        for engine in by_leisure(await self._table.call("engines"))[:_ATTEMPTS]:
+        for engine in by_leisure(await self._table.engines())[:_ATTEMPTS]:
             try:
                 return await ask(engine["url"])
             except EngineUnreachable as error:

@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,8 @@ from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.history import TurnKey
 from deployments.messages import (
+    BeginTurn,
+    PlaceTurn,
     Prefilled,
     Refusal,
     TurnOutcome,
@@ -95,7 +98,7 @@ class Turn:
         self._continued = 0
         self._let_in = False
         # None until the table has said which conversation it is, if the request does not.
-        self._conversation_id: str | None = None
+        self._history_id: str | None = None
         self._plan: TurnPlan | None = None
         self._at_decoder = False
         # What the prefiller of the present plan did.
@@ -115,9 +118,9 @@ class Turn:
         finally:
             leaving.cancel()
             serving.cancel()
-        self._table.tell("observe", self._timing(outcome))
-        if (self._request.final or self._request.one_off) and self._conversation_id is not None:
-            self._table.tell("release", self._conversation_id, "final")
+        self._table.observe(self._timing(outcome))
+        if (self._request.final or self._request.one_off) and self._history_id is not None:
+            self._table.finish(self._history_id)
 
     async def _serve(self) -> None:
         for attempt in range(_ATTEMPTS):
@@ -181,7 +184,7 @@ class Turn:
                     raise
             if self._plan is not None:
                 # It had begun, and its prompt was refused.
-                _abandon(self._table, self._plan)
+                self._table.abandon(self._plan)
                 self._plan = None
             await asyncio.sleep(_REPLACEMENT_POLL_S)
 
@@ -190,22 +193,30 @@ class Turn:
         asked = self._request
         at, self._counts_at = self._counts_at, None
         counted = None if at is None else await self._count(at.url, at.decoder_id)
-        # On a further attempt the history is known.
-        known = self._conversation_id
-        stated, hints = asked.explicit_id, self._hints
-        about = (stated, asked.chain, self._limited, known, hints, self._refused_by)
-        answer = await self._claim(
-            "begin", *about, None if counted is None else counted.prompt_tokens
+        hints = self._hints
+        answer = await self._claimed(
+            self._table.begin(
+                BeginTurn(
+                    self._router_id,
+                    asked.explicit_id,
+                    asked.chain,
+                    self._limited,
+                    self._history_id,
+                    hints,
+                    self._refused_by,
+                    None if counted is None else counted.prompt_tokens,
+                )
+            )
         )
         if isinstance(answer, TurnPlan):
-            self._conversation_id = answer.turn.history_id
+            self._history_id = answer.turn.history_id
             if answer.prefiller_url is not None:
                 self._plan = answer
                 if counted is None:
                     counted = await self._count(answer.decoder_url, answer.decoder_id)
                 await self._prefill(answer, counted)
             return answer
-        self._conversation_id = answer.history_id
+        self._history_id = answer.history_id
         try:
             if counted is None:
                 counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
@@ -213,7 +224,7 @@ class Turn:
                 raise PromptTooLong(counted.longest_tokens, answer.max_model_len)
             system_tokens = await self._systems.length(asked, counted, answer.tokenizer_url)
         except BaseException:
-            _forgo(self._table, answer)
+            self._table.forgo(answer)
             raise
         chain = asked.chain
         if chain is not None and self._sent is not None:
@@ -221,18 +232,22 @@ class Turn:
             chain = chain._replace(ends_with_root=False)
         try:
             waited_s = time.perf_counter() - self._arrived_s
-            placed = await self._claim(
-                "place",
-                answer.history_id,
-                counted.prompt_tokens,
-                waited_s,
-                answer.claim,
-                self._limited,
-                Opening(chain, system_tokens, hints),
+            placed = await self._claimed(
+                self._table.place(
+                    PlaceTurn(
+                        self._router_id,
+                        answer.history_id,
+                        counted.prompt_tokens,
+                        waited_s,
+                        answer.claim,
+                        self._limited,
+                        Opening(chain, system_tokens, hints),
+                    )
+                )
             )
         except asyncio.CancelledError:
             # A refusal has settled it already; only who leaves is still in line.
-            _forgo(self._table, answer)
+            self._table.forgo(answer)
             raise
         assert isinstance(placed, TurnPlan)
         if placed.prefiller_url is not None:
@@ -240,9 +255,11 @@ class Turn:
             await self._prefill(placed, counted)
         return placed
 
-    async def _claim(self, method: str, *arguments: Any) -> TurnPlan | Unplaced:
+    async def _claimed(
+        self, asked: Coroutine[Any, Any, TurnPlan | Unplaced | Refusal]
+    ) -> TurnPlan | Unplaced:
         """Ask the table for a turn, and give it back if the client leaves before the answer."""
-        asking = asyncio.ensure_future(self._table.call(method, self._router_id, *arguments))
+        asking = asyncio.ensure_future(asked)
         try:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -252,7 +269,6 @@ class Turn:
             raise ApiError(
                 answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s
             )
-        assert isinstance(answer, TurnPlan | Unplaced)
         return answer
 
     @property
@@ -300,7 +316,7 @@ class Turn:
                 await self._report_if_lost(*engine, str(error), had_it)
         finally:
             self._prefilled = done
-            self._table.tell("prefilled", plan, done)
+            self._table.prefilled(plan, done)
         self._require_another_try()
 
     # --- the answer --------------------------------------------------------------------------
@@ -350,7 +366,7 @@ class Turn:
                         int(found[wire.TURN_HEADER]),
                     )
                     self._plan = TurnPlan(key, home.decoder_id, home.url, later=True)
-                    self._conversation_id = key.history_id
+                    self._history_id = key.history_id
                     self._let_in = self._at_decoder = True
                     home = home._replace(request_bytes=len(asked.raw))
                     self._homes.remember(self._stated_id, asked.chain, home)
@@ -445,8 +461,8 @@ class Turn:
 
     def _own_headers(self) -> RawHeaders:
         headers = []
-        if self._conversation_id is not None:
-            own_id = identity.own_id(self._conversation_id)
+        if self._history_id is not None:
+            own_id = identity.own_id(self._history_id)
             headers.append((b"x-conversation-id", own_id.encode()))
         if self._plan is not None:
             headers.append((b"x-conserve-decoder", self._plan.decoder_id.encode()))
@@ -464,9 +480,9 @@ class Turn:
             if self._plan is not None:
                 if self._at_decoder:
                     loop = asyncio.get_running_loop()
-                    loop.call_later(_CANCEL_GRACE_S, _abandon, self._table, self._plan)
+                    loop.call_later(_CANCEL_GRACE_S, self._table.abandon, self._plan)
                 else:
-                    _abandon(self._table, self._plan)
+                    self._table.abandon(self._plan)
             return "cancelled"
         except AnsweredWithError:
             assert self._plan is not None
@@ -480,7 +496,7 @@ class Turn:
             logger.exception("unexpected error in a turn")
             failure = ApiError(500, "internal error; see the router's log", "internal_error")
         if self._plan is not None:
-            _abandon(self._table, self._plan)
+            self._table.abandon(self._plan)
         if not self._answer.started:
             await hold_back(failure, self._arrived_s)
         await self._answer.end_with(failure, self._own_headers())
@@ -488,14 +504,14 @@ class Turn:
 
     async def _after_failure(self, plan: TurnPlan, why: str, had_prompt: bool) -> None:
         await self._report_if_lost(plan.decoder_id, plan.decoder_url, why, had_prompt)
-        _abandon(self._table, plan)
+        self._table.abandon(plan)
 
     async def _report_if_lost(self, engine_id: str, url: str, why: str, had_prompt: bool) -> None:
         if not await self._upstream.healthy(url):
             # One that was gone before the prompt came cannot have died of it.
             if had_prompt:
                 self._lost.add(engine_id)
-            await self._table.call("engine_lost", engine_id, why)
+            await self._table.engine_lost(engine_id, why)
 
     def _timing(self, outcome: TurnOutcome) -> TurnTiming:
         latency_s = time.perf_counter() - self._arrived_s
@@ -525,26 +541,18 @@ def _token_ids(asked: ClientRequest, prompt: Any) -> bytes:
     return json.dumps(body).encode()
 
 
-# These take no `Turn`: a call that is yet to come must not keep a turn's request in memory.
-
-
-def _abandon(table: TableClient, plan: TurnPlan) -> None:
-    table.tell("abandon", plan.turn, None, None)
-
-
-def _forgo(table: TableClient, answer: Unplaced) -> None:
-    table.tell("forgo", answer.history_id, answer.claim)
-
-
 def _give_back(table: TableClient, asking: "asyncio.Future[Any]") -> None:
-    """What the table was asked for is not wanted any more, now that it has answered."""
+    """Give back what the table was asked for, now that it has answered.
+
+    This takes no `Turn`: a call that is yet to come must not keep a turn's request in memory.
+    """
     if asking.cancelled() or asking.exception() is not None:
         return
     answer = asking.result()
     if isinstance(answer, TurnPlan):
-        _abandon(table, answer)
+        table.abandon(answer)
     elif isinstance(answer, Unplaced):
-        _forgo(table, answer)
+        table.forgo(answer)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from conserve import identity
 from conserve.events import Event, EventLog
-from deployments.messages import EventPage
+from deployments.messages import EventPage, EventQuery
 
 # Of a conversation's, so many are shown.
 SHOWN_EVENTS = 32
@@ -20,30 +20,15 @@ _MOST_AT_ONCE = 512
 _OF_OTHERS = ("history", "turn", "ahead", "missing_tokens", "decoders")
 
 
-async def listen(
-    events: EventLog,
-    after: int | None,
-    kinds: Collection[str] = (),
-    tenant: str | None = None,
-    conversation_id: str | None = None,
-    patience_s: float = 0.0,
-) -> EventPage:
-    """What has happened, for ``GET /v1/events``; waits until there is something to tell.
-
-    Args:
-        after: the number of the last one that was told; None: of the newest there is.
-        kinds: of these alone; none: of all.
-        tenant: of this one's conversations alone; None: of all, and of engines.
-        conversation_id: of this one alone, scoped to its tenant.
-        patience_s: how long to wait.
-    """
-    mine = _of(tenant, conversation_id)
+async def listen(events: EventLog, query: EventQuery) -> EventPage:
+    """Return what has happened, for ``GET /v1/events``; wait until there is something to tell."""
+    mine = _of(query.tenant, query.conversation_id)
     # A number that there is not yet is that of a log before this one, whose clock was ahead.
-    after = events.newest if after is None else min(after, events.newest)
-    deadline_s = time.monotonic() + patience_s
+    after = events.newest if query.after is None else min(query.after, events.newest)
+    deadline_s = time.monotonic() + query.patience_s
     while True:
         missed, newest = events.missed(after), events.newest
-        found = events.after(after, kinds, mine)
+        found = events.after(after, query.kinds, mine)
         if found or missed or time.monotonic() >= deadline_s:
             if len(found) > _MOST_AT_ONCE:
                 found = found[:_MOST_AT_ONCE]

@@ -7,11 +7,17 @@ from conserve import identity
 from conserve.admission import Admission, Admitted, QueueFull
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
-from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.recognition import Chain
 from conserve.tenants.limits import Over
-from deployments.messages import Refusal, TurnPlan, TurnTenant, Unplaced
+from deployments.messages import (
+    BeginTurn,
+    PlaceTurn,
+    Refusal,
+    TurnPlan,
+    TurnTenant,
+    Unplaced,
+)
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
 from deployments.table.gate import TenantGate
@@ -62,44 +68,35 @@ class Placing:
 
     # --- those that are bound ----------------------------------------------------------------
 
-    async def begin(
-        self,
-        router_id: str,
-        explicit_id: str | None,
-        chain: Chain | None,
-        tenant: TurnTenant | None,
-        history_id: str | None,
-        hints: Hints | None,
-        refused_by: str | None,
-        prompt_tokens: int | None,
-    ) -> TurnPlan | Unplaced | Refusal:
+    async def begin(self, asked: BeginTurn) -> TurnPlan | Unplaced | Refusal:
         """See `TableService.begin`."""
-        decoder_ids = set() if refused_by is None else {refused_by}
-        if chain and history_id is None:
-            decoder_ids |= self._table.to_be_heard(chain, explicit_id)
+        tenant, chain = asked.tenant, asked.chain
+        decoder_ids = set() if asked.refused_by is None else {asked.refused_by}
+        if chain and asked.history_id is None:
+            decoder_ids |= self._table.to_be_heard(chain, asked.explicit_id)
         if decoder_ids:
             # Of what they have done before, all is to be known: another turn, say.
             await self._listeners.have_heard(decoder_ids, LOOK_S)
-        history_id = history_id or self._history_of(explicit_id, chain, tenant)
+        history_id = asked.history_id or self._history_of(asked.explicit_id, chain, tenant)
         if over := self._gate.turn_over(tenant):
             return self._over_limit(tenant, over)
         with self._gate.arriving(tenant):
             await self._others_are_bound(history_id)
-        if self._registry.router_is_lost(router_id):
+        if self._registry.router_is_lost(asked.router_id):
             return refusals.UNAVAILABLE
         if over := self._gate.conversation_over(tenant, history_id, unix_s()):
             return self._over_limit(tenant, over)
-        history = self._table.begin(history_id, unix_s(), hints)
+        history = self._table.begin(history_id, unix_s(), asked.hints)
         if history is not None:
-            prefiller_id = self._table.prefill_later_turn(history, prompt_tokens, unix_s())
+            prefiller_id = self._table.prefill_later_turn(history, asked.prompt_tokens, unix_s())
             turn = history.newest_turn
-            return self._running.plan(turn, history, prefiller_id, router_id, later=True)
+            return self._running.plan(turn, history, prefiller_id, asked.router_id, later=True)
         counter = self._registry.tokenizer()
         if counter is None:
             return refusals.UNAVAILABLE
         claim = 0  # Of no turn: one that could not wait any longer for the one in line.
         if history_id not in self._room.pending:
-            claim = self._room.pend(history_id, router_id, bool(chain)).claim
+            claim = self._room.pend(history_id, asked.router_id, bool(chain)).claim
         return Unplaced(history_id, counter.url, counter.id, counter.max_model_len, claim)
 
     def _history_of(
@@ -135,17 +132,10 @@ class Placing:
 
     # --- those that are not ------------------------------------------------------------------
 
-    async def place(
-        self,
-        router_id: str,
-        history_id: str,
-        prompt_tokens: int,
-        waited_s: float,
-        claim: int | None,
-        tenant: TurnTenant | None,
-        opening: Opening | None,
-    ) -> TurnPlan | Refusal:
+    async def place(self, asked: PlaceTurn) -> TurnPlan | Refusal:
         """See `TableService.place`."""
+        history_id, prompt_tokens = asked.history_id, asked.prompt_tokens
+        tenant, opening = asked.tenant, asked.opening
         called_s = unix_s()
         pending = self._room.pending.get(history_id)
         if pending is not None and pending.waits:
@@ -158,8 +148,8 @@ class Placing:
             if over := over or self._gate.conversation_over(tenant, history_id, called_s):
                 return self._over_limit(tenant, over)
             chat = opening is not None and opening.chain is not None
-            pending = self._room.pend(history_id, router_id, chat, claim)
-        pending.arrived_s = called_s - waited_s
+            pending = self._room.pend(history_id, asked.router_id, chat, asked.claim)
+        pending.arrived_s = called_s - asked.waited_s
         try:
             largest = max((one.capacity_tokens for one in self._table.decoders.values()), default=0)
             if largest and prompt_tokens > largest:
@@ -176,7 +166,8 @@ class Placing:
             bound = self._table.begin(history_id, called_s, hints)
             if bound is not None:
                 # Another turn of it was placed meanwhile, or a decoder had it still.
-                return self._running.plan(bound.newest_turn, bound, None, router_id, later=True)
+                turn = bound.newest_turn
+                return self._running.plan(turn, bound, None, asked.router_id, later=True)
             shared_tokens = 0 if opening is None else self._table.held(opening)
             if over := self._gate.binding_over(tenant, prompt_tokens - shared_tokens):
                 return self._over_limit(tenant, over)
@@ -200,7 +191,7 @@ class Placing:
             return refusals.UNAVAILABLE
         self._accounts.metrics.queue_wait_s.observe(unix_s() - called_s)
         prefiller_id = admitted.placement.prefiller_id
-        return self._running.plan(admitted.turn, history, prefiller_id, router_id)
+        return self._running.plan(admitted.turn, history, prefiller_id, asked.router_id)
 
     def forgo(self, history_id: str, claim: int) -> None:
         """See `TableService.forgo`."""

@@ -27,24 +27,24 @@ from conserve.direct import Notice, Report
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.environments.pressure import HostPressure
 from conserve.events import EventLog, Kind
-from conserve.hints import Hints
-from conserve.histories.kinship import Opening
 from conserve.history import TurnKey, TurnStats
 from conserve.pausing import ToolReport, TooManyTools
 from conserve.placement.load import EngineLoad
-from conserve.recognition import Chain, Digest
+from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, SILENCE_S
 from deployments.messages import (
+    BeginTurn,
     EngineInfo,
     EngineStarting,
     EventPage,
+    EventQuery,
     Heard,
     Lifecycle,
+    PlaceTurn,
     Prefilled,
     Refusal,
     TurnPlan,
-    TurnTenant,
     TurnTiming,
     Unplaced,
 )
@@ -228,56 +228,15 @@ class TableService:
 
     # --- turns -------------------------------------------------------------------------------
 
-    async def begin(
-        self,
-        router_id: str,
-        explicit_id: str | None,
-        chain: Chain | None,
-        tenant: TurnTenant | None = None,
-        history_id: str | None = None,
-        hints: Hints | None = None,
-        refused_by: str | None = None,
-        prompt_tokens: int | None = None,
-    ) -> TurnPlan | Unplaced | Refusal:
-        """Start a turn; returns where its history is bound, or that it has to be placed.
-
-        Args:
-            explicit_id: the conversation's, scoped to the tenant, if the client has stated it.
-            chain: of its messages; None for a completion, which is recognised by its id alone.
-            tenant: whose turn it is, where there are keys.
-            history_id: the history's, if this is not the turn's first attempt.
-            hints: what its client says beside its messages; None if nothing.
-            refused_by: the decoder to which it went straight, in vain.
-            prompt_tokens: length of its prompt, where it seems to append much; None: not known.
-        """
+    async def begin(self, asked: BeginTurn) -> TurnPlan | Unplaced | Refusal:
+        """Start a turn; returns where its history is bound, or that it has to be placed."""
         if refusal := await self._recovery.not_ready():
             return refusal
-        return await self._placing.begin(
-            router_id, explicit_id, chain, tenant, history_id, hints, refused_by, prompt_tokens
-        )
+        return await self._placing.begin(asked)
 
-    async def place(
-        self,
-        router_id: str,
-        history_id: str,
-        prompt_tokens: int,
-        waited_s: float = 0.0,
-        claim: int | None = None,
-        tenant: TurnTenant | None = None,
-        opening: Opening | None = None,
-    ) -> TurnPlan | Refusal:
-        """Bind a history for which `begin` answered `Unplaced`; waits for room.
-
-        Args:
-            history_id: the history's.
-            waited_s: how long ago its first request came.
-            claim: that answer's.
-            tenant: as for `begin`.
-            opening: what is known of the prompt beside its length.
-        """
-        return await self._placing.place(
-            router_id, history_id, prompt_tokens, waited_s, claim, tenant, opening
-        )
+    async def place(self, asked: PlaceTurn) -> TurnPlan | Refusal:
+        """Bind a history for which `begin` answered `Unplaced`; waits for room."""
+        return await self._placing.place(asked)
 
     async def forgo(self, history_id: str, claim: int) -> None:
         """Give up placing a turn for which `begin` answered `Unplaced`.
@@ -378,9 +337,9 @@ class TableService:
         newest = self._events.newest_of(conversation_id, SHOWN_EVENTS)
         return conversation_view(found, unix_s(), self._table.tools, newest)
 
-    async def events(self, *of: Any) -> EventPage:
-        """What has happened, for `GET /v1/events`; see `listen`."""
-        return await listen(self._events, *of)
+    async def events(self, query: EventQuery) -> EventPage:
+        """Return what has happened, for `GET /v1/events`; see `listen`."""
+        return await listen(self._events, query)
 
     async def conversations(self, limit: int, tenant: str | None = None) -> bytes:
         """The most recently used conversations, for `GET /v1/conversations`, as JSON.

@@ -9,7 +9,7 @@ from conserve.histories.kinship import Opening
 from conserve.history import TurnKey, TurnStats
 from conserve.recognition import Chain
 from conserve.settings import Settings
-from deployments.messages import TurnPlan, Unplaced
+from deployments.messages import BeginTurn, PlaceTurn, TurnPlan, Unplaced
 from deployments.table.table import TableService
 from tests.unit.deployments.table.test_interleavings import an_engine
 from tests.unit.deployments.table.virtual_time import run
@@ -30,9 +30,11 @@ async def a_table(decoders: int = 1) -> TableService:
 async def bound(service: TableService, name: str = "c") -> TurnPlan:
     """A conversation's first turn is complete."""
     chain = Chain(ROOT, None, (), True)
-    answer = await service.begin("r", name, chain)
+    answer = await service.begin(BeginTurn("r", name, chain))
     assert isinstance(answer, Unplaced)
-    plan = await service.place("r", answer.history_id, 100, 0.0, answer.claim, None, Opening(chain))
+    plan = await service.place(
+        PlaceTurn("r", answer.history_id, 100, 0.0, answer.claim, None, Opening(chain))
+    )
     assert isinstance(plan, TurnPlan)
     await service.prefilled(plan, None)
     await told(service, plan.decoder_id, 1, Ended(plan.turn, STATS, (FIRST,), True))
@@ -102,9 +104,9 @@ def test_who_moves_waits_for_the_decoder_that_it_leaves() -> None:
         service._table.memory.pause(history, "room")
         service._table.leave(here)
         chain = Chain(ROOT, None, (FIRST,))
-        answer = await service.begin("r", "c", chain)
+        answer = await service.begin(BeginTurn("r", "c", chain))
         assert isinstance(answer, Unplaced)
-        placing = asyncio.ensure_future(service.place("r", "c", 120, 0.0, answer.claim))
+        placing = asyncio.ensure_future(service.place(PlaceTurn("r", "c", 120, 0.0, answer.claim)))
         notice = await service.hear(here, 1, 0)
         assert notice is not None
         await asyncio.sleep(1)

@@ -10,7 +10,7 @@ from conserve.history import History, TurnStats
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.wire import Role
-from deployments.messages import EngineInfo, TurnPlan, Unplaced
+from deployments.messages import BeginTurn, PlaceTurn, EngineInfo, TurnPlan, Unplaced
 from deployments.router.interface import SCHEMAS
 from deployments.table.table import TableService
 from hetero.energy import EngineEnergy
@@ -33,9 +33,9 @@ async def a_service(*decoders: str) -> TableService:
 
 
 async def a_turn(service: TableService, name: str, ends: bool = True) -> TurnPlan:
-    plan = await service.begin("r", name, [])  # type: ignore[arg-type]
+    plan = await service.begin(BeginTurn("r", name, []))  # type: ignore[arg-type]
     if isinstance(plan, Unplaced):
-        plan = await service.place("r", name, 100)
+        plan = await service.place(PlaceTurn("r", name, 100))
     assert isinstance(plan, TurnPlan)
     if ends:
         await end(service, plan)
@@ -142,7 +142,7 @@ def test_a_new_table_learns_what_it_holds() -> None:
         assert await service.register(engine("p", "prefiller", holds=[held])) == []
         await service.register(engine("d", "decoder"))
         service._recovery.complete.set()
-        plan = await service.begin("r", "c", [])  # type: ignore[arg-type]
+        plan = await service.begin(BeginTurn("r", "c", []))  # type: ignore[arg-type]
         assert isinstance(plan, TurnPlan)
         assert (plan.decoder_id, plan.later) == ("p", True)
         # Whoever says that it has it as well is to forget it, once it has ended at the latest.

@@ -16,7 +16,16 @@ from conserve.pausing import ToolReport
 from conserve.settings import Settings
 from conserve.tenants import Limits
 from conserve.wire import Role
-from deployments.messages import EngineInfo, Prefilled, Refusal, TurnPlan, TurnTenant, Unplaced
+from deployments.messages import (
+    BeginTurn,
+    PlaceTurn,
+    EngineInfo,
+    Prefilled,
+    Refusal,
+    TurnPlan,
+    TurnTenant,
+    Unplaced,
+)
 from deployments.table.table import TableService
 from tests.unit.deployments.table.virtual_time import run
 
@@ -77,7 +86,7 @@ class World:
         if router in self.gone:
             return
         tenant = self.tenant(conversation)
-        answer = await self.service.begin(router, conversation, [], tenant)
+        answer = await self.service.begin(BeginTurn(router, conversation, [], tenant))
         if isinstance(answer, Refusal) and answer.code == "tenant_limit":
             assert answer.retry_after_s
         if isinstance(answer, Unplaced) and router not in self.gone:
@@ -115,12 +124,14 @@ class World:
             return None
         placing = asyncio.ensure_future(
             self.service.place(
-                router,
-                asked.history_id,
-                tokens,
-                draw.random(),
-                asked.claim,
-                self.tenant(asked.history_id),
+                PlaceTurn(
+                    router,
+                    asked.history_id,
+                    tokens,
+                    draw.random(),
+                    asked.claim,
+                    self.tenant(asked.history_id),
+                )
             )
         )
         if fate < 0.4:

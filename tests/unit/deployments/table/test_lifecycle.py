@@ -7,7 +7,7 @@ from conserve.environments import Standing
 from conserve.environments.pressure import HostPressure
 from conserve.settings import Settings
 from conserve.wire import SILENCE_S
-from deployments.messages import EngineInfo, Lifecycle, TurnPlan, Unplaced
+from deployments.messages import BeginTurn, PlaceTurn, EngineInfo, Lifecycle, TurnPlan, Unplaced
 from deployments.table.table import TableService
 
 ASKED = ["bound", "placing", "first", "second", "tenant\tx", "nobody"]
@@ -21,9 +21,9 @@ async def _scene() -> tuple[Lifecycle, Lifecycle, Lifecycle]:
     await table.router_beat("r")
 
     async def place(name: str, tokens: int) -> object:
-        begun = await table.begin("r", name, None)
+        begun = await table.begin(BeginTurn("r", name, None))
         assert isinstance(begun, Unplaced)
-        return await table.place("r", begun.history_id, tokens, 0.0, begun.claim)
+        return await table.place(PlaceTurn("r", begun.history_id, tokens, 0.0, begun.claim))
 
     assert isinstance(await place("bound", 900), TurnPlan)
     waiting = []
@@ -31,7 +31,7 @@ async def _scene() -> tuple[Lifecycle, Lifecycle, Lifecycle]:
         waiting.append(asyncio.ensure_future(place(name, 500)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    assert isinstance(await table.begin("r", "placing", None), Unplaced)
+    assert isinstance(await table.begin(BeginTurn("r", "placing", None)), Unplaced)
     seen = await table.lifecycle(ASKED, HostPressure(3, 0.5))
     await table.release("bound")
     after = await table.lifecycle(ASKED, HostPressure(3, 0.5))

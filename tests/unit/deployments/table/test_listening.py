@@ -9,7 +9,15 @@ from conserve.events import EventLog
 from conserve.history import TurnStats
 from conserve.placement import EngineLoad
 from conserve.settings import Settings
-from deployments.messages import EventPage, Prefilled, TurnPlan, TurnTiming, Unplaced
+from deployments.messages import (
+    BeginTurn,
+    PlaceTurn,
+    EventPage,
+    Prefilled,
+    TurnPlan,
+    TurnTiming,
+    Unplaced,
+)
 from deployments.table import listening
 from deployments.table.listening import listen
 from deployments.table.table import TableService
@@ -23,8 +31,8 @@ def test_what_happens_is_told_in_order() -> None:
         # So much that prompts are prefilled elsewhere.
         await service.beat("decoder#1", None, EngineLoad(decodes=9, step_s=0.02))
         began = (await service.events(None)).newest
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        waiting = asyncio.create_task(service.place("r", "c", TOKENS))
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
         await asyncio.sleep(0)
         await service.release("full")
         plan = await waiting
@@ -36,7 +44,7 @@ def test_what_happens_is_told_in_order() -> None:
         )  # fmt: skip
         await service.advance(plan.turn, "decoder#1", stats, (b"c" * 16,))
         await service.observe(TurnTiming("completed", 1.5, 0.5, (), plan.turn, None))
-        plan = await service.begin("r", "c", [])
+        plan = await service.begin(BeginTurn("r", "c", []))
         assert isinstance(plan, TurnPlan)
         # Its decoder and its router may both say so.
         for _ in range(2):
@@ -103,8 +111,8 @@ def test_a_conversation_says_what_happened_to_it_and_nobody_elses() -> None:
         for role in ("prefiller", "decoder"):
             await service.register(engine(role))
         for id_ in ("acme\tc", "ops\tc"):
-            assert isinstance(await service.begin("r", id_, []), Unplaced)
-            assert isinstance(await service.place("r", id_, 300), TurnPlan)
+            assert isinstance(await service.begin(BeginTurn("r", id_, [])), Unplaced)
+            assert isinstance(await service.place(PlaceTurn("r", id_, 300)), TurnPlan)
         shown = await service.conversation("acme\tc")
         assert shown is not None
         assert [one["kind"] for one in shown["events"]] == ["place", "start"]

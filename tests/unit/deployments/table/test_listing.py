@@ -9,7 +9,7 @@ from conserve.clock import unix_s
 from conserve.history import History
 from conserve.pausing import RunningTools
 from conserve.settings import Settings
-from deployments.messages import EngineInfo, Unplaced
+from deployments.messages import BeginTurn, PlaceTurn, EngineInfo, Unplaced
 from deployments.table.listing import list_recent
 from deployments.table.table import TableService
 
@@ -134,8 +134,8 @@ def test_the_service_answers_in_json() -> None:
         for role in ("prefiller", "decoder"):
             await service.register(EngineInfo(f"{role}#1", role, f"http://{role}", 1, 1000, 900))  # type: ignore[arg-type]
         for name in ("first", "second"):
-            assert isinstance(await service.begin("r", name, []), Unplaced)
-            await service.place("r", name, 10)
+            assert isinstance(await service.begin(BeginTurn("r", name, [])), Unplaced)
+            await service.place(PlaceTurn("r", name, 10))
         answer = json.loads(await service.conversations(1))
         assert answer["object"] == "list"
         assert answer["total"] == 2

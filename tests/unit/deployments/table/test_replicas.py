@@ -8,7 +8,7 @@ from autoscale.scaling import Scaling
 from conserve.history import TurnStats
 from conserve.settings import Settings
 from conserve.wire import Role
-from deployments.messages import EngineInfo, Heard, TurnPlan, Unplaced
+from deployments.messages import BeginTurn, PlaceTurn, EngineInfo, Heard, TurnPlan, Unplaced
 from deployments.table.table import TableService
 from hetero.energy import EngineEnergy, GpuReading
 
@@ -26,9 +26,9 @@ async def a_service(**settings: Any) -> TableService:
 
 
 async def a_turn(service: TableService, name: str, ends: bool = True) -> TurnPlan:
-    plan = await service.begin("r", name, [])
+    plan = await service.begin(BeginTurn("r", name, []))
     if isinstance(plan, Unplaced):
-        plan = await service.place("r", name, 100)
+        plan = await service.place(PlaceTurn("r", name, 100))
     assert isinstance(plan, TurnPlan)
     if ends:
         await end(service, plan)
@@ -201,8 +201,8 @@ def test_occupancy_makes_more_wanted_and_engines_hear_of_it() -> None:
         await service.register(engine("d1"))
         await service.register(engine("p1", "prefiller"))
         assert await service.beat("d1") == Heard([], 1, service._decided_s)
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        assert isinstance(await service.place("r", "c", 900), TurnPlan)
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        assert isinstance(await service.place(PlaceTurn("r", "c", 900)), TurnPlan)
         await service._tidy(service._registry.last_beat_s)
         assert await service.beat("d1") == Heard([], 2, service._decided_s)
         assert await service.beat("p1") == Heard([], 1, service._decided_s)
@@ -228,8 +228,8 @@ def test_first_prompts_make_more_prefillers_wanted() -> None:
         await service.register(engine("d1", capacity_tokens=10_000_000))
         await service.register(engine("p1", "prefiller"))
         for number in range(20):
-            assert isinstance(await service.begin("r", f"c{number}", []), Unplaced)
-            assert isinstance(await service.place("r", f"c{number}", 15_000), TurnPlan)
+            assert isinstance(await service.begin(BeginTurn("r", f"c{number}", [])), Unplaced)
+            assert isinstance(await service.place(PlaceTurn("r", f"c{number}", 15_000)), TurnPlan)
         await service._tidy(service._registry.last_beat_s)
         # 0.6 s each: 1.2 prefillers for what comes, as much again to work the queue off.
         assert service._autoscaler.replicas("prefiller") == 4

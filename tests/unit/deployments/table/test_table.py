@@ -14,6 +14,8 @@ from conserve.placement import EngineLoad
 from conserve.recognition import Chain
 from conserve.settings import Settings
 from deployments.messages import (
+    BeginTurn,
+    PlaceTurn,
     EngineInfo,
     EngineStarting,
     Prefilled,
@@ -39,8 +41,8 @@ async def a_full_service() -> TableService:
     service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
     for role in ("prefiller", "decoder"):
         await service.register(engine(role))
-    assert isinstance(await service.begin("r", "full", []), Unplaced)
-    assert isinstance(await service.place("r", "full", TOKENS), TurnPlan)
+    assert isinstance(await service.begin(BeginTurn("r", "full", [])), Unplaced)
+    assert isinstance(await service.place(PlaceTurn("r", "full", TOKENS)), TurnPlan)
     return service
 
 
@@ -64,10 +66,10 @@ def test_a_conversation_waits_once_for_room() -> None:
 
     async def scenario() -> None:
         service = await a_full_service()
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        first = asyncio.create_task(service.place("r", "c", TOKENS))
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        first = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
         await asyncio.sleep(0)
-        second = await service.place("r", "c", TOKENS)
+        second = await service.place(PlaceTurn("r", "c", TOKENS))
         assert isinstance(second, Refusal)
         assert (second.status, second.code) == (429, "conversation_busy")
         assert second.retry_after_s is not None
@@ -77,7 +79,9 @@ def test_a_conversation_waits_once_for_room() -> None:
         assert isinstance(placed, TurnPlan)
         assert (placed.turn.history_id, placed.decoder_id) == ("c", "decoder#1")
         # Nothing is left in the way of its next turn.
-        assert isinstance(await asyncio.wait_for(service.begin("r", "c", []), 5), TurnPlan)
+        assert isinstance(
+            await asyncio.wait_for(service.begin(BeginTurn("r", "c", [])), 5), TurnPlan
+        )
 
     asyncio.run(scenario())
 
@@ -85,8 +89,8 @@ def test_a_conversation_waits_once_for_room() -> None:
 def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> None:
     async def scenario() -> None:
         service = await a_full_service()
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        waiting = asyncio.create_task(service.place("r", "c", TOKENS, 5.0))
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS, 5.0)))
         await asyncio.sleep(0)
         await service.release("full")
         plan = await waiting
@@ -138,7 +142,7 @@ def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
         held = History("c", 1, 0.0, 0.0, turns=3, held_tokens=10)
         await service.register(engine("prefiller"))
         await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
-        plan = await service.begin("r", "c", [])
+        plan = await service.begin(BeginTurn("r", "c", []))
         assert isinstance(plan, TurnPlan)
         await service.observe(TurnTiming("completed", 1.0, 0.5, (), plan.turn, 0.1))
         shown = await service.conversation("c")
@@ -175,8 +179,8 @@ def test_a_conversation_is_told_its_share_of_the_energy(monkeypatch: pytest.Monk
             return found
 
         await beat(0, 0)
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        plan = await service.place("r", "c", 500)
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        plan = await service.place(PlaceTurn("r", "c", 500))
         assert isinstance(plan, TurnPlan)
         assert await told_j() is None
         now_s += 1
@@ -227,14 +231,14 @@ def test_a_turn_that_is_given_up_leaves_the_line_at_once() -> None:
 
     async def scenario() -> None:
         service = await a_full_service()
-        asked = await service.begin("r", "c", [])
+        asked = await service.begin(BeginTurn("r", "c", []))
         assert isinstance(asked, Unplaced)
-        first = asyncio.create_task(service.place("r", "c", TOKENS))
+        first = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
         await asyncio.sleep(0)
         await service.forgo("c", asked.claim)
         # Before the first call has noticed.
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        second = asyncio.create_task(service.place("r", "c", TOKENS))
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        second = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
         await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await first
@@ -253,13 +257,13 @@ def test_who_waits_too_long_is_turned_away_and_the_next_one_moves_up() -> None:
         for role in ("prefiller", "decoder"):
             await service.register(engine(role))
         for name, tokens in (("full", TOKENS), ("large", 900)):
-            assert isinstance(await service.begin("r", name, []), Unplaced)
+            assert isinstance(await service.begin(BeginTurn("r", name, [])), Unplaced)
             if name == "full":
-                assert isinstance(await service.place("r", name, tokens), TurnPlan)
-        large = asyncio.create_task(service.place("r", "large", 900))
+                assert isinstance(await service.place(PlaceTurn("r", name, tokens)), TurnPlan)
+        large = asyncio.create_task(service.place(PlaceTurn("r", "large", 900)))
         await asyncio.sleep(0.03)
-        assert isinstance(await service.begin("r", "small", []), Unplaced)
-        small = await service.place("r", "small", 300)
+        assert isinstance(await service.begin(BeginTurn("r", "small", [])), Unplaced)
+        small = await service.place(PlaceTurn("r", "small", 300))
         assert isinstance(small, TurnPlan)
         refused = await large
         assert isinstance(refused, Refusal)
@@ -274,8 +278,8 @@ def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
     async def scenario() -> None:
         service = await a_full_service()
         await service.router_beat("lost")
-        assert isinstance(await service.begin("lost", "c", []), Unplaced)
-        waiting = asyncio.create_task(service.place("lost", "c", TOKENS))
+        assert isinstance(await service.begin(BeginTurn("lost", "c", [])), Unplaced)
+        waiting = asyncio.create_task(service.place(PlaceTurn("lost", "c", TOKENS)))
         await asyncio.sleep(0)
         assert b"conserve_queue_length 1.0" in await service.metrics()
         await service._router_lost("lost")
@@ -292,10 +296,10 @@ def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the_next(
         for role in ("prefiller", "decoder"):
             await service.register(engine(role))
         # `begin` was another table's.
-        assert isinstance(await service.place("r", "c", TOKENS), TurnPlan)
+        assert isinstance(await service.place(PlaceTurn("r", "c", TOKENS)), TurnPlan)
         assert not service._pending
         # Its claim holds on: a client that leaves gives its place up.
-        waiting = asyncio.create_task(service.place("r", "d", TOKENS, 0.0, claim=5))
+        waiting = asyncio.create_task(service.place(PlaceTurn("r", "d", TOKENS, 0.0, claim=5)))
         await asyncio.sleep(0)
         assert b"conserve_queue_length 1.0" in await service.metrics()
         await service.forgo("d", 5)
@@ -311,9 +315,9 @@ def test_a_turn_that_is_given_up_and_unbound_as_it_gets_room_hurts_nobody_else()
 
     async def scenario() -> None:
         service = await a_full_service()
-        asked = await service.begin("r", "c", [])
+        asked = await service.begin(BeginTurn("r", "c", []))
         assert isinstance(asked, Unplaced)
-        waiting = asyncio.create_task(service.place("r", "c", TOKENS))
+        waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
         await asyncio.sleep(0)
         await service.release("full")  # Room for it.
         await service.forgo("c", asked.claim)
@@ -322,8 +326,8 @@ def test_a_turn_that_is_given_up_and_unbound_as_it_gets_room_hurts_nobody_else()
         assert b"conserve_queue_length 0.0" in await service.metrics()
         await service.register(engine("decoder"))
         assert not service._pending
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        assert isinstance(await service.place("r", "c", TOKENS), TurnPlan)
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        assert isinstance(await service.place(PlaceTurn("r", "c", TOKENS)), TurnPlan)
 
     asyncio.run(scenario())
 
@@ -333,17 +337,17 @@ def test_two_turns_of_a_conversation_never_get_the_same_key() -> None:
 
     async def scenario() -> None:
         service = await a_full_service()
-        asked = await service.begin("r", "c", [])
+        asked = await service.begin(BeginTurn("r", "c", []))
         assert isinstance(asked, Unplaced)
-        first = asyncio.create_task(service.place("r", "c", TOKENS))
+        first = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
         await asyncio.sleep(0)
         await service.release("full")
         await service.forgo("c", asked.claim)
-        second = await service.begin("r", "c", [])
+        second = await service.begin(BeginTurn("r", "c", []))
         # Nobody wants the first one any more, and it is over.
         assert isinstance(await first, Refusal)
         assert isinstance(second, Unplaced)
-        placed = await service.place("r", "c", TOKENS)
+        placed = await service.place(PlaceTurn("r", "c", TOKENS))
         assert isinstance(placed, TurnPlan)
         found = await service.conversation("c")
         assert found is not None
@@ -359,8 +363,8 @@ def test_two_turns_of_a_conversation_never_get_the_same_key() -> None:
 def test_a_call_that_is_ended_as_it_gets_room_leaves_no_turn_running() -> None:
     async def scenario() -> None:
         service = await a_full_service()
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        waiting = asyncio.create_task(service.place("r", "c", TOKENS))
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
         await asyncio.sleep(0)
         await service.release("full")
         waiting.cancel()
@@ -375,9 +379,9 @@ def test_a_call_that_is_ended_as_it_gets_room_leaves_no_turn_running() -> None:
 def test_who_gives_up_its_turn_leaves_another_turn_of_the_conversation_alone() -> None:
     async def scenario() -> None:
         service = await a_full_service()
-        asked = await service.begin("r", "c", [])
+        asked = await service.begin(BeginTurn("r", "c", []))
         assert isinstance(asked, Unplaced)
-        waiting = asyncio.create_task(service.place("r", "c", TOKENS))
+        waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
         await asyncio.sleep(0)
         await service.forgo("c", asked.claim + 1)
         await service.forgo("c", 0)
@@ -394,9 +398,9 @@ def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -> None
     async def scenario() -> None:
         service = await a_full_service()
         await service.router_beat("lost")
-        assert isinstance(await service.begin("lost", "c", []), Unplaced)
-        placing = asyncio.create_task(service.place("lost", "c", TOKENS))
-        later = asyncio.create_task(service.begin("lost", "c", []))
+        assert isinstance(await service.begin(BeginTurn("lost", "c", [])), Unplaced)
+        placing = asyncio.create_task(service.place(PlaceTurn("lost", "c", TOKENS)))
+        later = asyncio.create_task(service.begin(BeginTurn("lost", "c", [])))
         await asyncio.sleep(0)
         await service.release("full")
         await service._router_lost("lost")
@@ -409,7 +413,7 @@ def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -> None
         )
         # One that was only silent is served again.
         await service.router_beat("lost")
-        assert isinstance(await service.begin("lost", "d", []), Unplaced)
+        assert isinstance(await service.begin(BeginTurn("lost", "d", [])), Unplaced)
 
     asyncio.run(scenario())
 
@@ -421,13 +425,13 @@ def test_what_fits_on_no_decoder_is_refused_instead_of_keeping_others_waiting() 
     async def scenario() -> None:
         service = await a_full_service()
         await service.release("full")
-        assert isinstance(await service.begin("r", "huge", []), Unplaced)
-        refused = await service.place("r", "huge", 1001)
+        assert isinstance(await service.begin(BeginTurn("r", "huge", [])), Unplaced)
+        refused = await service.place(PlaceTurn("r", "huge", 1001))
         assert isinstance(refused, Refusal)
         assert (refused.status, refused.code) == (400, "context_length_exceeded")
         assert "1001 tokens" in refused.message
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        assert isinstance(await service.place("r", "c", 1000), TurnPlan)
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        assert isinstance(await service.place(PlaceTurn("r", "c", 1000)), TurnPlan)
 
     asyncio.run(scenario())
 
@@ -439,9 +443,9 @@ def test_a_cut_first_turn_counts_only_if_the_conversation_can_go_on(named: bool)
     async def scenario() -> None:
         service = await a_full_service()
         await service.release("full")
-        asked = await service.begin("r", "task-42" if named else None, [])
+        asked = await service.begin(BeginTurn("r", "task-42" if named else None, []))
         assert isinstance(asked, Unplaced)
-        plan = await service.place("r", asked.history_id, TOKENS)
+        plan = await service.place(PlaceTurn("r", asked.history_id, TOKENS))
         assert isinstance(plan, TurnPlan)
         await service.abandon(plan.turn, "decoder#1", TurnStats(TOKENS, 5, 0, 512))
         shown = await service.conversation(asked.history_id)
@@ -458,13 +462,15 @@ def test_a_cut_later_turn_ends_nothing() -> None:
         service = await a_full_service()
         await service.release("full")
         chain = Chain(b"r" * 16, None, [])
-        asked = await service.begin("r", None, chain)
+        asked = await service.begin(BeginTurn("r", None, chain))
         assert isinstance(asked, Unplaced)
-        first = await service.place("r", asked.history_id, TOKENS, opening=Opening(chain))
+        first = await service.place(
+            PlaceTurn("r", asked.history_id, TOKENS, opening=Opening(chain))
+        )
         assert isinstance(first, TurnPlan)
         stats = TurnStats(TOKENS, 5, 0, 512)
         assert await service.advance(first.turn, "decoder#1", stats, (b"t" * 16,))
-        second = await service.begin("r", None, Chain(b"r" * 16, None, [b"t" * 16]))
+        second = await service.begin(BeginTurn("r", None, Chain(b"r" * 16, None, [b"t" * 16])))
         assert isinstance(second, TurnPlan)
         await service.abandon(second.turn, "decoder#1", stats)
         assert await service.conversation(asked.history_id) is not None
@@ -480,20 +486,20 @@ def test_a_completion_under_a_chats_id_is_a_history_of_its_own(bound: bool) -> N
         service = await a_full_service()
         await service.release("full")
         chain = Chain(b"r" * 16, None, [], ends_with_root=True)
-        chat = await service.begin("r", "c", chain)
+        chat = await service.begin(BeginTurn("r", "c", chain))
         assert isinstance(chat, Unplaced)
         if bound:
-            placed = await service.place("r", "c", 10, opening=Opening(chain))
+            placed = await service.place(PlaceTurn("r", "c", 10, opening=Opening(chain)))
             assert isinstance(placed, TurnPlan)
-        completion = await asyncio.wait_for(service.begin("r", "c", None), 5)
+        completion = await asyncio.wait_for(service.begin(BeginTurn("r", "c", None)), 5)
         assert isinstance(completion, Unplaced)
         beside = completion.history_id
         assert beside != chat.history_id == "c"
-        assert isinstance(await service.place("r", beside, 10), TurnPlan)
+        assert isinstance(await service.place(PlaceTurn("r", beside, 10)), TurnPlan)
         await service.forgo("c", chat.claim)
         if bound:
             await service.abandon(placed.turn, None, None)
-        again = await service.begin("r", "c", None)
+        again = await service.begin(BeginTurn("r", "c", None))
         assert isinstance(again, TurnPlan)
         assert again.turn.history_id == beside
 
@@ -517,8 +523,8 @@ def test_a_turn_is_told_to_park_where_there_is_host_memory(
         for role in ("prefiller", "decoder"):
             await service.register(dataclasses.replace(engine(role), host_tokens=host_tokens))
         service._recovery.complete.set()  # No engine is still to report what it has.
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        plan = await service.place("r", "c", TOKENS)
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        plan = await service.place(PlaceTurn("r", "c", TOKENS))
         assert isinstance(plan, TurnPlan)
         assert plan.parks == parks
         # What a prefiller has computed is there, whether the decoder parks or not.
@@ -557,7 +563,7 @@ def test_a_clients_tools_are_noted_until_its_next_turn() -> None:
     async def scenario() -> None:
         service = await a_full_service()
         assert await service.report_tool("unknown", ToolReport("bash")) is None
-        plan = await service.begin("r", "full", [])
+        plan = await service.begin(BeginTurn("r", "full", []))
         assert isinstance(plan, TurnPlan)
         stats = TurnStats(TOKENS, 10, 0, 0, "bash")
         assert await service.advance(plan.turn, "decoder#1", stats, ())
@@ -578,7 +584,7 @@ def test_a_clients_tools_are_noted_until_its_next_turn() -> None:
         ]  # fmt: skip
         assert ["wall_s" in one for one in told] == [False, False, True]
         # No start without an end outlives the next turn, or the conversation.
-        assert isinstance(await service.begin("r", "full", []), TurnPlan)
+        assert isinstance(await service.begin(BeginTurn("r", "full", [])), TurnPlan)
         shown = await service.conversation("full")
         assert shown is not None
         assert shown["running_tools"] == 0
@@ -619,7 +625,7 @@ def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPatch) -
         stats = TurnStats(TOKENS, 100, 0, 512, decode_s=6.0)
         assert await service.advance(first, "decoder#1", stats, ())
         now_s[0] += 10
-        plan = await service.begin("r", "full", [])
+        plan = await service.begin(BeginTurn("r", "full", []))
         assert isinstance(plan, TurnPlan)
         now_s[0] += 10
         # Its engine had lost all but 200 of what it held, 700, and 50 tokens are new.
@@ -662,9 +668,9 @@ async def test_nothing_is_looked_up_in_lmcache_before_something_may_be_stored_th
         await service.register(dataclasses.replace(info, capacity_tokens=100_000))
 
     async def plan_of(name: str) -> TurnPlan:
-        unplaced = await service.begin("r", name, [])
+        unplaced = await service.begin(BeginTurn("r", name, []))
         assert isinstance(unplaced, Unplaced)
-        plan = await service.place("r", name, TOKENS)
+        plan = await service.place(PlaceTurn("r", name, TOKENS))
         assert isinstance(plan, TurnPlan)
         return plan
 
@@ -685,7 +691,7 @@ async def test_an_engine_that_has_served_before_may_have_had_something_stored() 
     held = History("b", 2, 0.0, 0.0, decoder_id="decoder#1")
     await service.register(engine("prefiller"))
     await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
-    assert isinstance(await service.begin("r", "a", []), Unplaced)
-    plan = await service.place("r", "a", TOKENS)
+    assert isinstance(await service.begin(BeginTurn("r", "a", [])), Unplaced)
+    plan = await service.place(PlaceTurn("r", "a", TOKENS))
     assert isinstance(plan, TurnPlan)
     assert plan.looks_up

@@ -14,7 +14,16 @@ from conserve.recognition import Chain
 from conserve.settings import Settings
 from conserve.tenants import Limits
 from conserve.wire import Role
-from deployments.messages import EngineInfo, Refusal, TurnPlan, TurnTenant, TurnTiming, Unplaced
+from deployments.messages import (
+    BeginTurn,
+    PlaceTurn,
+    EngineInfo,
+    Refusal,
+    TurnPlan,
+    TurnTenant,
+    TurnTiming,
+    Unplaced,
+)
 from deployments.table.table import TableService
 
 TAIL = b"t" * 16
@@ -36,14 +45,14 @@ def tenant(**limits: int) -> TurnTenant:
 
 
 async def begin(service: TableService, name: str, of: TurnTenant) -> TurnPlan | Unplaced | Refusal:
-    return await service.begin("r", identity.scoped(of.name, name), [], of)
+    return await service.begin(BeginTurn("r", identity.scoped(of.name, name), [], of))
 
 
 async def place(
     service: TableService, asked: TurnPlan | Unplaced | Refusal, of: TurnTenant, tokens: int = 100
 ) -> TurnPlan | Refusal:
     assert isinstance(asked, Unplaced)
-    return await service.place("r", asked.history_id, tokens, 0.0, asked.claim, of)
+    return await service.place(PlaceTurn("r", asked.history_id, tokens, 0.0, asked.claim, of))
 
 
 async def start(service: TableService, name: str, of: TurnTenant, tokens: int = 100) -> TurnPlan:
@@ -209,7 +218,7 @@ def test_a_table_that_is_rebuilt_counts_what_decoders_hold() -> None:
         over(await begin(service, "c", tenant(conversations=2)), "conversations")
         over(await begin(service, "b", tenant(held_tokens=1100)), "held_tokens")
         # Asked to place what its predecessor had been asked to begin.
-        late = await service.place("r", "acme\tc", 100, 0.0, 5, tenant(conversations=2))
+        late = await service.place(PlaceTurn("r", "acme\tc", 100, 0.0, 5, tenant(conversations=2)))
         over(late, "conversations")
         assert not service._pending
 
@@ -221,7 +230,7 @@ def test_a_generated_id_is_the_tenants_and_listed_to_it_alone() -> None:
         service = await a_service()
         acme, umbrella = TurnTenant("acme", Limits()), TurnTenant("umbrella", Limits())
         for of in (acme, umbrella, umbrella):
-            asked = await service.begin("r", None, [], of)
+            asked = await service.begin(BeginTurn("r", None, [], of))
             assert isinstance(asked, Unplaced)
             assert identity.tenant_of(asked.history_id) == of.name
             await place(service, asked, of)
@@ -260,8 +269,8 @@ def test_metrics_tell_tenants_apart_and_nothing_of_their_conversations() -> None
 def test_without_keys_metrics_say_nothing_of_tenants() -> None:
     async def scenario() -> None:
         service = await a_service()
-        assert isinstance(await service.begin("r", "c", []), Unplaced)
-        assert isinstance(await service.place("r", "c", 100), TurnPlan)
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        assert isinstance(await service.place(PlaceTurn("r", "c", 100)), TurnPlan)
         assert b"tenant" not in await service.metrics()
         shown = await service.conversation("c")
         assert shown is not None
@@ -276,9 +285,11 @@ FORK = Chain(b"r" * 16, None, [TAIL])
 async def a_history(service: TableService, name: str, of: TurnTenant, tokens: int) -> TurnPlan:
     """One whose first turn is over."""
     chain = Chain(b"r" * 16, None, [], ends_with_root=True)
-    asked = await service.begin("r", identity.scoped(of.name, name), chain, of)
+    asked = await service.begin(BeginTurn("r", identity.scoped(of.name, name), chain, of))
     assert isinstance(asked, Unplaced)
-    plan = await service.place("r", asked.history_id, tokens, 0.0, asked.claim, of, Opening(chain))
+    plan = await service.place(
+        PlaceTurn("r", asked.history_id, tokens, 0.0, asked.claim, of, Opening(chain))
+    )
     assert isinstance(plan, TurnPlan)
     await end(service, plan, tokens)
     return plan
@@ -291,12 +302,12 @@ def test_one_name_is_no_way_around_a_limit() -> None:
         service, acme = await a_service(), tenant(conversations=2)
         await a_history(service, "a", acme, 100)
         other = Chain(b"s" * 16, None, [], ends_with_root=True)
-        second = await service.begin("r", "acme\ta", other, acme)
+        second = await service.begin(BeginTurn("r", "acme\ta", other, acme))
         assert isinstance(await place(service, second, acme), TurnPlan)
         third = Chain(b"u" * 16, None, [], ends_with_root=True)
-        over(await service.begin("r", "acme\ta", third, acme), "conversations")
+        over(await service.begin(BeginTurn("r", "acme\ta", third, acme)), "conversations")
         # What goes on with one is none that is new.
-        assert isinstance(await service.begin("r", "acme\ta", FORK, acme), TurnPlan)
+        assert isinstance(await service.begin(BeginTurn("r", "acme\ta", FORK, acme)), TurnPlan)
 
     asyncio.run(scenario())
 
@@ -305,11 +316,13 @@ def test_what_is_held_already_is_not_asked_for_again() -> None:
     async def scenario() -> None:
         service, acme = await a_service(), tenant(held_tokens=1500)
         await a_history(service, "a", acme, 1000)
-        assert isinstance(await service.begin("r", "acme\ta", FORK, acme), TurnPlan)
-        fork = await service.begin("r", "acme\ta", FORK, acme)
+        assert isinstance(await service.begin(BeginTurn("r", "acme\ta", FORK, acme)), TurnPlan)
+        fork = await service.begin(BeginTurn("r", "acme\ta", FORK, acme))
         assert isinstance(fork, Unplaced)
         opening = Opening(FORK)
-        placed = await service.place("r", fork.history_id, 1200, 0.0, fork.claim, acme, opening)
+        placed = await service.place(
+            PlaceTurn("r", fork.history_id, 1200, 0.0, fork.claim, acme, opening)
+        )
         assert isinstance(placed, TurnPlan)
         assert placed.prefiller_id is None
 
@@ -321,10 +334,10 @@ def test_a_decoder_is_told_of_what_made_room() -> None:
         service, acme = await a_service(1000, pausing=False), tenant()
         left = await a_history(service, "a", acme, 900)
         compacted = Chain(b"s" * 16, None, [], ends_with_root=True)
-        asked = await service.begin("r", "acme\ta", compacted, acme)
+        asked = await service.begin(BeginTurn("r", "acme\ta", compacted, acme))
         assert isinstance(asked, Unplaced)
         placed = await service.place(
-            "r", asked.history_id, 500, 0.0, asked.claim, acme, Opening(compacted)
+            PlaceTurn("r", asked.history_id, 500, 0.0, asked.claim, acme, Opening(compacted))
         )
         assert isinstance(placed, TurnPlan)
         heard = await service.beat("decoder#1")
