@@ -10,7 +10,7 @@ import contextlib
 import json
 import pickle
 import zlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +149,16 @@ class Cluster:
     parked: list[list[int]] = field(default_factory=list)
 
 
+@dataclass
+class _Actor:
+    """Ray's handle of the table."""
+
+    call: Callable[[str, tuple[Any, ...]], Any]
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self.call(method, arguments))
+
+
 class Caller(TableClient):
     """`TableClient`, with the table of a `Cluster` in the place of Ray's."""
 
@@ -158,10 +168,7 @@ class Caller(TableClient):
         self._process = process
 
     def _connect(self) -> Any:
-        return self
-
-    def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: self._remote(method, arguments))
+        return _Actor(self._remote)
 
     def _remote(self, method: str, arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
         table = self._cluster.table
@@ -187,11 +194,11 @@ class Caller(TableClient):
 class _Heard(Caller):
     """An engine's: what it says while it is silent comes later."""
 
-    async def call(self, *arguments: Any, **options: Any) -> Any:
+    async def _ask(self, *arguments: Any, **named: Any) -> Any:
         assert isinstance(self._process, Engine)
         while self._process.silent:  # noqa: ASYNC110
             await asyncio.sleep(BEAT_S)
-        return await super().call(*arguments, **options)
+        return await super()._ask(*arguments, **named)
 
 
 class EngineDead(Exception):
@@ -245,7 +252,7 @@ class Engine(Process):
             also_hosts=also_hosts,
             registration=self._reporter.registering() if self.hosts else 0,
         )  # fmt: skip
-        for history_id, incarnation in await self._table.call("register", info):
+        for history_id, incarnation in await self._table.register(info):
             self.holdings.drop(history_id, incarnation)
         self._reporter.registered()
 
@@ -260,7 +267,7 @@ class Engine(Process):
             if self.core_dead or self.silent:
                 continue
             with contextlib.suppress(TableUnavailable):
-                heard = await self._table.call("beat", self.name, None, self._load.load(0.0))
+                heard = await self._table.beat(self.name, None, self._load.load(0.0))
                 if heard is None or not self._reporter.is_registered:
                     await self._register()
                     continue
@@ -553,5 +560,5 @@ class Router(Process):
     async def _beat(self) -> None:
         while True:
             with contextlib.suppress(TableUnavailable):
-                await self.table.call("router_beat", self.name)
+                await self.table.router_beat(self.name)
             await asyncio.sleep(BEAT_S)

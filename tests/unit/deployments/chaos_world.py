@@ -220,7 +220,7 @@ class World:
             messages.append({"role": "assistant", "content": content})
             self.turns += 1
         if conversation.released:
-            await self._operator.call("release", name)
+            await self._operator.release(name)
 
     async def _answered(
         self, conversation: PlannedConversation, turn: PlannedTurn, messages: list[dict[str, str]]
@@ -298,7 +298,7 @@ class World:
             uncounted = None in (one[0], before[id][0]) or not before[id][1]
             assert uncounted or one == before[id], "a table made from holdings differs"
         for id in before:
-            await self._operator.call("release", id)
+            await self._operator.release(id)
         await asyncio.sleep(3)
         assert self._require_agreement() == {}
         assert self.cluster.failures == []

@@ -18,11 +18,12 @@ from deployments.environments.processes import folders
 from deployments.environments.sandbox import marked
 from deployments.environments.service import EnvironmentService, make_root
 from deployments.messages import Lifecycle, Refusal
+from tests.unit.deployments.stub_table import StubTable
 
 LIVE = Standing("live")
 
 
-class Table:
+class Table(StubTable):
     """Says of conversations what it is told to."""
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class Table:
         self.told: list[tuple[str, str, dict[str, Any]]] = []
         self.pressure = HostPressure()
 
-    async def call(self, method: str, asked: list[str], pressure: HostPressure, **_: Any) -> Any:
+    async def call(self, method: str, asked: list[str], pressure: HostPressure) -> Any:
         assert method == "lifecycle"
         self.pressure = pressure
         live = None if self.live is None else {c: s for c, s in self.live.items() if c in asked}

@@ -16,6 +16,7 @@ from deployments.messages import TurnTenant
 from deployments.router.access import require_keys
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.request import read_request
+from tests.unit.deployments.stub_table import StubTable
 
 PATHS = [
     ("GET", "/v1/models"),
@@ -34,13 +35,13 @@ PATHS = [
 ]
 
 
-class Table:
+class Table(StubTable):
     """Answers what can be asked, and keeps what it was asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
-    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         self.asked.append((method, *arguments))
         return {
             "conversations": b'{"object":"list","data":[],"total":0}',
@@ -276,7 +277,7 @@ def test_who_is_no_admin_may_not_ask_for_another_tenant(keys: Keys, path: str) -
 
 def test_no_key_is_logged(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Table):
-        async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        async def call(self, method: str, *arguments: Any) -> Any:
             raise RuntimeError("a bug")
 
     with caplog.at_level(logging.DEBUG):

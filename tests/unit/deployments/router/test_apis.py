@@ -22,6 +22,7 @@ from deployments.router.stored import StoredResponses
 from deployments.router.upstream import Checked, EngineUnreachable
 from deployments.table.table_client import TableUnavailable
 from tests.unit.conserve.recognition.apis.told import event
+from tests.unit.deployments.stub_table import StubTable
 
 Json = dict[str, Any]
 
@@ -37,16 +38,16 @@ def engine(role: str, url: str) -> Json:
     return {"id": url, "role": role, "url": url, **about, **load}
 
 
-class Table:
+class Table(StubTable):
     """Knows decoders and a prefiller."""
 
     def __init__(self, *decoders: str) -> None:
-        self.engines = [engine("decoder", url) for url in decoders]
-        self.engines.insert(1, engine("prefiller", "p"))
+        self.listed = [engine("decoder", url) for url in decoders]
+        self.listed.insert(1, engine("prefiller", "p"))
 
-    async def call(self, method: str, *_: Any, **options: Any) -> list[Json]:
+    async def call(self, method: str, *_: Any) -> list[Json]:
         assert method == "engines"
-        return [*self.engines]
+        return [*self.listed]
 
     def tell(self, *_: Any) -> None: ...
 
@@ -558,11 +559,11 @@ class Restarted(Table):
         super().__init__()
         self.calls = 0
 
-    async def call(self, method: str, *_: Any, **options: Any) -> list[Json]:
+    async def call(self, method: str, *_: Any) -> list[Json]:
         self.calls += 1
         if self.calls == 1:
             raise TableUnavailable
-        return [*self.engines] + [engine("decoder", "d")] * (self.calls > 2)
+        return [*self.listed] + [engine("decoder", "d")] * (self.calls > 2)
 
 
 def test_the_model_is_listed_before_any_decoder_can_say_how_much_it_takes() -> None:

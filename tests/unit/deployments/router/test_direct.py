@@ -36,14 +36,15 @@ class Placing(Table):
     appended: list[int | None] = field(default_factory=list)
     later: TurnPlan | None = None
 
-    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         if method == "begin":
-            self.refused_by.append(arguments[6])
-            self.appended.append(arguments[7])
-            if self.later is not None and arguments[7] is not None:
+            (asked,) = arguments
+            self.refused_by.append(asked.refused_by)
+            self.appended.append(asked.prompt_tokens)
+            if self.later is not None and asked.prompt_tokens is not None:
                 self.asked.append(method)
                 return self.later
-        answer = await super().call(method, *arguments, **options)
+        answer = await super().call(method, *arguments)
         return replace(answer, direct=self.direct) if isinstance(answer, TurnPlan) else answer
 
 

@@ -10,24 +10,25 @@ import pytest
 
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, keyfile
-from deployments.messages import EventPage
+from deployments.messages import EventPage, EventQuery
 from deployments.router import events
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableUnavailable
+from tests.unit.deployments.stub_table import StubTable
 
 Answer = EventPage | Exception
 
 
-class Table:
+class Table(StubTable):
     """Answers once with each of these, and then not at all."""
 
     def __init__(self, *answers: Answer) -> None:
         self.answers = list(answers)
-        self.asked: list[tuple[Any, ...]] = []
+        self.asked: list[EventQuery] = []
 
-    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         assert method == "events"
-        self.asked.append(arguments)
+        self.asked.append(arguments[0])
         if not self.answers:
             await asyncio.Event().wait()
         answer = self.answers.pop(0)
@@ -105,8 +106,8 @@ def test_events_are_told_in_order_with_their_numbers() -> None:
 
     asyncio.run(scenario())
     # First where the log is; then what has come since, and since that.
-    assert [asked[0] for asked in table.asked] == [None, 7, 9, 12]
-    assert [asked[-1] for asked in table.asked] == [0.0, *[events._QUIET_S] * 3]
+    assert [asked.after for asked in table.asked] == [None, 7, 9, 12]
+    assert [asked.patience_s for asked in table.asked] == [0.0, *[events._QUIET_S] * 3]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_a_listener_says_of_what_it_wants_to_hear(
         table = Table(EventPage(30, 0, [(30, "end", b"{}")]))
         listener = Listener(a_door(table), query, **headers)
         await listener.until(lambda one: "event: end" in one.text)
-        assert table.asked[0][:-1] == asked
+        assert table.asked[0] == EventQuery(*asked)
         await listener.leave()
 
     asyncio.run(scenario())

@@ -11,11 +11,12 @@ from conserve.settings import Settings
 from deployments.router import reading, request
 from deployments.router.endpoint import TurnEndpoint
 from deployments.router.frontdoor import FrontDoor
+from tests.unit.deployments.stub_table import StubTable
 
 NOTHING = {"type": "http.request", "body": b""}
 
 
-class Table:
+class Table(StubTable):
     """Takes what it is told; nothing here may ask it."""
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ from deployments.engine.described import describe
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.openapi import document
 from deployments.router.upstream import EngineUnreachable, Upstream
+from tests.unit.deployments.stub_table import StubTable
 
 MODEL = "the-model"
 
@@ -44,13 +45,13 @@ def whole(engines_own: dict[str, Any]) -> dict[str, Any]:
     return document(engines_own, MODEL)
 
 
-class Table:
+class Table(StubTable):
     """Knows engines."""
 
     def __init__(self, *urls: str) -> None:
         self.urls = urls
 
-    async def call(self, method: str) -> list[dict[str, Any]]:
+    async def call(self, method: str, *_: Any) -> list[dict[str, Any]]:
         assert method == "engines"
         return [{"url": url} for url in self.urls]
 

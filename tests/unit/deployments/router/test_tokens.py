@@ -18,6 +18,7 @@ from deployments.router.frontdoor import FrontDoor
 from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint, by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
+from tests.unit.deployments.stub_table import StubTable
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -28,15 +29,15 @@ def engine(id_: str, role: str = "decoder", **more: Any) -> dict[str, Any]:
     return {"id": id_, "role": role, "url": f"http://{id_}", **quiet, **more}
 
 
-class Table:
+class Table(StubTable):
     """Knows engines, and is told nothing: this is no turn."""
 
     def __init__(self, *engines: dict[str, Any]) -> None:
-        self.engines = engines or (engine("d"),)
+        self.listed = engines or (engine("d"),)
 
-    async def call(self, method: str) -> list[dict[str, Any]]:
+    async def call(self, method: str, *_: Any) -> list[dict[str, Any]]:
         assert method == "engines"
-        return list(self.engines)
+        return list(self.listed)
 
 
 class Engines:

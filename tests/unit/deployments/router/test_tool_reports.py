@@ -10,15 +10,16 @@ from conserve.pausing import ToolReport
 from conserve.settings import Settings
 from deployments.messages import Refusal
 from deployments.router.frontdoor import FrontDoor
+from tests.unit.deployments.stub_table import StubTable
 
 
-class Table:
+class Table(StubTable):
     """Knows conversation `a/b`, with a tool that runs, and `full`."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
-    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         self.asked.append((method, *arguments))
         answers: dict[str, Any] = {"a/b": 1, "full": Refusal(400, "too many", "too_many_tools")}
         return answers.get(arguments[0])

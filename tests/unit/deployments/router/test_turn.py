@@ -20,12 +20,13 @@ from deployments.messages import Prefilled, Refusal, TurnPlan, TurnTenant, Unpla
 from deployments.router.access import Access
 from deployments.router.endpoint import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
+from tests.unit.deployments.stub_table import StubTable
 
 PROMPT = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 @dataclass
-class Table:
+class Table(StubTable):
     """Binds each turn to the next decoder, with a prefiller of its own if there are any."""
 
     prefillers: int = 0
@@ -37,17 +38,16 @@ class Table:
     placed_tokens: list[int] = field(default_factory=list)
     openings: list[Any] = field(default_factory=list)
 
-    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         self.asked.append(method)
         turn = self.asked.count("place")
         if method in ("begin", "place"):
-            # Behind the router, and the conversation's id, and what is known of the prompt.
-            self.tenants.append(arguments[3 if method == "begin" else 5])
+            self.tenants.append(arguments[0].tenant)
         if method == "begin":
             return Unplaced(self.id, "http://tokenizer", "tokenizer", 1000, claim=turn + 1)
         if method == "place":
-            self.placed_tokens.append(arguments[2])
-            self.openings.append(arguments[6])
+            self.placed_tokens.append(arguments[0].prompt_tokens)
+            self.openings.append(arguments[0].opening)
             prefiller = f"p{turn}" if turn <= self.prefillers else None
             url = None if prefiller is None else f"http://{prefiller}"
             key = TurnKey(self.id, 1, turn)
@@ -249,8 +249,8 @@ def test_decoders_are_told_what_lmcache_is_to_be_asked_and_given(
 ) -> None:
 
     class Telling(Table):
-        async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-            plan = await super().call(method, *arguments, **options)
+        async def call(self, method: str, *arguments: Any) -> Any:
+            plan = await super().call(method, *arguments)
             return replace(plan, looks_up=look_up, parks=parks) if method == "place" else plan
 
     engines = Engines(die=set())
@@ -560,11 +560,11 @@ def test_a_stream_waits_for_a_decoder_where_there_is_none_or_none_with_room(
     class Alone(Table):
         refusals = 0
 
-        async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        async def call(self, method: str, *arguments: Any) -> Any:
             if method == refused and self.lost and self.refusals < 4:
                 self.refusals += 1
                 return refusal
-            return await super().call(method, *arguments, **options)
+            return await super().call(method, *arguments)
 
     table, engines = Alone(), Streams(die=set(), after={"d1": 2})
     assert _streamed(table, engines) == ("".join(ANSWER), ["done"])
@@ -624,11 +624,11 @@ def test_a_decoder_that_is_lost_once_is_counted_once() -> None:
     """While it renders a prompt for a prefiller: both that and the turn find it gone."""
 
     class PerTurn(Table):
-        async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        async def call(self, method: str, *arguments: Any) -> Any:
             if method == "begin" and not self.lost:
                 self.asked.append(method)
                 return TurnPlan(TurnKey("c", 1, 1), "d9", "http://d9", "p1", "http://p1", True)
-            return await super().call(method, *arguments, **options)
+            return await super().call(method, *arguments)
 
     class Checking(Engines):
         async def check(self, url: str, path: str, raw: bytes) -> Checked:

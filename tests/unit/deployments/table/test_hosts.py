@@ -10,7 +10,7 @@ from conserve.history import History, TurnStats
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.wire import Role
-from deployments.messages import BeginTurn, PlaceTurn, EngineInfo, TurnPlan, Unplaced
+from deployments.messages import BeginTurn, EngineInfo, PlaceTurn, TurnPlan, Unplaced
 from deployments.router.interface import SCHEMAS
 from deployments.table.table import TableService
 from hetero.energy import EngineEnergy

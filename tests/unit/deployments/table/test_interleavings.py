@@ -18,8 +18,8 @@ from conserve.tenants import Limits
 from conserve.wire import Role
 from deployments.messages import (
     BeginTurn,
-    PlaceTurn,
     EngineInfo,
+    PlaceTurn,
     Prefilled,
     Refusal,
     TurnPlan,

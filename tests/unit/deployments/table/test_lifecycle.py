@@ -7,7 +7,7 @@ from conserve.environments import Standing
 from conserve.environments.pressure import HostPressure
 from conserve.settings import Settings
 from conserve.wire import SILENCE_S
-from deployments.messages import BeginTurn, PlaceTurn, EngineInfo, Lifecycle, TurnPlan, Unplaced
+from deployments.messages import BeginTurn, EngineInfo, Lifecycle, PlaceTurn, TurnPlan, Unplaced
 from deployments.table.table import TableService
 
 ASKED = ["bound", "placing", "first", "second", "tenant\tx", "nobody"]

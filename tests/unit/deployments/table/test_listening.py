@@ -11,8 +11,9 @@ from conserve.placement import EngineLoad
 from conserve.settings import Settings
 from deployments.messages import (
     BeginTurn,
-    PlaceTurn,
     EventPage,
+    EventQuery,
+    PlaceTurn,
     Prefilled,
     TurnPlan,
     TurnTiming,
@@ -30,7 +31,7 @@ def test_what_happens_is_told_in_order() -> None:
         service = await a_full_service()
         # So much that prompts are prefilled elsewhere.
         await service.beat("decoder#1", None, EngineLoad(decodes=9, step_s=0.02))
-        began = (await service.events(None)).newest
+        began = (await service.events(EventQuery(None))).newest
         assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
         waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
         await asyncio.sleep(0)
@@ -51,7 +52,7 @@ def test_what_happens_is_told_in_order() -> None:
             await service.abandon(plan.turn, "decoder#1", None)
         await service.engine_lost("decoder#1", "as it happens")
 
-        page = await service.events(began)
+        page = await service.events(EventQuery(began))
         told = [json.loads(data) for _, _, data in page.events]
         assert [one["number"] for one in told] == list(range(began + 1, page.newest + 1))
         assert [one["kind"] for one in told] == [kind for _, kind, _ in page.events]
@@ -78,14 +79,15 @@ def test_what_happens_is_told_in_order() -> None:
         assert 'conserve_events_total{kind="start"} 3.0' in metrics
         assert 'conserve_events_total{kind="pause"} 0.0' in metrics
         # Some of it, and of some.
-        some = await service.events(began, ("place", "cut"), None, "c")
+        some = await service.events(EventQuery(began, ("place", "cut"), None, "c"))
         assert [kind for _, kind, _ in some.events] == ["place", "cut"]
         assert some.newest == page.newest
-        assert (await service.events(began, (), None, "full")).events[0][1] == "ended"
-        assert (await service.events(began, (), "acme")).events == []
+        assert (await service.events(EventQuery(began, (), None, "full"))).events[0][1] == "ended"
+        assert (await service.events(EventQuery(began, (), "acme"))).events == []
         # A number that there is not yet is taken for the newest.
-        assert (await service.events(page.newest + 10**6)) == EventPage(page.newest, 0, [])
-        assert (await service.events(0)).events[0][1] == "engine_ready"
+        ahead = EventQuery(page.newest + 10**6)
+        assert await service.events(ahead) == EventPage(page.newest, 0, [])
+        assert (await service.events(EventQuery(0))).events[0][1] == "engine_ready"
 
     asyncio.run(scenario())
 
@@ -93,10 +95,11 @@ def test_what_happens_is_told_in_order() -> None:
 def test_who_listens_hears_of_it_as_it_happens_or_after_a_while_that_nothing_did() -> None:
     async def scenario() -> None:
         service = await a_full_service()
-        newest = (await service.events(None)).newest
-        nothing = await service.events(newest, (), None, None, 10.0)
+        newest = (await service.events(EventQuery(None))).newest
+        nothing = await service.events(EventQuery(newest, (), None, None, 10.0))
         assert nothing == EventPage(newest, 0, [])
-        listening = asyncio.create_task(service.events(newest, ("ended",), None, None, 10.0))
+        asked = EventQuery(newest, ("ended",), None, None, 10.0)
+        listening = asyncio.create_task(service.events(asked))
         await asyncio.sleep(5)
         assert not listening.done()
         await service.release("full")
@@ -119,7 +122,7 @@ def test_a_conversation_says_what_happened_to_it_and_nobody_elses() -> None:
         # From numbers it could be told how much others do, or how full decoders are.
         numbered = {"number", "turn", "history", "ahead", "missing_tokens", "decoders"}
         assert not any(numbered & set(one) for one in shown["events"])
-        page = await service.events(0, (), "ops")
+        page = await service.events(EventQuery(0, (), "ops"))
         told = [json.loads(data) for _, _, data in page.events]
         assert {(one["tenant"], one["conversation"]) for one in told} == {("ops", "c")}
 
@@ -138,7 +141,7 @@ def test_a_listener_that_asks_for_much_is_told_a_part_at_a_time(
     async def told() -> list[list[int]]:
         pages, after = [], 0
         while after < log.newest:
-            page = await listen(log, after, (), None, "h0" if after < 4 else None)
+            page = await listen(log, EventQuery(after, (), None, "h0" if after < 4 else None))
             pages.append([number for number, _, _ in page.events])
             after = page.newest
         return pages

@@ -9,7 +9,7 @@ from conserve.clock import unix_s
 from conserve.history import History
 from conserve.pausing import RunningTools
 from conserve.settings import Settings
-from deployments.messages import BeginTurn, PlaceTurn, EngineInfo, Unplaced
+from deployments.messages import BeginTurn, EngineInfo, PlaceTurn, Unplaced
 from deployments.table.listing import list_recent
 from deployments.table.table import TableService
 

@@ -8,7 +8,7 @@ from autoscale.scaling import Scaling
 from conserve.history import TurnStats
 from conserve.settings import Settings
 from conserve.wire import Role
-from deployments.messages import BeginTurn, PlaceTurn, EngineInfo, Heard, TurnPlan, Unplaced
+from deployments.messages import BeginTurn, EngineInfo, Heard, PlaceTurn, TurnPlan, Unplaced
 from deployments.table.table import TableService
 from hetero.energy import EngineEnergy, GpuReading
 

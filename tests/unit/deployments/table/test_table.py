@@ -15,9 +15,9 @@ from conserve.recognition import Chain
 from conserve.settings import Settings
 from deployments.messages import (
     BeginTurn,
-    PlaceTurn,
     EngineInfo,
     EngineStarting,
+    PlaceTurn,
     Prefilled,
     Refusal,
     TurnPlan,

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from conserve.settings import Settings
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table.table import TableService
+from deployments.table.table_client import Patience, TableClient, TableUnavailable
 
 
 class _Silent:
@@ -26,6 +27,6 @@ def test_a_table_that_lives_and_does_not_answer_holds_nobody_up() -> None:
         client = TableClient("app", Settings())
         client._actor = _Silent()
         with pytest.raises(TableUnavailable, match="did not answer within"):
-            await asyncio.wait_for(client.call("advance", answer_s=0.05), 5)
+            await asyncio.wait_for(client._ask(Patience(answer_s=0.05), TableService.advance), 5)
 
     asyncio.run(scenario())
