@@ -3,7 +3,8 @@
 import asyncio
 import time
 import uuid
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec
 
 import ray
 
@@ -12,6 +13,8 @@ from conserve.settings import Settings
 from deployments.detached import actor_name, find_or_make
 from deployments.environments.service import EnvironmentService
 from deployments.messages import Refusal
+
+Given = ParamSpec("Given")
 
 _RESTARTING = ApiError(
     503,
@@ -30,7 +33,11 @@ _PATIENCE_S = 20.0
 
 
 class EnvironmentClient:
-    """A router's end of the manager: makes the actor if it is the first, and finds it again."""
+    """A router's end of the manager: makes the actor if it is the first, and finds it again.
+
+    All methods that wait raise `ApiError` where what was asked for cannot be had, or the manager
+    stays away.
+    """
 
     def __init__(self, application: str, settings: Settings) -> None:
         self._application = application
@@ -38,21 +45,21 @@ class EnvironmentClient:
         self._name = actor_name(application, "environments", settings)
         self._actor: Any = None
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `EnvironmentService` that may be called twice.
+    async def declare(self, conversation_id: str, body: Any) -> Any:
+        """See `Manager.declare`."""
+        return await self._ask(EnvironmentService.declare, conversation_id, body)
 
-        Raises:
-            ApiError: what was asked for cannot be had, or the manager stays away.
-        """
-        deadline_s = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                return _checked(await getattr(self._connect(), method).remote(*arguments))
-            except ray.exceptions.RayActorError:
-                self._actor = None
-                if time.monotonic() > deadline_s:
-                    raise _RESTARTING from None
-                await asyncio.sleep(0.1)
+    async def listed(self, conversation_id: str) -> Any:
+        """See `Manager.listed`."""
+        return await self._ask(EnvironmentService.listed, conversation_id)
+
+    async def shown(self, conversation_id: str, name: str) -> Any:
+        """See `Manager.shown`."""
+        return await self._ask(EnvironmentService.shown, conversation_id, name)
+
+    async def let_go(self, conversation_id: str, name: str) -> None:
+        """See `Manager.let_go`."""
+        await self._ask(EnvironmentService.let_go, conversation_id, name)
 
     async def run(self, conversation_id: str, name: str, body: Any) -> Any:
         """Have a command run; where this is cancelled, it is ended.
@@ -61,7 +68,7 @@ class EnvironmentClient:
             ApiError: it cannot be run, or what became of it is not known.
         """
         # What does not run anything may be asked twice; from now on the manager is known to live.
-        await self.call("shown", conversation_id, name)
+        await self.shown(conversation_id, name)
         run_id = uuid.uuid4().hex
         try:
             return _checked(await self._connect().run.remote(run_id, conversation_id, name, body))
@@ -78,6 +85,28 @@ class EnvironmentClient:
             self._connect().beat.remote()
         except ray.exceptions.RayActorError:
             self._actor = None
+
+    async def _ask(
+        self,
+        method: Callable[Concatenate[EnvironmentService, Given], Coroutine[Any, Any, Any]],
+        *given: Given.args,
+        **named: Given.kwargs,
+    ) -> Any:
+        """Call a method that may be called twice.
+
+        Raises:
+            ApiError: what was asked for cannot be had, or the manager stays away.
+        """
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                remote = getattr(self._connect(), method.__name__).remote
+                return _checked(await remote(*given, **named))
+            except ray.exceptions.RayActorError:
+                self._actor = None
+                if time.monotonic() > deadline_s:
+                    raise _RESTARTING from None
+                await asyncio.sleep(0.1)
 
     def _connect(self) -> Any:
         if self._actor is None:

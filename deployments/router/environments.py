@@ -60,21 +60,21 @@ class Environments:
                 param="id",
             )
         body = await read_short(request, _MOST_BODY_BYTES, b"{}")
-        return JSONResponse(await client.call("declare", conversation_id, body))
+        return JSONResponse(await client.declare(conversation_id, body))
 
     async def _list(self, request: Request) -> Response:
         client, conversation_id = self._asked(request)
-        found = await client.call("listed", conversation_id)
+        found = await client.listed(conversation_id)
         return JSONResponse({"object": "list", "data": found})
 
     async def _show(self, request: Request) -> Response:
         client, conversation_id = self._asked(request)
-        return JSONResponse(await client.call("shown", conversation_id, request.path_params["env"]))
+        return JSONResponse(await client.shown(conversation_id, request.path_params["env"]))
 
     async def _remove(self, request: Request) -> Response:
         client, conversation_id = self._asked(request)
         name = request.path_params["env"]
-        await client.call("let_go", conversation_id, name)
+        await client.let_go(conversation_id, name)
         return JSONResponse({"id": name, "object": "environment.deleted", "deleted": True})
 
     async def _run(self, request: Request) -> Response:

@@ -7,20 +7,21 @@ import pytest
 
 from conserve.errors import ApiError
 from conserve.settings import Settings, SettingsError, load
+from deployments.environments.client import EnvironmentClient
 from deployments.router.frontdoor import FrontDoor
 
 OF = "/v1/conversations/a%2Fb/environments"
 
 
-class Manager:
+class Manager(EnvironmentClient):
     """Keeps what it was asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
-    async def call(self, *asked: Any) -> Any:
-        self.asked.append(asked)
-        if asked[0] == "shown":
+    async def _ask(self, method: Any, *asked: Any, **named: Any) -> Any:
+        self.asked.append((method.__name__, *asked))
+        if method.__name__ == "shown":
             raise ApiError(404, "no such environment", "environment_not_found")
         return {"id": "main"}
 
