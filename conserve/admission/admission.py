@@ -17,6 +17,9 @@ from conserve.placement import Placement
 # To see whether room can be made for a prompt may take a look at all idle histories: so many are
 # tried in vain at a time, from the first on.
 _TRIED = 8
+# While less of decoders' KV is held, nothing of it is dropped for want of room: what is computed
+# again there was lost otherwise, with a decoder, say, or was no whole block.
+_PRESSED = 0.5
 
 Why = Literal["room", "window", "order"]
 """Why somebody waits: no decoder has ``room`` for it; as many are at work as the ``window`` lets;
@@ -111,9 +114,17 @@ class Admission:
         again = table.missing_cached_tokens + table.recomputed_tokens
         before, self._counted = self._counted, (expected, again)
         kv = (again - before[1]) / max(1, expected - before[0])
+        if self._held_share() < _PRESSED:
+            # It was not dropped for want of room.
+            kv = 0.0
         was = window.limit
         window.observe(now_s, table.active(now_s), Pressure(kv, cpu_pressure))
         return window.limit != was
+
+    def _held_share(self) -> float:
+        decoders = self._table.decoders.values()
+        capacity_tokens = sum(one.capacity_tokens for one in decoders)
+        return sum(one.held_tokens for one in decoders) / max(1, capacity_tokens)
 
     def enter(
         self,

@@ -160,9 +160,10 @@ def test_the_window_turns_nobody_away() -> None:
     assert [one.history.id for one in admission.admit(50.0)] == ["waits"]
 
 
-def test_what_is_computed_again_is_pressure() -> None:
+def computed_again(capacity_tokens: int) -> Admission:
+    """Thirty conversations of which their decoder has dropped the half, four times."""
     table = ConversationTable(ConversationPlacement(), idle_timeout_s=1e6, pausing=Pausing())
-    table.add_decoder("d1", 100_000)
+    table.add_decoder("d1", capacity_tokens)
     admission = Admission(table, 64, 60, window=Window(interval_s=10, persists_s=10))
     for number in range(30):
         one = admission.enter(f"c{number}", 100, 0.0)
@@ -176,9 +177,21 @@ def test_what_is_computed_again_is_pressure() -> None:
             # Of the 110 tokens that it had its engine has 50.
             stats = TurnStats(110, 0, 50, 0)
             table.advance(conversation.newest_turn, "d1", stats, (), at_s)
-        changed = admission.observe(at_s)
+        admission.observe(at_s)
         assert not admission.observe(at_s + 1.0)
-    assert changed
+    return admission
+
+
+def test_what_is_computed_again_is_pressure() -> None:
+    admission = computed_again(capacity_tokens=5_000)
     assert admission.window is not None
     assert admission.window.pressure.kv == pytest.approx(60 / 110)
     assert admission.window.limit < 30
+
+
+def test_what_is_computed_again_is_no_pressure_where_there_is_room() -> None:
+    """Nothing was dropped for it: fewer conversations at a time would help nobody."""
+    admission = computed_again(capacity_tokens=100_000)
+    assert admission.window is not None
+    assert admission.window.pressure.kv == 0
+    assert admission.window.limit == math.inf
