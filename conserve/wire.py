@@ -4,11 +4,15 @@ Routers, engines, the conversation table, LMCache's connector and ``conserve pro
 this; nothing of it is for clients. It stands here once, so that no two of them can differ.
 """
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
+
+from conserve import identity
+from conserve.history import TurnKey
 
 Role = Literal["prefiller", "decoder"]
 """What an engine is for; where it runs is its tier (`hetero.tiers`)."""
@@ -25,41 +29,110 @@ BEAT_S = 1.0
 # dead engine is usually found at once, by a router whose connection broke.
 SILENCE_S = 15.0
 
-# --- Headers of a turn, from a router to a decoder ------------------------------------------------
+# --- A turn, from a router to a decoder -----------------------------------------------------------
 
-CONVERSATION_HEADER = "x-conserve-conversation"
-INCARNATION_HEADER = "x-conserve-incarnation"
+# Has a `DecoderTurn`. A decoder that begins a turn by itself answers with the header as well: then
+# it has the turn's `TurnKey` alone.
 TURN_HEADER = "x-conserve-turn"
-# Set where the next turn is recognised by its messages: the decoder then works out the digests.
-RECOGNISE_HEADER = "x-conserve-recognise"
-# Of a history that begins, where it has them: its root and its points, in hexadecimal digits.
-ROOT_HEADER = "x-conserve-root"
-POINTS_HEADER = "x-conserve-points"
-# Set where LMCache may have more of the history than this decoder knows of: a prefiller has stored
-# its prompt, it comes from another decoder, or others may have stored what it begins with.
-LOOK_UP_HEADER = "x-conserve-look-up"
-# Set where the turn is to leave its prompt's KV in host memory.
-PARK_HEADER = "x-conserve-park"
-# Set where a prefiller has computed the prompt just now: so many of its tokens it had found in
-# caches. What the decoder then finds beyond them has been computed for this turn.
-PREFILL_CACHED_HEADER = "x-conserve-prefill-cached"
-# Set where a stream may have to be continued elsewhere: the decoder then notes beside each event
-# which tokens it holds.
-NOTES_HEADER = "x-conserve-notes"
-# Set where a stream is continued: so many bytes at the body's beginning are notes of what its
-# client has, and the request follows them.
-SENT_HEADER = "x-conserve-sent"
-
-# --- Headers of a turn that a router sends straight to a decoder ----------------------------------
-
-# Set where the table was not asked: the router's id. The decoder answers with the turn's own
-# headers (conversation, incarnation, turn), or refuses with this one and `REFUSED_STATUS`.
-DIRECT_HEADER = "x-conserve-direct"
+# A decoder refuses a turn that came straight to it by both of these.
+REFUSED_HEADER = "x-conserve-refused"
 REFUSED_STATUS = 409
-# What it goes on with: digest of all up to its newest answer, in hexadecimal digits (`ROOT_HEADER`
-# goes with it), and the conversation's id as its client states it, scoped to its tenant.
-END_HEADER = "x-conserve-end"
-STATED_HEADER = "x-conserve-stated"
+
+
+class Straight(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a turn goes on with that a router sends straight to a decoder, without the table.
+
+    Attributes:
+        end: the digest of all up to its newest answer.
+        stated_id: the conversation's id as its client states it, scoped to its tenant.
+        tenant: whose it is, where there are keys.
+    """
+
+    router_id: str
+    end: bytes = b""
+    stated_id: str | None = None
+    tenant: str | None = None
+
+
+class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a decoder is told of a turn.
+
+    Attributes:
+        key: which it is; None: the decoder begins it by itself, by `straight`.
+        recognises: whether the next turn is recognised by its messages: the decoder then works out
+            the digests.
+        root, points: of a history that begins, where it has them.
+        looks_up: whether LMCache may have more of the history than this decoder knows of: a
+            prefiller has stored its prompt, it comes from another decoder, or others may have
+            stored what it begins with.
+        parks: whether it is to leave its prompt's KV in host memory.
+        prefill_cached_tokens: of a prompt that a prefiller has computed just now, the tokens that
+            it had found in caches; what the decoder finds beyond them was computed for this turn.
+        notes: whether its stream may have to be continued elsewhere: the decoder then notes beside
+            each event which tokens it holds.
+        sent_bytes: of a stream that is continued, so many bytes at the body's beginning are notes
+            of what its client has, and the request follows them.
+        resume_s: in how many seconds after the answer its client expects the next turn; None: it
+            does not say.
+        last: whether its client says that there will be none.
+
+    Example:
+        >>> told = DecoderTurn(TurnKey("c", 1, 257), parks=True)
+        >>> DecoderTurn.read(told.header()) == told
+        True
+    """
+
+    key: TurnKey | None = None
+    straight: Straight | None = None
+    recognises: bool = False
+    root: bytes = b""
+    points: bytes = b""
+    looks_up: bool = False
+    parks: bool = False
+    prefill_cached_tokens: int | None = None
+    notes: bool = False
+    sent_bytes: int = 0
+    resume_s: float | None = None
+    last: bool = False
+
+    def header(self) -> str:
+        """Write it as a header's value."""
+        return _header_value(self)
+
+    @classmethod
+    def read(cls, value: str) -> "DecoderTurn":
+        """Read what `header` has written.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        return _DECODER_TURN.decode(base64.b64decode(value))
+
+    @property
+    def tenant(self) -> str | None:
+        """Whose turn it is, where there are keys."""
+        if self.key is not None:
+            return identity.tenant_of(self.key.history_id)
+        return None if self.straight is None else self.straight.tenant
+
+
+_DECODER_TURN = msgspec.msgpack.Decoder(DecoderTurn)
+_TURN_KEY = msgspec.msgpack.Decoder(TurnKey)
+
+
+def key_header(key: TurnKey) -> str:
+    """Write a turn's key as a header's value."""
+    return _header_value(key)
+
+
+def read_key(value: str) -> TurnKey:
+    """Read what `key_header` has written."""
+    return _TURN_KEY.decode(base64.b64decode(value))
+
+
+def _header_value(told: DecoderTurn | TurnKey) -> str:
+    return base64.b64encode(msgspec.msgpack.encode(told)).decode()
+
 
 # --- A stream's notes, from a decoder to its router and from that to another decoder --------------
 
@@ -215,10 +288,6 @@ TURN = "conserve.turn"
 KEPT = "conserve.kept"
 # And how long it waited in the engine before it ran, and what for.
 WAITED = "conserve.waited"
-# Set where the client said so: in how many seconds after the answer it expects the next turn, and
-# that there will be none.
-RESUME_HEADER = "x-conserve-resume-s"
-LAST_HEADER = "x-conserve-last"
 
 
 def history_key(history_id: str, incarnation: int) -> str:

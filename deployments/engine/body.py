@@ -2,6 +2,9 @@
 
 from starlette.types import Message, Receive
 
+# In the scope of a request that is a turn: its `TurnKey`.
+TURN = "conserve.turn"
+
 
 async def read_ahead(receive: Receive) -> bytes:
     """The whole body; what there is of it, where the client leaves."""

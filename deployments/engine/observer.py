@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from conserve import identity, recognition, wire
+from conserve import recognition, wire
 from conserve.apis import form_of
 from conserve.clock import unix_s
 from conserve.direct import Continued, Desk, Ended
@@ -29,7 +29,7 @@ from conserve.pausing import tool_called
 from conserve.recognition import Digest
 from conserve.recognition.apis import answers_of, continues, heard
 from conserve.wire import Emitted
-from deployments.engine.body import read_ahead, replay
+from deployments.engine.body import TURN, read_ahead, replay
 from deployments.engine.continuation import can_be_continued, continued
 from deployments.engine.load import ALL_TOKENS, LoadMeter
 
@@ -284,11 +284,10 @@ class TurnObserver:
         self._desk.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        told = _told(scope)
         # One request may be begun within another one's task.
         _current.set(None)
-        straight = wire.DIRECT_HEADER in headers
-        if not straight and wire.CONVERSATION_HEADER not in headers:
+        if told is None:
             if self.ending and scope["type"] == "http" and scope["path"] == "/health":
                 await Response(status_code=503)(scope, receive, send)
                 return
@@ -297,54 +296,45 @@ class TurnObserver:
         path = scope["path"]
         sent: list[Emitted] = []
         beginning: recognition.Beginning | None = None
-        sent_bytes = int(headers.get(wire.SENT_HEADER, 0))
-        if sent_bytes or wire.RECOGNISE_HEADER in headers:
+        if told.sent_bytes or told.recognises:
             body = await read_ahead(receive)
-            sent = wire.read_notes(body[:sent_bytes])
-            body = body[sent_bytes:]
+            sent = wire.read_notes(body[: told.sent_bytes])
+            body = body[told.sent_bytes :]
             receive = replay(body, receive)
-            if wire.RECOGNISE_HEADER in headers:
-                asked = (body, path, self._volatile, _tenant_of(headers))
+            if told.recognises:
+                asked = (body, path, self._volatile, told.tenant)
                 # Other turns' tokens pass through this thread. And nothing is counted yet.
                 if len(body) <= _SMALL_BYTES:
                     beginning = _beginning(*asked)
                 else:
                     beginning = await asyncio.to_thread(_beginning, *asked)
-        root = bytes.fromhex(headers.get(wire.ROOT_HEADER, ""))
-        key = self._begin_straight(headers, root) if straight else _key_in(headers)
+        key = told.key or self._begin_straight(told)
         if key is None:
-            refused = Response(
-                status_code=wire.REFUSED_STATUS, headers={wire.DIRECT_HEADER: "refused"}
-            )
+            refused = Response(status_code=wire.REFUSED_STATUS, headers={wire.REFUSED_HEADER: "1"})
             await refused(scope, receive, send)
             return
+        straight = told.key is None
         turn = _Turn(self._holdings, self._desk, self._has_more, key, path, straight)
         turn.beginning = beginning
         seen = turn.observation
         seen.key = key
-        if wire.RESUME_HEADER in headers:
-            seen.resume_s = float(headers[wire.RESUME_HEADER])
-        seen.last = wire.LAST_HEADER in headers
-        seen.sent = sent
-        seen.notes = wire.NOTES_HEADER in headers
-        if wire.PREFILL_CACHED_HEADER in headers:
-            seen.prefill_cached_tokens = int(headers[wire.PREFILL_CACHED_HEADER])
+        seen.resume_s, seen.last = told.resume_s, told.last
+        seen.sent, seen.notes = sent, told.notes
+        seen.prefill_cached_tokens = told.prefill_cached_tokens
         seen.engine_ends = self._engine_ends
-        prefilled = wire.PREFILL_CACHED_HEADER in headers
+        prefilled = told.prefill_cached_tokens is not None
         held_tokens = self._holdings.held_tokens(key.history_id)
         seen.expected_tokens = ALL_TOKENS if prefilled else held_tokens
+        # For whoever keeps something of its conversation's.
+        scope = {**scope, TURN: key}
         if straight:
-            # As if the table had planned it, for whoever keeps something of its conversation's.
-            scope = {**scope, "headers": [*scope["headers"], *_headers_of(key)]}
             seen.stored_tokens = self._holdings.stored_tokens(key.history_id)
             seen.parks = self._desk.parks
         else:
-            points = bytes.fromhex(headers.get(wire.POINTS_HEADER, ""))
-            look_up = wire.LOOK_UP_HEADER in headers
-            self._holdings.begin(key, root or None, points, look_up)
-            if not look_up:
+            self._holdings.begin(key, told.root or None, told.points, told.looks_up)
+            if not told.looks_up:
                 seen.stored_tokens = self._holdings.stored_tokens(key.history_id)
-            seen.parks = wire.PARK_HEADER in headers
+            seen.parks = told.parks
         _current.set(seen)
         try:
             await self._app(scope, receive, turn.relay(send))
@@ -352,12 +342,13 @@ class TurnObserver:
             if not turn.reported:
                 turn.report(completed=False)
 
-    def _begin_straight(self, headers: Headers, root: Digest) -> TurnKey | None:
+    def _begin_straight(self, told: wire.DecoderTurn) -> TurnKey | None:
         """Begin a turn that the table was not asked for; None: it is to be."""
-        end = bytes.fromhex(headers.get(wire.END_HEADER, ""))
-        stated = headers.get(wire.STATED_HEADER)
-        router_id = headers[wire.DIRECT_HEADER]
-        key = self._desk.begin(Continued(root, end, stated), router_id, unix_s())
+        asked = told.straight
+        if asked is None:
+            return None
+        going_on = Continued(told.root, asked.end, asked.stated_id)
+        key = self._desk.begin(going_on, asked.router_id, unix_s())
         if key is not None:
             self._has_more()
         return key
@@ -389,7 +380,8 @@ class _Turn:
                     for name, value in message["headers"]
                 )
                 if self.straight:
-                    message["headers"] = [*message["headers"], *_headers_of(self.key)]
+                    own = (wire.TURN_HEADER.encode(), wire.key_header(self.key).encode())
+                    message["headers"] = [*message["headers"], own]
             elif message["type"] == "http.response.body" and not self.reported:
                 part = message.get("body", b"")
                 if self.beginning is not None and part:
@@ -445,20 +437,7 @@ def _beginning(
     return recognition.Beginning(*heard(path, body, volatile), tenant, continues(path, body))
 
 
-def _key_in(headers: Headers) -> TurnKey:
-    return TurnKey(
-        headers[wire.CONVERSATION_HEADER],
-        int(headers[wire.INCARNATION_HEADER]),
-        int(headers[wire.TURN_HEADER]),
-    )
-
-
-def _headers_of(turn: TurnKey) -> Iterable[tuple[bytes, bytes]]:
-    names = (wire.CONVERSATION_HEADER, wire.INCARNATION_HEADER, wire.TURN_HEADER)
-    return ((name.encode(), str(value).encode()) for name, value in zip(names, turn, strict=True))
-
-
-def _tenant_of(headers: Headers) -> str | None:
-    if wire.CONVERSATION_HEADER in headers:
-        return identity.tenant_of(headers[wire.CONVERSATION_HEADER])
-    return headers.get(wire.TENANT_HEADER)
+def _told(scope: Scope) -> wire.DecoderTurn | None:
+    """Return what a router says of a turn; None: this is no turn."""
+    value = Headers(scope=scope).get(wire.TURN_HEADER) if scope["type"] == "http" else None
+    return None if value is None else wire.DecoderTurn.read(value)

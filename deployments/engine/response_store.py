@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conserve import identity, wire
 from conserve.apis import RESPONSES, form_of
-from deployments.engine.body import read_ahead, replay
+from conserve.history import TurnKey
+from deployments.engine.body import TURN, read_ahead, replay
 from deployments.engine.response_events import AgreeingResponse
 
 _SMALL_BYTES = 16 * 1024
@@ -129,9 +130,8 @@ class ResponseKeeper:
         if scope["path"].startswith(wire.STORED_PREFIX):
             await self._tell(scope, headers)(scope, receive, send)
             return
-        history_id = headers.get(wire.CONVERSATION_HEADER)
-        turn = scope["path"] == RESPONSES and scope["method"] == "POST"
-        if not turn or history_id is None:
+        key: TurnKey | None = scope.get(TURN)
+        if scope["path"] != RESPONSES or scope["method"] != "POST" or key is None:
             await self._app(scope, receive, send)
             return
         request = await read_ahead(receive)
@@ -144,7 +144,7 @@ class ResponseKeeper:
             keeps = asked.store is not False and self._room_mb > 0
 
             def keep(response: bytes) -> None:
-                self._store.add(asked.request_id, history_id, request, response)
+                self._store.add(asked.request_id, key.history_id, request, response)
 
             if keeps:
                 send = _watched(send, keep)

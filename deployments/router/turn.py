@@ -17,7 +17,6 @@ from conserve.direct import Home, Homes
 from conserve.errors import ApiError, PromptTooLong
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
-from conserve.history import TurnKey
 from deployments.messages import (
     BeginTurn,
     PlaceTurn,
@@ -342,29 +341,24 @@ class Turn:
     async def _decode_straight(self, home: Home) -> bool:
         """Have a turn served whose history should live there; False if its decoder refuses."""
         asked = self._request
-        headers = self._headers()
-        headers[wire.DIRECT_HEADER] = self._router_id
-        if asked.chain is not None:
-            headers[wire.ROOT_HEADER] = asked.chain.root.hex()
-            headers[wire.END_HEADER] = asked.chain.ends[0].hex()
-        if self._stated_id is not None:
-            headers[wire.STATED_HEADER] = self._stated_id
-        if asked.tenant is not None:
-            headers[wire.TENANT_HEADER] = asked.tenant.name
+        chain, tenant = asked.chain, asked.tenant
+        straight = wire.Straight(
+            self._router_id,
+            b"" if chain is None else chain.ends[0],
+            self._stated_id,
+            None if tenant is None else tenant.name,
+        )
+        headers = self._headers(straight=straight, root=b"" if chain is None else chain.root)
         url = home.url + asked.engine_path
         try:
             async with self._upstream.post(url, asked.raw, headers) as response:
                 found = response.headers
-                if response.status == wire.REFUSED_STATUS and wire.DIRECT_HEADER in found:
+                if response.status == wire.REFUSED_STATUS and wire.REFUSED_HEADER in found:
                     self._refused_by = home.decoder_id
                     self._homes.forget(self._stated_id, asked.chain)
                     return False
                 if wire.TURN_HEADER in found:
-                    key = TurnKey(
-                        found[wire.CONVERSATION_HEADER],
-                        int(found[wire.INCARNATION_HEADER]),
-                        int(found[wire.TURN_HEADER]),
-                    )
+                    key = wire.read_key(found[wire.TURN_HEADER])
                     self._plan = TurnPlan(key, home.decoder_id, home.url, later=True)
                     self._history_id = key.history_id
                     self._let_in = self._at_decoder = True
@@ -376,44 +370,41 @@ class Turn:
             raise
         return True
 
-    def _headers(self) -> dict[str, str]:
-        """What a decoder is told of the turn, whoever says that it goes there."""
+    def _headers(self, **told: Any) -> dict[str, str]:
+        """Tell a decoder of the turn.
+
+        Args:
+            told: of `wire.DecoderTurn`, what depends on who says that it goes there.
+        """
         asked = self._request
-        headers = {"Content-Type": "application/json"}
-        if asked.chat:
-            headers[wire.RECOGNISE_HEADER] = "1"
+        turn = wire.DecoderTurn(
+            recognises=asked.chat,
+            resume_s=asked.hints.expected_resume_s,
+            last=bool(asked.hints.last_step),
+            notes=self._answer.record is not None,
+            **told,
+        )
+        headers = {"Content-Type": "application/json", wire.TURN_HEADER: turn.header()}
         if asked.request_id:
             headers["x-request-id"] = asked.request_id
-        if asked.hints.expected_resume_s is not None:
-            headers[wire.RESUME_HEADER] = str(asked.hints.expected_resume_s)
-        if asked.hints.last_step:
-            headers[wire.LAST_HEADER] = "1"
-        if self._answer.record is not None:
-            headers[wire.NOTES_HEADER] = "1"
         return headers
 
     async def _decode(self, plan: TurnPlan) -> None:
         asked = self._request
-        headers = {
-            **self._headers(),
-            wire.CONVERSATION_HEADER: plan.turn.history_id,
-            wire.INCARNATION_HEADER: str(plan.turn.incarnation),
-            wire.TURN_HEADER: str(plan.turn.turn_id),
-        }
-        if plan.root is not None:
-            headers[wire.ROOT_HEADER] = plan.root.hex()
-            headers[wire.POINTS_HEADER] = plan.points.hex()
-        if plan.looks_up:
-            headers[wire.LOOK_UP_HEADER] = "1"
-        if plan.parks:
-            headers[wire.PARK_HEADER] = "1"
-        if self._prefilled is not None and self._prefilled.cached_tokens is not None:
-            headers[wire.PREFILL_CACHED_HEADER] = str(self._prefilled.cached_tokens)
+        prefilled = self._prefilled
+        headers = self._headers(
+            key=plan.turn,
+            root=plan.root or b"",
+            points=plan.points,
+            looks_up=plan.looks_up,
+            parks=plan.parks,
+            prefill_cached_tokens=None if prefilled is None else prefilled.cached_tokens,
+            sent_bytes=0 if self._sent is None else len(self._sent),
+        )
         body, record = asked.raw, self._answer.record
         if self._sent is not None:
             self._continued += 1
             logger.info("%s goes on at decoder %s", plan.turn.history_id, plan.decoder_id)
-            headers[wire.SENT_HEADER] = str(len(self._sent))
             body = self._sent + body
             if record is not None and record.request_id is not None:
                 headers["x-request-id"] = record.request_id

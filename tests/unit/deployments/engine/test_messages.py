@@ -38,14 +38,13 @@ def test_a_stream_says_the_same_of_caches_in_its_first_event_as_in_its_last(
     prefilled: int | None,
 ) -> None:
     """And as a body does. Of what a prefiller has just computed, nothing was found."""
-    headers = {} if prefilled is None else {"PREFILL_CACHED_HEADER": str(prefilled)}
     read_tokens = 3 if prefilled is None else prefilled
     server = Server(cached_tokens=3)
-    start, *_, delta, stop = events(server.serve(MESSAGES, ask(HELLO, stream=True), **headers))
+    start, *_, delta, stop = events(server.serve(MESSAGES, ask(HELLO, stream=True), prefill_cached_tokens=prefilled))
     assert (start["type"], delta["type"], stop["type"]) == (
         "message_start", "message_delta", "message_stop",
     )  # fmt: skip
-    body = server.serve(MESSAGES, ask(HELLO), **headers).json()
+    body = server.serve(MESSAGES, ask(HELLO), prefill_cached_tokens=prefilled).json()
     prompt_tokens = len(server.prompts[0])
     expected = {
         "input_tokens": prompt_tokens - 3,

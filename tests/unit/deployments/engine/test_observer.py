@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starlette.datastructures import Headers
 from vllm import CompletionOutput, RequestOutput
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -22,6 +21,7 @@ from conserve.embedded import model_path
 from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.wire import Emitted
+from deployments.engine.body import TURN
 from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 
@@ -133,20 +133,14 @@ class Decoder:
         asyncio.run(self.observer(scope, receive, send))  # type: ignore[arg-type]
         return messages[0]["status"], b"".join(one["body"] for one in messages[1:])
 
-    def turn(self, sent: bytes = b"", prefill_cached: int | None = None, **more: str) -> bytes:
-        names = {
-            wire.CONVERSATION_HEADER: "c",
-            wire.INCARNATION_HEADER: "1",
-            wire.TURN_HEADER: "1",
-            wire.NOTES_HEADER: "1",
-        }
-        if sent:
-            names[wire.SENT_HEADER] = str(len(sent))
-        if prefill_cached is not None:
-            names[wire.PREFILL_CACHED_HEADER] = str(prefill_cached)
-        return self.ask("/v1/completions", sent, **names, **more)[1]
+    def turn(self, sent: bytes = b"", prefill_cached: int | None = None, **more: Any) -> bytes:
+        told = wire.DecoderTurn(
+            FIRST, sent_bytes=len(sent), prefill_cached_tokens=prefill_cached, notes=True, **more
+        )
+        return self.ask("/v1/completions", sent, **{wire.TURN_HEADER: told.header()})[1]
 
 
+FIRST = TurnKey("c", 1, 1)
 SENT = wire.note([Emitted([41])])
 
 
@@ -177,14 +171,14 @@ def test_one_that_comes_to_its_end_is_complete(sent: bytes) -> None:
 
 def test_an_engine_is_told_what_lmcache_may_have_and_is_to_have() -> None:
     decoder = Decoder("length")
-    for headers, stored, parks in [
-        ((wire.LOOK_UP_HEADER,), None, False),
-        ((), len(PROMPT), False),
-        ((wire.PARK_HEADER,), len(PROMPT), True),
-        ((), len(PROMPT), False),
-        ((wire.LOOK_UP_HEADER, wire.PARK_HEADER), None, True),
+    for looks_up, stored, parks in [
+        (True, None, False),
+        (False, len(PROMPT), False),
+        (False, len(PROMPT), True),
+        (False, len(PROMPT), False),
+        (True, None, True),
     ]:
-        decoder.turn(**dict.fromkeys(headers, "1"))
+        decoder.turn(looks_up=looks_up, parks=parks)
         params = decoder.transfer_params[-1]
         assert params.get(wire.STORED_TOKENS) == stored
         assert params.get(wire.PARK, False) == parks
@@ -196,12 +190,12 @@ def test_an_engines_scheduler_is_told_whose_turn_it_is_by_nobody_but_its_decoder
     decoder.turn()
     said = decoder.transfer_params[-1][wire.TURN]
     assert said == {"key": wire.history_key("c", 1), "resume_s": None, "last": False}
-    decoder.turn(**{wire.RESUME_HEADER: "2.5", wire.LAST_HEADER: "1"})
+    decoder.turn(resume_s=2.5, last=True)
     said = decoder.transfer_params[-1][wire.TURN]
     assert (said["resume_s"], said["last"]) == (2.5, True)
     # Where vLLM's own scheduler has it, nothing is said.
     plain = Decoder("length")
-    plain.turn(**{wire.RESUME_HEADER: "2.5"})
+    plain.turn(resume_s=2.5)
     assert wire.TURN not in plain.transfer_params[-1]
 
 
@@ -304,8 +298,7 @@ def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> No
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"{}"}
 
-    names = (wire.CONVERSATION_HEADER, wire.INCARNATION_HEADER, wire.TURN_HEADER)
-    headers = [(name.encode(), b"1") for name in names]
+    headers = [(wire.TURN_HEADER.encode(), wire.DecoderTurn(FIRST).header().encode())]
     more: list[None] = []
     observer = TurnObserver(app, Holdings(), desk, lambda: more.append(None))
     scope = {"type": "http", "path": path, "headers": headers}
@@ -376,8 +369,8 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b'{"messages": [], "input": []}'}
 
-    names = (wire.CONVERSATION_HEADER, wire.INCARNATION_HEADER, wire.TURN_HEADER)
-    headers = [(name.encode(), b"1") for name in (*names, wire.RECOGNISE_HEADER)]
+    asked = wire.DecoderTurn(FIRST, recognises=True)
+    headers = [(wire.TURN_HEADER.encode(), asked.header().encode())]
     holdings, desk = Holdings(), a_desk()
     observer = TurnObserver(app, holdings, desk)
     scope = {"type": "http", "path": path, "headers": headers}
@@ -399,18 +392,14 @@ def test_a_turn_that_came_straight_names_its_conversation_to_whoever_keeps_its_r
     desk = Desk(holdings, idle_timeout_s=60)
     desk.outbox.register()
     desk.hear(Notice(1), asked_s=unix_s())
-    seen: list[Headers] = []
+    seen: list[TurnKey] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(Headers(scope=scope))
+        seen.append(scope[TURN])
 
-    headers = {
-        wire.DIRECT_HEADER: "router",
-        wire.ROOT_HEADER: b"root".hex(),
-        wire.END_HEADER: b"answered".hex(),
-        wire.STATED_HEADER: "c",
-    }
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    straight = wire.Straight("router", b"answered", "c")
+    asked = wire.DecoderTurn(straight=straight, root=b"root")
+    raw = [(wire.TURN_HEADER.encode(), asked.header().encode())]
     scope = {"type": "http", "method": "POST", "path": RESPONSES, "headers": raw}
 
     async def nobody(*_: Any) -> Any:
@@ -418,5 +407,4 @@ def test_a_turn_that_came_straight_names_its_conversation_to_whoever_keeps_its_r
 
     asyncio.run(TurnObserver(app, holdings, desk)(scope, nobody, nobody))
     (found,) = seen
-    assert found[wire.CONVERSATION_HEADER] == "c"
-    assert found[wire.TURN_HEADER] == "257"
+    assert (found.history_id, found.turn_id) == ("c", 257)

@@ -9,14 +9,18 @@ from openai.types.responses import Response, ResponseCompletedEvent, ResponseInc
 
 from conserve import wire
 from conserve.apis import RESPONSES
+from conserve.history import TurnKey
 from conserve.items import response_of
 from conserve.recognition.apis import answers_of
+from deployments.engine.body import TURN
 from deployments.engine.response_store import ResponseKeeper
 from tests.unit.deployments.engine.vllm_responses import CALL, RESPONSE_ID, Answered
 
 Json = dict[str, Any]
 
 HEX = RESPONSE_ID.removeprefix("resp_")
+
+KEY = TurnKey("c", 1, 256)
 
 
 class Told:
@@ -64,8 +68,7 @@ def told(answered: Answered, stream: bool, **request: Any) -> Told:
 
     keeper = ResponseKeeper(vllm, 1)
     body = json.dumps({"request_id": RESPONSE_ID, "input": "x", **request}).encode()
-    headers = [(wire.CONVERSATION_HEADER.encode(), b"c")]
-    start, *messages = exchange(keeper, "POST", RESPONSES, headers, body)
+    start, *messages = exchange(keeper, "POST", RESPONSES, [], body, KEY)
     _, kept = exchange(keeper, "GET", wire.STORED_PREFIX + RESPONSE_ID, [], b"")
     return Told(
         [message["body"] for message in messages if message["body"]],
@@ -74,7 +77,9 @@ def told(answered: Answered, stream: bool, **request: Any) -> Told:
     )
 
 
-def exchange(app: Any, method: str, path: str, headers: Any, body: bytes) -> list[Json]:
+def exchange(
+    app: Any, method: str, path: str, headers: Any, body: bytes, turn: TurnKey | None = None
+) -> list[Json]:
     sent: list[Json] = []
 
     async def receive() -> Json:
@@ -83,7 +88,7 @@ def exchange(app: Any, method: str, path: str, headers: Any, body: bytes) -> lis
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, TURN: turn}
     asyncio.run(app(scope, receive, send))
     return sent
 
@@ -203,8 +208,7 @@ def test_what_is_no_response_is_passed_on() -> None:
         await send({"type": "http.response.start", "status": 400, "headers": headers})
         await send({"type": "http.response.body", "body": error, "more_body": False})
 
-    headers = [(wire.CONVERSATION_HEADER.encode(), b"c")]
     body = json.dumps({"request_id": RESPONSE_ID}).encode()
-    start, end = exchange(ResponseKeeper(vllm, 1), "POST", RESPONSES, headers, body)
+    start, end = exchange(ResponseKeeper(vllm, 1), "POST", RESPONSES, [], body, KEY)
     assert start["status"] == 400
     assert end["body"] == error

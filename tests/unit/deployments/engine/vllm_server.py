@@ -24,6 +24,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from conserve import identity, wire
 from conserve.direct import Desk
 from conserve.embedded import model_path
+from conserve.history import TurnKey
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from deployments.engine.check import RequestCheck, make_checkable
@@ -153,26 +154,20 @@ class Server:
         said: str = self.tokenizer.decode(self.prompts[-1])
         return said
 
-    def serve(self, path: str, body: Any, **headers: str) -> httpx.Response:
+    def serve(self, path: str, body: Any, **more: Any) -> httpx.Response:
         """Have a turn served that comes by a router.
 
         Args:
-            headers: more of what the router tells, by names of `conserve.wire`.
+            more: of what the router tells (`wire.DecoderTurn`).
 
         Raises:
             ApiError: the router refuses it.
         """
         asked = read(path, body)
-        told = {
-            wire.CONVERSATION_HEADER: self.history_id,
-            wire.INCARNATION_HEADER: "1",
-            wire.TURN_HEADER: "256",
-            wire.RECOGNISE_HEADER: "1",
-            **{getattr(wire, name): value for name, value in headers.items()},
-        }
-        if asked.chain is not None:
-            told[wire.ROOT_HEADER] = asked.chain.root.hex()
-        return self.post(path, asked.raw, told)
+        root = b"" if asked.chain is None else asked.chain.root
+        key = TurnKey(self.history_id, 1, 256)
+        told = wire.DecoderTurn(key, recognises=True, root=root, **more)
+        return self.post(path, asked.raw, {wire.TURN_HEADER: told.header()})
 
     def post(self, path: str, raw: bytes, headers: dict[str, str] | None = None) -> httpx.Response:
         """Send a request to the engine."""

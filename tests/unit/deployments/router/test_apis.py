@@ -9,11 +9,13 @@ import pytest
 from conserve import identity, wire
 from conserve.apis import COUNT_INPUT, COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.errors import ApiError
+from conserve.history import TurnKey
 from conserve.items import item_id
 from conserve.recognition import Beginning
 from conserve.recognition.apis import heard
 from conserve.settings import Settings
 from conserve.tenants import Caller, Limits
+from deployments.engine.body import TURN
 from deployments.engine.response_store import ResponseKeeper, ResponseStore
 from deployments.router import answer
 from deployments.router.frontdoor import FrontDoor
@@ -424,8 +426,8 @@ def test_a_decoder_keeps_what_it_was_to_keep(
             await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
 
     keeper = ResponseKeeper(app, 1)
-    headers = [(wire.CONVERSATION_HEADER.encode(), b"acme\tc")]
-    asked = {"path": RESPONSES, "method": "POST", "headers": headers}
+    key = TurnKey("acme\tc", 1, 256)
+    asked = {"path": RESPONSES, "method": "POST", "headers": [], TURN: key}
     assert exchange(keeper, asked, json.dumps(request).encode())[0] == 200
     mine = [(wire.TENANT_HEADER.encode(), b"acme")]
     told = {"path": wire.STORED_PREFIX + "resp_1", "headers": mine}

@@ -19,7 +19,7 @@ from deployments.messages import TurnPlan
 from deployments.router.access import Access
 from deployments.router.endpoint import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
-from tests.unit.deployments.router.test_turn import Engines, Table, Whole
+from tests.unit.deployments.router.test_turn import Engines, Table, Whole, told_by
 
 FIRST = [{"role": "user", "content": "hello"}]
 LATER = [*FIRST, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "on"}]
@@ -61,23 +61,23 @@ class Decoders(Engines):
     """What they do with a turn that comes straight: serve it, refuse it, or die."""
 
     will: str = "serve"
-    straight: list[dict[str, str]] = field(default_factory=list)
+    straight: list[wire.DecoderTurn] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
     async def post(self, url: str, raw: bytes, headers: dict[str, str]) -> AsyncIterator[Any]:
-        if wire.DIRECT_HEADER not in headers:
+        told = told_by(headers)
+        if told.straight is None:
             async with super().post(url, raw, headers) as response:
                 yield response
             return
-        self.straight.append(headers)
+        self.straight.append(told)
         if self.will == "die":
             self.dead.add(url.removeprefix("http://").partition("/")[0])
             raise EngineUnreachable("gone")
         if self.will == "refuse":
-            yield Answer(wire.REFUSED_STATUS, {wire.DIRECT_HEADER: "refused"})
+            yield Answer(wire.REFUSED_STATUS, {wire.REFUSED_HEADER: "1"})
             return
-        names = (wire.CONVERSATION_HEADER, wire.INCARNATION_HEADER, wire.TURN_HEADER)
-        yield Answer(200, dict(zip(names, map(str, TurnKey("c", 1, 257)), strict=True)))
+        yield Answer(200, {wire.TURN_HEADER: wire.key_header(TurnKey("c", 1, 257))})
 
 
 def play(
@@ -125,10 +125,10 @@ def test_it_goes_straight() -> None:
     assert table.asked == ["begin", "place"]
     assert first[b"x-conserve-decoder"] == later[b"x-conserve-decoder"] == b"d1"
     assert later[b"x-conversation-id"] == b"c"
-    (headers,) = decoders.straight
-    assert headers[wire.DIRECT_HEADER] == "router"
-    assert wire.STATED_HEADER not in headers
-    assert len(headers[wire.ROOT_HEADER]) == len(headers[wire.END_HEADER]) == 32
+    (told,) = decoders.straight
+    assert told.straight is not None
+    assert (told.straight.router_id, told.straight.stated_id) == ("router", None)
+    assert len(told.root) == len(told.straight.end) == 16
 
 
 def test_a_completion_goes_straight_by_its_conversations_id() -> None:
@@ -136,9 +136,9 @@ def test_a_completion_goes_straight_by_its_conversations_id() -> None:
     named = {"prompt": [1, 2, 3], "conversation_id": "mine"}
     play(table, decoders, named, named, named)
     assert table.asked == ["begin", "place"]
-    for headers in decoders.straight:
-        assert headers[wire.STATED_HEADER] == "mine"
-        assert not {wire.ROOT_HEADER, wire.END_HEADER} & headers.keys()
+    for told in decoders.straight:
+        assert told.straight == wire.Straight("router", stated_id="mine")
+        assert told.root == b""
     assert len(decoders.straight) == 2
 
 
@@ -195,7 +195,7 @@ def test_whoever_has_a_limit_of_what_turns_take_is_asked_for(
     access = Access(Settings(keys_file=str(path)))
     decoders = Decoders(die=set())
     play(Placing(), decoders, FIRST, LATER, access=access, key=key)
-    assert [one[wire.TENANT_HEADER] for one in decoders.straight] == ["acme"] * straight
+    assert [one.tenant for one in decoders.straight] == ["acme"] * straight
 
 
 FAR = [*LATER[:-1], {"role": "user", "content": "on " * 2000}]
@@ -216,7 +216,7 @@ def test_the_table_says_where_a_turn_that_appends_much_is_prefilled() -> None:
     assert decoders.served == ["d1", "p1", "d1"]
     assert len(decoders.straight) == 2
     # What it finds there is looked up.
-    assert wire.LOOK_UP_HEADER in decoders.got[-1][0]
+    assert told_by(decoders.got[-1][0]).looks_up
 
 
 @pytest.mark.parametrize("settings", [{"placement": "conversation"}, {"parking": False}])

@@ -60,6 +60,11 @@ class Table(StubTable):
         self.told.append((method, arguments[0]))
 
 
+def told_by(headers: dict[str, str]) -> wire.DecoderTurn:
+    """Read what a decoder is told of a turn."""
+    return wire.DecoderTurn.read(headers[wire.TURN_HEADER])
+
+
 @dataclass
 class Engines:
     """Engines by their URL's host.
@@ -256,7 +261,8 @@ def test_decoders_are_told_what_lmcache_is_to_be_asked_and_given(
     engines = Engines(die=set())
     assert ask(Telling(), engines)[0] == 200
     sent, _ = engines.got[-1]
-    assert (wire.LOOK_UP_HEADER in sent, wire.PARK_HEADER in sent) == (look_up, parks)
+    told = told_by(sent)
+    assert (told.looks_up, told.parks) == (look_up, parks)
 
 
 @pytest.mark.parametrize(
@@ -273,11 +279,10 @@ def test_decoders_are_told_when_the_client_expects_the_next_turn(
 ) -> None:
     """In words of our own: what a client puts into them goes no further than the router."""
     engines = Engines(die=set())
-    forged = {wire.RESUME_HEADER: "99", wire.LAST_HEADER: "1"}
+    forged = {wire.TURN_HEADER: wire.DecoderTurn(resume_s=99, last=True).header()}
     exchange(Table(), engines, PROMPT, headers={**forged, **given})
-    sent, _ = engines.got[-1]
-    told = sent.get(wire.RESUME_HEADER)
-    assert (None if told is None else float(told), wire.LAST_HEADER in sent) == (resume_s, last)
+    told = told_by(engines.got[-1][0])
+    assert (told.resume_s, told.last) == (resume_s, last)
 
 
 def test_engines_get_the_tenants_salt_and_nothing_of_its_key(tmp_path: Path) -> None:
@@ -297,7 +302,9 @@ def test_engines_get_the_tenants_salt_and_nothing_of_its_key(tmp_path: Path) -> 
     assert prefill["cache_salt"] == decode["cache_salt"] == content.cache_salt("acme")
     assert key not in json.dumps([sent, decode, prefill])
     assert not {name.lower() for name in sent} & {"authorization", "x-api-key"}
-    assert sent[wire.CONVERSATION_HEADER] == table.id
+    key = told_by(sent).key
+    assert key is not None
+    assert key.history_id == table.id
     assert table.tenants == [TurnTenant("acme", Limits(turns=3))] * 2
     (timing,) = [told for name, told in table.told if name == "observe"]
     assert timing.tenant == "acme"
@@ -327,21 +334,21 @@ def test_every_engine_is_told_that_what_room_there_is_will_do(agent: str, more: 
 
 
 @pytest.mark.parametrize(
-    ("prefillers", "found", "told"), [(1, 2, "2"), (1, 0, "0"), (1, None, None), (0, 2, None)]
+    ("prefillers", "found", "told"), [(1, 2, 2), (1, 0, 0), (1, None, None), (0, 2, None)]
 )
 def test_a_decoder_is_told_what_the_prefiller_had_found(
-    prefillers: int, found: int | None, told: str | None
+    prefillers: int, found: int | None, told: int | None
 ) -> None:
     engines = Engines(set(), prefilled=Prefilled(3, 0, found))
     assert ask(Table(prefillers), engines)[0] == 200
-    assert engines.got[-1][0].get(wire.PREFILL_CACHED_HEADER) == told
+    assert told_by(engines.got[-1][0]).prefill_cached_tokens == told
 
 
 def test_a_decoder_is_not_told_of_an_earlier_prefill() -> None:
     """It is lost, and the next one gets a plan without a prefiller."""
     engines = Engines({"d1"}, prefilled=Prefilled(3, 0, 1))
     assert ask(Table(1), engines)[0] == 200
-    assert wire.PREFILL_CACHED_HEADER not in engines.got[-1][0]
+    assert told_by(engines.got[-1][0]).prefill_cached_tokens is None
 
 
 def test_a_turn_that_was_let_in_is_held_to_no_limit_again(tmp_path: Path) -> None:
@@ -365,7 +372,7 @@ def test_every_chat_is_recognised_by_its_messages() -> None:
         engines = Engines(die=set())
         ask(Table(id=history_id), engines)
         ((sent, _),) = engines.got
-        assert wire.RECOGNISE_HEADER in sent
+        assert told_by(sent).recognises
 
 
 # --- streams ------------------------------------------------------------------------------------
@@ -417,7 +424,7 @@ class Streams(Engines):
         self.posted.append((raw, headers))
         name = self.served[-1]
         answer = [
-            _noted(number, text, self.notes and wire.NOTES_HEADER in headers)
+            _noted(number, text, self.notes and told_by(headers).notes)
             for number, text in enumerate(ANSWER)
         ]
         answer = [event.replace(b"$", str(len(self.posted)).encode()) for event in answer]
@@ -469,7 +476,7 @@ def test_a_stream_outlives_its_decoder(after: int, last_words: bytes) -> None:
     assert (engines.served, table.lost) == (["d1", "d2"], ["d1"])
     # The second one is told what the client has, and under which name it was given.
     body, headers = engines.posted[1]
-    size = int(headers[wire.SENT_HEADER])
+    size = told_by(headers).sent_bytes
     assert wire.read_notes(body[:size]) == [Emitted([number]) for number in range(after)]
     assert body[size:] == engines.posted[0][0]
     assert headers["x-request-id"] == "x"
@@ -489,7 +496,7 @@ def test_a_stream_whose_first_word_is_an_error_begins_at_another_decoder(continu
     answer = _streamed(table, engines, continue_streams=continues)
     assert answer == ("".join(ANSWER), ["done"])
     assert (engines.served, table.lost) == (["d1", "d2"], ["d1"])
-    assert wire.SENT_HEADER not in engines.posted[1][1]
+    assert told_by(engines.posted[1][1]).sent_bytes == 0
 
 
 def test_a_stream_that_two_decoders_were_lost_with_ends_in_an_error() -> None:
@@ -542,7 +549,7 @@ def test_a_stream_that_cannot_or_is_not_to_go_on_ends_in_an_error(
     assert answer == ("one two ", ["engine_lost"])
     assert engines.served == ["d1"]
     if not continues:
-        assert wire.NOTES_HEADER not in engines.posted[0][1]
+        assert not told_by(engines.posted[0][1]).notes
 
 
 @pytest.mark.parametrize(
