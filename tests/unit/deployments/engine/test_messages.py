@@ -40,7 +40,9 @@ def test_a_stream_says_the_same_of_caches_in_its_first_event_as_in_its_last(
     """And as a body does. Of what a prefiller has just computed, nothing was found."""
     read_tokens = 3 if prefilled is None else prefilled
     server = Server(cached_tokens=3)
-    start, *_, delta, stop = events(server.serve(MESSAGES, ask(HELLO, stream=True), prefill_cached_tokens=prefilled))
+    asked = ask(HELLO, stream=True)
+    streamed = server.serve(MESSAGES, asked, prefill_cached_tokens=prefilled)
+    start, *_, delta, stop = events(streamed)
     assert (start["type"], delta["type"], stop["type"]) == (
         "message_start", "message_delta", "message_stop",
     )  # fmt: skip
