@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -56,6 +57,21 @@ _REPLACEMENT_POLL_S = 1.0
 _CANCEL_GRACE_S = 10.0
 
 
+@dataclass(slots=True)
+class _Attempt:
+    """One attempt at a turn.
+
+    Attributes:
+        plan: where it goes, once the table or a decoder has said so; its turn is then under way.
+        prefilled: what the plan's prefiller did.
+        at_decoder: whether its decoder has the request.
+    """
+
+    plan: TurnPlan | None = None
+    prefilled: Prefilled | None = None
+    at_decoder: bool = False
+
+
 class Turn:
     """A turn under way, from its request to its last byte.
 
@@ -98,10 +114,7 @@ class Turn:
         self._let_in = False
         # None until the table has said which conversation it is, if the request does not.
         self._history_id: str | None = None
-        self._plan: TurnPlan | None = None
-        self._at_decoder = False
-        # What the prefiller of the present plan did.
-        self._prefilled: Prefilled | None = None
+        self._attempt = _Attempt()
         # Engines that were lost while they had this turn's prompt.
         self._lost: set[str] = set()
 
@@ -127,9 +140,8 @@ class Turn:
             try:
                 if home is not None and await self._decode_straight(home):
                     return
-                plan = self._plan = await self._place()
+                plan = await self._place()
                 self._let_in = True
-                self._at_decoder = False
                 await self._decode(plan)
                 return
             except EngineUnreachable as error:
@@ -146,7 +158,7 @@ class Turn:
                         "it will be served by another one",
                         "engine_lost",
                     ) from None
-                self._plan = None
+                self._attempt = _Attempt()
                 self._require_another_try()
         raise ApiError(
             503, f"engines failed {_ATTEMPTS} times on this turn; try again shortly",
@@ -184,11 +196,10 @@ class Turn:
             if self._plan is not None:
                 # It had begun, and its prompt was refused.
                 self._table.abandon(self._plan)
-                self._plan = None
+                self._attempt = _Attempt()
             await asyncio.sleep(_REPLACEMENT_POLL_S)
 
     async def _place_once(self) -> TurnPlan:
-        self._prefilled = None
         asked = self._request
         at, self._counts_at = self._counts_at, None
         counted = None if at is None else await self._count(at.url, at.decoder_id)
@@ -209,8 +220,8 @@ class Turn:
         )
         if isinstance(answer, TurnPlan):
             self._history_id = answer.turn.history_id
+            self._attempt.plan = answer
             if answer.prefiller_url is not None:
-                self._plan = answer
                 if counted is None:
                     counted = await self._count(answer.decoder_url, answer.decoder_id)
                 await self._prefill(answer, counted)
@@ -249,8 +260,8 @@ class Turn:
             self._table.forgo(answer)
             raise
         assert isinstance(placed, TurnPlan)
+        self._attempt.plan = placed
         if placed.prefiller_url is not None:
-            self._plan = placed
             await self._prefill(placed, counted)
         return placed
 
@@ -314,7 +325,7 @@ class Turn:
                 engine = (plan.prefiller_id, plan.prefiller_url)
                 await self._report_if_lost(*engine, str(error), had_it)
         finally:
-            self._prefilled = done
+            self._attempt.prefilled = done
             self._table.prefilled(plan, done)
         self._require_another_try()
 
@@ -359,9 +370,9 @@ class Turn:
                     return False
                 if wire.TURN_HEADER in found:
                     key = wire.read_key(found[wire.TURN_HEADER])
-                    self._plan = TurnPlan(key, home.decoder_id, home.url, later=True)
+                    self._attempt.plan = TurnPlan(key, home.decoder_id, home.url, later=True)
                     self._history_id = key.history_id
-                    self._let_in = self._at_decoder = True
+                    self._let_in = self._attempt.at_decoder = True
                     home = home._replace(request_bytes=len(asked.raw))
                     self._homes.remember(self._stated_id, asked.chain, home)
                 await self._relay(response, home.decoder_id, home.url)
@@ -391,7 +402,7 @@ class Turn:
 
     async def _decode(self, plan: TurnPlan) -> None:
         asked = self._request
-        prefilled = self._prefilled
+        prefilled = self._attempt.prefilled
         headers = self._headers(
             key=plan.turn,
             root=plan.root or b"",
@@ -408,7 +419,7 @@ class Turn:
             body = self._sent + body
             if record is not None and record.request_id is not None:
                 headers["x-request-id"] = record.request_id
-        self._at_decoder = True
+        self._attempt.at_decoder = True
         url = plan.decoder_url + asked.engine_path
         async with self._upstream.post(url, body, headers) as response:
             if plan.direct and response.status == 200:
@@ -445,6 +456,10 @@ class Turn:
             raise EngineUnreachable(f"decoder {decoder_id}: {broken}") from None
 
     @property
+    def _plan(self) -> TurnPlan | None:
+        return self._attempt.plan
+
+    @property
     def _sent(self) -> bytes | None:
         """Notes of what the client has of a stream that can go on; None if there is none."""
         record = self._answer.record
@@ -469,7 +484,7 @@ class Turn:
             return "completed"
         except asyncio.CancelledError:
             if self._plan is not None:
-                if self._at_decoder:
+                if self._attempt.at_decoder:
                     loop = asyncio.get_running_loop()
                     loop.call_later(_CANCEL_GRACE_S, self._table.abandon, self._plan)
                 else:
