@@ -167,7 +167,7 @@ class SpaceTimeCosts:
             decoding = 1.0
             if stats.decode_s is not None and took_s > 0:
                 decoding = min(1.0, max(0.0, stats.decode_s) / took_s)
-            found = stats.decoder_cached_tokens + stats.lmcache_tokens
+            found = stats.found_tokens
             computed = max(0, stats.prompt_tokens - found) + one.remote_tokens
             grown = max(0, stats.prompt_tokens - one.had_tokens)
             recomputed = max(0, computed - grown) if one.had_tokens else 0

@@ -62,6 +62,22 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
     kept_tokens: int | None = None
     kept_s: float | None = None
 
+    @property
+    def found_tokens(self) -> int:
+        """Prompt tokens that were found, and not computed."""
+        return self.decoder_cached_tokens + self.lmcache_tokens
+
+    def misses(self, parked_tokens: int) -> bool:
+        """Whether what host memory should have of the prompt is not there any more.
+
+        Of a part that was dropped the rest is found, so at less than half of it all is taken for
+        gone: its server may have been started anew.
+
+        Args:
+            parked_tokens: what it should have, from the history's beginning on; 0: nothing.
+        """
+        return 2 * self.found_tokens < min(self.prompt_tokens, parked_tokens)
+
     def pack(self) -> bytes:
         """The numbers in one small object, not five, for a table of a million conversations."""
         return _PACKED.pack(

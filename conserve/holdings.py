@@ -178,14 +178,12 @@ class Holdings:
     def _note_parked(self, held: History, stats: TurnStats, parked: bool) -> None:
         known = self._parked.get(held.id)
         known_tokens = 0 if known is None else known.tokens
-        found = stats.decoder_cached_tokens + stats.lmcache_tokens
-        if known is not None and 2 * found < min(stats.prompt_tokens, known_tokens):
-            # It was neither in the engine nor there.
+        if stats.misses(known_tokens):
             del self._parked[held.id]
             known_tokens = 0
         elif stats.lmcache_tokens:
             # A prefiller has left it there, or another decoder.
-            known_tokens = max(known_tokens, found)
+            known_tokens = max(known_tokens, stats.found_tokens)
         if parked:
             known_tokens = max(known_tokens, stats.prompt_tokens)
         if known_tokens and (parked or stats.lmcache_tokens):

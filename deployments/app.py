@@ -350,5 +350,5 @@ def _kv_role(role: Role, settings: Settings) -> str:
     if role == "prefiller":
         return "kv_both" if settings.prefillers_host else "kv_producer"
     # There a prefiller reads what decoders have computed of the history; or they park it.
-    stores = settings.placement == "per_turn" or settings.parks
+    stores = settings.prefills_later_turns or settings.parks
     return "kv_both" if stores else "kv_consumer"

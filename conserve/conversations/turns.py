@@ -237,7 +237,7 @@ class Turns:
             expected = base.tokens
         else:
             return  # Nothing is expected, as of most first turns.
-        found = stats.decoder_cached_tokens + stats.lmcache_tokens
+        found = stats.found_tokens
         self.expected_cached_tokens += expected
         self.missing_cached_tokens += max(0, expected - found)
         if base is not None and found < base.tokens // 2:

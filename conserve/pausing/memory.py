@@ -199,9 +199,7 @@ class Memory:
         # One that was cut before it put anything out may not have been computed, nor looked up.
         if stats is None or not stats.output_tokens or self._host is None:
             return
-        found = stats.decoder_cached_tokens + stats.lmcache_tokens
-        if 2 * found < min(stats.prompt_tokens, self._host.left_tokens(_key(history))):
-            # It was neither in the engine nor there: its server may have been started anew.
+        if stats.misses(self._host.left_tokens(_key(history))):
             self._host.drop(_key(history))
         elif stats.lmcache_tokens and _key(history) in self._host:
             self.parked(history, 0)

@@ -267,7 +267,7 @@ class Loads:
         if stats is not None and placed is not None:
             self._first_token_came(placed, stats, now_s)
         if stats is not None and not history.promised:
-            cached_tokens = stats.decoder_cached_tokens + stats.lmcache_tokens
+            cached_tokens = stats.found_tokens
             new_tokens = max(0, stats.prompt_tokens - cached_tokens)
             self.computed(history.decoder_id, new_tokens, cached_tokens, now_s)
         self.done(history.decoder_id, history.id)

@@ -486,6 +486,16 @@ class Settings(Strict):
         return self.engine_scheduler == "conversation"
 
     @property
+    def later_turns_direct(self) -> bool:
+        """Whether routers may send later turns to their decoders without asking the table."""
+        return self.placement in ("conversation", "collocated", "elastic")
+
+    @property
+    def prefills_later_turns(self) -> bool:
+        """Whether prefillers go on with histories, which they read from host memory."""
+        return self.placement == "per_turn"
+
+    @property
     def moves_appends(self) -> bool:
         """Whether prefillers may compute what later turns append."""
         return self.placement == "elastic" and self.parks

@@ -173,7 +173,7 @@ class Accounts:
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.decoder_cached_tokens,
             loaded_tokens=stats.lmcache_tokens, output_tokens=stats.output_tokens, **said,
         )  # fmt: skip
-        found = stats.decoder_cached_tokens + stats.lmcache_tokens
+        found = stats.found_tokens
         self._energy.computed(decoder_id, stats.prompt_tokens - found + stats.output_tokens)
         self.metrics.prompt_tokens.inc(stats.prompt_tokens)
         self.metrics.cached_tokens.inc(stats.decoder_cached_tokens)

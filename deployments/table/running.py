@@ -10,9 +10,6 @@ from deployments.table.accounts import Accounts
 from deployments.table.registry import Registry
 from deployments.table.room import Room
 
-# Under these policies a later turn is its decoder's alone.
-_DIRECT = ("conversation", "collocated", "elastic")
-
 
 class RunningTurns:
     """Keeps what a router or a decoder that dies leaves behind.
@@ -57,8 +54,7 @@ class RunningTurns:
         assert history.decoder_id is not None
         engines = self._registry.engines
         prefiller = engines.get(prefiller_id) if prefiller_id else None
-        # Under `per_turn` prefillers read the history from there.
-        parks = self._settings.placement == "per_turn" or self._table.park(history)
+        parks = self._settings.prefills_later_turns or self._table.park(history)
         looks_up = prefiller is not None or (not later and self.may_be_stored)
         plan = TurnPlan(
             turn=turn,
@@ -71,7 +67,7 @@ class RunningTurns:
             root=None if later else history.root,
             points=b"" if later else history.points,
             parks=parks,
-            direct=self._settings.placement in _DIRECT,
+            direct=self._settings.later_turns_direct,
         )
         self.begins(plan, router_id)
         return plan
