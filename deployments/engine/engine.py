@@ -395,8 +395,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             if cost_s is not None:
                 handoffs.append((tokens, cost_s))
         self._info = dataclasses.replace(self._info, handoffs=tuple(handoffs))
-        costs = ", ".join(f"{cost_s:.3f} s for {tokens} tokens" for tokens, cost_s in handoffs)
-        logger.info("%s %s: handing over costs %s", self._role, self._id, costs or "nothing known")
+        if hands_over:
+            costs = ", ".join(f"{cost_s:.3f} s for {tokens} tokens" for tokens, cost_s in handoffs)
+            known = costs or "nothing known"
+            logger.info("%s %s: handing over costs %s", self._role, self._id, known)
 
     def _own_prompt(self, name: str, tokens: int) -> list[int]:
         """Token ids that are no other prompt's."""
