@@ -1,4 +1,4 @@
-"""What one request may hold, whatever it asks for: sizes that bound what it costs all the others.
+"""Bounds what one request may hold, and so what it costs all the others.
 
 A request is parsed, hashed and passed on by the threads that pass everybody's tokens on, here and
 in the engine. The numbers bound what each step may take of them at a time: about 25 ms, measured

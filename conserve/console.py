@@ -1,4 +1,4 @@
-"""Where programs print: tables are whole in a pipe or a file, whatever the terminal's width."""
+"""The console of all programs: tables are whole in a pipe or a file, whatever the width."""
 
 from rich.console import Console, ConsoleDimensions
 

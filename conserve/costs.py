@@ -1,4 +1,4 @@
-"""What decoders' KV space is used for, over time: ThunderAgent's five terms, in token-seconds."""
+"""Accounts for decoders' KV space over time: ThunderAgent's five terms, in token-seconds."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -103,7 +103,7 @@ class SpaceTimeCosts:
         return dict(self._decoders[decoder_id].terms)
 
     def running(self, decoder_id: str) -> float:
-        """What turns have used that run yet: it will be decode, prefill or recompute."""
+        """Return what turns have used that run yet: it will be decode, prefill or recompute."""
         decoder = self._decoders[decoder_id]
         return sum(self._used(self._turns[turn], decoder) for turn in decoder.turns)
 

@@ -1,4 +1,4 @@
-"""What every engine is started with, in this application and in what it is compared with."""
+"""The arguments of every engine, in this application and in what it is compared with."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
 
 
 def model_source(model: str) -> str:
-    """Where engines load a model from: a folder, or a Hugging Face id."""
+    """Return where engines load a model from: a folder, or a Hugging Face id."""
     return str(model_path()) if model == EMBEDDED_MODEL else model
 
 

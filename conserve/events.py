@@ -1,4 +1,4 @@
-"""What happens at the boundaries of turns and engines, the newest of it, in order."""
+"""Keeps the newest events at the boundaries of turns and engines, in order."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection

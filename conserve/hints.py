@@ -1,4 +1,4 @@
-"""What a client says of its conversation beside its messages: hints, for scheduling.
+"""Reads hints for scheduling, which a client gives beside a conversation's messages.
 
 Each system has its own names for them; `NAMES` lists those that are understood, with what each
 means and whose it is. They are read and kept here, and decide nothing.
@@ -34,7 +34,7 @@ class InvalidHint(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a request says; None where it says nothing.
+    """Tells what a request hints at; None where it says nothing.
 
     Attributes:
         priority: what is higher is more important; 0 is what says nothing.
@@ -174,7 +174,7 @@ _KEYS = tuple(
 
 
 def hints(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hints:
-    """What a request says of its conversation.
+    """Read a request's hints.
 
     Args:
         headers: with lower-cased names.

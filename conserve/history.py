@@ -30,7 +30,7 @@ class TurnKey(NamedTuple):
 
 
 class TurnStats(msgspec.Struct, frozen=True, gc=False):
-    """What an engine reports of one turn, in tokens.
+    """Tells what an engine reports of one turn, in tokens.
 
     Attributes:
         prompt_tokens: the turn's whole prompt, history included.
@@ -142,7 +142,7 @@ class History(msgspec.Struct, gc=False):
 
     @property
     def last_turn(self) -> TurnStats | None:
-        """What the engine reported of its latest turn; None before one has left anything."""
+        """Return what the engine reported of its latest turn; None before one has left anything."""
         return TurnStats(*_PACKED.unpack_from(self.packed)) if self.has_last_turn else None
 
     @last_turn.setter

@@ -1,4 +1,4 @@
-"""What a decoder holds: its own account of the conversations bound to it.
+"""A decoder's own account of the histories bound to it.
 
 The conversation table is rebuilt from these after its loss, so a decoder keeps, beside the KV,
 what is needed to go on: the id, the tokens, and the digests that recognise the next turn.
@@ -16,7 +16,7 @@ from conserve.recognition import Digest, TailIndex
 
 
 class Parked(NamedTuple):
-    """What host memory had of a history when a turn of it left or found it there.
+    """Tells what host memory had of a history when a turn of it left or found it there.
 
     Attributes:
         tokens: from its beginning on.
@@ -45,7 +45,7 @@ class Holdings:
         return [copy.copy(history) for history in self._held.values()]
 
     def parked(self) -> list[Parked]:
-        """What host memory should have of these histories."""
+        """Return what host memory should have of these histories."""
         return list(self._parked.values())
 
     def begin(
@@ -204,7 +204,7 @@ class Holdings:
 
 
 def _keys(held: History) -> list[bytes]:
-    """What turns that continue a history begin with; of one that is no chat, nothing does."""
+    """Return what turns that continue a history begin with; nothing for one that is no chat."""
     if held.root is None:
         return []
     return [held.root + tail + scope_of(held) for tail in held.tails]

@@ -1,4 +1,4 @@
-"""Who is speaking: the conversation id that a request states, in its headers or its body.
+"""Finds the conversation id that a request states, in its headers or its body.
 
 Agents and routers name the same thing differently; `SOURCES` lists every name that is understood,
 in order of precedence, with who sends it. A request without any of them is recognised by its
@@ -57,7 +57,7 @@ class Source:
 
 
 def agentic_context(value: Any) -> dict[str, Any]:
-    """What an ``agentic_context`` says, which is an object or the JSON of one; else it is empty."""
+    """Read an ``agentic_context``, which is an object or the JSON of one; else it is empty."""
     found = _json_object(value) if isinstance(value, str) else value
     return found if isinstance(found, dict) else {}
 
@@ -289,7 +289,7 @@ def is_further(history_id: str) -> bool:
 
 
 def number_of(history_id: str) -> int | None:
-    """What tells a history from the one that bears its conversation's id; None: it is that one."""
+    """Return what tells a history from the one with its conversation's id; None: it is that one."""
     _, further, number = history_id.rpartition(_FURTHER)
     return int(number) if further else None
 

@@ -40,7 +40,7 @@ class Idleness:
             self._look_at(held, idle_at_s)
 
     def ended(self, now_s: float) -> list[History]:
-        """Those that have been idle for too long by now; they are looked at no more."""
+        """Return those that have been idle for too long by now; they are looked at no more."""
         ended = []
         due = [period for period in self._looks if period <= now_s // self._period_s]
         for history in [found for period in due for found in self._take(period)]:

@@ -1,4 +1,4 @@
-"""What stands in the requests of Messages and Responses: of which form, and how much of it.
+"""Reads the items of Messages and Responses: of which form they are, and how much they hold.
 
 vLLM 0.29 judges an item of ``/v1/responses`` against some thirty types: 0.1 ms each on two slow
 cores, and 2 ms where none fits. So what cannot be served is refused here, in words that say which
@@ -87,7 +87,7 @@ def _blocks(content: Any, where: str, role: str) -> int:
 
 
 def response_items(body: Mapping[str, Any]) -> int:
-    """What a request of ``/v1/responses`` costs to read, in messages of a chat.
+    """Return what a request of ``/v1/responses`` costs to read, in messages of a chat.
 
     Raises:
         ApiError: 400, an item is none that can be served.

@@ -1,4 +1,4 @@
-"""What `/metrics` says, in Prometheus' text format; names carry their units."""
+"""The metrics of `/metrics`, in Prometheus' text format; names carry their units."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -265,7 +265,7 @@ class EventCounts(Collector):
 
 
 class SpaceTimeMetrics(Collector):
-    """What decoders' KV space is used for.
+    """Tells what decoders' KV space is used for.
 
     Args:
         look: called before they are read: notes what decoders hold now.

@@ -1,4 +1,4 @@
-"""What processes leave in shared memory when they are killed, and its removal.
+"""Removes what processes leave in shared memory when they are killed.
 
 POSIX shared memory and semaphores that Python makes are files in /dev/shm. A process that ends
 removes its own; one that is killed leaves them until the machine starts again. A running engine

@@ -1,4 +1,4 @@
-"""What ConServe's processes agree on: roles, beats, headers, and what engines are asked and tell.
+"""The agreement between ConServe's processes: roles, beats, headers, requests to engines.
 
 Routers, engines, the conversation table, LMCache's connector and ``conserve profile`` all speak
 this; nothing of it is for clients. It stands here once, so that no two of them can differ.
@@ -40,7 +40,7 @@ REFUSED_STATUS = 409
 
 
 class Straight(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a turn goes on with that a router sends straight to a decoder, without the table.
+    """Tells what a turn goes on with that a router sends straight to a decoder, without the table.
 
     Attributes:
         end: the digest of all up to its newest answer.
@@ -55,7 +55,7 @@ class Straight(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a decoder is told of a turn.
+    """Tells a decoder of a turn.
 
     Attributes:
         key: which it is; None: the decoder begins it by itself, by `straight`.
@@ -110,7 +110,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def tenant(self) -> str | None:
-        """Whose turn it is, where there are keys."""
+        """Return whose turn it is, where there are keys."""
         if self.key is not None:
             return identity.tenant_of(self.key.history_id)
         return None if self.straight is None else self.straight.tenant
@@ -156,12 +156,12 @@ _EMITTED = msgspec.json.Decoder(list[Emitted])
 
 
 def note(emitted: Sequence[Emitted]) -> bytes:
-    """What an event holds, as the line that comes before it."""
+    """Write what an event holds, as the line that comes before it."""
     return NOTE_MARK + msgspec.json.encode(emitted) + b"\n"
 
 
 def read_notes(notes: bytes) -> list[Emitted]:
-    """What a stream's events hold, by its notes one after another.
+    """Read what a stream's events hold, from its notes one after another.
 
     Raises:
         msgspec.DecodeError: these are no notes.
@@ -234,7 +234,7 @@ STEPS = "conserve.steps"
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Where a prompt's KV was found, in tokens; None where the engine does not say.
+    """Tells where a prompt's KV was found, in tokens; None where the engine does not say.
 
     Attributes:
         own_tokens: tokens found in the engine's own prefix cache.
@@ -269,7 +269,7 @@ def transfer_params(
 
 
 def cached_tokens(params: Mapping[str, Any] | None) -> CachedTokens:
-    """What the ``kv_transfer_params`` of an engine's answer say."""
+    """Read where KV was found from the ``kv_transfer_params`` of an engine's answer."""
     stats = (params or {}).get(_STATS) or {}
     own, loaded = stats.get(_OWN), stats.get(_LOADED)
     return CachedTokens(
@@ -325,6 +325,6 @@ def kept(tokens: int, for_s: float) -> dict[str, Any]:
 
 
 def engine_kept(params: Mapping[str, Any] | None) -> tuple[int | None, float | None]:
-    """What `kept` has said, in tokens and seconds; None where the engine does not say."""
+    """Read what `kept` has said, in tokens and seconds; None where the engine does not say."""
     said = (params or {}).get(KEPT) or {}
     return said.get("tokens"), said.get("for_s")

@@ -1,4 +1,4 @@
-"""Who goes to a decoder now, who waits for room in which order, and who is turned away.
+"""Decides who goes to a decoder now, who waits for room in which order, and who is turned away.
 
 Plain Python with the time as an argument: the conversation table's actor and the simulator run the
 same `Admission`.

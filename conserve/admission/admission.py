@@ -175,7 +175,7 @@ class Admission:
         return self.line.leave(history_id)
 
     def waiting(self, now_s: float) -> Iterator[tuple[Ticket, Why]]:
-        """Those who wait, who goes first first, and why each does."""
+        """Return those who wait, who goes first first, and why each does."""
         tried = len(self._candidates(now_s))
         for ahead, ticket in enumerate(self.line.tickets(now_s)):
             if ahead >= tried:
@@ -199,7 +199,7 @@ class Admission:
         return self._table.active(now_s)
 
     def _candidates(self, now_s: float) -> list[Ticket]:
-        """Those who may go if they fit, who goes first first."""
+        """Yield those who may go if they fit, who goes first first."""
         candidates: list[Ticket] = []
         for ticket in self.line.tickets(now_s):
             candidates.append(ticket)

@@ -6,7 +6,8 @@ from conserve.admission.ticket import Ticket
 
 
 class FirstCome:
-    """Who came first goes first, and nobody overtakes, however small: the ConServe paper's line.
+    """Lets whoever came first go first; nobody overtakes, however small (the ConServe paper's
+    line).
 
     Example:
         >>> order = FirstCome()
@@ -28,7 +29,7 @@ class FirstCome:
         del self._tickets[ticket.history_id]
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
-        """Those who wait, who goes first first."""
+        """Yield those who wait, who goes first first."""
         return iter(self._tickets.values())
 
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:

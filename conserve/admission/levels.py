@@ -1,4 +1,4 @@
-"""Who has been served little goes first, and nobody waits for ever."""
+"""Lets whoever has been served little go first, and nobody wait for ever."""
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -103,7 +103,7 @@ class Levels:
             self._lines.move_to_end(tenant)
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
-        """Those who wait, who goes first first."""
+        """Yield those who wait, who goes first first."""
         self._let_rise(now_s)
         if len(self._lines) == 1:
             (line,) = self._lines.values()

@@ -1,4 +1,4 @@
-"""What `/metrics` says of those who wait."""
+"""The metrics of those who wait."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

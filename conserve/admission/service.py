@@ -6,7 +6,7 @@ from conserve.history import History
 
 
 def attained_service(histories: Iterable[History]) -> int:
-    """What has been computed for a conversation, each token once, in tokens.
+    """Return what has been computed for a conversation, each token once, in tokens.
 
     That is what its histories have grown to, prompts and outputs, less what they begin with as
     others do. What is computed again because its room was given away is no service that it asked

@@ -43,7 +43,7 @@ class LineOrder(Protocol):
         """
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
-        """Those who wait, who goes first first. Nobody may join or leave meanwhile."""
+        """Yield those who wait, who goes first first. Nobody may join or leave meanwhile."""
 
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:
         """Whether those behind have to wait until this one fits."""

@@ -43,11 +43,11 @@ class WaitingLine:
 
     @property
     def tokens(self) -> int:
-        """What the prompts of everybody in the line add up to."""
+        """Return the sum of everybody's prompts in the line."""
         return sum(ticket.prompt_tokens for ticket in self._line.values())
 
     def tokens_of(self, beginning: str) -> int:
-        """What the prompts of those whose keys begin so add up to."""
+        """Return the sum of the prompts of those whose ids begin so."""
         line = self._line.values()
         return sum(
             ticket.prompt_tokens for ticket in line if ticket.history_id.startswith(beginning)

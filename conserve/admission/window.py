@@ -34,7 +34,7 @@ class _Overload:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """What presses, from 0 to 1.
+    """Tells what presses, from 0 to 1.
 
     Attributes:
         kv: of the tokens that prompts had before and should have found, the share that was not

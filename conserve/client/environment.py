@@ -33,7 +33,7 @@ class EnvironmentRefused(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What became of a command.
+    """Tells what became of a command.
 
     Attributes:
         exit_code: as a shell says it.
@@ -127,7 +127,7 @@ class Environment:
 def asked(
     http: httpx.Client, method: str, path: str, body: Any = None, timeout_s: float = 60.0
 ) -> dict[str, Any]:
-    """What the server answers; asked again where it cannot be reached or says that it is busy.
+    """Return the server's answer; ask again where it cannot be reached or says that it is busy.
 
     Raises:
         EnvironmentRefused: it refuses.

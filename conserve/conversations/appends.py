@@ -1,4 +1,4 @@
-"""Where later turns are prefilled."""
+"""Decides where later turns are prefilled."""
 
 from conserve.conversations.engines import Engines
 from conserve.history import History

@@ -132,7 +132,7 @@ class Binding:
         return displaced
 
     def _shared(self, known: History | None, history_id: str, opening: Opening) -> Shared:
-        """What decoders have of a prompt already."""
+        """Return what decoders have of a prompt already."""
         shared = NOTHING_SHARED
         if self._kinship.has_any(opening):
             decoders = self._engines.accepting_decoders

@@ -1,4 +1,4 @@
-"""What decoders hold and tenants have of the live histories, and how many of those are at work."""
+"""Counts what decoders hold and tenants have of live histories, and how many are at work."""
 
 from conserve.activity import Activity
 from conserve.conversations.engines import Engines

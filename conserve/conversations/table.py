@@ -114,7 +114,7 @@ class ConversationTable:
 
     @property
     def reasoning(self) -> int:
-        """Of how many histories a turn runs."""
+        """Return how many histories have a turn that runs."""
         return self._ledger.reasoning
 
     def active(self, now_s: float) -> int:
@@ -123,17 +123,17 @@ class ConversationTable:
 
     @property
     def expected_cached_tokens(self) -> int:
-        """Of prompts, what the account had of their beginnings."""
+        """Count the tokens of prompts' beginnings that the account had."""
         return self._turns.expected_cached_tokens
 
     @property
     def missing_cached_tokens(self) -> int:
-        """Of prompts, what the account had of their beginnings, and no engine had."""
+        """Count those of them that no engine had."""
         return self._turns.missing_cached_tokens
 
     @property
     def recomputed_tokens(self) -> int:
-        """Of prompts of paused histories, what was computed before, and again by a prefiller."""
+        """Count the tokens of paused histories' prompts that a prefiller has computed again."""
         return self._binding.recomputed_tokens
 
     # --- engines -----------------------------------------------------------------------------
@@ -300,7 +300,8 @@ class ConversationTable:
     def prefill_later_turn(
         self, history: History, prompt_tokens: int | None = None, now_s: float = 0.0
     ) -> str | None:
-        """Where the turn that a conversation has just begun is prefilled; None: on its decoder.
+        """Return where the turn that a conversation has just begun is prefilled; None: on its
+        decoder.
 
         Args:
             prompt_tokens: the whole prompt's length; None: it is not known. In a prefiller's queue

@@ -19,7 +19,8 @@ begins nothing.
 
 
 class Continued(NamedTuple):
-    """What a turn goes on with, by its messages; a completion, by its conversation's id alone.
+    """Names what a turn goes on with: by its messages, or, of a completion, by its conversation's
+    id.
 
     Attributes:
         root: digest of the first prompt; empty of a completion, as is ``end``.

@@ -32,7 +32,7 @@ class Home(NamedTuple):
 
 
 class Homes:
-    """Where the histories of a first prompt live: the newest of them, of each conversation.
+    """Remembers where the histories of a first prompt live: of each conversation, the newest.
 
     Completions of a conversation are one history, which has no messages: its id alone says where.
 
@@ -77,7 +77,7 @@ class Homes:
     def find(
         self, conversation_id: str | None, chain: Chain | None, hints: Hints | None
     ) -> Home | None:
-        """Where to try a turn; None: ask the table.
+        """Return where to try a turn; None: ask the table.
 
         Args:
             hints: what its client says of it now; None: nothing. The table is to be told what is
@@ -93,7 +93,7 @@ class Homes:
         return home
 
     def forget(self, conversation_id: str | None, chain: Chain | None) -> None:
-        """What is remembered of a turn is wrong."""
+        """Forget what is remembered of a turn: it is wrong."""
         key = _key(conversation_id, chain)
         if key is not None:
             self._homes.pop(key, None)

@@ -1,4 +1,4 @@
-"""What the table tells decoders of which turns they may no longer begin by themselves."""
+"""Tells decoders which turns they may no longer begin by themselves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Notice(NamedTuple):
-    """What a decoder is told, and obeys before it says so (`Report.heard`).
+    """Tells a decoder what to obey before it says so (`Report.heard`).
 
     Attributes:
         number: counts them.
@@ -78,7 +78,7 @@ class Notices:
 
     @property
     def decoders(self) -> list[str]:
-        """Those that begin turns by themselves."""
+        """Return the decoders that begin turns by themselves."""
         return list(self._decoders)
 
     # --- what they are told ------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Notices:
         return decoder.number
 
     def due(self, decoder_id: str, heard: int) -> Notice | None:
-        """What a decoder is to be told, which has heard so much; None: it is not known."""
+        """Return what a decoder is to be told that has heard so much; None: it is not known."""
         decoder = self._decoders.get(decoder_id)
         if decoder is None:
             return None

@@ -1,4 +1,4 @@
-"""What a decoder tells the table: every turn's end, and the begin of those that it did not plan."""
+"""Tells the table what a decoder does: every turn's end, and the begin of its own ones."""
 
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class Ended(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What has happened since the report before.
+    """Tells what has happened since the report before.
 
     Attributes:
         number: one more than that one's.
@@ -109,11 +109,13 @@ class Outbox:
             self._events.append(event)
 
     def obeyed(self, number: int) -> None:
-        """What the notices up to this number say is done."""
+        """Note that what the notices up to this number say is done."""
         self.heard = max(self.heard, number)
 
     def next(self) -> Report | None:
-        """What to tell now: the report that is not answered yet, else a new one; None: nothing."""
+        """Return the report that is not answered yet, else a new one; None: there is nothing to
+        tell.
+        """
         if self._under_way is not None or not self._is_open:
             return self._under_way
         if self._events or self.heard > self._told:

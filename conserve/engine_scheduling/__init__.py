@@ -1,4 +1,4 @@
-"""What runs next inside one engine, and what it keeps: policies that know conversations.
+"""Decides what runs next inside one engine and what it keeps, knowing conversations.
 
 They know no engine and no clock; time is an argument. `deployments.engine.scheduler` has vLLM obey
 them. README.md says what each reads and decides.

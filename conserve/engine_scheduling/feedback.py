@@ -1,4 +1,4 @@
-"""Whose call runs next: little served and small first, and nobody waits for ever."""
+"""Decides whose call runs next: little served and small first, and nobody waits for ever."""
 
 import math
 from collections import OrderedDict
@@ -103,7 +103,7 @@ class FeedbackQueue:
             self._service.popitem(last=False)
 
     def service_tokens(self, key: str, now_s: float) -> float:
-        """What a conversation has been served of late."""
+        """Return what a conversation has been served of late, in tokens."""
         one = self._service.get(key)
         if one is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""What a call is to an engine: cold, resume or decode."""
+"""Tells what a call is to an engine: cold, resume or decode."""
 
 from typing import Final, Literal
 
@@ -10,7 +10,7 @@ tokens of a step, or its own KV, which is being loaded."""
 
 
 def kind_of(is_decoding: bool, found_tokens: int, missing_tokens: int, budget_tokens: int) -> Kind:
-    """What a call is (AgentServe, algorithm 1, lines 11 to 16).
+    """Return what a call is (AgentServe, algorithm 1, lines 11 to 16).
 
     Decodes and short appends run together; cold prefills, and appends longer than the budget, are
     what decodes have to be kept from. Tokens count that caches do not have: an append of 56 tokens

@@ -72,7 +72,7 @@ class PrefillLane:
     def route(
         self, name: str, missing_tokens: int, budget_tokens: int, decoding: bool, now_s: float
     ) -> Route:
-        """Where a call that could begin now is prefilled; ``wait``: to be asked again.
+        """Return where a call that could begin now is prefilled; ``wait``: ask again.
 
         Args:
             missing_tokens: of its prompt, what has to be computed.

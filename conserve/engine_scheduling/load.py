@@ -1,4 +1,4 @@
-"""What an engine's scheduler says of itself, with each beat."""
+"""The load that an engine's scheduler tells with each beat."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from conserve.engine_scheduling.kinds import Kind
 
 
 class SchedulerLoad(msgspec.Struct, frozen=True):
-    """What is with a scheduler now, and what it has done since its engine's start.
+    """Tells what is with a scheduler now, and what it has done since its engine's start.
 
     Attributes:
         waiting, running: calls on each level, 0 first.

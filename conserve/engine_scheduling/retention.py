@@ -1,4 +1,4 @@
-"""Whose KV stays between turns, for how long, and whose goes first."""
+"""Decides whose KV stays between turns, for how long, and whose goes first."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ _MOST = 65_536
 
 
 class Pin(NamedTuple):
-    """What is kept of a history between turns.
+    """Tells what is kept of a history between turns.
 
     Attributes:
         level: of its conversation, 0 for the highest (`FeedbackQueue`).

@@ -1,4 +1,4 @@
-"""What a step of an engine costs, by how much it prefills."""
+"""Estimates what a step of an engine costs, by how much it prefills."""
 
 # What is older than some fifty steps says little: contexts grow, and decodes come and go.
 _KEEP = 0.98

@@ -1,4 +1,4 @@
-"""What was done about environments, on disk: JSON lines, from which a later process goes on."""
+"""Keeps on disk what was done about environments, as JSON lines, for a later process."""
 
 import contextlib
 import json

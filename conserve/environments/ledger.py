@@ -1,4 +1,4 @@
-"""Who holds which environment, how far each is, and what may be had.
+"""Keeps account of who holds which environment, how far each is, and what may be had.
 
 Event-sourced: each change is an entry, recorded before it counts, and a ledger that is made from
 the entries of another is the same. Nothing is read from a clock.
@@ -147,7 +147,7 @@ class Ledger:
         return self._all.get(number)
 
     def of(self, conversation_id: str) -> list[Environment]:
-        """Those that a conversation holds."""
+        """Return the environments that a conversation holds."""
         return [self._all[number] for number in self._held.get(conversation_id, {}).values()]
 
     def find(self, conversation_id: str, name: str) -> Environment | None:
@@ -156,7 +156,7 @@ class Ledger:
         return None if number is None else self._all[number]
 
     def conversations(self) -> Collection[str]:
-        """Who holds any."""
+        """Return the conversations that hold any."""
         return self._held.keys()
 
     # --- what clients do ---------------------------------------------------------------------

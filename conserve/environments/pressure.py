@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostPressure:
-    """What admission may want to know of tools.
+    """Tells admission of the machine that tools run on.
 
     Attributes:
         running_tools: how many commands run in environments now.

@@ -100,7 +100,7 @@ class EnvironmentSettings(BaseModel):
         return self
 
     def folder(self, port: int) -> Path:
-        """Where environments' files are.
+        """Return the folder with environments' files.
 
         Args:
             port: the router's, which tells the machine's applications apart.

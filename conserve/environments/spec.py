@@ -1,4 +1,4 @@
-"""What a client may ask for: an environment in which its agent's tools run, and a command there."""
+"""Reads what a client asks for: an environment for its agent's tools, and a command there."""
 
 import re
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -29,7 +29,7 @@ Command = Annotated[str, StringConstraints(min_length=1, max_length=MOST_COMMAND
 
 
 class SpecError(ValueError):
-    """What was asked for is not possible; the message names the field and says what is wrong.
+    """Refuses what was asked for; the message names the field and says what is wrong.
 
     Attributes:
         field: the field's name; None: it is no object at all.
@@ -45,7 +45,7 @@ class _Strict(BaseModel):
 
 
 class Limits(_Strict):
-    """What an environment may use; of the application, the most that a client may ask for."""
+    """Bounds what an environment may use; of the application, the most that clients may ask for."""
 
     cpu_s: int = Field(
         default=60, ge=1, le=86_400, description="CPU time of each of a command's processes."
@@ -130,7 +130,7 @@ class Spec(_Strict):
 
     @classmethod
     def asked(cls, body: Any, most: Limits) -> Self:
-        """What a request's body asks for, within what the application allows.
+        """Read a request for an environment, within what the application allows.
 
         Args:
             body: parsed from JSON.
@@ -173,7 +173,7 @@ class Run(_Strict):
 
     @classmethod
     def asked(cls, body: Any) -> Self:
-        """What a request's body asks for.
+        """Read a request for a command.
 
         Raises:
             SpecError: it cannot be done.

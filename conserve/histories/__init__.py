@@ -1,1 +1,1 @@
-"""What histories have in common: points at which others may leave them, and KV counted once."""
+"""Knows what histories have in common: points where others may leave them, KV counted once."""

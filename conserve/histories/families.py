@@ -170,12 +170,12 @@ def _keys(history: History) -> Sequence[bytes]:
 
 
 def scope_of(history: History) -> bytes:
-    """Of the turns that may continue a history."""
+    """Return the scope of the turns that may continue a history."""
     return scope_for(identity.conversation_of(history.id))
 
 
 def scope_for(conversation_id: str | None) -> bytes:
-    """Of a turn's conversation: empty for what nobody has named, whatever its id."""
+    """Return the scope of a turn's conversation: empty for one that nobody has named."""
     if conversation_id is None or identity.is_generated(conversation_id):
         return b""
     return conversation_id.encode()

@@ -21,7 +21,7 @@ LEAST_SYSTEM_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What is known of the prompt with which a history begins, or is placed again.
+    """Tells what is known of the prompt with which a history begins, or is placed again.
 
     Attributes:
         chain: of its messages; None for a completion's.
@@ -72,7 +72,7 @@ class Kinship:
         history_id: str = "",
         siblings: Callable[[str], Sequence[History]] = lambda _: (),
     ) -> Shared:
-        """Where how much of a prompt is held already.
+        """Return where how much of a prompt is held already.
 
         Args:
             decoders: those that it may go to.
@@ -168,7 +168,7 @@ class Kinship:
         return lost
 
     def _give_way(self, cut: History, other: History, tokens: int) -> None:
-        """Where a turn was cut, and its conversation goes on beside it, forget the turn.
+        """Forget a turn that was cut, and beside which its conversation goes on.
 
         Its client has asked again, before it was seen that it had left. It comes back to the other
         history, which ends with this one; without a name they end each for itself.
@@ -205,7 +205,7 @@ class Kinship:
     def _nearest(
         self, history: History, root: Digest, common: Callable[[History], int]
     ) -> tuple[History | None, int]:
-        """Of those on its decoder, the one with which it has most in common, and how much."""
+        """Find the history on its decoder with which it has most in common, and how much."""
         nearest, most = None, 0
         for kin in self._kin(root, history):
             if kin.decoder_id == history.decoder_id:

@@ -17,7 +17,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def mark(digest: Digest) -> bytes:
-    """What points keep of a digest: enough to tell apart those of one root."""
+    """Return what points keep of a digest: enough to tell apart those of one root."""
     return digest[:_MARK_BYTES]
 
 

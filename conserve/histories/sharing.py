@@ -1,4 +1,4 @@
-"""What histories on one decoder begin with alike is counted once."""
+"""Counts once what histories on one decoder begin with alike."""
 
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
@@ -130,7 +130,7 @@ class Sharing(Generic[Held]):
 
 
 def held_alone(history: Holder) -> int:
-    """What a history holds in tokens that nobody else begins with: what goes if it ends."""
+    """Return the tokens of a history with which nobody else begins: what goes if it ends."""
     held, prefix = history.held_tokens - _length(history.base), history.base
     while prefix is not None and prefix.users == 1:
         held += prefix.tokens - _length(prefix.base)
@@ -139,7 +139,7 @@ def held_alone(history: Holder) -> int:
 
 
 class Going:
-    """What comes free as histories go, one after the other: a beginning with its last user.
+    """Tells what comes free as histories go, one after the other: a beginning with its last user.
 
     Attributes:
         tokens: so many, if those that were added go.
@@ -174,7 +174,7 @@ class Going:
 
 
 def held_together(histories: Iterable[Holder]) -> int:
-    """What histories hold in tokens, with what they share counted once."""
+    """Return what histories hold in tokens, with what they share counted once."""
     held, counted = 0, set()
     for history in histories:
         held += history.held_tokens - _length(history.base)

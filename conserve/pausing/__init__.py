@@ -1,4 +1,4 @@
-"""Whose KV stays: which idle histories give up their room, and where those may still be found.
+"""Decides whose KV stays: which idle histories give up their room, and where those may be found.
 
 Plain Python with the time as an argument: the conversation table and the simulator run the same
 same classes.

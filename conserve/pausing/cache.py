@@ -1,4 +1,4 @@
-"""What an engine's own prefix cache still has, as far as can be told from outside."""
+"""Follows what an engine's own prefix cache still has, as far as can be told from outside."""
 
 from collections import OrderedDict
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What host memory has of histories, and for how long it keeps it, as can be told from outside."""
+"""Follows what host memory has of histories, and for how long, as can be told from outside."""
 
 from collections.abc import Iterable
 from math import inf

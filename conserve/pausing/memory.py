@@ -1,4 +1,4 @@
-"""Where histories' KV is: on a decoder and counted, left there uncounted, or nowhere."""
+"""Follows where histories' KV is: on a decoder and counted, left there uncounted, or nowhere."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -228,7 +228,7 @@ class Memory:
             self._host.take_over(uses)
 
     def turns_lost(self, turn_ids: Iterable[int]) -> None:
-        """Of these turns no end will be told."""
+        """Forget turns whose end nobody will tell."""
         self._parking.difference_update(turn_ids)
 
     def lost(self, histories: Iterable[History]) -> None:
@@ -327,7 +327,7 @@ class Memory:
         return holds
 
     def take_forgotten(self) -> list[Forgotten]:
-        """What decoders may forget, since they were asked last."""
+        """Take the histories that decoders may forget, since this was called last."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
@@ -343,7 +343,9 @@ class Memory:
     # --- decisions ---------------------------------------------------------------------------
 
     def found(self, history_id: str, shared: Shared) -> Shared:
-        """Where a history that is bound nowhere may still be, beside what it shares with others."""
+        """Return where a history that is bound nowhere may still be, beside what it shares with
+        others.
+        """
         history = self._get(history_id)
         if self._host is not None and history is not None and _key(history) in self._host:
             shared = replace(shared, parked_tokens=self._host.left_tokens(_key(history)))
@@ -504,7 +506,9 @@ class Memory:
 
     @staticmethod
     def _needed(chosen: list[tuple[Idle, History]], tokens: int) -> list[tuple[Idle, History]]:
-        """Those without whom the others free less than that: the dearest stay, where they can."""
+        """Choose those without whom the others free less than that: the dearest stay, where they
+        can.
+        """
         going = Going()
         for _, history in chosen:
             going.add(history)

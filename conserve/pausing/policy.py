@@ -114,11 +114,11 @@ class Pausing:
         return sorted(idle, key=self.cost)
 
     def cost(self, one: Idle) -> float:
-        """What it is expected to cost, for each token that it frees; in no unit."""
+        """Return the expected cost of each token that it frees; in no unit."""
         return self.price(one) / max(1, one.freed_tokens)
 
     def price(self, one: Idle) -> float:
-        """What it is expected to cost; in no unit."""
+        """Return the expected cost; in no unit."""
         reloaded = min(one.left_tokens, one.parked_tokens)
         computed = one.left_tokens - reloaded
         computed_for = computed * (1.0 + one.held_tokens / _ATTENTION_TOKENS)

@@ -1,4 +1,4 @@
-"""What histories wait for between turns: the tools that answers call, and what clients report."""
+"""Follows what histories wait for between turns: tools that run, and clients' reports."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ def tool_called(answer: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolReport:
-    """What a client says of a tool that it runs.
+    """Tells of a tool that a client runs.
 
     Attributes:
         tool: its name, of at most `MOST_NAME_CHARS`.
@@ -63,7 +63,7 @@ class Running(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What an idle history waits for.
+    """Tells what an idle history waits for.
 
     Attributes:
         tool: see `conserve.pausing.Gaps.returned`.
@@ -115,7 +115,7 @@ class RunningTools:
         return len(self._reported)
 
     def running(self, history_id: str) -> Collection[Running]:
-        """Those of a history, the oldest first."""
+        """Return the tools that run of a history, the oldest first."""
         reported = self._reported.get(history_id)
         return () if reported is None else reported.running
 
@@ -169,7 +169,7 @@ class RunningTools:
         )
 
     def wait(self, history_id: str, tool: str | None, idle_since_s: float) -> Wait:
-        """What an idle history waits for.
+        """Return what an idle history waits for.
 
         Args:
             tool: what its last answer called.

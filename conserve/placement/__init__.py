@@ -1,4 +1,4 @@
-"""Where a conversation goes, and where its turns are prefilled: one policy a file.
+"""Decides where a conversation goes, and where its turns are prefilled: one policy a file.
 
 `conversation` is the paper's, `elastic` goes beyond it; the others are what they are compared with.
 See README.md.

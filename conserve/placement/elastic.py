@@ -1,4 +1,4 @@
-"""Where all conversations together wait least for a prefill."""
+"""Places conversations where all of them together wait least for a prefill."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -234,7 +234,7 @@ def cheapest(
     room: Mapping[str, int],
     price: Price,
 ) -> Placement | None:
-    """Of all pairs of a home and where it has its prompt prefilled, the one of the least cost.
+    """Choose the pair of a home and where it has its prompt prefilled that costs least.
 
     Of equal costs the least loaded home's, and the home itself; also where it is dearer by no more
     than what is not known of either.

@@ -65,7 +65,7 @@ class EngineCosts:
         )
 
     def prefill_s(self, new_tokens: float, cached_tokens: float = 0) -> float:
-        """What a prefill adds to iterations that run anyway; without its constant."""
+        """Return what a prefill adds to iterations that run anyway; without its constant."""
         pairs = new_tokens * (new_tokens + 2 * cached_tokens)
         return (
             self.per_token_s * new_tokens

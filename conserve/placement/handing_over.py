@@ -1,4 +1,4 @@
-"""What it costs to have a prompt prefilled elsewhere, beyond what is estimated: as observed."""
+"""Learns what it costs to have a prompt prefilled elsewhere, beyond what is estimated."""
 
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ class HandingOver:
         line.add(tokens / _UNIT_TOKENS, excess_s)
 
     def price(self) -> Price:
-        """What is known of it by now."""
+        """Return the price as it is known by now."""
         there, here = self._handed_over.fit(), self._at_home.fit()
         return Price(there[0] - here[0], (there[1] - here[1]) / _UNIT_TOKENS)
 

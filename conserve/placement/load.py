@@ -1,4 +1,4 @@
-"""What can be observed of engines' work, for a policy that weighs it."""
+"""Follows engines' work, as far as it can be observed, for a policy that weighs it."""
 
 import math
 from collections import deque
@@ -34,7 +34,7 @@ _USUAL_TOKENS = 1_000
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
-    """What an engine says of its work, with each beat.
+    """Tells of an engine's work, with each beat.
 
     Attributes:
         prefill_tokens: of the prompts that it has and has not computed yet, beyond what caches had.
@@ -93,7 +93,7 @@ class Work(NamedTuple):
     residual_s: float = 0.0
 
     def coming_wait_s(self, held_up_s: float) -> float:
-        """What turns that come meanwhile wait in all, if the engine is held up for so long.
+        """Return what turns that come meanwhile wait in all, if the engine is held up for so long.
 
         They come as often as of late. But a conversation sends its next turn when it has the last
         answer, so each that is there is held up once: if it sends turns at a rate r, for ``t - (1 -
@@ -130,7 +130,7 @@ class _Placed(NamedTuple):
 
 
 class Loads:
-    """What is known of all engines' work: what they say, and what was sent to them since.
+    """Knows all engines' work: what they say, and what was sent to them since.
 
     Engines speak every second. A prompt sent since then counts until it is reported done, and what
     waits grows shorter as time passes, at the engine's own pace. So an engine's word a second old
@@ -223,7 +223,7 @@ class Loads:
         *,
         lent: bool,
     ) -> None:
-        """What a later turn appends goes to an engine, where its length is known.
+        """Note that what a later turn appends goes to an engine, where its length is known.
 
         Args:
             new_tokens: what is computed there.
@@ -310,11 +310,13 @@ class Loads:
         )
 
     def price(self) -> Price:
-        """What it takes to hand a prompt over, beyond what is estimated."""
+        """Return what it takes to hand a prompt over, beyond what is estimated."""
         return self._handing_over.price()
 
     def demand(self, prefillers: int, now_s: float) -> float:
-        """Of so many prefillers' time, the share that first prompts ask for, wherever they run."""
+        """Return the share of so many prefillers' time that first prompts ask for, wherever they
+        run.
+        """
         return self._demand.per_s(now_s) / max(1, prefillers)
 
     def residual_s(self, prefillers: int, now_s: float) -> float:
@@ -490,7 +492,7 @@ class _Queue:
 
 
 class _Kind:
-    """What engines have in common that do the same work in the same time.
+    """Knows what engines have in common that do the same work in the same time.
 
     Attributes:
         handoff: seconds for any handoff, and for each token, as tried; None: nobody has.

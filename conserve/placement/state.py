@@ -1,4 +1,4 @@
-"""What a placement policy reads, what it decides, and the seat that it sits in.
+"""The state that a placement policy reads, what it decides, and the seat that it sits in.
 
 A policy reads observed state alone (a first turn's length in tokens, engines' loads) and
 returns a decision. It knows neither Ray nor vLLM nor a clock, so the live system, a simulator
@@ -61,7 +61,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What of a prompt decoders hold already, as the beginning of other histories.
+    """Tells what decoders hold of a prompt already, as the beginning of other histories.
 
     Attributes:
         tokens: by decoder; only those that hold any.
@@ -83,18 +83,20 @@ class Shared:
     parked_tokens: int = 0
 
     def beyond(self, tokens: int, decoder_id: str) -> int:
-        """What of a prompt of so many tokens a decoder does not hold yet."""
+        """Return how much of a prompt of so many tokens a decoder does not hold yet."""
         return max(0, tokens - self.tokens.get(decoder_id, 0))
 
     def there(self, engine_id: str) -> int:
-        """What of a prompt an engine has computed and should have yet."""
+        """Return how much of a prompt an engine has computed and should have yet."""
         tokens = self.tokens.get(engine_id, 0)
         if engine_id == self.coming_to and engine_id != self.warm_on:
             tokens = 0
         return max(tokens, self.left_tokens) if engine_id == self.left_on else tokens
 
     def found(self, decoder_id: str) -> int:
-        """What of a prompt a decoder has, or gets from host memory, and does not compute."""
+        """Return how much of a prompt a decoder has, or gets from host memory, and does not
+        compute.
+        """
         return max(self.there(decoder_id), self.parked_tokens)
 
 
@@ -165,7 +167,7 @@ class PlacementPolicy(Protocol):
 def emptiest_decoder(
     prompt_tokens: int, decoders: Iterable[Decoder], shared: Shared = NOTHING_SHARED
 ) -> Decoder | None:
-    """Of decoders with room, the one with the lowest occupancy; then with fewer conversations."""
+    """Return the decoder with room and the lowest occupancy, then the fewest conversations."""
     best: Decoder | None = None
     least = (0.0, 0)
     nothing_shared = not shared.tokens

@@ -1,4 +1,4 @@
-"""What iterations cost an engine, identified from those that it has taken."""
+"""Learns what iterations cost an engine, from those that it has taken."""
 
 import math
 from collections.abc import Sequence
@@ -110,17 +110,17 @@ class StepCosts:
         return self._share * self.added_s(step) >= _TELLING * self.decodes_s(step)
 
     def decodes_s(self, step: Step) -> float:
-        """What iterations should take for their decodes alone."""
+        """Return what iterations should take for their decodes alone."""
         if not step.decodes:
             return 0.0
         return self._decodes.of((1.0, step.decodes, step.kv_tokens))
 
     def added_s(self, step: Step) -> float:
-        """What their prefills should take, alone and without the constant."""
+        """Return what their prefills should take, alone and without the constant."""
         return self._prefills.of((0.0, step.new_tokens, step.pairs))
 
     def prefills_s(self, step: Step) -> float:
-        """What their prefills should add to their decodes, or take where there are none."""
+        """Return what their prefills should add to their decodes, or take where there are none."""
         if step.decodes:
             return self._share * self.added_s(step)
         return self._prefills.of((1.0, step.new_tokens, step.pairs))
@@ -146,7 +146,7 @@ class StepCosts:
         return self._prefills.doubt if self._prefills.weight else self._prior.doubt
 
     def costs(self) -> EngineCosts:
-        """What is known by now."""
+        """Return what is known by now."""
         step_s, per_sequence_s, per_kv_token_s = self._decodes.constants
         constant_s, per_token_s, per_pair_s = self._prefills.constants
         scale = per_token_s / self._prior.per_token_s
@@ -208,7 +208,7 @@ class EngineStepCosts:
             self._kind.add(step)
 
     def costs(self) -> EngineCosts:
-        """What is known by now."""
+        """Return what is known by now."""
         costs = self._kind.costs()
         prefills, decodes = self._prefills.value, self._decodes.value
         noise = self._kind.prefill_noise
@@ -274,7 +274,7 @@ class _Fit:
 
     @property
     def doubt(self) -> float:
-        """Of what it predicts where it has seen such before, relative to it."""
+        """Return the doubt of what it predicts where it has seen such before, relative to it."""
         return math.sqrt(self.noise / (self.weight + self.noise / _PRIOR_SPREAD**2))
 
     def add(self, x: Sequence[float], y: float, count: int) -> None:

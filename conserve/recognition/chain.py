@@ -14,7 +14,7 @@ _LEADING = ("system", "developer")
 
 
 class Chain(NamedTuple):
-    """Where a turn's messages may have been heard before.
+    """Tells where a turn's messages may have been heard before.
 
     Attributes:
         root: the first prompt, which is all before the first answer. Whatever goes back to an

@@ -44,7 +44,7 @@ class TailIndex:
                     self._owners[digest] = next(iter(owners))
 
     def newest(self, digest: Digest) -> Iterator[str]:
-        """Those of which it is a tail, the newest first."""
+        """Return the owners of a tail, the newest first."""
         owners = self._owners.get(digest)
         if isinstance(owners, str):
             return iter((owners,))

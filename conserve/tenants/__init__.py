@@ -1,4 +1,4 @@
-"""Who may use an application: API keys, the tenants that they belong to, and tenants' limits.
+"""Knows who may use an application: API keys, the tenants that they belong to, and their limits.
 
 Plain Python with the time as an argument. The file that keys are in is `keyfile`, what a router
 asks of each key is `keyring`, and what a tenant has at any moment `usage`.

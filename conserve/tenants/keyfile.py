@@ -54,7 +54,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Whoever has keys.
+    """A tenant: whoever has keys.
 
     Attributes:
         shares_cache: whether it shares prefixes' KV with the other tenants that do. Each of them
@@ -121,7 +121,7 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, tenants={**self.tenants, name: tenant})
 
     def cache_salt(self, tenant: str) -> str:
-        """What a tenant's prefixes are stored under, in vLLM and LMCache.
+        """Return the salt under which vLLM and LMCache keep a tenant's prefixes.
 
         LMCache 0.5.6 takes 128 characters at most, and not all.
         """
@@ -137,7 +137,7 @@ def new_key() -> tuple[str, str]:
 
 
 def digest(key: str) -> bytes:
-    """What is kept of a key."""
+    """Return what is kept of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 

@@ -20,7 +20,7 @@ _Version = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose key it is that came with a request.
+    """Tells whose key it is that came with a request.
 
     Attributes:
         key_id: names the key in logs.
@@ -55,7 +55,7 @@ class KeyRing:
         _warn_if_open(path)
 
     def find(self, key: str, now_s: float) -> Caller | None:
-        """Whose key it is; None if it is not good (any more).
+        """Return whose key it is; None if it is not good (any more).
 
         Keys are looked up by their digests, so how long it takes says nothing about any key.
         """

@@ -1,4 +1,4 @@
-"""What a tenant may have at a time."""
+"""Bounds what a tenant may have at a time."""
 
 from dataclasses import dataclass
 from typing import Annotated

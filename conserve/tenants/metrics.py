@@ -1,4 +1,4 @@
-"""What `/metrics` says of tenants; of so many by name, so that it stays short."""
+"""The metrics of tenants; of so many by name, so that `/metrics` stays short."""
 
 from collections import Counter
 from collections.abc import Iterator

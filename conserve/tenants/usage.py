@@ -1,4 +1,4 @@
-"""What each tenant has at the moment: turns, tokens of KV, conversations."""
+"""Counts what each tenant has at the moment: turns, tokens of KV, conversations."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from conserve.tenants.limits import MINUTE_S
 
 @dataclass(slots=True)
 class TenantUsage:
-    """What one tenant has in a conversation table.
+    """Counts what one tenant has in a conversation table.
 
     Attributes:
         turns: turns under way.
@@ -57,17 +57,17 @@ class UsageBook:
         self._usage: dict[str, TenantUsage] = {"": self._nobodys}
 
     def of(self, history_id: str) -> TenantUsage:
-        """What the tenant of this conversation has."""
+        """Return what the tenant of this conversation has."""
         name = identity.tenant_of(history_id)
         return self._nobodys if name is None else self.tenant(name)
 
     def tenant(self, name: str) -> TenantUsage:
-        """What a tenant has."""
+        """Return what a tenant has."""
         usage = self._usage.get(name)
         if usage is None:
             usage = self._usage[name] = TenantUsage()
         return usage
 
     def tenants(self) -> dict[str, TenantUsage]:
-        """What each tenant has that was heard of."""
+        """Return what each tenant has that was heard of."""
         return {name: usage for name, usage in self._usage.items() if name}

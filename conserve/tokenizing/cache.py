@@ -45,7 +45,7 @@ class TokenCache:
 
     @property
     def held_bytes(self) -> int:
-        """What the entries take, about."""
+        """Return how much the entries take, about."""
         return self._bytes
 
     def tokens(

@@ -1,4 +1,4 @@
-"""Where a text can be cut so that its pieces become the tokens that it becomes as a whole."""
+"""Cuts a text so that its pieces become the tokens that it becomes as a whole."""
 
 import re
 import unicodedata
@@ -27,7 +27,7 @@ class SpecialToken:
 
 
 def special_tokens(added: Iterable[Any]) -> list[SpecialToken]:
-    """Those of a tokenizer's added tokens that it looks for in raw text.
+    """Return those of a tokenizer's added tokens that it looks for in raw text.
 
     Args:
         added: as ``tokenizers.AddedToken`` describes them.

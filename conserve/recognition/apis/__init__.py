@@ -25,7 +25,7 @@ _FROM_THE_BEGINNING = ("chat_template", "cache_salt")
 def heard(
     path: str, body: Mapping[str, Any], volatile: Collection[str] = ()
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What a turn is recognised by: its messages, and what else begins its prompt.
+    """Return what a turn is recognised by: its messages, and what else begins its prompt.
 
     Arguments are those of `messages_of`; the second result is ``before`` of `chain_of`.
     """
