@@ -333,7 +333,7 @@ def llm_arguments(
 
 
 def worker_share(num_gpus: float) -> dict[str, str]:
-    """What of a GPU an engine's core is to ask Ray for, for each of its workers.
+    """Return what share of a GPU an engine's core is to ask Ray for, for each of its workers.
 
     A whole one by default, which no bundle with less has to give.
     Ray Serve LLM derives this variable from the bundles too, but for the tasks that it starts

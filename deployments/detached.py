@@ -11,7 +11,7 @@ from deployments.messages import HEAD_NODE
 
 
 def actor_name(application: str, part: str, settings: Settings) -> str:
-    """What Ray calls the actor of an application's part.
+    """Return Ray's name for the actor of an application's part.
 
     Other settings, another actor: one that lives on would keep those it has.
     """

@@ -1,4 +1,4 @@
-"""What vLLM says of engine arguments and of the model, asked before an engine starts.
+"""Asks vLLM of engine arguments and of the model, before an engine starts.
 
 It is asked in a process of its own, with the engines' environment: neither the command line nor the
 process that builds the application loads vLLM, which takes seconds.
@@ -36,7 +36,7 @@ class VllmSilent(RuntimeError):
 
 
 class Answer(msgspec.Struct):
-    """What vLLM said of one role's arguments.
+    """Tells what vLLM said of one role's arguments.
 
     Attributes:
         refused: why it refuses an argument, by the argument's name.
@@ -115,7 +115,7 @@ def _has_cpu_build() -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Question:
-    """What vLLM is asked of one role's arguments.
+    """Asks vLLM of one role's arguments.
 
     Attributes:
         environment: of the role's engines.

@@ -1,4 +1,4 @@
-"""What GPUs the nodes of a Ray cluster have."""
+"""Asks the nodes of a Ray cluster which GPUs they have."""
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

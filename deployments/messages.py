@@ -1,4 +1,4 @@
-"""What routers, engines, nodes' actors and the conversation table tell each other."""
+"""The messages between routers, engines, nodes' actors and the conversation table."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -122,7 +122,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class TurnTenant:
-    """Whose turn it is, and what that tenant may have at a time."""
+    """Tells whose turn it is, and what that tenant may have at a time."""
 
     name: str
     limits: Limits
@@ -149,7 +149,7 @@ class EventQuery:
 
 @dataclass(frozen=True, slots=True)
 class EventPage:
-    """What has happened after a number.
+    """Tells what has happened after a number.
 
     Attributes:
         newest: the number of the newest event, whether it was asked for or not.
@@ -164,7 +164,7 @@ class EventPage:
 
 @dataclass(frozen=True, slots=True)
 class BeginTurn:
-    """What a router says of a turn when it asks where it goes.
+    """Asks where a turn goes.
 
     Attributes:
         explicit_id: the conversation's, scoped to the tenant, if the client has stated it.
@@ -188,7 +188,7 @@ class BeginTurn:
 
 @dataclass(frozen=True, slots=True)
 class PlaceTurn:
-    """What a router says of a turn that is `Unplaced`, once its prompt is counted.
+    """Asks for a place for a turn that is `Unplaced`, once its prompt is counted.
 
     Attributes:
         waited_s: how long ago its first request came.
@@ -208,7 +208,7 @@ class PlaceTurn:
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """Where a turn goes. ``prefiller_id`` is set where a remote prefill comes first.
+    """Tells where a turn goes. ``prefiller_id`` is set where a remote prefill comes first.
 
     Attributes:
         later: whether this decoder had a turn of the history before.
@@ -234,7 +234,7 @@ class TurnPlan:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What a prefiller did: the prompt's length, and how much of its KV it found in LMCache.
+    """Tells what a prefiller did: the prompt's length, and how much of its KV it found in LMCache.
 
     Attributes:
         cached_tokens: how much it found in LMCache and in its own cache; None if it does not say,

@@ -129,7 +129,7 @@ def _closes(end: str) -> bool:
 
 
 def _end(template: str, variables: Mapping[str, Any]) -> str:
-    """What comes behind a user's message in the prompt for an answer."""
+    """Return what comes behind a user's message in the prompt for an answer."""
     return (_rendered(template, [], variables) or "").rpartition(_ASKED)[2]
 
 
@@ -263,7 +263,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates are rendered in, as transformers has it."""
+    """Return the environment that chat templates are rendered in, as transformers has it."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )

@@ -48,7 +48,7 @@ class _Check:
 
     @property
     def answer(self) -> dict[str, Any] | None:
-        """What the router is told; None if the engine has not come to it."""
+        """Return what the router is told; None if the engine has not come to it."""
         if self.prefills:
             return asdict(_all_of(self.prefilled)) if self.prefilled else None
         if not self.prompts:

@@ -58,7 +58,7 @@ async def continued(
     generate: Callable[[dict[str, Any], Any], Any],
     see: Callable[[Any], None],
 ) -> AsyncIterator[Any]:
-    """What ``AsyncLLM.generate`` would yield if this engine had generated all of it.
+    """Yield what ``AsyncLLM.generate`` would if this engine had generated all of it.
 
     Args:
         sent: the outputs so far.

@@ -46,7 +46,7 @@ def require_cuda_ops() -> None:
 
 
 def _needed_torch() -> str | None:
-    """What the installed vLLM pins, without its build."""
+    """Return the torch that the installed vLLM pins, without its build."""
     for name in _VLLM:
         try:
             requirements = importlib.metadata.requires(name) or ()

@@ -1,4 +1,4 @@
-"""What an engine says of its own HTTP interface at `/openapi.json`: what routers ask for."""
+"""Describes an engine's own HTTP interface at `/openapi.json`, for which routers ask."""
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi

@@ -486,7 +486,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
 
 def kind_of(vllm_config: Any, tier: str) -> str:
-    """What engines have in common whose work takes the same time, by a ``VllmConfig``."""
+    """Return what engines have in common whose work takes the same time, by a ``VllmConfig``."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     said = (
         vllm_config.device_config.device_type,

@@ -1,4 +1,4 @@
-"""What an engine's workers are asked about their GPUs; vLLM mixes it into its worker's class.
+"""Tells of the GPUs of an engine's workers; vLLM mixes it into its worker's class.
 
 ``worker_extension_cls`` and ``collective_rpc`` are vLLM's public way to reach a worker. Engines on
 a CPU go without.

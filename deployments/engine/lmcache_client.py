@@ -27,7 +27,7 @@ _REGISTRATION_TIMEOUT_S = 120.0
 
 
 class Connection:
-    """What is known of a client's connection to its server.
+    """Knows a client's connection to its server.
 
     Attributes:
         healthy: set unless it is lost.

@@ -204,7 +204,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             self._stores.tell_when_stored(request_id, address)
 
     def build_connector_worker_meta(self) -> Any:
-        """What is stored, where the scheduler pins blocks until they are."""
+        """Tell what is stored, where the scheduler pins blocks until they are."""
         if not self._reports:
             return super().build_connector_worker_meta()
         # What this step has stored may not have been begun yet.
@@ -328,7 +328,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return None, True
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """What workers are told with a step: see `StepNotes`."""
+        """Tell workers with a step what to do: see `StepNotes`."""
         metadata = super().build_connector_meta(scheduler_output)
         # Their blocks are others' from this step on; workers wait for their stores before it.
         preempted = frozenset(scheduler_output.preempted_req_ids or ())

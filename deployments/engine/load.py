@@ -35,7 +35,7 @@ ALL_TOKENS = 2**63
 
 
 class RequestState(Protocol):
-    """What vLLM knows of a request that is under way."""
+    """Tells what vLLM knows of a request that is under way."""
 
     external_req_id: str
     is_prefilling: bool

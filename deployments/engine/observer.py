@@ -1,4 +1,4 @@
-"""What a decoder sees of each turn, from the engine's own statistics, and has the table told.
+"""Watches a decoder's turns, by the engine's own statistics, and has the table told.
 
 Two ends meet here: an ASGI middleware in front of vLLM's OpenAI server, which knows whose turn
 it is and what the client was told, and the engine client's ``generate``, which knows how many
@@ -37,7 +37,7 @@ _SMALL_BYTES = 16 * 1024
 
 
 class ToldOfCaches(NamedTuple):
-    """Of a prompt's tokens, what the turn's client is told; None where the engine does not say.
+    """Tells a turn's client of its prompt's tokens; None where the engine does not say.
 
     Attributes:
         read_tokens: tokens that were found in caches, and not computed.

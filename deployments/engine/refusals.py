@@ -1,4 +1,4 @@
-"""What an engine says of requests that it refuses, where vLLM's words would not do.
+"""Explains refused requests, where vLLM's words would not do.
 
 vLLM 0.29 ends a prompt's tokens where the output asked for would have no more room: so it does not
 know how long the prompt is ("at least"), and says the same of a prompt that is too long and of an

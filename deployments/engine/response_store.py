@@ -169,7 +169,7 @@ def _asked(request: bytes) -> _Asked | None:
 
 
 def _left_out(asked: _Asked, keeps: bool) -> dict[str, Any]:
-    """What OpenAI's clients may look for in a response, and vLLM 0.29 does not say."""
+    """Return what OpenAI's clients may look for in a response, and vLLM 0.29 does not say."""
     return {
         "store": keeps,
         "error": None,

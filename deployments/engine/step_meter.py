@@ -1,4 +1,4 @@
-"""What each iteration of an engine takes, metered in its core and told with vLLM's statistics.
+"""Meters each iteration of an engine in its core, and tells it with vLLM's statistics.
 
 A KV connector is asked at each iteration's beginning what its workers are to be told, and at its
 end for statistics; those go to the engine's front with the iteration's outputs. Both are vLLM's

@@ -32,7 +32,7 @@ _LOOKS_EVERY_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class StepNotes:
-    """What the scheduler's connector tells those of the workers with each step.
+    """Tells the workers' connectors with each step what the scheduler's knows.
 
     Attributes:
         step: counts steps; none is left out.
@@ -240,7 +240,7 @@ def _keeps(spec: Any) -> bool:
 
 @dataclass(slots=True)
 class StoresReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's types are not seen.
-    """What a worker has stored, for the scheduler's connector.
+    """Tells the scheduler's connector what a worker has stored.
 
     Attributes:
         done: everything of this step, and of those before it, is stored.
@@ -249,7 +249,7 @@ class StoresReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's t
     done: int
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "KVConnectorWorkerMetadata":
-        """What all workers have stored."""
+        """Return what all workers have stored."""
         assert isinstance(other, StoresReport)
         return StoresReport(min(self.done, other.done))
 

@@ -29,7 +29,7 @@ _MOST_TRIED = 64
 
 
 class _Request(NamedTuple):
-    """Whose prompt is being rendered.
+    """Knows whose prompt is being rendered.
 
     Attributes:
         salt: under which the engine keeps its KV; empty without one.

@@ -1,4 +1,4 @@
-"""What handing a prompt over costs an engine, as it tries at its start.
+"""Tries at an engine's start what handing a prompt over costs it.
 
 A prompt that is handed over is stored, looked up and loaded, and its end is computed again. An
 engine tries that alone: it computes a prompt as a prefiller would, forgets it, and takes it back.

@@ -177,7 +177,7 @@ class ContainerCommand:
 def ask(
     engine: str, *words: str, timeout_s: float = _ANSWER_S, missing_is_fine: bool = False
 ) -> str:
-    """What the program answers.
+    """Return what the program answers.
 
     Raises:
         SandboxError: it does not, or refuses.

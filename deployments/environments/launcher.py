@@ -310,7 +310,7 @@ def _enter_namespaces(network: bool) -> None:
 
 
 def _furnish(order: dict[str, Any]) -> None:
-    """What the command sees of the files: its own, as /home and /tmp; the rest to read."""
+    """Lay out the files that the command sees: its own, as /home and /tmp; the rest to read."""
     _checked(_libc.unshare(_CLONE_NEWNS), "unshare")
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     own = [(os.open(order[name], os.O_PATH), f"/{name}") for name in ("home", "tmp")]

@@ -122,7 +122,7 @@ class Processes:
 
 
 def place(root: Path, one: Environment, ports: tuple[int, ...] = ()) -> Place:
-    """Where an environment is."""
+    """Return where an environment is."""
     return Place(root, one.number, one.slot, ports)
 
 

@@ -51,7 +51,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a command.
+    """Tells what became of a command.
 
     Attributes:
         exit_code: as a shell says it: 128 and a signal's number where that ended it.
@@ -85,7 +85,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an environment's files are, and who it is on this machine.
+    """Tells where an environment's files are, and who it is on this machine.
 
     Attributes:
         root: of all environments.

@@ -44,7 +44,7 @@ _START_S = 15.0
 
 
 class EnvironmentService:
-    """What the actor does; `EnvironmentClient` makes it one."""
+    """Manages environments as an actor; `EnvironmentClient` makes it one."""
 
     def __init__(self, settings: Settings, application: str) -> None:
         self._settings = settings.environments
@@ -100,7 +100,7 @@ class EnvironmentService:
             del self._runs[run_id]
 
     async def cut(self, run_id: str) -> None:
-        """Whoever asked to have something run has left."""
+        """End a command: whoever asked to have it run has left."""
         if (task := self._runs.get(run_id)) is not None:
             task.cancel()
 

@@ -1,4 +1,4 @@
-"""Where an LMCache server keeps KV, so that engines of its node copy it themselves.
+"""Finds where an LMCache server keeps KV, so that engines of its node copy it themselves.
 
 An engine on a CPU has no device memory that the server could copy from or to. As it comes, LMCache
 then has KV pickled by one process, sent, and unpickled by the other, while the engine's step waits.

@@ -59,7 +59,7 @@ _OPEN_PORTS = range(20_000, 32_768)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a node's server listens: for engines and other nodes' servers, and its admin interface.
+    """Tells where a node's server listens: for engines and other nodes, and its admin interface.
 
     The admin interface has no authentication and is on loopback always.
     """
@@ -70,7 +70,7 @@ class Address:
 
 
 def choose_address(settings: Settings, node_ip: str) -> Address:
-    """Where the server of the node at this address is to listen.
+    """Choose where the server of the node at this address is to listen.
 
     A port that the settings leave open (0) is one that is free now. Nodes that share a machine,
     and so its ports, need that.

@@ -43,7 +43,7 @@ _CACHE_TIMEOUT_S = 2.0
 
 
 class NodeService:
-    """What the actor does; `NodeClient` makes it one.
+    """Is a node's actor; `NodeClient` makes it one.
 
     Args:
         address: where the LMCache server listens, in every life of this actor.

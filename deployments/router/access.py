@@ -1,4 +1,4 @@
-"""Who may ask for what: keys, where there are any, and what is for this machine or admins alone."""
+"""Decides who may ask for what: by keys, where there are any, and by where requests come from."""
 
 import time
 from pathlib import Path
@@ -79,7 +79,7 @@ def require_keys(settings: Settings) -> None:
 
 
 def caller_of(scope: Scope) -> Caller | None:
-    """Whose key came with a request that was let in; None where there are no keys."""
+    """Return whose key came with a request that was let in; None where there are no keys."""
     caller: Caller | None = scope.get(_CALLER)
     return caller
 

@@ -32,7 +32,7 @@ class StreamBroken(Exception):
 
 
 class RelayedAnswer:
-    """What a client gets for one turn, and what can be seen of it in passing.
+    """Relays what a client gets for one turn, and sees of it what can be seen in passing.
 
     Args:
         path: the turn's, see `conserve.apis`.

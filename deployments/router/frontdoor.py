@@ -241,7 +241,7 @@ class FrontDoor:
 
 
 def _tenant(request: Request) -> str | None:
-    """Whose conversations a request is about; None where there are no keys.
+    """Return whose conversations a request is about; None where there are no keys.
 
     Raises:
         ApiError: another tenant's, and the key is no admin's.

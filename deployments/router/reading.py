@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 async def understood(length: int, function: Callable[..., _T], *arguments: Any) -> _T:
-    """What a function makes of a body.
+    """Return what a function makes of a body.
 
     Args:
         length: of the body, in bytes; where it is small, the function is called at once.

@@ -1,4 +1,4 @@
-"""What a client has of a stream, so that another decoder can go on with it."""
+"""Records what a client has of a stream, so that another decoder can go on with it."""
 
 import json
 import re
@@ -65,7 +65,7 @@ class StreamRecord:
         self._rest, self.error = b"", None
 
     def take(self, part: bytes) -> bytes:
-        """What a client is to get of the next bytes; may be none."""
+        """Return what a client is to get of the next bytes; may be none."""
         *events, self._rest = (self._rest + part).split(END_OF_EVENT)
         return b"".join(passed for event in events if (passed := self._take_event(event)))
 

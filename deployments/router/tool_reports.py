@@ -1,4 +1,4 @@
-"""What `POST /v1/conversations/{id}/tools` takes: that a tool begins, or is done."""
+"""Reads `POST /v1/conversations/{id}/tools`: that a tool begins, or is done."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ _LONGEST_ERROR_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What an engine says of a turn that it would serve.
+    """Tells what an engine says of a turn that it would serve.
 
     Attributes:
         prompts: the token ids of each.
@@ -112,7 +112,8 @@ class Upstream:
     async def stored(
         self, method: Literal["GET", "DELETE"], url: str, response_id: str, tenant: str | None
     ) -> bytes | None:
-        """What a decoder keeps of a response; deleted, nothing. None if it has no such response.
+        """Return what a decoder keeps of a response; deleted, nothing. None if it has no such
+        response.
 
         Args:
             url: the decoder's URL.

@@ -1,4 +1,4 @@
-"""What `/metrics`, listeners, the autoscaler and the account of energy are told of each event."""
+"""Tells `/metrics`, listeners, the autoscaler and the account of energy of each event."""
 
 import math
 import time

@@ -29,7 +29,7 @@ class Listeners:
         self._begun: defaultdict[str, set[TurnKey]] = defaultdict(set)
 
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
-        """What is new for a decoder, at once or within a beat; None: it has to register.
+        """Return what is new for a decoder, at once or within a beat; None: it has to register.
 
         Args:
             heard: the last notice that it has obeyed.

@@ -1,4 +1,4 @@
-"""What has happened, as listeners and a conversation's client are told it."""
+"""Tells listeners and a conversation's client what has happened."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What engines tell of their work, for `/metrics`."""
+"""The metrics of engines' work."""
 
 from collections.abc import Iterator
 

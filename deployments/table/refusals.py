@@ -1,4 +1,4 @@
-"""What a turn is told that cannot be served, now or ever."""
+"""Words the refusals of turns that cannot be served, now or ever."""
 
 from conserve.admission import QueueFull
 from conserve.pausing.tools import MOST_RUNNING

@@ -1,4 +1,4 @@
-"""What decoders tell of the turns that they have begun by themselves, and of those that ended."""
+"""Takes decoders' reports of the turns that they have begun by themselves, and of ended ones."""
 
 import logging
 

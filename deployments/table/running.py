@@ -50,7 +50,7 @@ class RunningTurns:
         router_id: str,
         later: bool = False,
     ) -> TurnPlan:
-        """Where a turn that has just begun goes."""
+        """Return where a turn that has just begun goes."""
         assert history.decoder_id is not None
         engines = self._registry.engines
         prefiller = engines.get(prefiller_id) if prefiller_id else None
@@ -127,7 +127,7 @@ class RunningTurns:
                 self.abandon(turn, None, None)
 
     def engine_lost(self, engine_id: str) -> None:
-        """Of what a lost engine had under way, or has ended last, it tells nothing any more."""
+        """End what a lost engine had under way, or has ended last: it tells of it no more."""
         for turn in [turn for turn, on in self.decoders.items() if on == engine_id]:
             history = self._table.get(turn.history_id)
             if history is not None:

@@ -1,4 +1,4 @@
-"""What engines' schedulers tell, where they know conversations, for `/metrics`."""
+"""The metrics of engines' schedulers, where those know conversations."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -100,7 +100,7 @@ _FAMILIES: tuple[tuple[Any, str, str, str | None, Callable[[SchedulerLoad], Any]
 
 
 class EngineSchedulers(Collector):
-    """What the schedulers of the engines that live have told with their last beats."""
+    """Tells what the schedulers of the engines that live have told with their last beats."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

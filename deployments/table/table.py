@@ -72,7 +72,7 @@ ABANDONED_S = 120.0
 
 
 class TableService:
-    """What the actor does; `TableClient` makes it one."""
+    """Is the conversation table as an actor; `TableClient` makes it one."""
 
     def __init__(self, settings: Settings) -> None:
         # Turns are numbered by hundreds.
@@ -207,7 +207,8 @@ class TableService:
     # --- decoders that begin turns by themselves ---------------------------------------------
 
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
-        """What a decoder is to know before it begins more; None: register again. It may wait.
+        """Return what a decoder is to know before it begins more; None: register again. It may
+        wait.
 
         Args:
             heard: the last notice that it has obeyed.
@@ -415,7 +416,9 @@ class TableService:
             ray.kill(ray.get_runtime_context().current_actor)
 
     def _cpu_pressure(self, now_s: float) -> float:
-        """Of the machine that tools run on; 0 where none do, as far as is known."""
+        """Return the pressure on the machine that tools run on; 0 where none do, as far as is
+        known.
+        """
         told_lately = now_s - self._host_told_s <= SILENCE_S
         return self._host.cpu_pressure if told_lately and self._host.running_tools else 0.0
 

@@ -22,7 +22,7 @@ from deployments.engine.sm_slots.pairs import slot_pairs
 
 
 class LaneConnecting:
-    """What is laid over a KV connector. vLLM makes one in its scheduler and one in its worker.
+    """Is laid over a KV connector. vLLM makes one in its scheduler and one in its worker.
 
     Attributes:
         lane: the scheduler's, which sets it when it is made; without one, nothing is the lane's.
@@ -46,7 +46,7 @@ class LaneConnecting:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """What the other connector says; where it has nothing, the lane may."""
+        """Return what the other connector says; where it has nothing, the lane may."""
         lane = self.lane
         self._promised.discard(request.request_id)
         if lane is not None and lane.has_failed(request.request_id):
@@ -148,7 +148,7 @@ class LaneConnecting:
         return failed | missing
 
     def build_connector_worker_meta(self) -> Any:
-        """What the lane has done, where the other connector has nothing to say."""
+        """Tell what the lane has done, where the other connector has nothing to say."""
         report, self._report = self._report, None
         return report or super().build_connector_worker_meta()  # type: ignore[misc]
 

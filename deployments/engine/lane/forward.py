@@ -43,7 +43,7 @@ class LaneForward:
             self._groups.append((own, kernel_tokens))
 
     def prepare(self) -> None:
-        """What CUDA keeps for each thread is as in the engine's."""
+        """Set what CUDA keeps for each thread as it is in the engine's."""
         if self._plain is not None:
             torch.cuda.set_device(self._device)
 

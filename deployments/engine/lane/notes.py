@@ -1,4 +1,4 @@
-"""What the scheduler's and the worker's halves of the lane tell each other with each step."""
+"""The notes between the scheduler's and the worker's halves of the lane, with each step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

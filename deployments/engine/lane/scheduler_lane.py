@@ -12,7 +12,7 @@ _GPU_CHUNK_TOKENS = 512
 
 
 class SchedulerLane:
-    """Of one engine.
+    """Is the scheduler's half of the lane of one engine.
 
     Args:
         scheduler: the one that asks (`ConversationScheduling`).
@@ -41,7 +41,7 @@ class SchedulerLane:
     # --- the connector asks -------------------------------------------------------------------
 
     def route(self, request: Any, found_tokens: int) -> Route:
-        """Where a request that could begin now is prefilled."""
+        """Return where a request that could begin now is prefilled."""
         name = request.request_id
         if name in self._failed or not fits(request):
             # Nothing of a failed one was right, or it would not be asked after.
@@ -100,7 +100,7 @@ class SchedulerLane:
             self.reserve.step(lasted_s, decode_sms, now_s)
 
     def hears(self, report: LaneReport | None, received: set[str]) -> None:
-        """What the worker has done.
+        """Note what the worker has done.
 
         Args:
             received: requests whose blocks are no more the lane's, nor LMCache's.

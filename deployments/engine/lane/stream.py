@@ -1,4 +1,4 @@
-"""What the lane's kernels run on, where there is a GPU."""
+"""The stream that the lane's kernels run on, where there is a GPU."""
 
 from typing import Any
 

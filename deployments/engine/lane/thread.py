@@ -18,7 +18,7 @@ _CHUNK_S = 10.0
 
 
 class Forward(Protocol):
-    """What computes chunks (`LaneForward`)."""
+    """Computes chunks (`LaneForward`)."""
 
     def mark(self) -> Any:
         """In the engine's thread: a mark behind all that its steps have launched."""
@@ -91,8 +91,9 @@ class LaneThread:
             self._given_up |= self._open.intersection(request_ids)
 
     def take(self) -> tuple[set[str], set[int], LaneReport | None]:
-        """What is new: requests that are over, blocks of theirs that were not computed, and what
-        was."""
+        """Take what is new: requests that are over, their blocks that were not computed, and what
+        was.
+        """
         with self._lock:
             over, self._over = self._over, []
             computed, self._computed = self._computed, {}

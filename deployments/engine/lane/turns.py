@@ -1,4 +1,4 @@
-"""Whose turn it is to run the model: the engine's step, or the lane's chunk.
+"""Decides whose turn it is to run the model: the engine's step, or the lane's chunk.
 
 vLLM keeps the forward pass's context in a variable of its module, so only one thread at a time may
 be within the model's Python code. On a GPU that is while kernels are launched: they overlap. On a

@@ -12,7 +12,7 @@ from deployments.engine.sm_slots.pairs import slot_pairs
 
 
 class LaneWorking:
-    """What is laid over vLLM's worker."""
+    """Is laid over vLLM's worker."""
 
     _turns: Turns | None = None
     _graphs: GraphSets | None = None

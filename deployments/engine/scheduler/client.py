@@ -20,7 +20,7 @@ _AT_ONCE = 16
 
 
 class SchedulerClient:
-    """Of one engine with ``engine_scheduler: conversation``.
+    """Talks with the scheduler of one engine with ``engine_scheduler: conversation``.
 
     Args:
         client: vLLM's ``AsyncLLM``.
@@ -53,7 +53,7 @@ class SchedulerClient:
             self._begin(self._hold(for_s))
 
     def load(self) -> SchedulerLoad | None:
-        """What it has said last, once, and has it say more, for the next time.
+        """Return what it has said last, once, and have it say more, for the next time.
 
         Nobody waits for the answer: it comes between two steps, and a step may take longer than the
         table waits for an engine's beat.

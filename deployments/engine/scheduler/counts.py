@@ -1,4 +1,4 @@
-"""What the scheduler has done, and what is with it now."""
+"""Counts what the scheduler has done, and what is with it now."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

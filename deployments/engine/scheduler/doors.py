@@ -1,4 +1,4 @@
-"""What of vLLM's internals the scheduler uses, and that this vLLM has them as they were read.
+"""Checks that this vLLM's internals are as the scheduler, which uses them, expects.
 
 vLLM says of its scheduler that its interface is not public. Wherever one of these has another
 signature, what is built on it is refused at start: an engine that schedules by a misunderstanding

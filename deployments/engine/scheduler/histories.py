@@ -233,7 +233,7 @@ class Histories:
         return max(0.0, self._all[key].until_s - now_s) if key in self._kept else 0.0
 
     def keys(self) -> list[str]:
-        """Of all histories that are known."""
+        """Return the keys of all histories that are known."""
         return list(self._all)
 
     # --- inside ------------------------------------------------------------------------------

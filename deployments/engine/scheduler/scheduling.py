@@ -41,7 +41,7 @@ _LEVEL = 1 << 32
 
 
 class ConversationScheduling:
-    """What is laid over vLLM's ``Scheduler``. Settings are ``additional_config["conserve"]``:
+    """Is laid over vLLM's ``Scheduler``. Settings are ``additional_config["conserve"]``:
     ``feedback``, ``chunks``, ``retention`` and ``lane`` have the arguments of `FeedbackQueue`,
     `ChunkController`, `Retention` and `PrefillLane`, where they are not to be the defaults.
 
@@ -136,7 +136,7 @@ class ConversationScheduling:
         return self._decoding
 
     def left_tokens(self) -> int:
-        """What is left of the step for the lane: a block at least, so that it goes on."""
+        """Return what is left of the step for the lane: a block at least, so that it goes on."""
         scheduler: Any = self
         most = int(scheduler.max_num_scheduled_tokens)
         return max(self._block_tokens, most if self._limit is None else self._left)
@@ -361,7 +361,7 @@ class ConversationScheduling:
     # --- room --------------------------------------------------------------------------------
 
     def _giving_way(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
-        """Where there is no room, what is kept gives way before anybody is preempted."""
+        """Let what is kept give way where there is no room, before anybody is preempted."""
 
         def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
             if request.request_id == self.parts.current:
@@ -443,15 +443,15 @@ class ConversationScheduling:
 
 
 class ConversationScheduler(ConversationScheduling, Scheduler):  # type: ignore[misc]
-    """Where steps are scheduled one at a time: on CPUs, always."""
+    """Schedules steps one at a time: on CPUs, always."""
 
 
 class AsyncConversationScheduler(ConversationScheduling, AsyncScheduler):  # type: ignore[misc]
-    """Where the next step is scheduled while one runs: on GPUs."""
+    """Schedules the next step while one runs: on GPUs."""
 
 
 def conversation_scheduler(*args: Any, **kwargs: Any) -> ConversationScheduling:
-    """What vLLM is given as its ``scheduler_cls``: by then it knows which of both it needs."""
+    """Make vLLM's ``scheduler_cls``: by then vLLM knows which of both it needs."""
     offer_commands()
     asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
     return (AsyncConversationScheduler if asynchronous else ConversationScheduler)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the scheduler knows of a request: whose turn it is, and how far it has come."""
+"""Knows of a request whose turn it is, and how far it has come."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,12 +43,12 @@ class Turn:
 
     @property
     def waited_for(self) -> WaitFor | None:
-        """What it has waited for longest; None: it was not seen to wait."""
+        """Return what it has waited for longest; None: it was not seen to wait."""
         return max(self.waited_for_s, key=lambda one: self.waited_for_s[one], default=None)
 
 
 def turn_of(request: Any, now_s: float) -> Turn:
-    """What a request says of itself (`conserve.wire.scheduled_turn`)."""
+    """Read what a request says of itself (`conserve.wire.scheduled_turn`)."""
     said = (request.kv_transfer_params or {}).get(TURN)
     if not isinstance(said, dict):
         return Turn(request.request_id, False, now_s)

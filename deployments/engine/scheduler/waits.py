@@ -1,4 +1,4 @@
-"""What calls wait for before they run."""
+"""Tells what calls wait for before they run."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -32,7 +32,7 @@ def tell_worker(extra: dict[str, Any], slots: int, engine_id: str, node_actor: s
 
 
 def told(vllm_config: Any) -> dict[str, Any]:
-    """What `tell_worker` has put there."""
+    """Return what `tell_worker` has put there."""
     found: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config[_KEY]
     return found
 

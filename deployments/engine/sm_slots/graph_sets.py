@@ -87,7 +87,7 @@ class GraphSets:
 
 
 def _holders(runner: Any) -> list[tuple[Any, str]]:
-    """Who has graphs, and under which name, in an order that stays."""
+    """Return who has graphs, and under which name, in an order that stays."""
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     found = [(one, "concrete_cudagraph_entries") for one in CUDAGraphWrapper._all_instances]

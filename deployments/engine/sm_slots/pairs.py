@@ -14,7 +14,7 @@ from hetero.sm_units import SmSplit
 
 
 class Bound(NamedTuple):
-    """Where decoding and prefill run now.
+    """Tells where decoding and prefill run now.
 
     Attributes:
         decode_stream: of the worker's steps; None: as vLLM has it.
@@ -72,7 +72,7 @@ class SlotPairs:
 
     @property
     def bound(self) -> Bound:
-        """What was bound last."""
+        """Return what was bound last."""
         return self._bound
 
     def bind(self, decode_sms: int) -> Bound:

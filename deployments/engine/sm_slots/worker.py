@@ -55,7 +55,7 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         super().load_model(**kwargs)
 
     def conserve_sm_lease(self) -> list[Any]:
-        """What was leased, for `LEASE_METHOD`."""
+        """Return what was leased, for `LEASE_METHOD`."""
         assert self._lease is not None
         return said_of(self._lease)
 
