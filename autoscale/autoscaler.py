@@ -13,7 +13,7 @@ from conserve.wire import Role
 
 @dataclass(slots=True)
 class Wanted:
-    """What was decided last for one role, and the signal that decided; for `/metrics`."""
+    """Tells what was decided last for one role, and the signal that decided; for `/metrics`."""
 
     scaling: Scaling
     need: Need | None = None

@@ -1,4 +1,4 @@
-"""What is observed: input tokens against the profiled curve, and occupancy across the pool.
+"""The signals that are observed: input tokens against the profiled curve, and pooled occupancy.
 
 Times are seconds of one clock and come in as arguments.
 """

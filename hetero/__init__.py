@@ -1,1 +1,1 @@
-"""What the hardware is: NVML, power caps, energy, SM slots, tiers. See hetero/README.md."""
+"""Knows the hardware: NVML, power caps, energy, SM slots, tiers. See hetero/README.md."""

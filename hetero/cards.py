@@ -19,7 +19,7 @@ class Card:
 
 
 def cards_here() -> tuple[Card, ...]:
-    """Those that CUDA is shown (``CUDA_VISIBLE_DEVICES``); none where there is no driver."""
+    """Return the GPUs that CUDA is shown (``CUDA_VISIBLE_DEVICES``); none without a driver."""
     found: list[tuple[int | None, str, Card]] = []
     try:
         with Nvml() as nvml:

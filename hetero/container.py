@@ -1,4 +1,4 @@
-"""What this process may have of its machine's memory and CPUs, with its container's limits.
+"""Reads what this process may have of its machine's memory and CPUs, with its container's limits.
 
 Linux keeps the limits in control groups (cgroups), of which a process is in a nested one; each
 level's limit holds, so the least counts. psutil says what the machine has, and Ray and vLLM read

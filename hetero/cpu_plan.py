@@ -1,4 +1,4 @@
-"""What engines on CPUs take of a machine's memory, and whether they fit. Pure."""
+"""Works out what engines on CPUs take of a machine's memory, and whether they fit. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ _KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """What an application on CPUs is going to take of its machine.
+    """Tells what an application on CPUs is going to take of its machine.
 
     Attributes:
         kv_gb: KV space of each worker of a role's engines, in GiB, by the role's setting.

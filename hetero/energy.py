@@ -72,13 +72,13 @@ class BusyShare(Generic[Key]):
         self._busy_since_s = now_s
 
     def start(self, key: Key, now_s: float) -> None:
-        """What this key stands for runs from now on; one that runs already goes on."""
+        """Note that what this key stands for runs from now on; one that runs already goes on."""
         if not self._running:
             self._busy_since_s = now_s
         self._running.setdefault(key, now_s)
 
     def stop(self, key: Key, now_s: float) -> None:
-        """What this key stands for has ended, if it was running."""
+        """Note that what this key stands for has ended, if it was running."""
         since_s = self._running.pop(key, None)
         if since_s is None:
             return
@@ -87,7 +87,9 @@ class BusyShare(Generic[Key]):
             self._busy_s += now_s - self._busy_since_s
 
     def charge(self, joules: float, now_s: float) -> dict[Key, float]:
-        """What each key took of the joules since the last charge; less than all, if it was idle."""
+        """Return what each key took of the joules since the last charge; less than all, if it was
+        idle.
+        """
         for key, since_s in self._running.items():
             self._spent_s[key] += now_s - since_s
             self._running[key] = now_s
@@ -107,7 +109,7 @@ class BusyShare(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """What one GPU does now; None where it does not say.
+    """Tells what one GPU does now; None where it does not say.
 
     Attributes:
         cap_w: the cap that ConServe holds on it; None: it holds none.
@@ -127,7 +129,7 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True)
 class EngineEnergy:
-    """What an engine's GPUs have used, as its node says.
+    """Tells what an engine's GPUs have used, as its node says.
 
     Attributes:
         joules: the engine's share since ``epoch`` began.
@@ -154,7 +156,7 @@ class MeteredEngine:
 
 @dataclass(slots=True)
 class TierUse:
-    """What a tier has used, and computed meanwhile."""
+    """Tells what a tier has used, and computed meanwhile."""
 
     joules: float = 0.0
     tokens: int = 0
@@ -247,7 +249,7 @@ class EnergyBook:
 
 
 def divide(joules: float, engines: Sequence[str]) -> dict[str, float]:
-    """What each of a GPU's engines is charged with: equal parts, whose sum is the whole.
+    """Return what each of a GPU's engines is charged with: equal parts, whose sum is the whole.
 
     Most GPUs have one engine. Of several, the driver does not say which used how much.
     """

@@ -46,7 +46,7 @@ _SURE_RESERVE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What each worker of an engine takes of its GPU, and what for.
+    """Tells what each worker of an engine takes of its GPU, and what for.
 
     Attributes:
         reserve_bytes: contexts, graphs, and what a step of the longest batch takes; an estimate.
@@ -100,7 +100,7 @@ class EnginePlan:
 
     @property
     def kv_tokens(self) -> int | None:
-        """What each engine holds."""
+        """Return what each engine holds."""
         if self.kv_bytes is None or self.needs is None:
             return None
         return int(self.kv_bytes / self.needs.kv_token_bytes)
@@ -195,7 +195,7 @@ def with_memory(
 
 
 def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> Needs:
-    """What a worker takes, with these engine arguments, on a GPU of this size."""
+    """Return what a worker takes, with these engine arguments, on a GPU of this size."""
     tensor = int(arguments.get("tensor_parallel_size", 1))
     pipeline = int(arguments.get("pipeline_parallel_size", 1))
     seqs = int(
@@ -288,7 +288,7 @@ def _floor(share: float) -> float:
 
 
 def _usable(arguments: Mapping[str, Any], card_bytes: int, num_gpus: float) -> int:
-    """Of what engines may take of a GPU, the part of one of them."""
+    """Return one engine's part of what engines may take of a GPU."""
     share = float(arguments.get("gpu_memory_utilization", UTILISATION))
     return int(card_bytes * share * min(1.0, num_gpus))
 

@@ -41,7 +41,7 @@ class GpuNode:
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """What an application on GPUs is going to be.
+    """Tells what an application on GPUs is going to be.
 
     Attributes:
         gpus: how many there are.
@@ -129,7 +129,9 @@ def gib(count: float) -> str:
 
 
 def _card_bytes(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, int | None]:
-    """Of the smallest GPU that a role may get; None where one cannot be looked at."""
+    """Return the memory of the smallest GPU that a role may get; None where one cannot be looked
+    at.
+    """
     found: dict[str, int | None] = {}
     for name, own in roles(settings):
         tier = role_tier(settings, own, gpu=True)
@@ -152,7 +154,7 @@ def _taken_by_others(nodes: Sequence[GpuNode]) -> list[str]:
 
 
 def _short(engines: Sequence[EnginePlan]) -> list[str]:
-    """Of engines that measure: those that may find too little for the longest sequence."""
+    """Return the engines that measure, and may find too little for the longest sequence."""
     return [
         f"{one.role}: room for some {one.kv_tokens:,} tokens, and vLLM does not start with less "
         f"than the longest sequence's {one.needs.least_tokens:,}; set engine.max_model_len"

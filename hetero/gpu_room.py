@@ -26,7 +26,7 @@ class Crowd:
 
     @property
     def processes(self) -> int:
-        """Those, and the server of each engine: as many cores as vLLM advises at least."""
+        """Count those, and the server of each engine: as many cores as vLLM advises at least."""
         return self.waiting + self.engines
 
 

@@ -1,4 +1,4 @@
-"""What the node's actor does about GPUs: power caps, energy, and the ledger of SM slots.
+"""Is the node's actor's part for GPUs: power caps, energy, and the ledger of SM slots.
 
 Engines say which GPUs they run on; nothing else is looked at, and nothing at all where no engine
 has one. Everything here blocks and is for one thread: the node's actor gives it one.
@@ -150,7 +150,7 @@ class GpuKeeper:
             self._nvml = None
 
     def state(self) -> dict[str, Any]:
-        """What is known of GPUs and caps now, for people to read."""
+        """Return what is known of GPUs and caps now, for people to read."""
         return {
             "engines": {use.engine_id: list(use.gpus) for use in self._uses.values()},
             "caps_w": dict(self._outcome.applied_w),

@@ -33,7 +33,7 @@ class GuardLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CapsOutcome:
-    """What became of the caps that were wanted.
+    """Tells what became of the caps that were wanted.
 
     Attributes:
         applied_w: the limits that hold, by GPU.

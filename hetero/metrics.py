@@ -1,4 +1,4 @@
-"""What ``/metrics`` says of GPUs, in Prometheus' text format; nothing where there are none."""
+"""The metrics of GPUs, in Prometheus' text format; none where there are no GPUs."""
 
 from collections.abc import Iterator
 

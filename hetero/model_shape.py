@@ -1,4 +1,4 @@
-"""What a model takes of a GPU's memory, by its ``config.json``: weights, KV a token, a step's rest.
+"""Works out a model's GPU memory by its ``config.json``: weights, KV a token, a step's rest.
 
 Pure: the configuration comes in as a mapping, as Hugging Face writes it, best with what its class
 says by default (`deployments.model_files`). Figures are of a transformer with attention of one of
@@ -63,7 +63,7 @@ class KvLayers:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model decides how much memory it takes.
+    """Tells what of a model decides how much memory it takes.
 
     Attributes:
         weights_bytes: all parameters, as they are loaded.
@@ -168,7 +168,7 @@ def shape_of(
 
 
 def kv_of(config: Mapping[str, Any]) -> tuple[KvLayers, ...]:
-    """What a model's layers keep of each token, those that keep as much together.
+    """Return what a model's layers keep of each token, those that keep as much together.
 
     Raises:
         ModelUnknown: a value is missing.
@@ -245,7 +245,7 @@ def _layer(config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str] | None:
-    """What each layer is, as far as they are of different kinds; None: all have attention."""
+    """Return what each layer is, where they are of different kinds; None: all have attention."""
     layers = range(_number(config, "num_hidden_layers"))
     kinds = config.get("layers_block_type") or config.get("layer_types")
     if kinds:

@@ -56,7 +56,7 @@ class MigDevice:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What a GPU is.
+    """Tells what a GPU is.
 
     Attributes:
         index: the GPU's number for NVML, in PCI bus order; CUDA's may differ
@@ -197,7 +197,7 @@ class Nvml:
         self._ask(uuid, pynvml.nvmlDeviceSetPowerManagementLimit, handle, milliwatts)
 
     def energy_j(self, uuid: str) -> float:
-        """What the GPU has used since the driver was loaded.
+        """Return what the GPU has used since the driver was loaded.
 
         Raises:
             NotSupported: it does not count (those before Volta); integrate `draw_w` instead.

@@ -50,7 +50,7 @@ class Cap:
             raise ValueError("a power cap is given in watts or as a fraction, one of the two")
 
     def limit_w(self, power: PowerReading) -> float:
-        """What to set, in watts (to a tenth, below what was asked for).
+        """Return what to set, in watts (to a tenth, below what was asked for).
 
         Raises:
             CapRefused: the GPU does not allow it.
@@ -66,7 +66,7 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is on disk while a cap holds.
+    """Tells what is on disk while a cap holds.
 
     Attributes:
         previous_w: the limit to put back.
@@ -86,7 +86,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What became of a record.
+    """Tells what became of a record.
 
     Attributes:
         outcome: ``restored``; ``changed`` (somebody else has set another limit since, which was
@@ -100,7 +100,7 @@ class Restored:
 
 
 def default_directory() -> Path:
-    """Where records lie: one place a machine for root, who alone may set limits as a rule.
+    """Return where records lie: one place a machine for root, who alone may set limits as a rule.
 
     ``CONSERVE_POWER_DIR``, else ``/var/lib/conserve/power`` for root, else the user's own
     state directory.

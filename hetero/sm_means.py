@@ -26,7 +26,7 @@ _DEFAULT_DIRECTORY = "/tmp/nvidia-mps"  # NVIDIA's own.
 
 
 class SmMeans(Protocol):
-    """What an engine's worker keeps to its SMs by."""
+    """Tells by what means an engine's worker keeps to its SMs."""
 
     @property
     def name(self) -> str:

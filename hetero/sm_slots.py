@@ -1,4 +1,4 @@
-"""Who has leased which SMs of a GPU: a ledger for the engines, and the halves of engines, on it.
+"""Keeps the ledger of who has leased which SMs of a GPU: engines, and the halves of engines.
 
 AgentServe (§III-C) binds decoding to the smallest of ten slots that has at least the SMs it needs;
 prefill gets the complement. A lease says which units of the GPU's split its SMs are
@@ -45,7 +45,7 @@ class SmLease(NamedTuple):
 
 
 class SmSlotLedger:
-    """Who has leased which SMs of which GPU. No unit is leased twice.
+    """Knows who has leased which SMs of which GPU. No unit is leased twice.
 
     A lease gets units next to each other: as few as make the smallest slot with at least the SMs
     asked for. They are taken beside the owner's others if there is room, so that the border between
@@ -242,7 +242,7 @@ class SmSlotLedger:
         return sum(sms for sms, _ in self._runs(gpu))
 
     def _runs(self, gpu: str, without: SmLease | None = None) -> list[tuple[int, range]]:
-        """What is free, and how many SMs that is; of one lease, as if it had ended."""
+        """Return what is free, and how many SMs that is; of one lease, as if it had ended."""
         before = self._gpus[gpu].split.before
         runs, start = [], 0
         for taken, lease in self._placed[gpu]:

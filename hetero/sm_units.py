@@ -30,7 +30,7 @@ class SmGranularity:
 
 
 def sm_granularity(compute_capability: tuple[int, int]) -> SmGranularity:
-    """What green contexts round to, by architecture.
+    """Return what green contexts round to, by architecture.
 
     Source: "Green Contexts" in NVIDIA's CUDA Driver API reference, its guideline for
     ``cuDevSmResourceSplitByCount``: 1 SM on 6.x, 2 in steps of 2 on 7.x, 4 in steps of 2 on 8.x,

@@ -56,7 +56,7 @@ class RoleTier:
 
 
 def role_tier(settings: Settings, own: RoleSettings, gpu: bool) -> RoleTier:
-    """Where a role runs, and how.
+    """Return where a role runs, and how.
 
     Without GPUs there are no kinds of them, nothing to cap and no SMs: what remains of a tier is
     the custom resource and the labels, and if there are none, it is the tier ``cpu``.
@@ -115,7 +115,7 @@ def missing(settings: Settings, gpu: bool, nodes: Sequence[NodeOffer]) -> list[s
 
 
 def described(tier: RoleTier) -> str:
-    """What a node must have to be of this tier, for people."""
+    """Return what a node must have to be of this tier, for people."""
     parts = []
     for name in tier.resources:
         if name.startswith(_ACCELERATOR):
@@ -127,7 +127,7 @@ def described(tier: RoleTier) -> str:
 
 
 def inventory(nodes: Sequence[NodeOffer]) -> str:
-    """What the cluster has, one line a node, for people."""
+    """Return what the cluster has, one line a node, for people."""
     lines = []
     for node in nodes:
         parts = [f"{node.resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU")]

@@ -1,4 +1,4 @@
-"""What a workload asks of a cluster: means over its conversations.
+"""Works out what a workload asks of a cluster: means over its conversations.
 
 Times on a profile's curves are sums of powers of lengths, so means of these powers give mean
 times exactly, without the conversations.
@@ -28,7 +28,7 @@ class PlannedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one conversation asks of the engines, in the mean.
+    """Tells what one conversation asks of the engines, in the mean.
 
     Attributes:
         conversations: how many these are means of.

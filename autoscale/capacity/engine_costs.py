@@ -8,7 +8,7 @@ from conserve.settings import Settings
 
 
 def engine_costs(settings: Settings) -> EngineCosts | None:
-    """What work costs the engines that these settings describe; None without a profile.
+    """Return what work costs the engines that these settings describe; None without a profile.
 
     Raises:
         ProfileError: the profile cannot be read.
@@ -17,7 +17,7 @@ def engine_costs(settings: Settings) -> EngineCosts | None:
 
 
 def costs_of(profile: Profile) -> EngineCosts:
-    """What work costs an engine of this profile, under its highest power cap."""
+    """Return what work costs an engine of this profile, under its highest power cap."""
     prefill, decode, handoff = profile.prefill, profile.decode, profile.handoff
     costs = EngineCosts(
         per_token_s=prefill.per_token_s,

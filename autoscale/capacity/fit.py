@@ -205,7 +205,7 @@ def fit_handoff(
 def fit_overhead(
     points: Sequence[TurnPoint], min_r_squared: float = MIN_R_SQUARED_STEPS
 ) -> Overhead:
-    """What turns took beyond their engines: a constant for each kind of turn.
+    """Fit what turns took beyond their engines: a constant for each kind of turn.
 
     Against what the same engines took a moment before, not against the curves: on a machine
     whose speed drifts, the drift would be larger than what is looked for.

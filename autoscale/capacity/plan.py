@@ -29,7 +29,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RoleProfiles:
-    """What the engines of each role can do, and under which power caps they run.
+    """Tells what the engines of each role can do, and under which power caps they run.
 
     Attributes:
         prefiller_cap_w, decoder_cap_w: None means the highest cap, if the profile has power.
@@ -41,7 +41,7 @@ class RoleProfiles:
     decoder_cap_w: float | None = None
 
     def powers(self) -> tuple[CappedPower | None, CappedPower | None]:
-        """What a prefiller and a decoder draw; None where the profile does not say.
+        """Return what a prefiller and a decoder draw; None where the profile does not say.
 
         Raises:
             ProfileError: a cap is given that the profile does not have.
@@ -54,7 +54,7 @@ class RoleProfiles:
 
 @dataclass(frozen=True, slots=True)
 class ConversationCost:
-    """What one conversation costs on these engines, and what one engine can do.
+    """Tells what one conversation costs on these engines, and what one engine can do.
 
     Attributes:
         prefill_s: a prefiller's time for the first turn.
@@ -127,7 +127,7 @@ class Plan:
 def conversation_cost(
     demand: Demand, profiles: RoleProfiles, *, with_appends: bool = True
 ) -> ConversationCost:
-    """What a conversation costs.
+    """Return what a conversation costs.
 
     Args:
         with_appends: False counts as if later turns brought no input, the plan's ideal tail.

@@ -120,7 +120,7 @@ class DecodeCurve(_Strict):
 
 
 class Interference(_Strict):
-    """What a prefill adds to an iteration of running decodes (ConServe, figure 5).
+    """Tells what a prefill adds to an iteration of running decodes (ConServe, figure 5).
 
     An iteration with both takes the decode's `DecodeCurve.step_s` plus ``prefill_share`` times
     the prefill's `PrefillCurve.marginal_s`: 1 if nothing overlaps, 0 if the prefill hides
@@ -145,7 +145,7 @@ class Handoff(_Strict):
 
 
 class Overhead(_Strict):
-    """What a turn takes until its first token, beside its engines and its KV's way.
+    """Tells what a turn takes until its first token, beside its engines and its KV's way.
 
     The router, its look-up in the conversation table, HTTP. Unknown (0) where only engines were
     measured, or an engine was described in a paper.
@@ -179,7 +179,7 @@ class CappedPower(_Strict):
 
 
 class Profile(_Strict):
-    """What one engine does.
+    """Tells what one engine does.
 
     Attributes:
         origin: ``measured`` here, or ``published``: from a paper's and data sheets' figures.

@@ -1,4 +1,4 @@
-"""What a demonstration saw, and whether that is what was promised."""
+"""Holds what a demonstration saw against what was promised."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -37,7 +37,7 @@ class AgentAnswer:
 
 @dataclass(slots=True)
 class Demonstration:
-    """What the demonstration saw.
+    """Tells what the demonstration saw.
 
     Attributes:
         handoffs: turns that took KV from LMCache.
@@ -55,7 +55,7 @@ class Demonstration:
     def verdict(
         self, conversations: int, turns: int, *, always_handed_off: bool = False
     ) -> list[str]:
-        """What is not as promised; empty if all is.
+        """Return what is not as promised; empty if all is.
 
         Args:
             conversations: how many there should be.

@@ -1,4 +1,4 @@
-"""What is left of tool environments that no application manages; see docs/environments.md."""
+"""Finds what is left of tool environments that no application manages; see docs/environments.md."""
 
 import fcntl
 import os

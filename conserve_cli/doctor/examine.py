@@ -104,7 +104,7 @@ class NodeProbe:
         return time.time()
 
     def listens(self) -> tuple[str, int]:
-        """Where other nodes can try to reach this node: a host and a port."""
+        """Return where other nodes can try to reach this node: a host and a port."""
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 

@@ -1,11 +1,11 @@
-"""What is observed of a node, as plain data that can be sent between nodes."""
+"""The facts that are observed of a node, as plain data that can be sent between nodes."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """What PyTorch says, imported in a process of its own.
+    """Tells what PyTorch says, imported in a process of its own.
 
     Attributes:
         problem: why it cannot be imported; empty if it can.
@@ -180,7 +180,7 @@ class CardFacts:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What NVML says.
+    """Tells what NVML says.
 
     Attributes:
         devices: whether the kernel shows NVIDIA devices at all.

@@ -12,7 +12,7 @@ _LEAST_SHARE = 0.1
 def check_gpus(
     facts: GpuFacts, settings: Settings, caps_power: bool, has_engines: bool = True
 ) -> list[Finding]:
-    """What NVML says of this node's GPUs.
+    """Judge what NVML says of this node's GPUs.
 
     Args:
         caps_power: whether power caps are asked for here.

@@ -1,4 +1,4 @@
-"""Who of ConServe, Ray and vLLM listens where other machines may reach it; see docs/security.md."""
+"""Finds what of ConServe, Ray and vLLM other machines may reach; see docs/security.md."""
 
 import ipaddress
 import os
@@ -32,7 +32,7 @@ _TO_DO = {
 
 
 def observe_listeners() -> list[ListenerFacts]:
-    """Those on this machine that listen on more than loopback, this process aside.
+    """Return those on this machine that listen on more than loopback, this process aside.
 
     Others' processes may not be visible.
     """
@@ -60,7 +60,7 @@ def observe_listeners() -> list[ListenerFacts]:
 
 
 def owner_of(command_line: str) -> str:
-    """Whose process it is, or an empty string if it is nobody's here."""
+    """Return whose process it is, or an empty string if it is nobody's here."""
     return next((owner for pattern, owner in _OWNERS if re.search(pattern, command_line)), "")
 
 
@@ -83,7 +83,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_listeners(listeners: Iterable[ListenerFacts], settings: Settings) -> list[Finding]:
-    """What listens on more than loopback although there is no other node to reach it.
+    """Judge what listens on more than loopback although there is no other node to reach it.
 
     What the settings ask for by name, `host` and `engine_host`, is not told.
     """

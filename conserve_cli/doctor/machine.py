@@ -27,7 +27,7 @@ def check_machine(
     crowd: Crowd | None = None,
     several: bool = False,
 ) -> list[Finding]:
-    """What ConServe needs of a machine.
+    """Judge whether a machine has what ConServe needs.
 
     Args:
         cpu_engines: how many engines would run here on the CPU.

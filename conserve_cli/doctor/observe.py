@@ -167,7 +167,7 @@ def _port(setting: str, purpose: str, host: str, port: int) -> PortFacts:
 
 
 def _holder(port: int) -> tuple[str, bool]:
-    """Who listens there, and whether that is ConServe; others' processes may not be visible."""
+    """Return who listens there, and whether that is ConServe; others' processes may be hidden."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:

@@ -35,7 +35,7 @@ print(json.dumps(said))
 
 
 def observe_gpus() -> GpuFacts:
-    """What the NVIDIA driver says, if there is one."""
+    """Ask the NVIDIA driver, if there is one."""
     devices = bool(glob.glob("/dev/nvidia[0-9]*"))
     try:
         with Nvml() as nvml:
@@ -89,7 +89,7 @@ def _holder(pid: int, memory_bytes: int | None) -> HolderFacts:
 
 
 def observe_torch() -> TorchFacts:
-    """What the PyTorch that is installed here is built for; imported in a process of its own."""
+    """Ask the PyTorch that is installed here what it is built for, in a process of its own."""
     environment = {**os.environ, "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_TRACK_USAGE": "false"}
     try:
         done = subprocess.run(

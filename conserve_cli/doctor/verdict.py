@@ -20,7 +20,7 @@ from hetero.gpu_room import most_on_node
 
 
 def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """What is wrong, and what is not, for an application with these settings.
+    """Return what is wrong, and what is not, for an application with these settings.
 
     Args:
         nodes: the head of a cluster first; or one machine by itself, which has no name.

@@ -64,7 +64,7 @@ _OUTPUT_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where to measure, in tokens.
+    """Tells where to measure, in tokens.
 
     Attributes:
         cold: lengths of prompts.

@@ -1,4 +1,4 @@
-"""What engines draw while they idle, prefill and decode, by the application's own count of joules.
+"""Measures what engines draw while they idle, prefill and decode, by the application's own joules.
 
 Engines' nodes read their GPUs' energy counters and report with each beat; ``GET /metrics`` has the
 sums by role. A phase is measured from one report to another, so their spacing costs no accuracy.
@@ -28,7 +28,7 @@ class NoDraw(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """What ``GET /metrics`` says of GPUs.
+    """Tells what ``GET /metrics`` says of GPUs.
 
     Attributes:
         joules: energy that each role's GPUs have used since the application started.
@@ -93,7 +93,7 @@ class DrawMeter:
         self._url = url.rstrip("/").removesuffix("/v1") + "/metrics"
 
     async def energy(self) -> Energy:
-        """What the application reports now.
+        """Return what the application reports now.
 
         Raises:
             MeasureError: the application does not answer.

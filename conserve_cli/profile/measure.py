@@ -1,4 +1,4 @@
-"""What a running application does, measured from outside: one request, or one batch.
+"""Measures a running application from outside: one request, or one batch.
 
 Each engine is asked directly, at its own address, so that nothing between client and engine is
 measured with it; whole turns, which include that, go to the application's address. Prompts are
@@ -260,7 +260,7 @@ class Probe:
         return TurnPoint(len(prompt), handed_off, cached, engines_s, seconds)
 
     async def _last_turn(self, name: str, prompt_tokens: int) -> dict[str, int]:
-        """What the engine reported of a conversation's turn with this prompt, its last."""
+        """Return what the engine reported of a conversation's turn with this prompt, its last."""
         url = f"{self._application}/v1/conversations/{self._salt}-{name}"
         deadline_s = time.perf_counter() + _REPORT_TIMEOUT_S
         while True:
