@@ -217,7 +217,7 @@ class Client:
             return False
 
     async def counters(self) -> dict[str, float] | None:
-        """What the server has counted (`benchmarks.counters`); None where it does not say."""
+        """Return what the server has counted (`benchmarks.counters`); None: it does not say."""
         try:
             async with (
                 asyncio.timeout(_CONNECT_TIMEOUT_S),

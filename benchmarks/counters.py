@@ -1,4 +1,4 @@
-"""What a server itself counts, as its ``/metrics`` says before and after a run.
+"""Reads a server's own counters, as its ``/metrics`` has them before and after a run.
 
 Counters are the server's, so they contain whatever else it served meanwhile. Nothing here fails
 where a server has none: figures that are not known are None.
@@ -37,7 +37,7 @@ _TIER_TOKENS = "conserve_computed_tokens_total"
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """What the server reported of a run; None: not available.
+    """Tells what the server reported of a run; None: not available.
 
     Attributes:
         handoffs: turns for which a decoder took KV over; one a conversation, with ConServe's own
@@ -94,7 +94,7 @@ def read(text: str) -> dict[str, float] | None:
 
 
 def of_tier(name: str, tier: str) -> str:
-    """What a tier's counter is called here."""
+    """Return a tier's name for a counter."""
     return f"{name}:{tier}"
 
 
@@ -117,7 +117,7 @@ def server_figures(
     conversations: int,
     kv_bytes_per_token: float | None = None,
 ) -> ServerFigures:
-    """What the counters' rise amounts to.
+    """Work out what the counters' rise amounts to.
 
     Args:
         conversations: how many were started.

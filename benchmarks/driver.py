@@ -82,7 +82,7 @@ class Lag:
     cpu_share: float
 
     def warning(self) -> str | None:
-        """What to do where the driver was the limit, else None."""
+        """Say what to do where the driver was the limit, else None."""
         if max(self.loop_p99_s, self.send_p99_s) <= _LAG_LIMIT_S and self.cpu_share <= _CPU_LIMIT:
             return None
         return (
@@ -94,7 +94,7 @@ class Lag:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of a run.
+    """Tells what came of a run.
 
     Attributes:
         records: every turn that was sent, in the order of their ends; times count from the run's
@@ -369,7 +369,7 @@ class _Driver:
 
 
 class _Recent:
-    """What the progress display shows, kept up as records come."""
+    """Holds what the progress display shows, kept up as records come."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -398,7 +398,7 @@ def _next(arrivals: Iterator[tuple[float, Script]]) -> tuple[float, Script] | No
 
 
 def _first(error: BaseException) -> BaseException:
-    """What happened first, out of the groups that tasks' errors come in."""
+    """Return what happened first, out of the groups that tasks' errors come in."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

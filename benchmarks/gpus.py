@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of this machine's GPUs: their names, and the energy they have used."""
+"""Asks NVIDIA's driver of this machine's GPUs: their names, and the energy they have used."""
 
 from hetero.nvml import GpuLost, NoDriver, NotSupported, Nvml
 
@@ -13,7 +13,7 @@ def names() -> list[str]:
 
 
 def energy_j() -> float | None:
-    """What all GPUs of this machine have used since their driver was loaded, in joules.
+    """Return what all GPUs of this machine have used since their driver was loaded, in joules.
 
     None without an NVIDIA driver, or where a GPU does not count it (those before Volta).
 

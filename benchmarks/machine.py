@@ -1,4 +1,4 @@
-"""What a measurement was made with: this machine, and the software on it.
+"""Describes what a measurement was made with: this machine, and the software on it.
 
 That is the driver's side. An endpoint on another machine may run other versions.
 """

@@ -31,7 +31,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MeasurementSettings:
-    """What to measure, and how.
+    """Tells what to measure, and how.
 
     Attributes:
         endpoints: one, or several to alternate between; the first is the baseline.
@@ -67,7 +67,7 @@ class MeasurementSettings:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a measurement came to: runs and reports in the order of the endpoints."""
+    """Tells what a measurement came to: runs and reports in the order of the endpoints."""
 
     runs: list[Run]
     reports: list[Report]

@@ -1,4 +1,4 @@
-"""What a run's turns amount to: latencies, objectives met, goodput, throughput.
+"""Works out what a run's turns amount to: latencies, objectives met, goodput, throughput.
 
 Pure functions of `TurnRecord`; all times in seconds. What is measured of a turn and of a
 conversation is in `benchmarks.latencies`. How each kind of turn counts:

@@ -1,4 +1,4 @@
-"""What the system does without load, and the bounds that are derived from it."""
+"""Derives bounds from what the system does without load."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ OBJECTIVES = ("ttft_first", "ttft_later", "tbt", "ttfet_less_gaps", "last_tbt", 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the system does without load: the same workload, one conversation at a time, no gaps.
+    """Tells what the system does without load: the same workload, one conversation at a time, no
+    gaps.
 
     Attributes:
         baseline_s: geometric mean of each latency in `OBJECTIVES` that was seen.

@@ -1,4 +1,4 @@
-"""What a workload asks for and what was seen of it: the plain data that everything here shares.
+"""The records of what a workload asks for and what was seen of it, which everything here shares.
 
 A `Script` is one conversation as a workload plans it. The driver asks it for the next request,
 sends it, and gives it what came back; so a recorded session, a replayed dialogue and a live agent
@@ -58,7 +58,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back, for a script whose next turn depends on it: a chat message's parts."""
+    """Holds what came back, for a script whose next turn depends on it: a chat message's parts."""
 
     content: str
     tool_calls: tuple[dict[str, Any], ...] = ()

@@ -151,7 +151,7 @@ class Selection:
         return range(int(first), int(last))
 
     def describe(self) -> dict[str, Any]:
-        """What makes the conversations what they are, for the report; equal for equal ones."""
+        """Say what makes the conversations what they are, for the report; equal for equal ones."""
         about_arrivals = ("pattern", "rate_per_s")
         return {
             field.name: str(value) if isinstance(value, Path) else value

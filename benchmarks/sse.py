@@ -126,7 +126,7 @@ class AnswerStream:
 
     @property
     def reasoning(self) -> str:
-        """What the model thought, where the server keeps it apart from the text."""
+        """Return what the model thought, where the server keeps it apart from the text."""
         return "".join(self._reasoning)
 
     @property
@@ -211,7 +211,7 @@ class AnswerStream:
 
 
 def error_message(error: Any) -> str:
-    """What the ``error`` of an event or of an error response says, in one line.
+    """Say in one line what the ``error`` of an event or of an error response is.
 
     Args:
         error: parsed JSON of any shape; usually OpenAI's object with a ``message``.

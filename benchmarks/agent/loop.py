@@ -24,7 +24,7 @@ MAX_TURNS = 12
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a model said.
+    """Tells what a model said.
 
     Attributes:
         message: the assistant's message, as it goes into the next request.

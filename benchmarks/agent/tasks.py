@@ -98,7 +98,7 @@ class Task:
         return f"All done, {', '.join(parts)}."
 
     def remark(self, step: int) -> str:
-        """What the embedded model says before the call of a step, counted from 0."""
+        """Return what the embedded model says before the call of a step, counted from 0."""
         before = f"Step {step} gave {_shown(self.results[step - 1])}. " if step else ""
         count = f"Done {step} of {len(self.calls)}."
         return f"{before}{count} Step {step + 1}, {self.clauses[step]}.\n"

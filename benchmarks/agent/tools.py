@@ -168,7 +168,7 @@ class Style:
 
 @dataclass(slots=True)
 class Toolbox:
-    """What the tools of one session work on: a table for each field, by name."""
+    """Holds what the tools of one session work on: a table for each field, by name."""
 
     style: Style
     tables: dict[str, dict[str, Value]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What others feel of a large append: it is prefilled at home, or where all wait least for it.
+"""Measures what others feel of a large append that is prefilled at home, or by elastic placement.
 
     python -m benchmarks.experiments.appends [--rounds 10] [--tokens 8000] [--json PATH]
 
@@ -126,7 +126,7 @@ class Others:
             self._tasks.append(asyncio.create_task(saying))
 
     async def engine(self) -> str:
-        """Where they live, once all have begun.
+        """Return where they live, once all have begun.
 
         Raises:
             RuntimeError: one has ended, or they are apart.

@@ -81,7 +81,7 @@ def serve(port: int, settings: Settings, make: Callable[..., FrontDoor] = FrontD
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What every experiment with doors can be told, and tells its doors."""
+    """Add the options of every experiment with doors, which it passes on to them."""
     warm.add_options(parser)
     parser.add_argument("--door", type=int, help=argparse.SUPPRESS)
 

@@ -1,4 +1,4 @@
-"""What an engine's scheduler that knows conversations changes, against vLLM's own.
+"""Measures what an engine's scheduler that knows conversations changes, against vLLM's own.
 
     python -m benchmarks.experiments.engine [--rounds 3] [--away UNITS] [--json PATH]
 

@@ -1,4 +1,4 @@
-"""What keys cost: warm turns with a key, against the same without any.
+"""Measures what keys cost: warm turns with a key, against the same without any.
 
     python -m benchmarks.experiments.keys [--rounds 40] [--json PATH]
 

@@ -1,4 +1,4 @@
-"""What it saves that later turns ask nobody: routers that remember where histories live or do not.
+"""Measures what it saves that later turns ask nobody: routers that remember histories or do not.
 
     python -m benchmarks.experiments.later_turns [--rounds 40] [--hogs 0 2] [--json PATH]
 

@@ -54,7 +54,7 @@ _WORDS = ("open", "close", "read", "write", "file", "class", "return", "import",
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an agent does: a first prompt, turns that append to it, and how long its tools take.
+    """Tells what an agent does: a first prompt, turns that append to it, and its tools' time.
 
     Lengths are in words, of about a token each, but for `output_tokens`.
     """
@@ -73,7 +73,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Level:
-    """What was seen of a system with so many agents.
+    """Tells what was seen of a system with so many agents.
 
     Attributes:
         seconds: for how long it was looked at.

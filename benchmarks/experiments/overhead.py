@@ -1,4 +1,4 @@
-"""What ConServe costs: warm turns through it, against the bare engine's own server.
+"""Measures what ConServe costs: warm turns through it, against the bare engine's own server.
 
     python -m benchmarks.experiments.overhead [--rounds 40] [--hogs 0 2] [--beside pausing=off]
 

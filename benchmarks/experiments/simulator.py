@@ -41,7 +41,7 @@ _TURNS_EACH = 10
 
 @dataclass(frozen=True, slots=True)
 class SimulatorSample:
-    """What one run took.
+    """Tells what one run took.
 
     Attributes:
         cpu_s: processor time, workload included; what one core alone would take.

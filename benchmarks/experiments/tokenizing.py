@@ -1,4 +1,4 @@
-"""What it saves to tokenize only what is new of a prompt, by the history's length.
+"""Measures what it saves to tokenize only what is new of a prompt, by the history's length.
 
     python -m benchmarks.experiments.tokenizing [--model FOLDER_OR_ID] [--rounds 9]
 

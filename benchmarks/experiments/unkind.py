@@ -1,4 +1,4 @@
-"""What clients that do their worst, within their limits, cost the others: time between tokens.
+"""Measures what clients that do their worst, within their limits, cost the others.
 
     python -m benchmarks.experiments.unkind [--rounds 10] [--json PATH]
 
@@ -137,7 +137,7 @@ def _first_answer(process: Any, counts: Any) -> Any:
 
 @dataclass
 class Seen:
-    """Of one kind of unkind client: p95 of the others' time between tokens, a number a round."""
+    """Holds the others' p95 of time between tokens beside one kind of client, a number a round."""
 
     p95_s: list[float] = field(default_factory=list)
     answers: Counter[str] = field(default_factory=Counter)

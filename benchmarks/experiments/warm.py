@@ -307,7 +307,7 @@ def report(results: Results, console: Console, base: str) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What every experiment with warm turns can be told."""
+    """Add the options of every experiment with warm turns."""
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
@@ -330,12 +330,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def loads(options: argparse.Namespace) -> list[Load]:
-    """What `add_options` was told."""
+    """Return the loads that `add_options` was told."""
     return [Load(clients, hog) for hog, clients in product(options.hogs, options.clients)]
 
 
 def size(options: argparse.Namespace) -> Size:
-    """What `add_options` was told."""
+    """Return the size that `add_options` was told."""
     return Size(options.first_words, options.output_tokens)
 
 

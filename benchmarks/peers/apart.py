@@ -36,7 +36,7 @@ class Apart:
     process: psutil.Process
 
     def memory_bytes(self) -> int:
-        """What all its processes have in memory; pages that they share count once."""
+        """Return what all its processes have in memory; pages that they share count once."""
         return int(sum(_each(self.process, lambda one: float(one.memory_full_info().pss))))
 
     def cpu_s(self) -> float:

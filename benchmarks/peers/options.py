@@ -1,4 +1,4 @@
-"""What a peer is started with: the same for all of them, so that they differ in nothing else."""
+"""The options of a peer: the same for all of them, so that they differ in nothing else."""
 
 import json
 import os
@@ -83,7 +83,7 @@ class Options:
 
     @property
     def model_source(self) -> str:
-        """Where engines load the model from."""
+        """Return where engines load the model from."""
         return engines.model_source(self.model)
 
     def _settings(self) -> Settings:

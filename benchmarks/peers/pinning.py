@@ -18,7 +18,7 @@ _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 
 def autogroup_warning() -> str | None:
-    """What to change on this machine before engines are pinned, if there is something.
+    """Say what to change on this machine before engines are pinned, if there is something.
 
     Where the kernel shares out cores by session, a load generator is in another one than engines.
     It was seen to wait three seconds for a core while two pinned engines had both to themselves,

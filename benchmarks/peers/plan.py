@@ -1,4 +1,4 @@
-"""What it takes to run one peer, as data; `benchmarks.peers.running` carries it out."""
+"""Describes as data how to run one peer; `benchmarks.peers.running` carries it out."""
 
 import sys
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the two peers of Ray Serve LLM share: its fastest documented ingress, and its config.
+"""Has what the two peers of Ray Serve LLM share: its fastest documented ingress, and its config.
 
 From Ray's user guides "Direct streaming" and "Enable High Throughput on Ray Serve":
 ``RAY_SERVE_ENABLE_HA_PROXY``, ``RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING`` and

@@ -56,7 +56,7 @@ def plan(options: Options) -> PeerPlan:
 
 
 def scheduling(options: Options, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the router is told of programs."""
+    """Return what the router is told of programs."""
     told: dict[str, Any] = {"program_scheduling_enable_key": "auto", "global_queue": True}
     blocks = arguments.get("num_gpu_blocks_override")
     if blocks is not None:

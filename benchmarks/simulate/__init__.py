@@ -1,4 +1,4 @@
-"""What a cluster would do: a discrete-event simulation with the live system's own policies."""
+"""Simulates a cluster by discrete events, with the live system's own policies."""
 
 from benchmarks.simulate.cluster import Cluster
 from benchmarks.simulate.costs import Costs

@@ -132,13 +132,13 @@ class Clients(ABC, Generic[OpenT]):
         return total_j
 
     def shared_found_tokens(self) -> int:
-        """What engines did not compute because other conversations had begun with it."""
+        """Return what engines did not compute because other conversations had begun with it."""
         engines = (*self.prefillers.values(), *self.decoders.values())
         return sum(engine.shared_found_tokens for engine in engines)
 
     @abstractmethod
     def figures(self, kv_bytes_per_token: float) -> ServerFigures:
-        """What a live system would have counted."""
+        """Return what a live system would have counted."""
 
     @abstractmethod
     def _open(self, script: Script, request: TurnRequest) -> OpenT:

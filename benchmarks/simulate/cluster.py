@@ -117,7 +117,7 @@ class Cluster(Clients[_Open]):
         self._later_prefills = self._cold_prefill_tokens = 0
 
     def figures(self, kv_bytes_per_token: float) -> ServerFigures:
-        """What a live system would have counted."""
+        """Return what a live system would have counted."""
         tokens = self._handoff_tokens + self._loaded_tokens
         return ServerFigures(
             handoffs=self._handoffs,

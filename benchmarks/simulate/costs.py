@@ -1,4 +1,4 @@
-"""What work costs one simulated engine: a profile's curves, under the role's power cap."""
+"""Works out what work costs a simulated engine: a profile's curves, under the role's power cap."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -127,7 +127,7 @@ class SimulatedEngine:
 
     @property
     def load(self) -> EngineLoad:
-        """What a live engine would say of its work."""
+        """Return what a live engine would say of its work."""
         prefilling = sum(work.left_tokens for work in self._prefilling)
         waiting = sum(self._missing(work) for work in self._waiting)
         costs, decodes = self.costs, len(self._decoding)
@@ -137,7 +137,7 @@ class SimulatedEngine:
         return EngineLoad(prefilling + waiting, decodes, step_s)
 
     def _missing(self, work: EngineTurn) -> int:
-        """What of a waiting turn's prompt has to be computed, as things are."""
+        """Return what of a waiting turn's prompt has to be computed, as things are."""
         here = self.finds(work)
         tokens = work.prompt_tokens + work.made_tokens
         return max(1, tokens - max(here, work.loaded_tokens))
@@ -169,7 +169,7 @@ class SimulatedEngine:
         return found + own if found == begins[-1].tokens else found
 
     def finds(self, work: EngineTurn) -> int:
-        """Of a turn's prompt, the tokens whose KV is here."""
+        """Return the tokens of a turn's prompt whose KV is here."""
         own = min(self.holds(work.conversation), work.reusable_tokens)
         if not work.shared or not self._keeps:
             return own
@@ -501,5 +501,5 @@ class SimulatedEngine:
 
 
 def _rank(work: EngineTurn) -> tuple[float, int]:
-    """Whose is lowest goes first; the last is preempted first."""
+    """Return a turn's rank: the lowest goes first, and the last is preempted first."""
     return work.priority, work.came

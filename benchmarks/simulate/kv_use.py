@@ -1,4 +1,4 @@
-"""What simulated decoders' KV space is used for, over time."""
+"""Accounts for the use of simulated decoders' KV space over time."""
 
 import math
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class KvUse:
         self._costs.end(turn, stats, now_s)
 
     def shares(self, now_s: float) -> dict[str, float]:
-        """Of all decoders' KV space until now, what each term took; empty of no time."""
+        """Return each term's share of all decoders' KV space until now; empty of no time."""
         self.look(now_s)
         of_decoders = [self._costs.terms(decoder_id) for decoder_id in self._costs.decoders]
         total = math.fsum(math.fsum(terms.values()) for terms in of_decoders)

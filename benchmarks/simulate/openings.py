@@ -1,4 +1,4 @@
-"""What a recorded or drawn prompt begins with, as the table's account is told of a chat's."""
+"""Tells the table's account what a recorded or drawn prompt begins with, as of a chat's."""
 
 from hashlib import blake2b
 
@@ -8,7 +8,7 @@ from conserve.recognition import Chain
 
 
 def opening(conversation: str, shared: tuple[SharedPrefix, ...], first: bool) -> Opening | None:
-    """What the live system would know of a prompt that begins so; None: it shares nothing.
+    """Return what the live system would know of a prompt that begins so; None: it shares nothing.
 
     Tools and system messages are one part there, the longest prefix of these.
 

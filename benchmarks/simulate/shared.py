@@ -1,4 +1,4 @@
-"""What prompts of several conversations begin with, in one simulated engine's prefix cache.
+"""Knows what prompts of several conversations begin with, in one simulated engine's prefix cache.
 
 vLLM hashes each whole block of a prompt with all before it, so system prompts and tools are found
 by whoever begins with them, and are there once. Their blocks are held by the turns that run; once

@@ -1,4 +1,4 @@
-"""What is simulated: a system's engines, and by which rules turns get to them."""
+"""Describes what is simulated: a system's engines, and by which rules turns get to them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ class SimulationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What is simulated.
+    """Tells what is simulated.
 
     Attributes:
         prefillers, decoders: the costs of each.

@@ -67,5 +67,5 @@ class EngineTurn:
 
     @property
     def shared_tokens(self) -> int:
-        """Of its prompt, what is not its conversation's alone."""
+        """Return what of its prompt is not its conversation's alone."""
         return self.shared[-1].tokens if self.shared else 0

@@ -1,4 +1,4 @@
-"""What `conserve bench` sends: conversations and their arrivals, made on demand and repeatable.
+"""Makes what `conserve bench` sends: conversations and their arrivals, on demand and repeatable.
 
 A workload is iterated over for pairs of arrival (s) and script; each iteration starts anew.
 """

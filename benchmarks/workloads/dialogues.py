@@ -67,7 +67,7 @@ class _RawDialogue(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """What is said before a turn, and how long its answer may be.
+    """Tells what is said before a turn, and how long its answer may be.
 
     Attributes:
         messages: system and user messages.

@@ -1,4 +1,4 @@
-"""What every workload is for its user: conversations in the order of their arrival."""
+"""The seat of every workload: conversations in the order of their arrival."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from benchmarks.workloads.traces import RecordedCall, RecordedSession
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is changed in the recording; nothing, by default.
+    """Tells what is changed in the recording; nothing, by default.
 
     Attributes:
         scale_tokens: factor for the lengths of prompts and outputs.
@@ -76,7 +76,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class _Forks:
-    """Where prompts part from the one before: what stands there in either of them.
+    """Knows where prompts part from the one before: what stands there in either of them.
 
     Attributes:
         blocks: ids; shape (forks, 2).
@@ -163,7 +163,7 @@ class Replay:
         return completion(prompt, self._changes.output_tokens(call))
 
     def _ends(self, blocks: int) -> Any:
-        """Where blocks begin, and the last one ends."""
+        """Return where blocks begin, and the last one ends."""
         return self._changes.position(np.arange(blocks + 1) * self.session.block_tokens)
 
     def _shared_length(self, call: RecordedCall) -> int:

@@ -80,7 +80,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What conversations look like.
+    """Tells what conversations look like.
 
     Attributes:
         turns: turns of a conversation; all but the last end in a tool call.

@@ -16,7 +16,7 @@ from benchmarks.simulate.run import Baseline, make_system, simulate
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What came out of one simulation.
+    """Tells what came out of one simulation.
 
     Attributes:
         engines: prefillers to decoders; a collocated system has as many in all.
@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def about(self) -> str:
-        """What it is, in a few words."""
+        """Say what it is, in a few words."""
         return f"{self.scene.name}, {self.engines}, {self.load:g}, seed {self.seed}"
 
 

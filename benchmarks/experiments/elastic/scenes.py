@@ -1,4 +1,4 @@
-"""What is served, on which engines, and by whom."""
+"""Lists what is served, on which engines, and by whom."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -38,7 +38,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an engine did in one step, in seconds; idle for the rest."""
+    """Tells what an engine did in one step, in seconds; idle for the rest."""
 
     prefill_s: float
     decode_s: float

@@ -19,7 +19,7 @@ _TICK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What an A40 draws without a cap, in watts. Assumed; the paper states caps alone.
+    """Draws what an A40 does without a cap, in watts. Assumed; the paper states caps alone.
 
     Attributes:
         prefill_w: draw of compute-bound work: all that the limit allows.
@@ -42,7 +42,7 @@ class Tier:
 
 @dataclass(slots=True)
 class Accounted:
-    """What the accounting says.
+    """Tells what the accounting says.
 
     Attributes:
         role_j: energy accounted to each role.

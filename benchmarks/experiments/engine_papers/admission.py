@@ -35,7 +35,7 @@ class SmallestFirst:
         del self._tickets[ticket.history_id]
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
-        """Those who wait, who goes first first."""
+        """Yield those who wait, who goes first first."""
         reverse = self._cpu_overloaded()
         ordered = sorted(self._tickets.values(), key=lambda one: one.prompt_tokens, reverse=reverse)
         return iter(ordered)

@@ -55,7 +55,7 @@ _BOUND_TIMES = 2.0
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What is compared.
+    """Tells which system is compared.
 
     Attributes:
         step_tokens: of a step without a lane.
@@ -93,7 +93,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out of one run, over all turns.
+    """Tells what came out of one run, over all turns.
 
     Attributes:
         ttft_s, tpot_s: by percentile; a turn's TPOT is the mean time between its tokens.

@@ -1,4 +1,4 @@
-"""What the two papers claim, beside what came out here."""
+"""Lists the two papers' claims, beside what came out here."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ CORES = 32
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What is compared.
+    """Tells which system is compared.
 
     Attributes:
         parts: of the scheduler that knows conversations; None: vLLM's.
@@ -80,7 +80,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out of one run.
+    """Tells what came out of one run.
 
     Attributes:
         mean_s, p95_s: from a program's arrival to its end, tools included.

@@ -15,7 +15,7 @@ def measure(
     seeds: Sequence[int],
     on_run: Callable[[], None],
 ) -> list[_Outcome]:
-    """What came out of each run.
+    """Return what came out of each run.
 
     Args:
         run: one of them: a system at a point with a seed.

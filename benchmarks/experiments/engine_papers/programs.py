@@ -33,7 +33,7 @@ class Program:
 
     @property
     def prompts_tokens(self) -> int:
-        """Of all its prompts together."""
+        """Return the length of all its prompts together."""
         context = total = 0
         for turn in self.turns:
             context += turn.append_tokens

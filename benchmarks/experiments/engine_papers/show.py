@@ -73,7 +73,7 @@ def show_agentserve(found: Sequence[agentserve.Outcome], console: Console) -> No
 
 
 def show_claims(listed: Sequence[Claim], of: str, console: Console) -> None:
-    """What is published, and what came out.
+    """Show what is published, and what came out.
 
     Args:
         of: whose claims these are.

@@ -1,4 +1,4 @@
-"""What papers say that came out, beside what came out here."""
+"""Lists what papers say that came out, beside what came out here."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from benchmarks.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What came out.
+    """Tells what came out.
 
     Attributes:
         load: number of programs at a time, or arrivals a second.
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def about(self) -> str:
-        """What it is, in a few words."""
+        """Say what it is, in a few words."""
         return f"{self.scene.name}, {self.load:g}: {self.contender.label}"
 
 

@@ -1,4 +1,4 @@
-"""What is served, and by whom."""
+"""Lists what is served, and by whom."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

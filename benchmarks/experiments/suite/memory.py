@@ -10,7 +10,7 @@ _SPARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What was seen before another system is started.
+    """Tells what was seen before another system is started.
 
     Attributes:
         total_bytes: the machine's memory.
@@ -27,7 +27,7 @@ class Room:
 
     @property
     def left_bytes(self) -> float:
-        """What is left for more systems once those that are up have grown."""
+        """Return what is left for more systems once those that are up have grown."""
         grow = sum(max(0, self.most_bytes - now) for now in self.up_bytes)
         return self.free_bytes - grow - _SPARE * self.total_bytes
 
@@ -43,7 +43,7 @@ class Room:
         return self.left_bytes >= self.most_bytes
 
     def told(self) -> str:
-        """What was seen, in a sentence."""
+        """Say what was seen, in a sentence."""
         verdict = "so one more fits" if self.fits else "so no more fit"
         return (
             f"{self.free_bytes / _GB:.1f} GB of memory are free beside {len(self.up_bytes)} "

@@ -1,4 +1,4 @@
-"""What comes before a measurement: warming up, the rate, and the unloaded reference."""
+"""Does what comes before a measurement: warming up, the rate, and the unloaded reference."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the comparison says, as Markdown."""
+"""Writes what the comparison says, as Markdown."""
 
 from collections.abc import Iterable, Iterator
 

@@ -61,7 +61,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure.
+    """Tells what to measure.
 
     Attributes:
         variants: the systems; the first gives the rates and the bounds, unless the rates are given.

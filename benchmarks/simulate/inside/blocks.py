@@ -67,7 +67,7 @@ class Blocks:
         self._cache(key, computed_tokens // self.block_tokens)
 
     def keep(self, key: str) -> int:
-        """What is cached of a conversation is kept from now on; how many blocks that are."""
+        """Keep what is cached of a conversation from now on; return how many blocks that are."""
         blocks = self.cached.get(key, 0)
         self._uncache(key, blocks)
         if blocks:
@@ -76,7 +76,7 @@ class Blocks:
         return blocks
 
     def unkeep(self, key: str, blocks: int | None = None) -> int:
-        """Of what is kept so many blocks, from its end on (None: all), are cached again."""
+        """Return so many of the kept blocks to the cache, from the end on (None: all)."""
         have = self.kept.get(key, 0)
         given = have if blocks is None else min(have, blocks)
         if given == have:

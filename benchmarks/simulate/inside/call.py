@@ -58,5 +58,5 @@ class Call:
 
     @property
     def missing_tokens(self) -> int:
-        """What is to be computed until its next token comes."""
+        """Return what is to be computed until its next token comes."""
         return self.tokens - self.computed_tokens

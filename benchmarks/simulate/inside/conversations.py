@@ -20,7 +20,7 @@ _RANKS_A_LEVEL = 8
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What of it is on, and with which settings.
+    """Tells which parts are on, and with which settings.
 
     Attributes:
         order: levels decide who begins, who computes first, and who is preempted; else who came
@@ -140,7 +140,7 @@ class ConversationScheduler(Scheduler):
     # --- a step ------------------------------------------------------------------------------
 
     def schedule(self, now_s: float) -> Step | None:
-        """What the next step computes."""
+        """Return what the next step computes."""
         self._now_s = now_s
         self._expire(now_s)
         if self._part is not None and (self._part.decodes or not self._part.runs):
@@ -340,9 +340,10 @@ def time_to_live(seconds: float) -> Parts:
 
 
 def attained_service() -> Parts:
-    """Whose conversation was served least goes first, and is preempted last: Autellix (PLAS), as
+    """Serve the conversation first that was served least, and preempt it last: Autellix (PLAS), as
     MARS's paper has it for a baseline. Levels of service alone, which is never forgotten; a wait of
-    a minute lets rise by one."""
+    a minute lets rise by one.
+    """
     feedback = {
         "footprints": (),
         "levels": 8,

@@ -1,4 +1,4 @@
-"""What steps take on the papers' GPUs with the papers' models, from data sheets.
+"""Works out what steps take on the papers' GPUs with the papers' models, from data sheets.
 
 The same arithmetic as in the profile `h100-qwen3-8b` (whose ``sources`` say more): of a GPU's peak
 compute 45 % is reached in matrix products (30 % in those of many small experts), of its bandwidth
@@ -87,7 +87,7 @@ LLAMA3_8B = Model("Llama-3-8B", 16.1e9, 2 * 6.98e9, 2 * 32 * 8 * 128 * 2, 2 * 32
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a model's steps take on a GPU.
+    """Tells what a model's steps take on a GPU.
 
     Matrix products take what reading the weights or computing takes, whichever is longer: so
     decodes hide behind a prefill's compute. Of experts, those are read that any token of the step
@@ -109,7 +109,7 @@ class Steps:
 
     @property
     def per_kv_token_s(self) -> float:
-        """What each token of KV that decodes read adds."""
+        """Return what each token of KV that decodes read adds."""
         return self.model.kv_bytes / (_BANDWIDTH_SHARE * self.gpu.bytes_per_s)
 
     def step_s(

@@ -69,7 +69,7 @@ class LaneEngine:
         self._begin_those_who_may()
 
     def _begin_those_who_may(self) -> None:
-        """Of those who wait for the lane, one in it, and those that need it no longer in steps."""
+        """Begin one that waits for the lane in it, and those that need it no longer in steps."""
         for call in list(self._waiting):
             route = self._route(call)
             if route == "wait":

@@ -1,4 +1,4 @@
-"""What happens when, in virtual time."""
+"""Runs what happens when, in virtual time."""
 
 import math
 from collections.abc import Callable

@@ -8,7 +8,7 @@ from benchmarks.simulate.inside.call import Call
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step computes.
+    """Tells what a step computes.
 
     Attributes:
         decodes: calls, of which it computes a token each.
@@ -20,7 +20,7 @@ class Step:
 
     @property
     def prefill_tokens(self) -> int:
-        """Of all chunks."""
+        """Return the length of all chunks."""
         return sum(tokens for _, tokens in self.chunks)
 
 
@@ -74,8 +74,9 @@ class Scheduler:
         self._history_tokens.pop(key, None)
 
     def found_tokens(self, call: Call) -> int:
-        """What of a call's prompt is here. Its last token is computed in any case: the next one
-        comes of it."""
+        """Return what of a call's prompt is here. Its last token is computed in any case: the next
+        one comes of it.
+        """
         size = self.blocks.block_tokens
         return min(self.blocks.found(call.key), (call.tokens - 1) // size) * size
 
@@ -105,7 +106,7 @@ class Scheduler:
         return ended
 
     def schedule(self, now_s: float) -> Step | None:
-        """What the next step computes; None: there is nothing to do."""
+        """Return what the next step computes; None: there is nothing to do."""
         scheduled: dict[Call, int] = {}
         self._left = self.step_tokens
         preempted = self._go_on(scheduled, now_s)
@@ -163,7 +164,7 @@ class Scheduler:
     # --- a step ------------------------------------------------------------------------------
 
     def _go_on(self, scheduled: dict[Call, int], now_s: float) -> bool:
-        """Those who run; whether any of them was preempted."""
+        """Go on with those who run; return whether any of them was preempted."""
         preempted = False
         for call in list(self.running):
             if self._left <= 0:
@@ -188,7 +189,7 @@ class Scheduler:
         return preempted
 
     def _begin(self, scheduled: dict[Call, int], now_s: float) -> None:
-        """Those who wait."""
+        """Begin those who wait."""
         while self.waiting and self._left > 0 and len(self.running) < self.most_calls:
             call = self.waiting[0]
             call.computed_tokens = self.found_tokens(call)
@@ -258,7 +259,7 @@ class Scheduler:
         return self.blocks.has_room(call.key, self.blocks.count(call.tokens))
 
     def _victim(self, now_s: float) -> Call:
-        """Who is preempted."""
+        """Choose who is preempted."""
         return self.running[-1]
 
     def _computed(self, call: Call, tokens: int, now_s: float) -> None:

@@ -9,7 +9,7 @@ _SATURATES_AT = 0.4
 
 
 def bandwidth_of(share: float) -> float:
-    """Of the memory's bandwidth, what so many of the SMs get."""
+    """Return the share of the memory's bandwidth that so many of the SMs get."""
     return min(1.0, share / _SATURATES_AT)
 
 
@@ -20,7 +20,7 @@ class FixedShare:
         self._share = share
 
     def decide(self, waited_s: float, now_s: float) -> float:
-        """Of the SMs, those that decodes have beside a prefill."""
+        """Return the SMs that decodes have beside a prefill."""
         return self._share
 
     def step(self, lasted_s: float, share: float, now_s: float) -> None:
@@ -38,7 +38,7 @@ class FedBackShare:
         self._reserve = DecodeReserve(range(1, SLOTS + 1), late_s=late_s)
 
     def decide(self, waited_s: float, now_s: float) -> float:
-        """Of the SMs, those that decodes have beside a prefill that is there for so long."""
+        """Return the SMs that decodes have beside a prefill that is there for so long."""
         return self._reserve.decide(decodes=True, waited_s=waited_s, now_s=now_s) / SLOTS
 
     def step(self, lasted_s: float, share: float, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What the rivals are called, on the command line and in reports."""
+"""Names the rivals, on the command line and in reports."""
 
 from typing import Literal
 

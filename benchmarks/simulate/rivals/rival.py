@@ -1,4 +1,4 @@
-"""What a system that is compared decides, and what it sees of programs and engines."""
+"""The seat of a system that is compared: what it decides, and what it sees."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ class Program:
 
 
 class Engine(Protocol):
-    """What can be seen of an engine."""
+    """Tells what can be seen of an engine."""
 
     @property
     def turns(self) -> int:
@@ -59,7 +59,7 @@ class Rival(ABC):
 
     @abstractmethod
     def route(self, program: Program, now_s: float) -> str | None:
-        """Where a turn goes that has come; None: it waits until `check` names it."""
+        """Return where a turn goes that has come; None: it waits until `check` names it."""
 
     def answered(self, program: Program, now_s: float) -> None:  # noqa: B027 # most need nothing
         """A turn has ended."""
@@ -72,7 +72,7 @@ class Rival(ABC):
         return ()
 
     def priority(self, program: Program) -> float:
-        """Of a turn that goes to its engine: the lowest goes first."""
+        """Return the priority of a turn that goes to its engine: the lowest goes first."""
         return 0.0
 
     def keep_s(self, program: Program) -> float:

@@ -50,7 +50,7 @@ class ThunderAgent(Rival):
         self._marked: set[Program] = set()
 
     def route(self, program: Program, now_s: float) -> str | None:
-        """Where it is active; a new one where it fits, unless others wait."""
+        """Return where it is active; a new one where it fits, unless others wait."""
         if program in self._queue:
             self._queue[program] = now_s
             return None
@@ -87,11 +87,11 @@ class ThunderAgent(Rival):
         return went
 
     def paused(self) -> list[Program]:
-        """Those in the global queue."""
+        """Return those in the global queue."""
         return list(self._queue)
 
     def marked(self) -> set[Program]:
-        """Those that leave at their turn's end."""
+        """Return those that leave at their turn's end."""
         return set(self._marked)
 
     def room(self, engine_id: str, now_s: float | None = None) -> float:

@@ -24,7 +24,7 @@ class Ttl(Affinity):
         self._ttl_s = ttl_s
 
     def priority(self, program: Program) -> float:
-        """Who came first."""
+        """Let whoever came first go first."""
         return program.arrived_s
 
     def keep_s(self, program: Program) -> float:
