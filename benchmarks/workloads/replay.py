@@ -52,7 +52,7 @@ class Changes:
         )
 
     def position(self, tokens: Any) -> Any:
-        """Where a position in a recorded prompt moves to; for integers and arrays of them."""
+        """Return where a position in a recorded prompt moves to: an integer, or an array."""
         return np.floor(np.asarray(tokens) * self.scale_tokens).astype(np.int64)
 
     def prompt_tokens(self, call: RecordedCall) -> int:
