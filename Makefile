@@ -130,11 +130,12 @@ test-compatibility: $(INSTALLED) ## Try vLLM's own tests, and Open Responses', o
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
 	@scripts/test_cluster.sh $(ARGS)
 
-lint: $(INSTALLED) ## Check style, format, types, and that no import goes up a floor
+lint: $(INSTALLED) ## Check style, format, types, docstrings' beginnings, and that no import goes up a floor
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo --no-cache
+	@$(BIN)/python scripts/lint_prose.py conserve conserve_cli deployments autoscale hetero benchmarks scripts
 
 format: $(INSTALLED) ## Format the code and mend what can be mended by itself
 	@$(BIN)/ruff check --fix-only .

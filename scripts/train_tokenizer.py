@@ -95,7 +95,7 @@ def _train(tokenizer: Tokenizer, sources: list[Path], size: int) -> None:
 
 
 def _pieces() -> Iterator[str]:
-    """What tasks' conversations are cut into, in the vocabulary's spelling."""
+    """Return what tasks' conversations are cut into, in the vocabulary's spelling."""
     cutter = _new().pre_tokenizer
     renderer = Renderer()
     rng = random.Random(0)

@@ -24,7 +24,7 @@ _GOING_ON_SHARE = {"plain": 0.4, "session": 0.04}
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What examples of a part of the training look like.
+    """Return what examples of a part of the training look like.
 
     Attributes:
         until: the share of the training's tokens at which the stage ends.

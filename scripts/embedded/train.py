@@ -97,7 +97,7 @@ class Run:
         return self.seen / self.tokens
 
     def rate(self) -> float:
-        """What the learning rates are multiplied with."""
+        """Return what the learning rates are multiplied with."""
         warm = min(1.0, (self.seen + BATCH_TOKENS) / WARM_UP_TOKENS)
         return warm * min(1.0, max(0.02, (1 - self.done) / COOL_DOWN))
 

@@ -135,7 +135,9 @@ FAMILIES = {
         "minimax_m2", '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>',
         "minimax_m2", "minimax_m2",
         (*_THINK, "<minimax:tool_call>", "</minimax:tool_call>"), "<think>\n", forced=False,
-        sizes=_EXPERTS | {"rotary_dim": 64, "scoring_func": "sigmoid"},
+        sizes=_EXPERTS | {
+            "rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True,
+        },
     ),
     "granite": Family("granite", "<|tool_call|>[]", "granite", None, ("<|tool_call|>",)),
     "seed-oss": Family(
