@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
+from rich.text import Text
 
 from conserve.console import new_console
 from conserve.settings import Settings
-from conserve_cli.doctor.findings import Finding, exit_status
+from conserve_cli.doctor.facts import Finding, exit_status
 from conserve_cli.doctor.observe import observe_node
-from conserve_cli.doctor.report import line
 from conserve_cli.doctor.verdict import judge
 from conserve_cli.setting_arguments import SettingArguments, settings_from
 
@@ -57,3 +57,22 @@ def _examined(
     except ConnectionError as error:
         console.print(f"[red]No Ray cluster at {escape(address)}: {escape(str(error))}[/red]")
         raise typer.Exit(2) from None
+
+
+# --- how a finding is shown -----------------------------------------------------------------------
+
+
+_COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "wrong": "bold red"}
+
+
+def line(finding: Finding) -> Text:
+    """One line: how bad it is, where, what was seen, and what to do."""
+    where = f"{finding.node} " if finding.node else ""
+    text = Text.assemble(
+        (f"{finding.level:<8}", _COLOURS[finding.level]),
+        (where, "bold"),
+        f"{finding.subject}: {finding.seen}",
+    )
+    if finding.to_do:
+        text.append(f". To do: {finding.to_do}", "italic")
+    return text

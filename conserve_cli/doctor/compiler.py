@@ -12,8 +12,7 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from conserve_cli.doctor.facts import CompilerFacts
-from conserve_cli.doctor.findings import Finding, exit_status
+from conserve_cli.doctor.facts import CompilerFacts, Finding, exit_status
 
 
 def observe_compiler(environment: Mapping[str, str]) -> CompilerFacts:

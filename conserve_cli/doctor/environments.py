@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from conserve.settings import Settings
-from conserve_cli.doctor.facts import EnvironmentFacts
-from conserve_cli.doctor.findings import Finding
+from conserve_cli.doctor.facts import EnvironmentFacts, Finding
 from deployments.environments.processes import folders
 from deployments.environments.sandbox import marked
 from deployments.environments.service import LOCK

@@ -15,8 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conserve.settings import Settings
-from conserve_cli.doctor.facts import NodeFacts
-from conserve_cli.doctor.findings import Finding
+from conserve_cli.doctor.facts import Finding, NodeFacts
 from conserve_cli.doctor.observe import observe_node
 from conserve_cli.doctor.verdict import judge
 from deployments.loopback import find_on_loopback

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 import psutil
 
 from conserve.settings import Settings
-from conserve_cli.doctor.facts import ListenerFacts
-from conserve_cli.doctor.findings import Finding
+from conserve_cli.doctor.facts import Finding, ListenerFacts
 
 # By command line; the first that matches names the owner.
 _OWNERS = (

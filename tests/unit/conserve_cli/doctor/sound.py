@@ -6,13 +6,13 @@ from typing import Any
 from conserve.settings import Settings
 from conserve_cli.doctor.facts import (
     CardFacts,
+    Finding,
     GpuFacts,
     MachineFacts,
     NodeFacts,
     SoftwareFacts,
     TorchFacts,
 )
-from conserve_cli.doctor.findings import Finding
 
 GIB = 2**30
 SETTINGS = Settings()

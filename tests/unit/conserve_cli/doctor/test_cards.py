@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from conserve.settings import Settings, load
+from conserve_cli.doctor.command import line
 from conserve_cli.doctor.facts import SoftwareFacts, TorchFacts
-from conserve_cli.doctor.observe_gpus import observe_gpus, observe_torch
-from conserve_cli.doctor.report import line
+from conserve_cli.doctor.observe import observe_gpus, observe_torch
 from conserve_cli.doctor.verdict import judge
 from tests.nvml.standin import Machine
 from tests.unit.conserve_cli.doctor.sound import CUDA, GIB, NODE, SETTINGS, WORKER

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from conserve_cli.doctor.cluster import check_nodes
+from conserve_cli.doctor.verdict import check_nodes
 from tests.unit.conserve_cli.doctor.sound import CPU, HEAD, WORKER, bad, software
 
 

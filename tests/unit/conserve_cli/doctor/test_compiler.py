@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from conserve.settings import Settings, load
+from conserve_cli.doctor.command import line
 from conserve_cli.doctor.compiler import check_compiler, observe_compiler
 from conserve_cli.doctor.facts import CompilerFacts, GpuFacts
-from conserve_cli.doctor.report import line
 from conserve_cli.doctor.verdict import judge
 from tests.checkout import ROOT
 from tests.unit.conserve_cli.doctor.sound import (

@@ -6,7 +6,7 @@ import pytest
 
 from conserve.settings import Settings
 from conserve_cli.doctor.facts import GpuFacts
-from conserve_cli.doctor.gpus import check_gpus
+from conserve_cli.doctor.machine import check_gpus
 from tests.unit.conserve_cli.doctor.sound import H100, NO_GPU, SETTINGS, bad
 
 

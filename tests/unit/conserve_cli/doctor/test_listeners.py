@@ -10,8 +10,7 @@ import pytest
 
 from conserve.settings import Settings, load
 from conserve_cli.doctor import listeners
-from conserve_cli.doctor.facts import ListenerFacts
-from conserve_cli.doctor.findings import Finding
+from conserve_cli.doctor.facts import Finding, ListenerFacts
 from conserve_cli.doctor.listeners import check_listeners, is_loopback, observe_listeners, owner_of
 from conserve_cli.doctor.verdict import judge
 from tests.unit.conserve_cli.doctor.sound import HEAD, NODE, SETTINGS, WORKER, bad

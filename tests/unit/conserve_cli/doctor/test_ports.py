@@ -3,7 +3,7 @@
 import dataclasses
 
 from conserve_cli.doctor.facts import PortFacts
-from conserve_cli.doctor.ports import check_ports
+from conserve_cli.doctor.verdict import check_ports
 
 
 def test_ports_that_others_have() -> None:

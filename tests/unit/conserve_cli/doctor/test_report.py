@@ -1,7 +1,7 @@
 """Findings as they are shown."""
 
-from conserve_cli.doctor.findings import Finding
-from conserve_cli.doctor.report import line
+from conserve_cli.doctor.command import line
+from conserve_cli.doctor.facts import Finding
 
 
 def test_a_finding_is_one_line_that_ends_with_what_to_do() -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from conserve.settings import load
-from conserve_cli.doctor.tiers import check_tiers
+from conserve_cli.doctor.verdict import check_tiers
 from tests.unit.conserve_cli.doctor.sound import HEAD, SETTINGS, WORKER, bad
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from conserve.settings import load
-from conserve_cli.doctor.findings import exit_status
+from conserve_cli.doctor.facts import exit_status
 from conserve_cli.doctor.verdict import judge
 from tests.unit.conserve_cli.doctor.sound import (
     CUDA,
