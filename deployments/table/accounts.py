@@ -18,9 +18,8 @@ from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
 from conserve.tenants.metrics import TenantMetrics
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
-from deployments.table.load_metrics import EngineLoads
+from deployments.table.engine_metrics import EngineLoads, EngineSchedulers
 from deployments.table.registry import Registry
-from deployments.table.scheduler_metrics import EngineSchedulers
 from hetero.energy import EnergyBook, EngineEnergy
 from hetero.metrics import EnergyMetrics
 

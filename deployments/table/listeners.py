@@ -1,15 +1,21 @@
-"""Decoders that begin turns by themselves: what they are told, and who waits until they have heard.
+"""Talks with decoders that begin turns by themselves: tells them, and waits until they heard.
 
-What may be begun where is `conserve.direct`'s affair; this waits.
+What may be begun where is `conserve.direct`'s affair.
 """
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Collection
 
-from conserve.direct import LEASE_S, Notice, Notices
+from conserve.clock import unix_s
+from conserve.conversations import ConversationTable
+from conserve.direct import LEASE_S, Began, Ended, Notice, Notices, Report
 from conserve.history import TurnKey
 from conserve.wire import BEAT_S, SILENCE_S
+from deployments.messages import TurnPlan
+from deployments.table.registry import Registry
+from deployments.table.running import RunningTurns
 
 # How long to wait for decoders to say what they have done: whoever asks what there is, begins a
 # turn beside another or ends a conversation, as long as a decoder may begin turns; and whoever
@@ -105,3 +111,64 @@ class Listeners:
         for decoder_id, number, future in self._waiting:
             if not future.done() and self._notices.has_heard(decoder_id, number):
                 future.set_result(None)
+
+
+# --- what they tell -------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("conserve.table")
+
+
+class Reports:
+    """Takes decoders' reports, each once and in order."""
+
+    def __init__(
+        self,
+        table: ConversationTable,
+        registry: Registry,
+        listeners: Listeners,
+        running: RunningTurns,
+    ) -> None:
+        self._table = table
+        self._registry = registry
+        self._listeners = listeners
+        self._running = running
+
+    async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
+        """See `TableService.hear`."""
+        notice = await self._listeners.hear(decoder_id, registration, heard)
+        return None if notice is None else notice._replace(parks=self._parks_on(decoder_id))
+
+    def take(self, decoder_id: str, registration: int, report: Report) -> bool | None:
+        """See `TableService.report`."""
+        notices = self._table.notices
+        if not notices.is_current(decoder_id, registration):
+            return None
+        for event in report.events if notices.is_new(decoder_id, report.number) else ():
+            try:
+                self._happened(event, decoder_id)
+            except Exception:
+                # It would be told again for ever, and nothing after it.
+                logger.exception("what decoder %s says of %s", decoder_id, event.turn)
+        self._listeners.confirmed(decoder_id, report.heard)
+        return self._parks_on(decoder_id)
+
+    def _parks_on(self, decoder_id: str) -> bool:
+        memory = self._table.memory
+        return memory is not None and memory.parks_on(decoder_id)
+
+    def _happened(self, event: Began | Ended, decoder_id: str) -> None:
+        turn = event.turn
+        if isinstance(event, Began):
+            if self._table.began(turn, decoder_id, unix_s(), event.parks):
+                url = self._registry.engines[decoder_id].url
+                plan = TurnPlan(turn, decoder_id, url, later=True, parks=event.parks)
+                self._listeners.began(turn, decoder_id)
+                self._running.begins(plan, event.router_id)
+            return
+        self._listeners.ended(turn, decoder_id)
+        if not event.completed or event.stats is None:
+            self._running.abandon(turn, decoder_id, event.stats)
+        elif not self._running.advance(turn, decoder_id, event.stats, event.tails):
+            # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
+            self._registry.note_forgotten(decoder_id, turn.history_id, turn.incarnation)

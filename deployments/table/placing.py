@@ -20,11 +20,9 @@ from deployments.messages import (
 )
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
-from deployments.table.gate import TenantGate
 from deployments.table.listeners import LOOK_S, MOVE_S, Listeners
-from deployments.table.pending import PendingTurn
 from deployments.table.registry import Registry
-from deployments.table.room import Room
+from deployments.table.room import PendingTurn, Room, TenantGate
 from deployments.table.running import RunningTurns
 
 logger = logging.getLogger("conserve.table")

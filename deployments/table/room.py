@@ -1,17 +1,170 @@
-"""Turns whose conversations are bound nowhere yet, and the room that they wait for."""
+"""Keeps turns whose conversations are bound nowhere yet, within their tenants' limits."""
 
 import asyncio
+import contextlib
 import itertools
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from conserve.admission import Admission
+from conserve import identity
+from conserve.admission import Admission, Admitted, WaitingLine
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.history import History
+from conserve.tenants.limits import Over
+from deployments.messages import TurnTenant
 from deployments.table.accounts import Accounts
-from deployments.table.gate import TenantGate
-from deployments.table.pending import PendingTurn
 from deployments.table.registry import Registry
+
+
+@dataclass(slots=True, eq=False)
+class PendingTurn:
+    """A turn whose conversation is bound nowhere, until it is bound or given up.
+
+    It is made by `TableService.begin`, or by `place` where that knows nothing of the turn.
+
+    Attributes:
+        router_id: the router that asked first; if it dies, the turn is given up.
+        claim: tells it from other turns of the conversation, to whoever may give it up.
+        settled: done once it is bound or given up; other turns of the conversation wait for that.
+        arrived_s: when the conversation's first request came, in Unix time.
+        chat: whether it has messages; False: it is a completion's.
+        granted: None unless `place` waits for room; done when there is room, cancelled when the
+            turn is given up.
+        given_up: too late for that: there was room, and nobody wants it any more.
+    """
+
+    history_id: str
+    router_id: str
+    claim: int
+    settled: asyncio.Future[None]
+    chat: bool = False
+    arrived_s: float = 0.0
+    granted: asyncio.Future[Admitted] | None = None
+    given_up: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether `place` waits for room: in line, or just out of it and not resumed yet."""
+        return self.granted is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it is bound already, and `place` only has to notice."""
+        granted = self.granted
+        return granted is not None and granted.done() and not granted.cancelled()
+
+    def settle(self) -> None:
+        """Note that the conversation is bound or given up."""
+        if not self.settled.done():
+            self.settled.set_result(None)
+
+
+# When to try again where nobody knows: turns end soon, conversations do not.
+_TURN_S, _CONVERSATION_S = 1, 10
+
+
+class TenantGate:
+    """Says whether a turn would break a limit of its tenant; nothing is counted by asking.
+
+    A turn counts from `arriving` to its end: while it waits for another of its conversation, then
+    as a pending one, then as one that runs. At each moment it is one of the three.
+    """
+
+    def __init__(self, table: ConversationTable, line: WaitingLine) -> None:
+        self._table = table
+        self._line = line
+        self._arriving: dict[str, int] = {}
+        self._pending: dict[str, set[PendingTurn]] = {}
+
+    # --- what is told ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def arriving(self, tenant: TurnTenant | None) -> Iterator[None]:
+        """Count a turn that is neither pending nor running yet."""
+        if tenant is None:
+            yield
+            return
+        self._arriving[tenant.name] = self._arriving.get(tenant.name, 0) + 1
+        try:
+            yield
+        finally:
+            self._arriving[tenant.name] -= 1
+
+    def pends(self, pending: PendingTurn) -> None:
+        """Count a turn whose conversation is to be bound."""
+        name = identity.tenant_of(pending.history_id)
+        if name is not None:
+            self._pending.setdefault(name, set()).add(pending)
+
+    def settled(self, pending: PendingTurn) -> None:
+        """Count it no longer: it runs, or was given up."""
+        name = identity.tenant_of(pending.history_id)
+        if name is not None:
+            self._pending.get(name, set()).discard(pending)
+
+    # --- what can be asked -------------------------------------------------------------------
+
+    def turn_over(self, tenant: TurnTenant | None) -> Over | None:
+        """The limit that one more turn would break, whatever its conversation is."""
+        if tenant is None or tenant.limits.turns is None:
+            return None
+        turns = self._table.usage.tenant(tenant.name).turns
+        turns += self._arriving.get(tenant.name, 0) + len(self._unbound(tenant.name))
+        if turns < tenant.limits.turns:
+            return None
+        return Over("turns", tenant.limits.turns, _TURN_S)
+
+    def conversation_over(
+        self, tenant: TurnTenant | None, history_id: str, now_s: float
+    ) -> Over | None:
+        """The limit that a turn of this history would break.
+
+        Histories count as conversations: else one name would do for any number.
+        """
+        if tenant is None:
+            return None
+        limits, usage = tenant.limits, self._table.usage.tenant(tenant.name)
+        if limits.held_tokens is not None and usage.held_tokens >= limits.held_tokens:
+            return Over("held_tokens", limits.held_tokens, _CONVERSATION_S)
+        if limits.conversations is None and limits.new_per_minute is None:
+            return None
+        unbound = self._unbound(tenant.name)
+        new = {one.history_id for one in unbound if one.history_id not in self._table}
+        if history_id in self._table or history_id in new:
+            return None
+        if limits.conversations is not None and (
+            usage.histories + len(new) >= limits.conversations
+        ):
+            return Over("conversations", limits.conversations, _CONVERSATION_S)
+        if limits.new_per_minute is not None and (
+            usage.begun_lately(now_s) + len(new) >= limits.new_per_minute
+        ):
+            return Over("new_per_minute", limits.new_per_minute, usage.fewer_in_s(now_s))
+        return None
+
+    def binding_over(self, tenant: TurnTenant | None, prompt_tokens: int) -> Over | None:
+        """The limit that binding a conversation with so many tokens would break."""
+        if tenant is None or tenant.limits.held_tokens is None:
+            return None
+        allowed = tenant.limits.held_tokens
+        if prompt_tokens > allowed:
+            return Over("held_tokens", allowed, _CONVERSATION_S, never=True)
+        if self._tokens(tenant.name) + prompt_tokens > allowed:
+            return Over("held_tokens", allowed, _CONVERSATION_S)
+        return None
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _unbound(self, name: str) -> list[PendingTurn]:
+        return [one for one in self._pending.get(name, ()) if not one.has_room]
+
+    def _tokens(self, name: str) -> int:
+        """Held, and asked for by those in line."""
+        beginning = identity.scoped(name, "")
+        waiting = self._line.tokens_of(beginning) if self._line else 0
+        return self._table.usage.tenant(name).held_tokens + waiting
 
 
 class Room:

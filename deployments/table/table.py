@@ -2,7 +2,7 @@
 
 Its state is soft. If the process dies, Ray starts it again and the engines, which notice at
 their next beat, tell it who they are and what they hold; turns wait until all have, or for a
-while (`recovery`). See docs/architecture.md.
+while (`membership`). See docs/architecture.md.
 
 What it decides is elsewhere and pure: where a conversation goes in `conserve.placement`, who goes
 first in `conserve.admission`, what is held where in `conserve.conversations`, how many engines
@@ -50,19 +50,20 @@ from deployments.messages import (
 )
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
-from deployments.table.gate import TenantGate
-from deployments.table.lifecycle import standings
-from deployments.table.listeners import LOOK_S, Listeners
-from deployments.table.listening import SHOWN_EVENTS, listen
-from deployments.table.listing import list_recent
-from deployments.table.membership import Membership
+from deployments.table.listeners import LOOK_S, Listeners, Reports
+from deployments.table.membership import Membership, Recovery
 from deployments.table.placing import Placing
-from deployments.table.recovery import Recovery
 from deployments.table.registry import Registry
-from deployments.table.reports import Reports
-from deployments.table.room import Room
+from deployments.table.room import Room, TenantGate
 from deployments.table.running import RunningTurns
-from deployments.table.views import conversation_view, engine_view
+from deployments.table.views import (
+    SHOWN_EVENTS,
+    conversation_view,
+    engine_view,
+    list_recent,
+    listen,
+    standings,
+)
 from hetero.energy import EngineEnergy
 
 logger = logging.getLogger("conserve.table")

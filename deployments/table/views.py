@@ -1,20 +1,87 @@
-"""Conversations and engines as clients see them: ``GET /v1/conversations``, ``/v1/engines``."""
+"""Shows clients conversations, engines and events, as ``GET /v1/...`` answers."""
 
+import asyncio
 import dataclasses
 import heapq
-from collections.abc import Sequence
-from typing import Any
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
 
 from conserve import identity
+from conserve.admission import Ticket
 from conserve.conversations import ConversationTable
-from conserve.events import Event
+from conserve.environments import Standing
+from conserve.events import Event, EventLog
 from conserve.histories.sharing import held_together
 from conserve.history import History
 from conserve.pausing import RunningTools
 from conserve.pausing.tools import Running
 from conserve.placement.load import EngineLoad
-from deployments.messages import EngineInfo
-from deployments.table.listening import own_view
+from deployments.messages import EngineInfo, EventPage, EventQuery
+
+# Of a conversation's, so many are shown.
+SHOWN_EVENTS = 32
+# Listeners are told so often of what has happened, and of so much at a time.
+_EVERY_S = 0.2
+_MOST_AT_ONCE = 512
+# Details that are counted over all tenants, or say how full decoders are.
+_OF_OTHERS = ("history", "turn", "ahead", "missing_tokens", "decoders")
+
+
+async def listen(events: EventLog, query: EventQuery) -> EventPage:
+    """Return what has happened, for ``GET /v1/events``; wait until there is something to tell."""
+    mine = _of(query.tenant, query.conversation_id)
+    # A number that there is not yet is that of a log before this one, whose clock was ahead.
+    after = events.newest if query.after is None else min(query.after, events.newest)
+    deadline_s = time.monotonic() + query.patience_s
+    while True:
+        missed, newest = events.missed(after), events.newest
+        found = events.after(after, query.kinds, mine)
+        if found or missed or time.monotonic() >= deadline_s:
+            if len(found) > _MOST_AT_ONCE:
+                found = found[:_MOST_AT_ONCE]
+                newest = found[-1].number
+            return EventPage(newest, missed, [(one.number, one.kind, _json(one)) for one in found])
+        after = newest
+        await asyncio.sleep(_EVERY_S)
+
+
+def _of(tenant: str | None, conversation_id: str | None) -> Callable[[str], bool] | None:
+    """Says of a history whether it is asked for; None: all are."""
+    if conversation_id is not None:
+        return lambda history_id: identity.conversation_of(history_id) == conversation_id
+    if tenant is not None:
+        return lambda history_id: identity.tenant_of(history_id) == tenant
+    return None
+
+
+def _json(event: Event) -> bytes:
+    """An event, and of which conversation, or engine."""
+    shown: dict[str, Any] = {"number": event.number}
+    if event.history_id:
+        tenant = identity.tenant_of(event.history_id)
+        shown["conversation"] = identity.own_id(event.history_id)
+        shown |= {} if tenant is None else {"tenant": tenant}
+    return msgspec.json.encode(shown | _view(event))
+
+
+def own_view(event: Event) -> dict[str, Any]:
+    """One of a conversation's events, for its client: without what tells of others."""
+    return {name: value for name, value in _view(event).items() if name not in _OF_OTHERS}
+
+
+def _view(event: Event) -> dict[str, Any]:
+    number = identity.number_of(event.history_id)
+    return {
+        "kind": event.kind,
+        "at": round(event.at_s, 3),
+        **({} if number is None else {"history": number}),
+        **event.details,
+    }
+
 
 # Of a conversation's, so many are shown: a name that many share may have thousands.
 SHOWN_HISTORIES = 64
@@ -160,3 +227,111 @@ def _load_view(load: EngineLoad) -> dict[str, int | float | None]:
         "step_s": round(load.step_s, 6) or None,
         "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1) or None,
     }
+
+
+# --- the newest conversations ---------------------------------------------------------------------
+
+
+_T = TypeVar("_T")
+
+# Looked at in one go, and shown in one go: a millisecond each, or a few.
+_LOOKED_AT = 8192
+_SHOWN = 256
+
+
+async def list_recent(
+    table: ConversationTable, limit: int, now_s: float, tenant: str | None = None
+) -> bytes:
+    """The most recently used conversations, the most recent first, as a JSON list.
+
+    They are those that lived when it was asked for, by when they were last used then or since;
+    what has ended meanwhile is left out.
+
+    Args:
+        limit: how many at most.
+        now_s: Unix time.
+        tenant: of this one alone; None: of all.
+    """
+    live = table.live()
+    beginning = "" if tenant is None else identity.scoped(tenant, "")
+    newest: list[tuple[float, int, History]] = []
+    # The count makes each entry unlike any other, so that no two conversations are compared.
+    count = itertools.count(0, -1)
+    # Of a conversation with several histories, the one that was used last stands for it.
+    several: dict[str, History] = {}
+
+    def take(history: History) -> None:
+        entry = (history.last_used_s, next(count), history)
+        if len(newest) < limit:
+            heapq.heappush(newest, entry)
+        elif history.last_used_s > newest[0][0]:
+            heapq.heappushpop(newest, entry)
+
+    for part in _slices(live, _LOOKED_AT):
+        least_s = newest[0][0] if len(newest) == limit else float("-inf")
+        for history in part:
+            if history.last_used_s > least_s and history.id.startswith(beginning):
+                if table.has_several(history.id):
+                    name = identity.conversation_of(history.id)
+                    other = several.setdefault(name, history)
+                    if history.last_used_s > other.last_used_s:
+                        several[name] = history
+                    continue
+                take(history)
+                if len(newest) == limit:
+                    least_s = newest[0][0]
+        await asyncio.sleep(0)
+    for part in _slices(list(several.values()), _LOOKED_AT):
+        for history in part:
+            take(history)
+        await asyncio.sleep(0)
+    newest.sort(reverse=True)
+    parts = []
+    # One that had several histories may have been met as one of them and as the other.
+    names = dict.fromkeys(identity.conversation_of(one.id) for _, _, one in newest)
+    for shown in _slices([*names], _SHOWN):
+        for name in shown:
+            histories = table.histories(name)
+            if histories:
+                parts.append(msgspec.json.encode(conversation_view(histories, now_s, table.tools)))
+            if len(histories) > _SHOWN:
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    return b"[" + b",".join(parts) + b"]"
+
+
+def _slices(whole: Sequence[_T], length: int) -> Iterator[Sequence[_T]]:
+    return (whole[at : at + length] for at in range(0, len(whole), length))
+
+
+# --- for who keeps something of conversations -----------------------------------------------------
+
+
+def standings(
+    conversation_ids: Collection[str],
+    table: ConversationTable,
+    waiting: Iterable[Ticket],
+    pending: Collection[str],
+) -> dict[str, Standing]:
+    """How these conversations stand; whoever is unknown is left out.
+
+    Args:
+        conversation_ids: as they are kept.
+        waiting: who waits for room, who goes first first.
+        pending: histories that are being placed.
+    """
+    asked = set(conversation_ids)
+    found: dict[str, Standing] = {}
+    for place, ticket in enumerate(waiting):
+        conversation_id = identity.conversation_of(ticket.history_id)
+        if conversation_id in asked:
+            # Of several histories, the one that is served first.
+            found.setdefault(conversation_id, Standing("waiting", place))
+    placed = {identity.conversation_of(history_id) for history_id in pending}
+    for conversation_id in asked:
+        histories = table.histories(conversation_id)
+        if any(one.decoder_id is not None for one in histories):
+            found[conversation_id] = Standing("live")
+        elif histories or conversation_id in placed:
+            found.setdefault(conversation_id, Standing("live"))
+    return found

@@ -19,9 +19,8 @@ from deployments.messages import (
     TurnTiming,
     Unplaced,
 )
-from deployments.table import listening
-from deployments.table.listening import listen
 from deployments.table.table import TableService
+from deployments.table.views import listen
 from tests.unit.deployments.table.test_table import TOKENS, a_full_service, engine
 from tests.unit.deployments.table.virtual_time import run
 
@@ -133,7 +132,7 @@ def test_a_listener_that_asks_for_much_is_told_a_part_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Others' turns are placed between."""
-    monkeypatch.setattr(listening, "_MOST_AT_ONCE", 3)
+    monkeypatch.setattr(views, "_MOST_AT_ONCE", 3)
     log = EventLog(lambda: 0.0)
     for number in range(8):
         log.add("end", f"h{number % 2}")

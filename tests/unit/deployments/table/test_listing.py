@@ -10,8 +10,8 @@ from conserve.history import History
 from conserve.pausing import RunningTools
 from conserve.settings import Settings
 from deployments.messages import BeginTurn, EngineInfo, PlaceTurn, Unplaced
-from deployments.table.listing import list_recent
 from deployments.table.table import TableService
+from deployments.table.views import list_recent
 
 
 def conversations(count: int) -> list[History]:
