@@ -17,8 +17,8 @@ from typing import Any
 
 import ray
 
+from autoscale.autoscaler import make_autoscaler
 from autoscale.capacity.engine_costs import engine_costs
-from autoscale.configured import make_autoscaler
 from conserve import identity
 from conserve.admission import Admission
 from conserve.clock import unix_s

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoscale.configured import make_autoscaler
+from autoscale.autoscaler import make_autoscaler
 from conserve.settings import Settings
 
 

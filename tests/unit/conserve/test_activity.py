@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.activity import RECENT_S, Activity
+from conserve.conversations.ledger import RECENT_S, Activity
 
 
 @given(

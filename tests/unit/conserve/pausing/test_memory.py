@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from conserve.activity import RECENT_S
 from conserve.conversations import ConversationTable
+from conserve.conversations.ledger import RECENT_S
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.histories.sharing import Going, Prefix

@@ -12,8 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from conserve_cli.demo import command
+from conserve_cli.demo.command import report
 from conserve_cli.demo.demonstration import AgentAnswer, Demonstration, TurnRow, write_json
-from conserve_cli.demo.report import report
 
 
 def _rows(name: str, decoder: str = "d1", turns: int = 3) -> list[TurnRow]:

@@ -19,6 +19,7 @@ from deployments.messages import (
     TurnTiming,
     Unplaced,
 )
+from deployments.table import views
 from deployments.table.table import TableService
 from deployments.table.views import listen
 from tests.unit.deployments.table.test_table import TOKENS, a_full_service, engine
