@@ -131,14 +131,7 @@ FAMILIES = {
          "</arg_value>"),
         _ASKED_NOT_TO, sizes=_EXPERTS | {"n_group": 1, "topk_group": 1},
     ),
-    "minimax-m2": Family(
-        "minimax_m2", '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>',
-        "minimax_m2", "minimax_m2",
-        (*_THINK, "<minimax:tool_call>", "</minimax:tool_call>"), "<think>\n", forced=False,
-        sizes=_EXPERTS | {
-            "rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True,
-        },
-    ),
+    # MiniMax M2 is not here: vLLM 0.29 corrupts its own memory with it on CPUs.
     "granite": Family("granite", "<|tool_call|>[]", "granite", None, ("<|tool_call|>",)),
     "seed-oss": Family(
         "seed_oss", "<seed:tool_call><function=f></function></seed:tool_call> <seed:think>",
