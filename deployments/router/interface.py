@@ -467,6 +467,12 @@ SCHEMAS: Json = {
         conversations=_or_null(_COUNT),
         queued_tokens=_or_null(_COUNT),
         load=_or_null(_schema("EngineLoad")),
+        handoff_s={
+            "type": "object",
+            "description": "By how much longer prompts of so many tokens took when they were "
+            "handed over, as tried at its start.",
+            "additionalProperties": _SECONDS,
+        },
         tier=_TEXT,
         gpus={"type": "array", "items": _TEXT},
     ),
