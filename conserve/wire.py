@@ -104,7 +104,8 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
         """Read what `header` has written.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is not in base64.
+            msgspec.DecodeError: it is something else.
         """
         return _DECODER_TURN.decode(base64.b64decode(value))
 
