@@ -157,7 +157,7 @@ def test_engines_are_told_how_many_wait_on_a_node() -> None:
     ("shm_bytes", "expected"), [(64 << 20, 80 << 20), (0, 80 << 20), (1 << 30, None)]
 )
 def test_rays_store_fits_a_container(
-    shm_bytes: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+    shm_bytes: int, expected: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By default Ray takes 30 % of the memory, and refuses to start where that is over 10 GB."""
     import ray
@@ -175,8 +175,8 @@ def test_rays_store_fits_a_container(
     assert options.get("object_store_memory") == expected
     monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: 64 << 20)
     with pytest.raises(ValueError, match="exceeds /dev/shm size"):
-        determine_plasma_store_config(40 * 10**9, "/tmp/ray")
-    assert determine_plasma_store_config(80 << 20, "/tmp/ray")[2] == 80 << 20
+        determine_plasma_store_config(40 * 10**9, str(tmp_path))
+    assert determine_plasma_store_config(80 << 20, str(tmp_path))[2] == 80 << 20
 
 
 def test_what_the_plan_tells_engines_reaches_vllm() -> None:
