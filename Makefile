@@ -33,7 +33,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu demo serve test test-unit test-engines lint format bench \
+.PHONY: help install install-gpu demo serve test test-unit test-engines lint lines format bench \
 	bench-overhead bench-later-turns bench-appends bench-engine bench-engine-papers bench-keys bench-overcommit \
 	bench-tenants bench-unkind bench-table bench-energy bench-sm-slots \
 	bench-simulator bench-scale bench-elastic test-agents \
@@ -130,12 +130,15 @@ test-compatibility: $(INSTALLED) ## Try vLLM's own tests, and Open Responses', o
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
 	@scripts/test_cluster.sh $(ARGS)
 
-lint: $(INSTALLED) ## Check style, format, types, docstrings' beginnings, and that no import goes up a floor
+lint: $(INSTALLED) ## Check style, format, types, imports between floors, prose and each package's size
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo --no-cache
-	@$(BIN)/python scripts/lint_prose.py conserve conserve_cli deployments autoscale hetero benchmarks scripts
+	@$(BIN)/python scripts/lint_plain.py
+
+lines: $(INSTALLED) ## Count each package's lines, beside its budget
+	@$(BIN)/python scripts/lint_plain.py --table
 
 format: $(INSTALLED) ## Format the code and mend what can be mended by itself
 	@$(BIN)/ruff check --fix-only .

@@ -1,4 +1,4 @@
-"""Write the settings table of README.md from `conserve.settings`.
+"""Write the settings table of docs/settings.md from `conserve.settings`.
 
 python scripts/settings_table.py          # rewrite it
 python scripts/settings_table.py --check  # exit 1 if it is out of date
@@ -21,7 +21,7 @@ from conserve.settings import (
     TierSettings,
 )
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+SETTINGS = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 BEGIN = "<!-- settings: begin -->\n"
 END = "<!-- settings: end -->\n"
 
@@ -56,13 +56,13 @@ def _cell(value: Any) -> str:
 
 
 def main() -> int:
-    text = README.read_text()
+    text = SETTINGS.read_text()
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
     wanted = head + BEGIN + "\n" + table() + "\n" + END + tail
     if "--check" in sys.argv[1:]:
         return int(wanted != text)
-    README.write_text(wanted)
+    SETTINGS.write_text(wanted)
     return 0
 
 
