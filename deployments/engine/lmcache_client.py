@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache.logging import init_logger
@@ -175,3 +176,58 @@ def say_less(adapter: Any) -> None:
 
     adapter.maybe_submit_lookup_request = look_up_known
     adapter.end_session = end_known
+
+
+# Some 75 ms in all: many times LMCache's own delay, and little beside the prompt's computation.
+_PAUSES_S = (0.005, 0.01, 0.02, 0.04)
+# A server that takes longer to let go of a look-up hangs.
+_FREEING_S = 10.0
+
+
+@dataclass(slots=True)
+class _Wait:
+    tries: int = 0
+    again_s: float | None = None
+    # The server is to have let go of the last look-up before the next.
+    freeing: list[Any] = field(default_factory=list)
+    missed_tokens: int = 0
+
+
+@dataclass(slots=True)
+class LateKV:
+    """Which look-ups are to be repeated, and what came of them."""
+
+    clock: Callable[[], float] = time.monotonic
+    _waits: dict[str, _Wait] = field(default_factory=dict)
+
+    def waits(self, request_id: str) -> bool:
+        """Whether it is too early for another look-up."""
+        wait = self._waits.get(request_id)
+        if wait is None or wait.again_s is None:
+            return False
+        over_s = self.clock() - wait.again_s
+        freed = over_s > _FREEING_S or all(future.query() for future in wait.freeing)
+        if over_s < 0 or not freed:
+            return True
+        wait.again_s = None
+        wait.freeing.clear()
+        return False
+
+    def looks_again(self, request_id: str, missed_tokens: int) -> bool:
+        """Whether a prompt of which so much was not found is to be looked up once more."""
+        wait = self._waits.setdefault(request_id, _Wait())
+        wait.missed_tokens = missed_tokens
+        if not missed_tokens or wait.tries >= len(_PAUSES_S):
+            return False
+        wait.again_s = self.clock() + _PAUSES_S[wait.tries]
+        wait.tries += 1
+        return True
+
+    def frees(self, request_id: str, futures: list[Any]) -> None:
+        """The server was asked to let go of what the last look-up found."""
+        self._waits[request_id].freeing = futures
+
+    def over(self, request_id: str) -> tuple[bool, int]:
+        """A request has ended: whether it was looked up again, and what was missed at last."""
+        wait = self._waits.pop(request_id, _Wait())
+        return wait.tries > 0, wait.missed_tokens

@@ -48,10 +48,10 @@ from conserve.wire import (
     STORED_TOKENS,
 )
 from deployments.engine.kv_layers import require_whole_blocks
-from deployments.engine.late_kv import LateKV
 from deployments.engine.lmcache_client import (
     PING_TIMEOUT_S,
     Connection,
+    LateKV,
     be_patient,
     fail_fast,
     register_after_silence,

@@ -29,9 +29,9 @@ from conserve.pausing import tool_called
 from conserve.recognition import Digest
 from conserve.recognition.apis import answers_of, continues, heard
 from conserve.wire import Emitted
-from deployments.engine.body import TURN, read_ahead, replay
 from deployments.engine.continuation import can_be_continued, continued
 from deployments.engine.load import ALL_TOKENS, LoadMeter
+from deployments.engine.response_store import TURN, read_ahead, replay
 
 _SMALL_BYTES = 16 * 1024
 

@@ -20,9 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from conserve import identity, wire
 from conserve.apis import RESPONSES, form_of
 from conserve.history import TurnKey
-from deployments.engine.body import TURN, read_ahead, replay
 from deployments.engine.response_events import AgreeingResponse
 
+# In the scope of a request that is a turn: its `TurnKey`.
+TURN = "conserve.turn"
 _SMALL_BYTES = 16 * 1024
 _MB = 1_000_000
 # Beside the bytes that it holds: the entry itself, its key, its ids.
@@ -206,3 +207,30 @@ def _watched(send: Send, keep: Callable[[bytes], None]) -> Send:
         await send(message)
 
     return watched
+
+
+async def read_ahead(receive: Receive) -> bytes:
+    """The whole body; what there is of it, where the client leaves."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            break
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    return b"".join(parts)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A ``receive`` that gives out a body that was read already, and then goes on."""
+    given = False
+
+    async def replayed() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed

@@ -1,14 +1,69 @@
 """The lane as the scheduler has it: which call goes there, and what becomes of it."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from conserve.engine_scheduling import DecodeReserve, PrefillLane
 from conserve.engine_scheduling.lane import Route
-from deployments.engine.lane.fits import fits
-from deployments.engine.lane.notes import Job, LaneNotes, LaneReport
 
 # Of a chunk on a GPU, beside whatever a step computes: activations of both are there at once.
 _GPU_CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prefill for the lane.
+
+    Attributes:
+        request_id: whose it is.
+        tokens: the ids of the whole prompt.
+        block_ids: all blocks of the request, from its first token on.
+        start, end: which of its positions are to be computed; what is before is cached.
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    block_ids: Sequence[int]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaneNotes:
+    """To the worker.
+
+    Attributes:
+        jobs: that begin now.
+        chunk_tokens: how long a chunk may be, from now on.
+        decode_sms: how many SMs the step is to have, and the lane what is left; 0: the lane has
+            all. Nothing where no border can be moved.
+    """
+
+    jobs: tuple[Job, ...]
+    chunk_tokens: int
+    decode_sms: int | None = None
+
+
+@dataclass(slots=True)
+class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the worker: what happened since the last step.
+
+    Attributes:
+        computed: tokens, by request.
+        failed: requests of which not all could be computed.
+        sizes_sms: how many SMs decodes can have (`SlotPairs.sizes_sms`); said once.
+    """
+
+    computed: dict[str, int] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    sizes_sms: tuple[int, ...] = ()
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LaneReport":
+        """Refuse: vLLM calls this for several workers, which `require_fit` rules out."""
+        raise RuntimeError("the lane has one worker: set tensor_parallel_size=1")
 
 
 class SchedulerLane:
@@ -43,7 +98,7 @@ class SchedulerLane:
     def route(self, request: Any, found_tokens: int) -> Route:
         """Return where a request that could begin now is prefilled."""
         name = request.request_id
-        if name in self._failed or not fits(request):
+        if name in self._failed or not _fits(request):
             # Nothing of a failed one was right, or it would not be asked after.
             self._starts.pop(name, None)
             return "inline"
@@ -165,3 +220,20 @@ class SchedulerLane:
     def _forget(self, name: str) -> None:
         self._starts.pop(name, None)
         self._failed.discard(name)
+
+
+def _fits(request: Any) -> bool:
+    """Whether the lane can compute a request's prompt; else it is prefilled inline.
+
+    A preempted one comes back inline: its output so far may still be under way.
+    """
+    return not (
+        request.num_preemptions
+        or request.prompt_embeds is not None
+        or request.mm_features
+        or request.lora_request is not None
+        or request.pooling_params is not None
+        or request.resumable
+        # All of its prompt has to pass the sampler, for its log-probabilities.
+        or request.skip_reading_prefix_cache
+    )

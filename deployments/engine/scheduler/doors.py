@@ -49,7 +49,6 @@ def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
         ),
         (BlockPool.touch, "self blocks"),
         (BlockPool.free_blocks, "self ordered_blocks"),
-        (BlockPool.evict_blocks, "self block_ids"),
         (BlockPool.get_num_free_blocks, "self"),
         (FreeKVCacheBlockQueue.remove, "self block"),
         (FreeKVCacheBlockQueue.prepend_n, "self blocks"),

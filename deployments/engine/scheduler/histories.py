@@ -10,12 +10,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 from conserve.engine_scheduling import Pin, Retention
-from deployments.engine.scheduler.turn import Turn
-
-To = Literal["tail", "front", "gone"]
+from deployments.engine.scheduler.turns import Turn
 
 # Of so many it is known what their blocks are, and of so many blocks for each of the engine's; then
 # it is forgotten of those used longest ago of which nothing is kept.
@@ -184,7 +182,7 @@ class Histories:
             self._kept.discard(key)
         return len(one.blocks)
 
-    def release(self, key: str, to: To) -> int:
+    def release(self, key: str) -> int:
         """Let an idle history's blocks go.
 
         Args:
@@ -198,17 +196,12 @@ class Histories:
         one = self._all.get(key)
         if one is None or one.running or one.waiting:
             return 0
-        released = len(one.blocks)
         self._let_go(key, one)
-        if to == "tail":
-            return released
         blocks, tokens = self._cached(one)
         shared = self._shared_hashes(key) * self._hash_block_tokens
         if shared and tokens:
             blocks = blocks[math.ceil(len(blocks) * min(1.0, shared / tokens)) :]
         idle = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
-        if to == "gone":
-            self._pool.evict_blocks({block.block_id for block in idle})
         queue = self._pool.free_block_queue
         for block in idle:
             queue.remove(block)

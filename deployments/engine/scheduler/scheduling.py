@@ -23,13 +23,10 @@ from conserve.engine_scheduling import (
 )
 from conserve.wire import kept, waited
 from deployments.engine.lane.scheduler_lane import SchedulerLane
-from deployments.engine.scheduler.commands import obey, offer_commands
-from deployments.engine.scheduler.counts import Counts
+from deployments.engine.scheduler.commands import offer_commands
 from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.scheduler.histories import Histories
-from deployments.engine.scheduler.parts import Parts
-from deployments.engine.scheduler.turn import Turn, turn_of
-from deployments.engine.scheduler.waits import Waits
+from deployments.engine.scheduler.turns import Counts, Parts, Turn, Waits, turn_of
 
 # Levels change with waiting and service, which take longer than that. A queue of thousands is not
 # to be sorted in every step.
@@ -436,10 +433,6 @@ class ConversationScheduling:
                 reset_running_requests, reset_connector
             )
         )
-
-    def conserve(self, name: str, given: dict[str, Any]) -> Any:
-        """Obey a command; see `commands`."""
-        return obey(self, name, given)
 
 
 class ConversationScheduler(ConversationScheduling, Scheduler):  # type: ignore[misc]

@@ -14,6 +14,8 @@ one copy, and compute nothing, but for those of ``SLOT_ENVIRONMENT``, of LoRA ad
 models.
 """
 
+import dataclasses
+import inspect
 import logging
 from typing import Any
 
@@ -21,9 +23,9 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from deployments.engine.gpu_worker import GpuWorker
-from deployments.engine.sm_slots import pairs, said_of, told
-from deployments.engine.sm_slots.captures import capture_where_it_runs
-from deployments.engine.sm_slots.leasing import lease_slots
+from deployments.engine.lane.worker import LaneWorking
+from deployments.engine.sm_slots import pairs
+from deployments.engine.sm_slots.lease import lease_slots, said_of, told
 from hetero.gpus import UnknownGpu
 from hetero.green_contexts import SmsUnavailable
 from hetero.sm_means import means_of, mps_runs, prepare
@@ -98,3 +100,42 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         torch.cuda.set_stream(stream)
         # The second of its runners remembers the first that it saw, and goes back to that.
         self.model_runner.__dict__.pop("main_stream", None)
+
+
+class SlotLaneWorker(LaneWorking, SlotWorker):
+    """Overlaps steps and the lane's chunks, each on its side of the engine's SMs."""
+
+    def _capture_for_each_border(self) -> pairs.GraphSets | None:
+        graphs = pairs.GraphSets(self.model_runner, pairs.slot_pairs())
+        graphs.capture()
+        return graphs
+
+
+def capture_where_it_runs() -> None:
+    """Have this process capture graphs on its current stream from now on.
+
+    May be called repeatedly. ``graph_capture`` of vLLM 0.29's ``distributed/parallel_state.py``
+    makes a context with a new stream, unless it is given one; so it gets another maker of contexts.
+
+    Raises:
+        RuntimeError: this vLLM captures in another way.
+    """
+    from vllm.distributed import parallel_state
+    from vllm.utils.torch_utils import current_stream
+
+    made: Any = parallel_state.GraphCaptureContext
+    if hasattr(made, "__wrapped__"):
+        return
+    parameters = list(inspect.signature(parallel_state.graph_capture).parameters)
+    fields = [field.name for field in dataclasses.fields(made)]
+    if parameters != ["device", "graph_capture_context"] or fields != ["stream"]:
+        raise RuntimeError(
+            "sm_slots is made for vLLM 0.29, and this one captures CUDA graphs in another way: "
+            "deployments/engine/sm_slots/worker.py has to be adapted; leave sm_slots out"
+        )
+
+    def here(stream: Any) -> Any:
+        return made(current_stream())
+
+    here.__wrapped__ = made  # type: ignore[attr-defined]
+    parallel_state.GraphCaptureContext = here

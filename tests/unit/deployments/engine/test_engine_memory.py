@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.engine import engine_memory
+from deployments.engine import engine_end
 
 _SIZE = 100_000
 
 # vLLM's own buffer in another process, opened as its workers open it.
 _READER = f"""
 import sys
-from deployments.engine import engine_memory
-engine_memory.register()
+from deployments.engine import engine_end
+engine_end.share_without_names()
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 buffer = ShmRingBuffer(1, {_SIZE}, 2, sys.argv[1])
 with buffer.get_data(1) as data:
@@ -27,8 +27,8 @@ def test_what_vllm_shares_is_in_no_folder() -> None:
     code = f"""
 import os, subprocess, sys
 from conserve.shared_memory import mapped
-from deployments.engine import engine_memory
-engine_memory.register()
+from deployments.engine import engine_end
+engine_end.share_without_names()
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 buffer = ShmRingBuffer(1, {_SIZE}, 2)
 with buffer.get_data(1) as data:
@@ -47,7 +47,7 @@ def test_another_vllm_is_left_as_it_is(
     other = SimpleNamespace()
     package = "vllm.distributed.device_communicators"
     monkeypatch.setitem(sys.modules, package, SimpleNamespace(shm_broadcast=other))
-    monkeypatch.setattr(engine_memory.logger, "propagate", True)
-    engine_memory.register()
+    monkeypatch.setattr(engine_end.logger, "propagate", True)
+    engine_end.share_without_names()
     assert vars(other) == {}
-    assert "engine_memory.py has to be adapted" in caplog.text
+    assert "adapt deployments/engine/engine_end.py" in caplog.text

@@ -10,7 +10,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_worker, utils
 
-from deployments.engine import gpu_memory
+from deployments.engine import gpu_worker as waiting
 from tests.nvml.standin import Machine
 
 GIB = 1 << 30
@@ -58,9 +58,9 @@ def test_a_worker_takes_the_memory_that_its_predecessor_gives_back(
             gpu.used_bytes = GIB
         return freed
 
-    monkeypatch.setattr(gpu_memory, "wait_for_memory", wait)
-    gpu_memory.register()
-    gpu_memory.register()
+    monkeypatch.setattr(waiting, "wait_for_memory", wait)
+    waiting.wait_for_predecessor()
+    waiting.wait_for_predecessor()
     wanted = SimpleNamespace(gpu_memory_utilization=0.5)
     if freed:
         assert gpu_worker.request_memory(Snapshot(machine), wanted) == 24 * GIB
@@ -81,7 +81,7 @@ def test_where_there_is_no_nvml_vllm_decides_at_once(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     machine.gpus[0].used_bytes = 40 * GIB
     machine.fail_to_open(9)
-    gpu_memory.register()
+    waiting.wait_for_predecessor()
     with pytest.raises(ValueError, match="Free memory on device"):
         gpu_worker.request_memory(Snapshot(machine), SimpleNamespace(gpu_memory_utilization=0.5))
     assert "not waiting for the GPU's memory" in caplog.text
@@ -90,7 +90,7 @@ def test_where_there_is_no_nvml_vllm_decides_at_once(
 def test_an_engine_on_a_cpu_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     before = utils.request_memory
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: False)
-    gpu_memory.register()
+    waiting.wait_for_predecessor()
     assert utils.request_memory is before
 
 
@@ -100,5 +100,5 @@ def test_an_unknown_vllm_is_said(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.delattr(utils, "request_memory")
-    gpu_memory.register()
-    assert Path(gpu_memory.__file__).name in caplog.text
+    waiting.wait_for_predecessor()
+    assert Path(waiting.__file__).name in caplog.text

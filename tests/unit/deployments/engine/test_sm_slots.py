@@ -14,10 +14,11 @@ from vllm.utils import torch_utils
 from vllm.v1.worker.gpu_worker import Worker
 
 from conserve.settings import load
-from deployments.engine import sm_slots
-from deployments.engine.sm_slots import captures, lease_of, leasing, pairs, said_of, tell_worker
+from deployments.engine.sm_slots import lease as leasing
+from deployments.engine.sm_slots import pairs
+from deployments.engine.sm_slots.lease import SLOT_WORKER, lease_of, said_of, tell_worker, told
 from deployments.engine.sm_slots.pairs import SlotPairs, slot_pairs
-from deployments.engine.sm_slots.worker import SlotWorker
+from deployments.engine.sm_slots.worker import SlotWorker, capture_where_it_runs
 from hetero import green_contexts, sm_means
 from hetero.gpus import UnknownGpu
 from hetero.green_contexts import GreenContexts
@@ -188,8 +189,8 @@ def test_graphs_are_captured_where_they_are_to_run(
         monkeypatch.setattr(parallel_state, name, _Group)
     with parallel_state.graph_capture(torch.device("cpu")) as context:
         assert context.stream is not current()  # As vLLM has it.
-    captures.capture_where_it_runs()
-    captures.capture_where_it_runs()
+    capture_where_it_runs()
+    capture_where_it_runs()
     for _ in range(2):  # Wherever it runs by then.
         torch.cuda.set_stream(Stream())  # type: ignore[arg-type]
         entered.clear()
@@ -208,7 +209,7 @@ def test_a_vllm_that_captures_in_another_way_is_refused(
 
     monkeypatch.setattr(parallel_state, "GraphCaptureContext", Another)
     with pytest.raises(RuntimeError, match=r"made for vLLM 0\.29.*leave sm_slots out"):
-        captures.capture_where_it_runs()
+        capture_where_it_runs()
 
 
 # --- the worker ------------------------------------------------------------------------------
@@ -420,10 +421,10 @@ def test_vllm_takes_the_worker_by_its_name() -> None:
 
     from deployments.engine.gpu_worker import EXTENSION
 
-    worker = resolve_obj_by_qualname(sm_slots.SLOT_WORKER)
+    worker = resolve_obj_by_qualname(SLOT_WORKER)
     extension = resolve_obj_by_qualname(EXTENSION)
     assert issubclass(worker, Worker)
-    assert hasattr(worker, sm_slots.LEASE_METHOD)
+    assert hasattr(worker, "conserve_sm_lease")
     own = [name for name in dir(extension) if not name.startswith("__")]
     assert [name for name in own if hasattr(worker, name)] == []
 
@@ -438,7 +439,7 @@ def test_only_an_engine_with_slots_on_a_gpu_has_another_worker(
     config = llm_arguments("decoder", settings, settings.decoders, gpu)
     environment = config["runtime_env"]["env_vars"]
     if gpu and slots:
-        assert config["engine_kwargs"]["worker_cls"] == sm_slots.SLOT_WORKER
+        assert config["engine_kwargs"]["worker_cls"] == SLOT_WORKER
         assert environment["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] == "1"
     else:
         assert "worker_cls" not in config["engine_kwargs"]
@@ -457,7 +458,7 @@ def test_an_engine_tells_its_worker_beside_what_the_connector_needs() -> None:
     _use_server(config, Address("127.0.0.1", 7610, 7611))
     _use_slots(config, 7, "decoder#1", "the node's")
     transfer = SimpleNamespace(**config.engine_kwargs["kv_transfer_config"])
-    assert sm_slots.told(SimpleNamespace(kv_transfer_config=transfer)) == {
+    assert told(SimpleNamespace(kv_transfer_config=transfer)) == {
         "slots": 7, "engine_id": "decoder#1", "node_actor": "the node's",
     }  # fmt: skip
     assert transfer.kv_connector_extra_config["lmcache.mp.port"] == 7610

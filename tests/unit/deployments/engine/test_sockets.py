@@ -9,7 +9,7 @@ import pytest
 import zmq
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 
-from deployments.engine.sockets import unnamed_afterwards
+from deployments.engine.core import unnamed_afterwards
 
 
 def test_connections_outlive_the_name() -> None:

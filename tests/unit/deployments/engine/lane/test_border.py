@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from deployments.engine.lane import working
-from deployments.engine.lane.notes import Job, LaneNotes
-from deployments.engine.lane.stream import lane_stream
-from deployments.engine.lane.thread import LaneThread
-from deployments.engine.lane.turns import Turns
-from deployments.engine.lane.working import LaneWorking
+from deployments.engine.lane import worker as working
+from deployments.engine.lane.scheduler_lane import Job, LaneNotes
+from deployments.engine.lane.thread import LaneThread, Turns
+from deployments.engine.lane.worker import LaneWorking, lane_stream
 from deployments.engine.sm_slots import pairs
 from deployments.engine.sm_slots.pairs import Bound
 from tests.unit.deployments.engine.lane.stand_in import LaneStandIn

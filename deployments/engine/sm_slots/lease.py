@@ -1,18 +1,54 @@
 """A worker's lease of SMs, from the actor of its node."""
 
 import time
-
-import ray
+from typing import Any
 
 from conserve.wire import SILENCE_S
 from hetero.gpus import UnknownGpu
 from hetero.green_contexts import SmsUnavailable
 from hetero.sm_slots import NoFreeSms, SmLease
 
+SLOT_WORKER = "deployments.engine.sm_slots.worker.SlotWorker"
+SLOT_LANE_WORKER = "deployments.engine.sm_slots.worker.SlotLaneWorker"
+
+# vLLM would run shared experts beside the others on a stream that keeps to no SMs.
+SLOT_ENVIRONMENT = {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"}
+
+# What the worker is told, in its connector's configuration: that is in no key of a compiled model,
+# so engines that differ in it load what the first has compiled.
+_KEY = "conserve.sm_slots"
 # A predecessor that was killed loses its SMs within `SILENCE_S`; the actor may be starting again.
 _TIMEOUT_S = SILENCE_S + 45.0
 _CALL_TIMEOUT_S = 10.0
 _RETRY_S = 1.0
+
+
+def tell_worker(extra: dict[str, Any], slots: int, engine_id: str, node_actor: str) -> None:
+    """Put what the worker needs into its connector's extra configuration.
+
+    Args:
+        slots: how many tenths of its GPU's SMs it is to lease.
+        engine_id: whose they are.
+        node_actor: the name of the actor that has the ledger.
+    """
+    extra[_KEY] = {"slots": slots, "engine_id": engine_id, "node_actor": node_actor}
+
+
+def told(vllm_config: Any) -> dict[str, Any]:
+    """Return what `tell_worker` has put there."""
+    found: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config[_KEY]
+    return found
+
+
+def said_of(lease: SmLease) -> list[Any]:
+    """A lease as what vLLM passes between its processes."""
+    return [*lease[:3], lease.units.start, lease.units.stop, lease.slots, lease.sms]
+
+
+def lease_of(said: list[Any]) -> SmLease:
+    """The lease again."""
+    lease_id, gpu, owner, start, stop, slots, sms = said
+    return SmLease(lease_id, gpu, owner, range(start, stop), slots, sms)
 
 
 def lease_slots(gpu: str, slots: int, engine_id: str, node_actor: str) -> SmLease:
@@ -29,6 +65,9 @@ def lease_slots(gpu: str, slots: int, engine_id: str, node_actor: str) -> SmLeas
         UnknownGpu: the actor does not see that GPU.
         SmsUnavailable: the actor does not answer.
     """
+    # A worker's process alone needs it: others load this file, too.
+    import ray
+
     deadline_s = time.monotonic() + _TIMEOUT_S
     while True:
         try:

@@ -1,23 +1,21 @@
-"""One chunk of a prompt through the model, beside vLLM's own steps.
-
-It builds what vLLM's model runner builds for a batch of one request, with attention metadata
-builders of its own: those of the runner have buffers that the step under way uses. Internals of
-vLLM 0.29 that are used: the runner's ``model``, ``attn_groups`` and ``device``,
-``CommonAttentionMetadata`` and ``set_forward_context``.
-"""
+"""A worker of vLLM's that lets the lane have its turn; `cpu_worker` and `gpu_worker` are two."""
 
 import contextlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu_worker import Worker
 
-from deployments.engine.lane.notes import Job
-from deployments.engine.lane.stream import lane_stream, plain_stream
+from deployments.engine.lane.scheduler_lane import Job
+from deployments.engine.lane.thread import Turns
+from deployments.engine.sm_slots.pairs import GraphSets, slot_pairs
 
 
 class LaneForward:
@@ -132,3 +130,59 @@ class LaneForward:
         if parts > 1:
             ids = (ids[:, :, None] * parts + torch.arange(parts, dtype=torch.int32)).flatten(1)
         return ids.to(self._device)
+
+
+def plain_stream(device: Any) -> Any:
+    """A ``torch.cuda.Stream`` whose kernels share all SMs with the decodes'; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    return torch.cuda.Stream(device)
+
+
+def lane_stream(plain: Any) -> Any:
+    """The stream of the lane's side of the engine's SMs, as the border is now; or the plain one.
+
+    The border moves between steps, within a step's turn: ask within a chunk's.
+    """
+    return slot_pairs().bound.lane_stream or plain
+
+
+class LaneWorking:
+    """Is laid over vLLM's worker."""
+
+    _turns: Turns | None = None
+    _graphs: GraphSets | None = None
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Also start the lane, when all else is ready."""
+        worker: Any = self
+        took = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if self._turns is None:
+            self._graphs = self._capture_for_each_border()
+            turns = self._turns = Turns(alternate=worker.device.type == "cpu")
+            forward = LaneForward(worker.model_runner, worker.vllm_config)
+            get_kv_transfer_group().start_lane(forward, turns)
+        return took
+
+    def _capture_for_each_border(self) -> GraphSets | None:
+        """CUDA graphs, where there is a border that moves."""
+        return None
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """A step, once the border between its SMs and the lane's is where it is to be."""
+        with self._turns.step() if self._turns else nullcontext():
+            notes = getattr(scheduler_output.kv_connector_metadata, "lane", None)
+            if notes is not None and notes.decode_sms is not None:
+                bound = slot_pairs().bind(notes.decode_sms)
+                if self._graphs is not None:
+                    self._graphs.use(bound.decode_sms)
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Its end; a drafter would run the model here."""
+        with self._turns.step(ends=False) if self._turns else nullcontext():
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+
+
+class LaneWorker(LaneWorking, Worker):  # type: ignore[misc]  # vLLM's types are not looked at.
+    """vLLM's worker on a GPU (``worker_cls``): overlaps steps and the lane's chunks."""
