@@ -1,11 +1,11 @@
 """The lane as a KV connector, in front of another one.
 
-A prompt of which the other connector has nothing may go to the lane: vLLM is told that the rest of
-it is loaded asynchronously, keeps the request aside with its blocks, and goes on with it when the
-worker says that it is there. What LMCache has is loaded from there as without a lane.
+A prompt of which the other connector has nothing may go to the lane. vLLM is told that the rest of
+the prompt is loaded asynchronously. It keeps the request aside with its blocks, and goes on with it
+when the worker has computed it. What LMCache has is loaded as without a lane.
 
-It reaches into internals of lmcache 0.5.6 (the request trackers, and their ``BYPASS_LMCACHE``):
-check it when that version changes.
+Internals of lmcache 0.5.6 that are used: the request trackers, and their ``BYPASS_LMCACHE``. Check
+them when the version changes.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ from deployments.engine.sm_slots.pairs import slot_pairs
 
 
 class LaneConnecting:
-    """Is laid over a KV connector. vLLM makes one in its scheduler and one in its worker.
+    """Lays the lane over a KV connector. vLLM makes one in its scheduler and one in its worker.
 
     Attributes:
-        lane: the scheduler's, which sets it when it is made; without one, nothing is the lane's.
+        lane: set by the scheduler. Without one, and in the worker, it is None.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -37,7 +37,7 @@ class LaneConnecting:
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._missing: set[int] = set()
         self._report: LaneReport | None = None
-        # Of the engine's SMs, what decodes can have; to be said once.
+        # How many SMs decodes can have; reported once.
         self._sizes_sms: tuple[int, ...] = ()
 
     # --- the scheduler's side ---------------------------------------------------------------------
@@ -45,7 +45,6 @@ class LaneConnecting:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return what the other connector says; where it has nothing, the lane may."""
         lane = self.lane
         self._promised.discard(request.request_id)
         if lane is not None and lane.has_failed(request.request_id):
@@ -65,7 +64,7 @@ class LaneConnecting:
         return request.num_tokens - 1 - num_computed_tokens, True
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The other one is told only of what is its own to load."""
+        """Keep from the other connector what the lane loads."""
         if self.lane is not None and num_external_tokens and request.request_id in self._promised:
             self._promised.remove(request.request_id)
             found_tokens = request.num_tokens - 1 - num_external_tokens
@@ -75,7 +74,6 @@ class LaneConnecting:
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Also what the lane is told."""
         if self.lane is not None:
             for one in scheduler_output.scheduled_new_reqs:
                 start = self.lane.start_of(one.req_id)
@@ -87,7 +85,6 @@ class LaneConnecting:
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Nothing of the lane's is the other connector's."""
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, LaneReport):
             report = None
@@ -96,38 +93,36 @@ class LaneConnecting:
         super().update_connector_output(connector_output)  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        """Nothing is promised to it any more."""
         self._promised.discard(request.request_id)
         return super().request_finished(request, block_ids)  # type: ignore[misc]
 
     def _lane_has_computed(self, request_id: str, tokens: int) -> None:
-        """A request goes on inline, of whose prompt the lane has computed so much."""
+        """Note that a request goes on inline after the lane has computed so much of its prompt."""
 
     def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None:
-        """A request begins anew, none of whose KV the lane has computed."""
+        """Note that a request begins anew, because the lane has failed."""
 
     # --- the worker's side ------------------------------------------------------------------------
 
     def start_lane(self, forward: Forward, turns: Turns) -> None:
-        """The engine is loaded: the lane's thread can begin."""
+        """Start the lane's thread; the engine is loaded."""
         self._lane_thread = LaneThread(forward, turns, self._block_tokens)
         self._sizes_sms = slot_pairs().sizes_sms
 
     def has_connector_metadata(self) -> bool:
-        """In the lane's thread there is none: attention layers do nothing with a connector."""
+        """Return False in the lane's thread, where attention layers leave the connector alone."""
         if self._lane_thread is not None and self._lane_thread.is_current():
             return False
         return bool(super().has_connector_metadata())  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **options: Any) -> None:
-        """Also give the lane what is new."""
         notes = self._get_connector_metadata().lane  # type: ignore[attr-defined]
         if notes is not None and self._lane_thread is not None:
             self._lane_thread.begin(notes)
         super().start_load_kv(forward_context, **options)  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Also whose prefill is over in the lane, however it ended."""
+        """Add the requests whose prefill in the lane has ended, done or not."""
         sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
         if self._lane_thread is None:
             return sent, received
@@ -141,29 +136,30 @@ class LaneConnecting:
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Also blocks that the lane could not compute: they are computed inline."""
+        """Add the blocks that the lane could not compute, so that vLLM computes them inline."""
         failed: set[int] = super().get_block_ids_with_load_errors()  # type: ignore[misc]
         missing, self._missing = self._missing, set()
         return failed | missing
 
     def build_connector_worker_meta(self) -> Any:
-        """Tell what the lane has done, where the other connector has nothing to say."""
         report, self._report = self._report, None
         return report or super().build_connector_worker_meta()  # type: ignore[misc]
 
     def shutdown(self) -> None:
-        """End the lane first: it writes to what is given back then."""
+        """End the lane first, since it writes to memory that is given back next."""
         if self._lane_thread is not None:
             self._lane_thread.end()
         super().shutdown()  # type: ignore[misc]
 
 
 class LaneConnector(LaneConnecting, ResilientMPConnector):
-    """In front of LMCache's. What the lane computes is stored as if it had been computed inline,
-    and is nobody's hit."""
+    """Lays the lane over LMCache's connector.
+
+    What the lane computes is stored as if it were computed inline, and counts as no cache's hit.
+    """
 
     def let_go(self) -> None:
-        """Have the lane end before the server lets go of what it writes to."""
+        """End the lane before the server unmaps the memory that it writes to."""
         if self._lane_thread is not None:
             self._lane_thread.end()
         super().let_go()
@@ -172,8 +168,10 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
         self.request_trackers[request_id].increase_num_scheduled_tokens(tokens)
 
     def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None:
-        """As LMCacheMPConnector does after a load of its own that failed: its blocks are others'
-        now, and nothing is looked up again."""
+        """Start over, as LMCacheMPConnector does after a failed load.
+
+        The request's blocks are others' now, and nothing is looked up again.
+        """
         tracker = self.request_trackers[request.request_id]
         if tracker.state != LMCacheMPRequestState.READY:
             return
@@ -185,11 +183,11 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
 
 
 def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse an engine that the lane cannot compute prompts of.
+    """Refuse an engine whose prompts the lane cannot compute.
 
     Raises:
         ValueError: says why, and what to do.
-        RuntimeError: this vLLM is another one than the lane was made for.
+        RuntimeError: this vLLM differs from the one that the lane was made for.
     """
     if differing := differences(_expected()):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The lane as the scheduler has it: which call goes there, and what becomes of it."""
+"""The scheduler's half of the lane: which requests go there, and what becomes of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from conserve.engine_scheduling import DecodeReserve, PrefillLane
 from conserve.engine_scheduling.lane import Route
 
-# Of a chunk on a GPU, beside whatever a step computes: activations of both are there at once.
+# Most tokens of a chunk on a GPU. Its activations take memory beside those of a step.
 _GPU_CHUNK_TOKENS = 512
 
 
@@ -18,10 +18,9 @@ class Job:
     """A prefill for the lane.
 
     Attributes:
-        request_id: whose it is.
         tokens: the ids of the whole prompt.
         block_ids: all blocks of the request, from its first token on.
-        start, end: which of its positions are to be computed; what is before is cached.
+        start, end: the positions to be computed; everything before ``start`` is cached.
     """
 
     request_id: str
@@ -33,13 +32,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class LaneNotes:
-    """To the worker.
+    """Tells the worker with each step what the scheduler decided.
 
     Attributes:
-        jobs: that begin now.
-        chunk_tokens: how long a chunk may be, from now on.
-        decode_sms: how many SMs the step is to have, and the lane what is left; 0: the lane has
-            all. Nothing where no border can be moved.
+        jobs: prefills that begin now.
+        chunk_tokens: most tokens of a chunk from now on.
+        decode_sms: how many SMs the step has; the lane has the others. 0: the lane has all. None:
+            no border can be moved.
     """
 
     jobs: tuple[Job, ...]
@@ -49,12 +48,12 @@ class LaneNotes:
 
 @dataclass(slots=True)
 class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the worker: what happened since the last step.
+    """Tells the scheduler what the worker's lane has done since the last step.
 
     Attributes:
         computed: tokens, by request.
-        failed: requests of which not all could be computed.
-        sizes_sms: how many SMs decodes can have (`SlotPairs.sizes_sms`); said once.
+        failed: requests whose prompts were not computed to their end.
+        sizes_sms: how many SMs decodes can have (`SlotPairs.sizes_sms`); reported once.
     """
 
     computed: dict[str, int] = field(default_factory=dict)
@@ -67,16 +66,15 @@ class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class SchedulerLane:
-    """Is the scheduler's half of the lane of one engine.
+    """The scheduler's half of one engine's lane.
 
     Args:
-        scheduler: the one that asks (`ConversationScheduling`).
-        policy: says what goes to the lane.
+        scheduler: the `ConversationScheduling` that asks.
+        policy: decides which requests go to the lane.
 
     Attributes:
-        reserve: says how many SMs decodes have beside it; one that decides nothing until the worker
-            has said that there are any.
-        decode_sms: what they have in the next step.
+        reserve: decides how many SMs decodes have, once the worker has reported that there are any.
+        decode_sms: how many SMs decodes have in the next step.
     """
 
     def __init__(self, scheduler: Any, policy: PrefillLane) -> None:
@@ -85,7 +83,7 @@ class SchedulerLane:
         config = scheduler.vllm_config
         self._alternates = config.device_config.device_type == "cpu"
         self._new: list[Job] = []
-        # From which token on they were the lane's, until their next step.
+        # The first token that is the lane's, by request, until the request's next step.
         self._starts: dict[str, int] = {}
         self._failed: set[str] = set()
         self._late_s = float(scheduler.chunks.late_s)
@@ -99,7 +97,7 @@ class SchedulerLane:
         """Return where a request that could begin now is prefilled."""
         name = request.request_id
         if name in self._failed or not _fits(request):
-            # Nothing of a failed one was right, or it would not be asked after.
+            # vLLM asks again only if none of the failed prefill's KV is right.
             self._starts.pop(name, None)
             return "inline"
         scheduler = self._scheduler
@@ -111,12 +109,12 @@ class SchedulerLane:
             scheduler.clock(),
         )
         if route != "inline":
-            # That is what the budget does to it.
+            # Otherwise the budget would have cut it.
             scheduler.chunks.was_cut()
         return route
 
     def takes(self, request: Any, found_tokens: int, tokens: int, block_ids: list[int]) -> None:
-        """A request has its blocks, and goes to the lane."""
+        """Give the lane a request that has its blocks."""
         name = request.request_id
         self.policy.takes(name, tokens)
         self._current_since_s = self._scheduler.clock()
@@ -125,15 +123,15 @@ class SchedulerLane:
         ids = list(request.all_token_ids[:end])
         self._new.append(Job(name, ids, list(block_ids), found_tokens, end))
         if request.prefill_stats is not None:
-            # It is computed here: to whoever counts what caches had, it is no hit.
+            # This engine computes it, so it counts as no cache's hit.
             request.prefill_stats.set(request.num_prompt_tokens, found_tokens, 0)
         self._scheduler.passed_over_tokens += tokens
 
     def notes(self, computes: bool) -> LaneNotes:
-        """For the worker, with a step.
+        """Return the notes for the worker's next step.
 
         Args:
-            computes: whether the step does anything: decode, or prefill what is short.
+            computes: whether the step itself computes anything.
         """
         scheduler = self._scheduler
         jobs, self._new = tuple(self._new), []
@@ -150,7 +148,7 @@ class SchedulerLane:
         return self.decode_sms
 
     def stepped(self, lasted_s: float, decode_sms: int, now_s: float) -> None:
-        """A step with decodes is over, in which they had so many SMs."""
+        """Note how long a step with decodes took on so many SMs."""
         if self.reserve.sizes_sms and decode_sms < self.reserve.sizes_sms[-1]:
             self.reserve.step(lasted_s, decode_sms, now_s)
 
@@ -158,7 +156,7 @@ class SchedulerLane:
         """Note what the worker has done.
 
         Args:
-            received: requests whose blocks are no more the lane's, nor LMCache's.
+            received: requests whose blocks neither the lane nor LMCache writes to any more.
         """
         if report is not None:
             if report.sizes_sms:
@@ -176,7 +174,7 @@ class SchedulerLane:
                 self._forget(current)
 
     def spent_tokens(self, model_runner_output: Any) -> int:
-        """How many tokens of the lane's a step's time was spent on, too; on a GPU none."""
+        """Return how many of the lane's tokens a step's time includes; none on a GPU."""
         told = model_runner_output.kv_connector_output
         report = None if told is None else told.kv_connector_worker_meta
         if not self._alternates or not isinstance(report, LaneReport):
@@ -184,29 +182,28 @@ class SchedulerLane:
         return sum(report.computed.values())
 
     def start_of(self, name: str) -> int | None:
-        """From which token on a request was the lane's, if it was and has not run since."""
+        """Return the first token of a request that was the lane's; None once it runs."""
         return self._starts.get(name)
 
     def has_failed(self, name: str) -> bool:
-        """Whether the lane could not compute a request's prompt."""
         return name in self._failed
 
     # --- the scheduler tells ------------------------------------------------------------------
 
     def runs(self, name: str) -> None:
-        """A request has begun to run."""
+        """Forget a request that has begun to run."""
         self.policy.forget(name)
         self._starts.pop(name, None)
         self._failed.discard(name)
 
     def over(self, name: str) -> None:
-        """A request has ended. What of it is in the lane ends with its chunk."""
+        """Forget a request that has ended; its chunk in the lane goes on to its end."""
         self.policy.forget(name)
         if name != self.policy.current:
             self._forget(name)
 
     def observed(self) -> dict[str, Any]:
-        """For `SchedulerLoad`."""
+        """Return the lane's members of `SchedulerLoad`."""
         policy = self.policy
         return {
             "lane_waiting": policy.waiting,
@@ -223,17 +220,15 @@ class SchedulerLane:
 
 
 def _fits(request: Any) -> bool:
-    """Whether the lane can compute a request's prompt; else it is prefilled inline.
-
-    A preempted one comes back inline: its output so far may still be under way.
-    """
+    """Return whether the lane can compute a request's prompt; otherwise it is prefilled inline."""
     return not (
+        # Its output so far may still be under way.
         request.num_preemptions
         or request.prompt_embeds is not None
         or request.mm_features
         or request.lora_request is not None
         or request.pooling_params is not None
         or request.resumable
-        # All of its prompt has to pass the sampler, for its log-probabilities.
+        # Its whole prompt has to pass the sampler, for its log-probabilities.
         or request.skip_reading_prefix_cache
     )

@@ -1,4 +1,4 @@
-"""The worker's thread that computes prefills, chunk by chunk."""
+"""The worker's thread that computes prefills in chunks, and the lock that it shares with steps."""
 
 import queue
 import threading
@@ -13,7 +13,7 @@ from deployments.engine.lane.scheduler_lane import Job, LaneNotes, LaneReport
 
 logger = init_logger(__name__)
 
-# A chunk takes no longer. Whoever ends goes on without it then: the thread is a daemon.
+# More than a chunk takes. An engine that ends waits no longer for it; the thread is a daemon.
 _CHUNK_S = 10.0
 
 
@@ -22,11 +22,14 @@ class LaneEnds(Exception):
 
 
 class Turns:
-    """A lock for two threads.
+    """Lets the engine's step and the lane's chunk run the model one at a time.
+
+    vLLM keeps the forward pass's context in a variable of its module. On a GPU the lock is held
+    while kernels are launched, and these overlap. On a CPU it is held for the computation itself.
 
     Args:
-        alternate: whether a chunk follows each step, and a step each chunk, for as long as there
-            are both. Else whoever comes first.
+        alternate: whether steps and chunks alternate while there are both. Otherwise the first to
+            ask goes first.
     """
 
     def __init__(self, alternate: bool) -> None:
@@ -40,10 +43,7 @@ class Turns:
 
     @contextmanager
     def step(self, ends: bool = True) -> Iterator[None]:
-        """A step's turn, or (``ends`` False) that of a part of it.
-
-        A chunk whose turn it is goes first.
-        """
+        """Hold the lock for a step, or with ``ends`` False for a part of one."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._busy and not (self._chunk_is_next and self._chunk_waits)
@@ -59,10 +59,10 @@ class Turns:
 
     @contextmanager
     def chunk(self) -> Iterator[None]:
-        """A chunk's turn.
+        """Hold the lock for a chunk.
 
         Raises:
-            LaneEnds: there is none any more.
+            LaneEnds: the engine ends.
         """
         with self._changed:
             self._chunk_waits = True
@@ -84,7 +84,7 @@ class Turns:
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """No chunk begins any more."""
+        """Have no chunk begin any more."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -94,40 +94,37 @@ class Forward(Protocol):
     """Computes chunks (`LaneForward`)."""
 
     def mark(self) -> Any:
-        """In the engine's thread: a mark behind all that its steps have launched."""
+        """Return a mark behind all that steps have launched; called in the engine's thread."""
 
     def prepare(self) -> None:
-        """In the lane's thread, before anything else."""
+        """Prepare the lane's thread; called there before anything else."""
 
     def follow(self, mark: Any) -> None:
-        """In the lane's thread: what comes next begins when what is before the mark is done."""
+        """Have the next chunk begin after what is before the mark; called in the lane's thread."""
 
     def compute(self, job: Job, start: int, end: int) -> Callable[[], None]:
-        """Launch a job's positions from ``start`` up to ``end``.
+        """Launch a job's positions from ``start`` up to ``end``; returns what waits for them.
 
-        Returns:
-            What to call, without the turn, to wait until they are computed.
+        The caller waits without holding the lock.
         """
 
 
 @dataclass(slots=True)
 class _Over:
     job: Job
-    # Up to where its KV is right.
+    # The first position whose KV was not computed.
     until: int
     error: bool = False
 
 
 class LaneThread:
-    """Computes jobs one after the other, and says which are over.
+    """Computes jobs one after the other, and reports which have ended.
 
-    A job that is given up while it is computed is over when its chunk is: until then its blocks
-    are written to. One that fails is over, too; the engine lives.
+    A job that is given up ends with its current chunk, which writes to its blocks. A job that fails
+    ends too, and the engine goes on.
 
     Args:
-        forward: what computes a chunk.
-        turns: when it may.
-        block_tokens: of the engine's blocks.
+        block_tokens: tokens of a block of the engine's.
     """
 
     def __init__(self, forward: Forward, turns: Turns, block_tokens: int) -> None:
@@ -135,10 +132,10 @@ class LaneThread:
         self._turns = turns
         self._block_tokens = block_tokens
         self._chunk_tokens = block_tokens
-        # Each with the mark behind the step with which it came.
+        # Each with the mark behind the step that it came with.
         self._jobs: queue.SimpleQueue[tuple[Job, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        # Known and not over, and those of them that nobody wants any more.
+        # Jobs that have not ended, and those of them that are given up.
         self._open: set[str] = set()
         self._given_up: set[str] = set()
         self._over: list[_Over] = []
@@ -147,11 +144,9 @@ class LaneThread:
         self._thread.start()
 
     def is_current(self) -> bool:
-        """Whether the caller is the lane."""
         return threading.get_ident() == self._thread.ident
 
     def begin(self, notes: LaneNotes) -> None:
-        """Take jobs in, and how long chunks may be."""
         self._chunk_tokens = notes.chunk_tokens
         for job in notes.jobs:
             with self._lock:
@@ -159,14 +154,12 @@ class LaneThread:
             self._jobs.put((job, self._forward.mark()))
 
     def give_up(self, request_ids: Collection[str]) -> None:
-        """Requests have ended; those whose jobs are not over yet want them no more."""
+        """Give up the jobs of requests that have ended."""
         with self._lock:
             self._given_up |= self._open.intersection(request_ids)
 
     def take(self) -> tuple[set[str], set[int], LaneReport | None]:
-        """Take what is new: requests that are over, their blocks that were not computed, and what
-        was.
-        """
+        """Return requests that have ended, their blocks that were not computed, and a report."""
         with self._lock:
             over, self._over = self._over, []
             computed, self._computed = self._computed, {}
@@ -180,7 +173,7 @@ class LaneThread:
         return {one.job.request_id for one in over}, missing, report
 
     def end(self) -> None:
-        """End, when the chunk under way is."""
+        """End after the current chunk."""
         self._turns.end()
         self._jobs.put(None)
         self._thread.join(_CHUNK_S)
@@ -201,7 +194,7 @@ class LaneThread:
             while at < job.end and not self._is_given_up(job):
                 with self._turns.chunk():
                     if at == job.start:
-                        # On the stream that the chunk is launched on: it changes between steps.
+                        # Within the chunk's turn, since its stream changes between steps.
                         self._forward.follow(mark)
                     until = min(job.end, at + max(1, self._chunk_tokens))
                     wait = self._forward.compute(job, at, until)

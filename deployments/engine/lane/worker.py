@@ -1,4 +1,10 @@
-"""A worker of vLLM's that lets the lane have its turn; `cpu_worker` and `gpu_worker` are two."""
+"""vLLM's worker on a GPU with a lane, and how one chunk of a prompt passes through the model.
+
+`LaneForward` builds what vLLM's model runner builds for a batch of one request. It has attention
+metadata builders of its own, since the runner's have buffers that the current step uses. Internals
+of vLLM 0.29 that are used: the runner's ``model``, ``attn_groups`` and ``device``,
+``CommonAttentionMetadata`` and ``set_forward_context``.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -22,8 +28,7 @@ class LaneForward:
     """Computes chunks with an engine's model, on the lane's stream, never as a CUDA graph.
 
     Args:
-        runner: vLLM's model runner, its model loaded and its KV there.
-        vllm_config: the engine's.
+        runner: vLLM's model runner, with its model and its KV space.
     """
 
     def __init__(self, runner: Any, vllm_config: Any) -> None:
@@ -41,12 +46,12 @@ class LaneForward:
             self._groups.append((own, kernel_tokens))
 
     def prepare(self) -> None:
-        """Set what CUDA keeps for each thread as it is in the engine's."""
+        """Set the thread's CUDA device as in the engine's thread."""
         if self._plain is not None:
             torch.cuda.set_device(self._device)
 
     def mark(self) -> Any:
-        """An event behind all that was launched on the steps' stream; None on a CPU."""
+        """Return an event behind all that was launched on the steps' stream; None on a CPU."""
         if self._plain is None:
             return None
         event = torch.cuda.Event()
@@ -54,12 +59,11 @@ class LaneForward:
         return event
 
     def follow(self, mark: Any) -> None:
-        """Steps that are launched may still read, or write, blocks that are the lane's now."""
+        """Wait for launched steps, which may still read or write blocks that are the lane's now."""
         if mark is not None:
             lane_stream(self._plain).wait_event(mark)
 
     def compute(self, job: Job, start: int, end: int) -> Callable[[], None]:
-        """Launch the positions from ``start`` up to ``end`` of a job's prompt."""
         stream = lane_stream(self._plain)
         on_stream = torch.cuda.stream(stream) if stream else contextlib.nullcontext()
         with torch.inference_mode(), on_stream:
@@ -89,11 +93,11 @@ class LaneForward:
     def _metadata(
         self, job: Job, start: int, end: int, positions: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Attention metadata and slots (int64, [end - start]), each by layer."""
+        """Return attention metadata and slots (int64, [end - start]), each by layer."""
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
         count = end - start
-        # On the host, as int32: [requests + 1], and [requests] twice.
+        # int32 on the host: [requests + 1], [requests] and [requests].
         begins = torch.tensor([0, count], dtype=torch.int32)
         length = torch.tensor([end], dtype=torch.int32)
         before = torch.tensor([start], dtype=torch.int32)
@@ -124,7 +128,7 @@ class LaneForward:
         return metadata, slots
 
     def _table(self, job: Job, kernel_tokens: int) -> torch.Tensor:
-        """The request's blocks as kernels count them: int32, [1, blocks]."""
+        """Return the request's blocks in the kernel's block size: int32, [1, blocks]."""
         ids = torch.tensor([list(job.block_ids)], dtype=torch.int32)
         parts = self._block_tokens // kernel_tokens
         if parts > 1:
@@ -133,28 +137,28 @@ class LaneForward:
 
 
 def plain_stream(device: Any) -> Any:
-    """A ``torch.cuda.Stream`` whose kernels share all SMs with the decodes'; None on a CPU."""
+    """Return a stream whose kernels share all SMs with the decodes'; None on a CPU."""
     if device.type == "cpu":
         return None
     return torch.cuda.Stream(device)
 
 
 def lane_stream(plain: Any) -> Any:
-    """The stream of the lane's side of the engine's SMs, as the border is now; or the plain one.
+    """Return the stream of the lane's SMs, or the plain one where there is no border.
 
-    The border moves between steps, within a step's turn: ask within a chunk's.
+    Call it within a chunk's turn, since the border moves between steps.
     """
     return slot_pairs().bound.lane_stream or plain
 
 
 class LaneWorking:
-    """Is laid over vLLM's worker."""
+    """Lays the lane over vLLM's worker."""
 
     _turns: Turns | None = None
     _graphs: GraphSets | None = None
 
     def compile_or_warm_up_model(self) -> Any:
-        """Also start the lane, when all else is ready."""
+        """Start the lane when everything else is ready."""
         worker: Any = self
         took = super().compile_or_warm_up_model()  # type: ignore[misc]
         if self._turns is None:
@@ -165,11 +169,11 @@ class LaneWorking:
         return took
 
     def _capture_for_each_border(self) -> GraphSets | None:
-        """CUDA graphs, where there is a border that moves."""
+        """Return CUDA graphs for each place of the border; None where it does not move."""
         return None
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """A step, once the border between its SMs and the lane's is where it is to be."""
+        """Move the border between the step's SMs and the lane's, then run the step."""
         with self._turns.step() if self._turns else nullcontext():
             notes = getattr(scheduler_output.kv_connector_metadata, "lane", None)
             if notes is not None and notes.decode_sms is not None:
@@ -179,7 +183,7 @@ class LaneWorking:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Its end; a drafter would run the model here."""
+        """End a step in its turn, since a drafter would run the model here."""
         with self._turns.step(ends=False) if self._turns else nullcontext():
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
 

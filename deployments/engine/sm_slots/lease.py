@@ -1,4 +1,4 @@
-"""A worker's lease of SMs, from the actor of its node."""
+"""How an engine's worker leases SMs from its node's actor, and what it is told for that."""
 
 import time
 from typing import Any
@@ -11,25 +11,24 @@ from hetero.sm_slots import NoFreeSms, SmLease
 SLOT_WORKER = "deployments.engine.sm_slots.worker.SlotWorker"
 SLOT_LANE_WORKER = "deployments.engine.sm_slots.worker.SlotLaneWorker"
 
-# vLLM would run shared experts beside the others on a stream that keeps to no SMs.
+# Without it vLLM runs shared experts on a stream of its own, which does not keep to the SMs.
 SLOT_ENVIRONMENT = {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"}
 
-# What the worker is told, in its connector's configuration: that is in no key of a compiled model,
-# so engines that differ in it load what the first has compiled.
+# Within the connector's configuration, which is in no key of a compiled model: engines that differ
+# in it load what the first one has compiled.
 _KEY = "conserve.sm_slots"
-# A predecessor that was killed loses its SMs within `SILENCE_S`; the actor may be starting again.
+# A killed predecessor loses its SMs within `SILENCE_S`; the actor may be starting again.
 _TIMEOUT_S = SILENCE_S + 45.0
 _CALL_TIMEOUT_S = 10.0
 _RETRY_S = 1.0
 
 
 def tell_worker(extra: dict[str, Any], slots: int, engine_id: str, node_actor: str) -> None:
-    """Put what the worker needs into its connector's extra configuration.
+    """Put what the worker needs to lease SMs into its connector's extra configuration.
 
     Args:
-        slots: how many tenths of its GPU's SMs it is to lease.
-        engine_id: whose they are.
-        node_actor: the name of the actor that has the ledger.
+        slots: how many tenths of its GPU's SMs it leases.
+        node_actor: the name of the actor that keeps the ledger.
     """
     extra[_KEY] = {"slots": slots, "engine_id": engine_id, "node_actor": node_actor}
 
@@ -41,31 +40,30 @@ def told(vllm_config: Any) -> dict[str, Any]:
 
 
 def said_of(lease: SmLease) -> list[Any]:
-    """A lease as what vLLM passes between its processes."""
+    """Return a lease in a form that vLLM can pass between its processes."""
     return [*lease[:3], lease.units.start, lease.units.stop, lease.slots, lease.sms]
 
 
 def lease_of(said: list[Any]) -> SmLease:
-    """The lease again."""
+    """Return the lease that `said_of` was given."""
     lease_id, gpu, owner, start, stop, slots, sms = said
     return SmLease(lease_id, gpu, owner, range(start, stop), slots, sms)
 
 
 def lease_slots(gpu: str, slots: int, engine_id: str, node_actor: str) -> SmLease:
-    """Lease SMs; waits, within bounds, until a predecessor's are free.
+    """Lease SMs; waits, within bounds, for a predecessor's.
 
     Args:
-        gpu: as NVML names it.
+        gpu: its name in NVML.
         slots: how many tenths of it.
-        engine_id: whose they are, for as long as that engine beats to the actor.
-        node_actor: the actor's name.
+        engine_id: keeps the lease for as long as it beats to the actor.
 
     Raises:
-        NoFreeSms: they are others', and stay so.
+        NoFreeSms: other engines keep them.
         UnknownGpu: the actor does not see that GPU.
         SmsUnavailable: the actor does not answer.
     """
-    # A worker's process alone needs it: others load this file, too.
+    # Only workers lease. Other processes load this file without Ray.
     import ray
 
     deadline_s = time.monotonic() + _TIMEOUT_S
@@ -76,7 +74,7 @@ def lease_slots(gpu: str, slots: int, engine_id: str, node_actor: str) -> SmLeas
             lease: SmLease = ray.get(asked, timeout=_CALL_TIMEOUT_S)
             return lease
         except (NoFreeSms, UnknownGpu) as error:
-            # Ray adds the traceback of another process to what it says.
+            # Ray's error has the traceback of the actor's process in its text.
             cause = getattr(error, "cause", error)
             if isinstance(error, UnknownGpu) or time.monotonic() > deadline_s:
                 raise cause from None

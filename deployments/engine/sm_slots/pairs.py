@@ -1,8 +1,15 @@
-"""Decoding's and prefill's streams, for each place of the border between their SMs.
+"""Streams and CUDA graphs for each place of the border between decoding's SMs and prefill's.
 
-AgentServe (§III-C) makes contexts for ten slots before it serves, and rebinds threads to them in
-microseconds. Here an engine's ten slots are tenths of its lease: the border moves without a word to
-the ledger. What decides where it goes is `conserve.engine_scheduling.DecodeReserve`.
+AgentServe (section III-C) makes contexts for ten slots before it serves, and rebinds threads to
+them in microseconds. Here an engine's ten slots are tenths of its lease, so the border moves
+without a call to the ledger. `conserve.engine_scheduling.DecodeReserve` decides where it goes.
+
+A graph runs on the SMs of the stream that it was captured on. vLLM captures once, on all of the
+engine's SMs. Its graphs are captured again for each smaller size of decoding's side, and exchanged
+as the border moves. Used of vLLM 0.29: its runners' ``capture_model`` captures whatever has no
+graph, on the current stream, and returns the bytes that it took. The graphs of the first runner,
+and of both runners' pieces, are ``concrete_cudagraph_entries`` of each ``CUDAGraphWrapper``. Those
+of the second runner are ``graphs`` of its ``cudagraph_manager``.
 """
 
 import logging
@@ -16,12 +23,12 @@ from hetero.sm_units import SmSplit
 
 
 class Bound(NamedTuple):
-    """Tells where decoding and prefill run now.
+    """The streams that decoding and prefill run on now.
 
     Attributes:
-        decode_stream: of the worker's steps; None: as vLLM has it.
-        lane_stream: of prefills beside them; None: any stream.
-        decode_sms, lane_sms: how many SMs each stream has; 0 where that is not known.
+        decode_stream: None: vLLM's own.
+        lane_stream: None: any stream.
+        decode_sms, lane_sms: how many SMs each has; 0 where that is not known.
     """
 
     decode_stream: Any
@@ -31,18 +38,18 @@ class Bound(NamedTuple):
 
 
 class SlotPairs:
-    """An engine's pairs of streams; one thread, the one that runs its steps.
+    """An engine's pairs of streams, used by the thread that runs its steps.
 
     Args:
-        means: what streams keep to SMs by; where it has no streams, the border cannot move.
-        split: of the GPU.
-        units: of the engine's lease.
+        means: keeps streams to SMs. If it has no streams, the border cannot move.
+        split: how the GPU is split into units.
+        units: the engine's lease.
         wrap: makes torch's stream of a handle.
         make_current: has the engine's steps run on a stream from now on.
 
     Attributes:
-        sizes_sms: what decoding may have, the smallest first; the last is all of the lease. None
-            where nothing moves the border.
+        sizes_sms: how many SMs decoding may have, ascending; the last is the whole lease. Empty
+            where the border cannot move.
     """
 
     def __init__(
@@ -62,30 +69,28 @@ class SlotPairs:
             self._places = ()
         self._streams: dict[range, Any] = {}
         for place in self._places:
-            # All that will ever be bound, now: that is what costs.
+            # All streams are made now, since making one takes long and binding does not.
             self._stream(place.decode)
             if place.prefill:
                 self._stream(place.prefill)
         self.sizes_sms = tuple(place.decode_sms for place in self._places)
         self._bound = Bound(None, None, 0, 0)
         if self._places:
-            # As the engine was loaded: whatever it has begun there comes before the first border.
+            # The engine was loaded on these, so that work comes before the first border.
             self._bound = self._of(self._places[-1], self.sizes_sms[-1])
 
     @property
     def bound(self) -> Bound:
-        """Return what was bound last."""
+        """Return the last binding."""
         return self._bound
 
     def bind(self, decode_sms: int) -> Bound:
-        """Move the border, between two steps: decoding gets at least so many SMs.
+        """Move the border, between two steps, so that decoding has at least so many SMs.
 
-        That is the smallest of its sizes with as many, and all if there is none; with 0 it is
-        prefill that has all. What either has begun on its former stream comes first on the new
-        one. Decoding's becomes the calling thread's current stream.
-
-        Where decoding has all, prefill's is the smallest it has: nobody is meant to be there, and
-        whoever is, shares.
+        Decoding gets the smallest size with as many, or all. With 0, prefill has all. Where
+        decoding has all, prefill's stream is its smallest, which shares SMs. Work that either side
+        has begun on its former stream comes first on the new one. Decoding's becomes the thread's
+        current stream.
         """
         if not self._places:
             return self._bound
@@ -110,7 +115,7 @@ class SlotPairs:
         if decode_sms <= 0:
             lane = self._places[-1].decode
         elif not lane:
-            # The last of those that are not empty; a lease of one unit has none, and shares it.
+            # Prefill's smallest side. A lease of one unit has none, and shares its SMs.
             lane = next(
                 (one.prefill for one in reversed(self._places) if one.prefill), place.decode
             )
@@ -134,7 +139,7 @@ _pairs: SlotPairs | None = None
 
 
 def provide(make: Callable[[], SlotPairs]) -> None:
-    """Say how this process's pairs are made, once somebody asks for them."""
+    """Set how this process's pairs are made, when they are first asked for."""
     global _make, _pairs
     _make, _pairs = make, None
 
@@ -144,7 +149,7 @@ def _none() -> SlotPairs:
 
 
 def slot_pairs() -> SlotPairs:
-    """This worker's pairs; ones that cannot move where it has leased no SMs, or on a CPU."""
+    """Return this worker's pairs. They cannot move on a CPU, or where no SMs are leased."""
     global _pairs
     if _pairs is None:
         _pairs = _none() if _make is None else _make()
@@ -155,19 +160,18 @@ logger = logging.getLogger("vllm.conserve")
 
 
 class GraphSets:
-    """An engine's, after vLLM has captured its graphs.
+    """An engine's graphs, after vLLM has captured its own.
 
-    Without graphs (``enforce_eager``), and where no border moves, there is nothing to exchange.
+    With ``enforce_eager``, or where no border moves, there is nothing to exchange.
 
     Args:
         runner: vLLM's model runner.
-        pairs: the engine's; where decoding's side is bound, graphs are captured.
-        budget_bytes: when all sets but vLLM's own have taken so much, or the next one would exceed
-            it, no other is made. One is made in any case: nobody knows before what it takes.
+        budget_bytes: no further set is made once all sets have taken so much, or the next one would
+            exceed it. The first is always made, since its size is not known before.
 
     Attributes:
-        sizes_sms: those that have graphs of their own. On the others graphs run on all of the
-            engine's SMs, as vLLM has captured them.
+        sizes_sms: sizes with graphs of their own. Other sizes run vLLM's, on all of the engine's
+            SMs.
     """
 
     def __init__(self, runner: Any, pairs: SlotPairs, budget_bytes: int = GRAPH_SETS_BYTES) -> None:
@@ -180,11 +184,10 @@ class GraphSets:
 
     @property
     def sizes_sms(self) -> tuple[int, ...]:
-        """See above."""
         return tuple(self._sets)
 
     def capture(self) -> None:
-        """Capture for each size, the smallest first: that is where the border is in calm."""
+        """Capture for each size, the smallest first, where the border is in calm."""
         sizes_sms = self._pairs.sizes_sms
         if not any(self._all) or not sizes_sms:
             return
@@ -207,7 +210,7 @@ class GraphSets:
         )  # fmt: skip
 
     def use(self, decode_sms: int) -> None:
-        """Have steps run the graphs of a size, from now on."""
+        """Have steps run the graphs of a size from now on."""
         graphs = self._sets.get(decode_sms, self._all)
         if graphs is not self._now:
             self._put(graphs)
@@ -222,7 +225,7 @@ class GraphSets:
 
 
 def _holders(runner: Any) -> list[tuple[Any, str]]:
-    """Return who has graphs, and under which name, in an order that stays."""
+    """Return the objects that hold graphs, with their attributes' names, in a fixed order."""
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     found = [(one, "concrete_cudagraph_entries") for one in CUDAGraphWrapper._all_instances]

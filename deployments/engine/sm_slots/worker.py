@@ -1,17 +1,14 @@
-"""vLLM's GPU worker, on the SMs that its engine has leased.
+"""vLLM's GPU worker, on the SMs that its engine has leased (``worker_cls``).
 
-vLLM makes it by its argument ``worker_cls``. Before the model is loaded it leases SMs from the
-node's actor, and makes a stream that keeps to them the current one of its thread, which runs all of
-the engine's steps: so whatever vLLM launches there keeps to them, and graphs do that are captured
-there (`captures`). Where it cannot be, the engine does not start: whoever asked for slots would not
-have them.
+Before the model is loaded it leases SMs from the node's actor. It makes a stream that keeps to them
+the current one of its thread, which runs all of the engine's steps. So whatever vLLM launches there
+keeps to them, and so do graphs that are captured there. If that fails, the engine does not start.
 
 Used of vLLM 0.29: ``Worker.load_model`` comes after ``init_device`` and before any kernel of the
-model, in the thread of ``execute_model``; ``current_stream()`` of ``utils/torch_utils`` is what
-``torch.cuda.set_stream`` was given; ``main_stream`` of ``v1/worker/gpu/model_runner`` is a cached
-property, to which a step goes back when its outputs are copied. Streams that vLLM makes beside that
-one copy, and compute nothing, but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters and of some
-models.
+model, in the thread of ``execute_model``. ``current_stream()`` of ``utils/torch_utils`` is what
+``torch.cuda.set_stream`` was given. ``main_stream`` of ``v1/worker/gpu/model_runner`` is a cached
+property, to which a step goes back when its outputs are copied. Other streams of vLLM's only copy,
+but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters and of some models.
 """
 
 import dataclasses
@@ -36,7 +33,7 @@ logger = logging.getLogger("vllm.conserve")
 
 
 class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as untyped.
-    """A worker that leases SMs, and runs on those alone."""
+    """Leases SMs, and runs on those alone."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self._told = told(vllm_config)
@@ -49,7 +46,7 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model, once the SMs are leased that it is to run on."""
+        """Load the model, once its SMs are leased."""
         try:
             self._take_slots()
         except (SmsUnavailable, NoFreeSms, UnknownGpu) as error:
@@ -57,7 +54,7 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         super().load_model(**kwargs)
 
     def conserve_sm_lease(self) -> list[Any]:
-        """Return what was leased, for `LEASE_METHOD`."""
+        """Return the lease, for `WorkerClient.sm_leases`."""
         assert self._lease is not None
         return said_of(self._lease)
 
@@ -69,8 +66,8 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         named = GpuWorker()
         named.device = device
         gpu = named.conserve_gpu_uuid()
-        # Whether the driver splits as the ledger does comes first: else a lease would be kept from
-        # others until this engine is missed.
+        # This checks that the driver splits as the ledger does. After a lease, a failure would keep
+        # the SMs from other engines until this one is missed.
         means = means_of(slots, device.index, self._why_no_contexts)
         lease = self._lease = lease_slots(gpu, **self._told)
         units = lease.units
@@ -96,9 +93,9 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         pairs.provide(lambda: pairs.SlotPairs(means, slots.split, units, wrap, self._make_current))
 
     def _make_current(self, stream: Any) -> None:
-        # vLLM has put its own in the place of torch's, to know of it.
+        # vLLM has replaced this function, to know the current stream.
         torch.cuda.set_stream(stream)
-        # The second of its runners remembers the first that it saw, and goes back to that.
+        # vLLM's second runner remembers its first stream, and goes back to it.
         self.model_runner.__dict__.pop("main_stream", None)
 
 
@@ -112,10 +109,11 @@ class SlotLaneWorker(LaneWorking, SlotWorker):
 
 
 def capture_where_it_runs() -> None:
-    """Have this process capture graphs on its current stream from now on.
+    """Have this process capture CUDA graphs on its current stream. May be called repeatedly.
 
-    May be called repeatedly. ``graph_capture`` of vLLM 0.29's ``distributed/parallel_state.py``
-    makes a context with a new stream, unless it is given one; so it gets another maker of contexts.
+    A graph runs on the SMs of the stream that it was captured on. ``graph_capture`` of vLLM 0.29's
+    ``distributed/parallel_state.py`` makes a context with a new stream, which keeps to no SMs. So
+    ``GraphCaptureContext`` is replaced.
 
     Raises:
         RuntimeError: this vLLM captures in another way.
