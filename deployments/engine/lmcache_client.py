@@ -1,7 +1,7 @@
 """LMCache's client, made to notice a server that is lost, and one that only takes long.
 
-It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
-``cancel_streams``, ``submit_request``): check it when that version changes.
+Internals of lmcache 0.5.6 that are used: ``_message_queue_client``, ``pending_futures``,
+``cancel_streams``, ``submit_request``. Check them when the version changes.
 """
 
 import socket
@@ -19,20 +19,20 @@ from deployments.node.lmcache_server import REAP_TIMEOUT_S, START_TIMEOUT_S
 logger = init_logger(__name__)
 
 _REGISTRATIONS = ("register_kv_cache", "register_kv_cache_engine_driven_context")
-# The requests that bring a connection back, and so must pass while it is down.
+# Requests that bring a connection back, so they must pass while it is down.
 _ALWAYS = ("ping", "get_chunk_size", "get_experimental", *_REGISTRATIONS)
-# LMCache waits for a heartbeat's answer as long as it waits between two of them.
+# LMCache itself waits for a heartbeat's answer no longer than between two of them.
 PING_TIMEOUT_S = 5.0
-# Until a server that starts CUDA, and maps an engine's KV space, has done so.
+# A server may have to start CUDA, and to map an engine's KV space.
 _REGISTRATION_TIMEOUT_S = 120.0
 
 
 class Connection:
-    """Knows a client's connection to its server.
+    """A client's connection to its server.
 
     Attributes:
         healthy: set unless it is lost.
-        losses: how often it was lost; what was asked for before that is not answered any more.
+        losses: how often it was lost; calls from before the last loss get no answer.
     """
 
     def __init__(self, healthy: threading.Event) -> None:
@@ -41,7 +41,7 @@ class Connection:
 
 
 def wait_for_server(host: str | None, port: int, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Return when something listens there: the server starts while the engine loads.
+    """Wait for the server, which starts while the engine loads.
 
     Raises:
         RuntimeError: nothing listens there in time.
@@ -68,7 +68,7 @@ def fail_fast(client: Any, healthy: threading.Event) -> Connection:
     connection = Connection(healthy)
 
     def connection_lost() -> None:
-        # Called in the thread that owns pending_futures.
+        # Runs in the thread that owns pending_futures.
         healthy.clear()
         connection.losses += 1
         for future, _ in queue.pending_futures.values():
@@ -91,10 +91,10 @@ def fail_fast(client: Any, healthy: threading.Event) -> Connection:
 def be_patient(client: Any, ping_timeout_s: float = PING_TIMEOUT_S) -> None:
     """Have heartbeats and registrations wait longer for their answers.
 
-    A server that moves KV on a busy machine may take more than a second for a heartbeat. Taken for
-    lost, it would be asked for nothing until the next one, and first prompts computed twice. A
-    registration may have the server start CUDA. Where it is lost, the connection breaks, which ends
-    the wait.
+    A server that moves KV on a busy machine may take more than a second for a heartbeat. If it
+    counted as lost, it would be asked for nothing until the next one, and first prompts would be
+    computed twice. A registration may have the server start CUDA. A broken connection ends the
+    wait.
     """
     client.ping = _patient(client.ping, ping_timeout_s)
     for name in _REGISTRATIONS:
@@ -116,11 +116,10 @@ def register_after_silence(
 ) -> None:
     """Have a worker register again where its server may have forgotten it.
 
-    The server forgets who has not been heard of for `REAP_TIMEOUT_S`, and goes on to answer that
-    one's heartbeats: stores and loads would fail from then on, and nobody would say so. What it
-    counts from is when it handled the heartbeat before, which is no earlier than that was sent, to
-    when it handles this one, which is before it is answered. So where less time has passed between
-    those two, it has forgotten nobody. Registering what is known changes nothing.
+    The server forgets a worker that is silent for `REAP_TIMEOUT_S`, yet answers its heartbeats:
+    stores and loads would fail from then on, without an error. Its silence lasts from the last
+    heartbeat that it handled to this one. That is at most from when the last was sent to when this
+    one is answered. Registering a known worker changes nothing.
 
     Args:
         register: returns whether it has worked; if not, the connection counts as lost, and LMCache
@@ -141,7 +140,7 @@ def register_after_silence(
             if not alive or silent_s < REAP_TIMEOUT_S:
                 return alive
             logger.warning(
-                "LMCache's server heard nothing of this worker for up to %.0f s and may have "
+                "LMCache's server did not hear from this worker for up to %.0f s and may have "
                 "forgotten it: registering again", silent_s,
             )  # fmt: skip
             return register()
@@ -153,11 +152,12 @@ def register_after_silence(
 
 
 def say_less(adapter: Any) -> None:
-    """Leave out what a turn would tell the server though nobody needs it.
+    """Leave out messages to the server that nothing needs.
 
     LMCache 0.5.6 sends the token ids of each prompt's blocks, all of a long history at every turn,
-    for metrics of its own; and the end of each request, also of one that the server was not asked
-    about, which it warns of. Both take the server's time, and with few cores the engine's.
+    for metrics of its own. It sends each request's end, also of one that the server was not asked
+    about, and the server warns of that. Both take the server's time, and with few cores the
+    engine's.
 
     Args:
         adapter: the scheduler's.
@@ -178,9 +178,10 @@ def say_less(adapter: Any) -> None:
     adapter.end_session = end_known
 
 
-# Some 75 ms in all: many times LMCache's own delay, and little beside the prompt's computation.
+# Pauses before a prompt is looked up again: 75 ms in all, many times LMCache's own delay, and short
+# beside the prompt's computation.
 _PAUSES_S = (0.005, 0.01, 0.02, 0.04)
-# A server that takes longer to let go of a look-up hangs.
+# A server that takes longer to release a look-up hangs.
 _FREEING_S = 10.0
 
 
@@ -188,20 +189,26 @@ _FREEING_S = 10.0
 class _Wait:
     tries: int = 0
     again_s: float | None = None
-    # The server is to have let go of the last look-up before the next.
+    # Releases of the last look-up, which come before the next.
     freeing: list[Any] = field(default_factory=list)
     missed_tokens: int = 0
 
 
 @dataclass(slots=True)
 class LateKV:
-    """Which look-ups are to be repeated, and what came of them."""
+    """Looks up again prompts that a prefiller has just stored, and that are not found yet.
+
+    On a GPU a store is done, for the engine that asked for it, when its copy is. LMCache's server
+    announces it within 5 ms after that. A decoder that asks in between would compute the whole
+    prompt again. Meanwhile the scheduler is told that the answer is not known yet, and goes on with
+    others.
+    """
 
     clock: Callable[[], float] = time.monotonic
     _waits: dict[str, _Wait] = field(default_factory=dict)
 
     def waits(self, request_id: str) -> bool:
-        """Whether it is too early for another look-up."""
+        """Return whether it is too early for another look-up."""
         wait = self._waits.get(request_id)
         if wait is None or wait.again_s is None:
             return False
@@ -214,7 +221,7 @@ class LateKV:
         return False
 
     def looks_again(self, request_id: str, missed_tokens: int) -> bool:
-        """Whether a prompt of which so much was not found is to be looked up once more."""
+        """Return whether to look up once more a prompt of which so much was not found."""
         wait = self._waits.setdefault(request_id, _Wait())
         wait.missed_tokens = missed_tokens
         if not missed_tokens or wait.tries >= len(_PAUSES_S):
@@ -224,10 +231,10 @@ class LateKV:
         return True
 
     def frees(self, request_id: str, futures: list[Any]) -> None:
-        """The server was asked to let go of what the last look-up found."""
+        """Note that the server was asked to release what the last look-up found."""
         self._waits[request_id].freeing = futures
 
     def over(self, request_id: str) -> tuple[bool, int]:
-        """A request has ended: whether it was looked up again, and what was missed at last."""
+        """Return whether a request that ends was looked up again, and what was still missed."""
         wait = self._waits.pop(request_id, _Wait())
         return wait.tries > 0, wait.missed_tokens

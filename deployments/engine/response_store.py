@@ -1,9 +1,8 @@
-"""Responses that a decoder has given, kept where their histories are bound.
+"""Keeps responses that a decoder has given where their histories are bound.
 
-A client may ask for a response again, or go on from it by its id alone (``previous_response_id``);
-the router then asks the decoders for it. vLLM 0.29 has a store of its own, which it never clears,
-and from which it takes a history without its tool calls; this one is bounded, and keeps what the
-client would have had to send.
+A client may ask for a response again, or go on from it by its id alone (``previous_response_id``).
+The router then asks the decoders for it. vLLM 0.29's own store is never cleared, and gives back a
+history without its tool calls. This one is bounded, and keeps what the client would have sent.
 """
 
 import asyncio
@@ -22,18 +21,18 @@ from conserve.apis import RESPONSES, form_of
 from conserve.history import TurnKey
 from deployments.engine.response_events import AgreeingResponse
 
-# In the scope of a request that is a turn: its `TurnKey`.
+# The member of a turn's ASGI scope with its `TurnKey`.
 TURN = "conserve.turn"
 _SMALL_BYTES = 16 * 1024
 _MB = 1_000_000
-# Beside the bytes that it holds: the entry itself, its key, its ids.
+# What an entry takes beside the bytes that it holds.
 _ENTRY_BYTES = 512
 
 
 class _Asked(msgspec.Struct, gc=False):
     request_id: str = ""
     store: bool | None = True
-    # As they came: vLLM judges them, or passes them over.
+    # Unchecked: vLLM judges them, or ignores them.
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
@@ -64,7 +63,7 @@ class _Entry:
 
 
 class ResponseStore:
-    """Responses by tenant and id, the newest of them, as far as there is room.
+    """The newest responses, by tenant and id, as far as there is room.
 
     Args:
         room_bytes: how much they may take, requests included.
@@ -79,7 +78,7 @@ class ResponseStore:
         """Keep a response, in the place of older ones where there is no room.
 
         Args:
-            history_id: as it is kept, which says whose it is.
+            history_id: as it is kept, with its tenant.
             request: JSON, as is ``response``.
         """
         entry = _Entry(history_id, request, response)
@@ -93,7 +92,7 @@ class ResponseStore:
             self.discard(*next(iter(self._entries)))
 
     def get(self, tenant: str | None, response_id: str) -> bytes | None:
-        """A `wire.StoredResponse` in JSON; None if there is none, or not of this tenant."""
+        """Return a `wire.StoredResponse` in JSON; None if the tenant has no such response."""
         entry = self._entries.get((tenant, response_id))
         if entry is None:
             return None
@@ -101,7 +100,7 @@ class ResponseStore:
         return msgspec.json.encode(wire.StoredResponse(entry.history_id, request, response))
 
     def discard(self, tenant: str | None, response_id: str) -> bool:
-        """Forget a response; whether there was one."""
+        """Forget a response; returns whether there was one."""
         entry = self._entries.pop((tenant, response_id), None)
         if entry is None:
             return False
@@ -110,12 +109,9 @@ class ResponseStore:
 
 
 class ResponseKeeper:
-    """ASGI middleware before a decoder's HTTP app: keeps its responses, and tells them to routers.
+    """ASGI middleware that keeps a decoder's responses, and serves them to routers.
 
-    What it keeps is what the client was told, see `deployments.engine.response_events`.
-
-    Args:
-        room_mb: how much they may take.
+    It keeps what the client was told, see `deployments.engine.response_events`.
     """
 
     def __init__(self, app: ASGIApp, room_mb: int) -> None:
@@ -170,7 +166,7 @@ def _asked(request: bytes) -> _Asked | None:
 
 
 def _left_out(asked: _Asked, keeps: bool) -> dict[str, Any]:
-    """Return what OpenAI's clients may look for in a response, and vLLM 0.29 does not say."""
+    """Return what OpenAI's clients may read in a response, and vLLM 0.29 leaves out."""
     return {
         "store": keeps,
         "error": None,
@@ -183,7 +179,7 @@ def _left_out(asked: _Asked, keeps: bool) -> dict[str, Any]:
 
 
 def _watched(send: Send, keep: Callable[[bytes], None]) -> Send:
-    """A ``send`` that has a whole response kept before the client learns that it is whole."""
+    """Return a ``send`` that has a response kept before the client learns that it is complete."""
     ends = form_of(RESPONSES).ends
     good = streamed = False
     parts: list[bytes] = []
@@ -210,7 +206,7 @@ def _watched(send: Send, keep: Callable[[bytes], None]) -> Send:
 
 
 async def read_ahead(receive: Receive) -> bytes:
-    """The whole body; what there is of it, where the client leaves."""
+    """Return the whole body, or what there is of it where the client leaves."""
     parts = []
     while True:
         message = await receive()
@@ -223,7 +219,7 @@ async def read_ahead(receive: Receive) -> bytes:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that gives out a body that was read already, and then goes on."""
+    """Return a ``receive`` that first gives a body that was read already."""
     given = False
 
     async def replayed() -> Message:

@@ -1,11 +1,11 @@
-"""Stores that a worker has begun, and when their blocks are free.
+"""A worker's stores, and when their blocks are free.
 
 KV is copied beside the steps that follow: on a GPU by LMCache's server, on a CUDA stream of its
 own, from the engine's memory; on a CPU by a thread of the worker's (`copy_beside_steps`). Until a
 copy is done, no other request may write to its blocks.
 
-It reaches into internals of lmcache 0.5.6 (``_build_engine_driven_context`` of
-``transfer_context.worker_transfer``): check it when that version changes.
+Internals of lmcache 0.5.6 that are used: ``_build_engine_driven_context`` of
+``transfer_context.worker_transfer``. Check it when the version changes.
 """
 
 import threading
@@ -24,7 +24,7 @@ from deployments.engine.stored import Address
 logger = init_logger(__name__)
 
 # A server that hangs is killed before that (deployments/node), which breaks the connection. One
-# that lives, and has not answered by then, has failed at the store, and reads nothing.
+# that lives and has not answered by then has failed at the store, and reads nothing.
 FORGOTTEN_S = 120.0
 # Short beside a copy, and long beside what a look costs (some 20 us on a GPU).
 _LOOKS_EVERY_S = 0.002
@@ -32,14 +32,14 @@ _LOOKS_EVERY_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class StepNotes:
-    """Tells the workers' connectors with each step what the scheduler's knows.
+    """Tells the workers' connectors with each step what the scheduler's connector knows.
 
     Attributes:
         step: counts steps; none is left out.
         whole: requests of whose prompts nothing more is stored after this step, and where to tell
-            once that is done.
-        gone: the same, of requests that are over and that no ``whole`` has had.
-        ended: requests that are over, whose blocks are to be kept until their stores are.
+            that.
+        gone: the same of requests that have ended before ``whole`` had them.
+        ended: requests that have ended, whose blocks are kept until their stores have.
         preempted: requests whose blocks others may write to from this step on.
     """
 
@@ -54,22 +54,20 @@ class StepNotes:
 class Steps:
     """Whether everything that a step builds on was computed.
 
-    A step may be broken off: by a SIGTERM, or an error of its own. With asynchronous scheduling the
-    worker may be given others after it, of the same prompts, before the engine ends. What they
-    compute is wrong as well.
+    A SIGTERM or an error may break a step off. With asynchronous scheduling the worker may get
+    further steps of the same prompts before the engine ends, and what they compute is wrong as
+    well.
     """
 
     done: int = -1
     broken: bool = False
 
     def begin(self, step: int) -> None:
-        """A step is to be computed."""
         if step != self.done + 1 and not self.broken:
             self.broken = True
             logger.error("step %d was not computed: no KV is stored any more", self.done + 1)
 
     def end(self, step: int) -> None:
-        """It has been, to its end."""
         if not self.broken:
             self.done = step
 
@@ -81,19 +79,19 @@ class _Store:
     event: Any
     step: int
     asked_s: float
-    # Losses of the connection before it; None: this process copies, whatever becomes of that.
+    # Losses of the connection before it; None: this process copies, without the connection.
     losses: int | None
 
 
 @dataclass(slots=True)
 class Stores:
-    """Stores under way, by request.
+    """Stores in progress, by request.
 
-    The worker's steps look at them, and so does a thread, which tells of a prompt as soon as it is
-    stored, however long the step takes that is computed meanwhile.
+    The worker's steps look at them. So does a thread, which tells of a prompt as soon as it is
+    stored, however long the current step takes.
 
     Args:
-        losses: how often the connection to the server was lost so far.
+        losses: returns how often the connection to the server was lost so far.
         tell: tells an address that this worker has stored a prompt.
     """
 
@@ -109,7 +107,7 @@ class Stores:
     def add(
         self, request_id: str, future: Any, event: Any = None, step: int = 0, copies: bool = False
     ) -> None:
-        """One has begun.
+        """Note a store that has begun.
 
         Args:
             step: the step that computed what is stored.
@@ -121,7 +119,7 @@ class Stores:
             self._open.setdefault(request_id, []).append(store)
 
     def tell_when_stored(self, request_id: str, address: Address) -> None:
-        """Tell once what was begun so far for this request is over."""
+        """Tell once all stores of this request that have begun are over."""
         with self._changed:
             self._awaited.append((request_id, address))
             self._changed.notify()
@@ -148,7 +146,7 @@ class Stores:
             return min((one.step for stores in self._open.values() for one in stores), default=None)
 
     def wait(self, requests: Collection[str], timeout_s: float = FORGOTTEN_S) -> bool:
-        """Wait until the stores of these requests are over; whether they are."""
+        """Wait until the stores of these requests have ended; returns whether they have."""
         deadline_s = self.clock() + timeout_s
         for request_id in requests:
             while self.under_way(request_id):
@@ -186,7 +184,7 @@ class Stores:
         except Exception as error:
             logger.warning("LMCache has not stored KV of request %s: %s", request_id, error)
             return True
-        # What this process copies ends by itself: each of its calls to the server has a bound.
+        # This process's own copies end by themselves, since its calls to the server have bounds.
         if store.losses is None or self.clock() - store.asked_s < FORGOTTEN_S:
             return False
         logger.error("LMCache has not answered a store of request %s", request_id)
@@ -196,8 +194,8 @@ class Stores:
 def copy_beside_steps() -> None:
     """Have workers on a CPU copy KV in a thread of their own, and not in the step.
 
-    LMCache has this for accelerators that its server cannot copy from. It takes CPUs for such that
-    have no streams to do so, though a step's KV is complete there when the step has ended.
+    LMCache does so only for accelerators that its server cannot copy from. On a CPU it is safe
+    without streams, since a step's KV is complete when the step has ended.
     """
     from lmcache.v1.multiprocess.transfer_context import worker_transfer
     from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (
@@ -205,11 +203,11 @@ def copy_beside_steps() -> None:
     )
 
     if not hasattr(worker_transfer, "_build_engine_driven_context"):
-        raise RuntimeError("this LMCache is another than 0.5.6: install the version in pyproject")
+        raise RuntimeError("this is not LMCache 0.5.6: install the version in pyproject.toml")
 
     def build(instance_id: int, client: Any) -> Any:
-        # With one thread, a prompt that begins like another one is not said to be stored before
-        # that other one is: the server leaves out chunks that are being stored already.
+        # The server leaves out chunks that are being stored already. With one thread, a prompt that
+        # shares them is not reported as stored before they are.
         return AsyncEngineDrivenTransferContext(instance_id, client, commit_workers=1)
 
     worker_transfer._build_engine_driven_context = build
@@ -219,9 +217,9 @@ def copy_beside_steps() -> None:
 
 
 def groups_that_give_up(kv_cache_config: Any) -> tuple[int, ...]:
-    """Groups of layers whose blocks a request gives up as it goes on, by a ``KVCacheConfig``.
+    """Return the groups of layers whose blocks a request gives up as it goes on.
 
-    Sliding windows do, and Mamba's states. Layers with full attention keep theirs to the end.
+    Sliding windows do, and Mamba's states. Full attention keeps its blocks to the end.
     """
     if kv_cache_config is None:
         return ()
@@ -249,7 +247,6 @@ class StoresReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's t
     done: int
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "KVConnectorWorkerMetadata":
-        """Return what all workers have stored."""
         assert isinstance(other, StoresReport)
         return StoresReport(min(self.done, other.done))
 
@@ -259,7 +256,7 @@ class Pins:
     """References to blocks that are being stored, so that vLLM does not use them again.
 
     Args:
-        groups: of layers, whose blocks are pinned; a request holds those of the others itself.
+        groups: the groups of layers whose blocks are pinned; requests hold those of the others.
 
     Attributes:
         pool: vLLM's ``BlockPool``.
@@ -270,21 +267,21 @@ class Pins:
     _pinned: deque[tuple[int, list[Any]]] = field(default_factory=deque)
 
     def pin(self, step: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Keep what a step has stored.
+        """Pin what a step stores.
 
         Args:
             block_ids: of each group of layers.
         """
         ids = [one for group in self.groups for one in block_ids[group]]
-        # vLLM's null block stands where a group has none.
+        # vLLM's null block is where a group has no block.
         blocks = [self.pool.blocks[one] for one in ids if not self.pool.blocks[one].is_null]
         if blocks:
             self.pool.touch(blocks)
             self._pinned.append((step, blocks))
 
     def release(self, done: int) -> None:
-        """All steps up to this one are stored."""
+        """Unpin the blocks of all steps up to this one, which are stored."""
         while self._pinned and self._pinned[0][0] <= done:
             _, blocks = self._pinned.popleft()
-            # The deepest go first, as where vLLM frees a request.
+            # The deepest blocks go first, as where vLLM frees a request.
             self.pool.free_blocks(reversed(blocks))

@@ -1,8 +1,8 @@
-"""vLLM's renderer, which tokenizes all of each prompt, made to tokenize what is new of it.
+"""vLLM's renderer, made to tokenize only what is new of each prompt.
 
 Internals of vLLM 0.29 that are used: ``OnlineRenderer`` (``render_chat``, ``render_completion``,
-``preprocess_chat``, ``renderer``), and of that ``_tokenize_prompt_async``, ``_executor``,
-``_wants_offsets`` and ``_build_tokens_prompt``. Prompts are never cut here: see `lengths`.
+``preprocess_chat``, ``renderer``), and of its renderer ``_tokenize_prompt_async``, ``_executor``,
+``_wants_offsets`` and ``_build_tokens_prompt``. Prompts are never cut here: see `refusals`.
 """
 
 import functools
@@ -22,19 +22,19 @@ logger = init_logger(__name__)
 
 _RENDERING = ("render_chat", "render_completion", "preprocess_chat")
 
-# What is tokenized in both ways before any prompt is, between special tokens: letters, numbers and
-# spaces at the beginning and the end of a piece, and what normalizers change.
+# Texts that are tokenized in both ways at the start, between special tokens: letters, numbers and
+# spaces at the ends of a piece, and what normalizers change.
 _TRIALS = ("", " ", "a", " a ", "\n\nA1, b  \n", "  12345 é\u0301 ﬁ\u200b", "user\n<|", "日本語 \t")
 _MOST_TRIED = 64
 
 
 class _Request(NamedTuple):
-    """Knows whose prompt is being rendered.
+    """The request whose prompt is being rendered.
 
     Attributes:
         salt: under which the engine keeps its KV; empty without one.
-        keeps: whether its pieces may be kept. Of what is only counted or tokenized it is not known
-            whose it is: vLLM forgets, or does not look at, the salt.
+        keeps: whether its pieces may be kept. Requests that only count or tokenize may be
+            anybody's, since vLLM ignores their salt.
     """
 
     salt: str = ""
@@ -53,10 +53,10 @@ def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> Token
     Args:
         renderer: the ``OnlineRenderer`` of the app.
         most_mb: of host memory, in MB.
-        salted_only: keep and find nothing for a request without a salt: it may be anybody's.
+        salted_only: neither keep nor find anything for a request without a salt.
 
     Returns:
-        What is kept, or None: nothing was to be, or this tokenizer's prompts cannot be cut.
+        What is kept. None if nothing is, or if this tokenizer's prompts cannot be cut.
     """
     inner = renderer.renderer
     tokenizer = inner.tokenizer
@@ -68,7 +68,7 @@ def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> Token
         logger.info("prompts are tokenized as a whole: %s", error)
         return None
     except Exception:
-        # Whatever a tokenizer's own code makes of the trial, the engine can do without.
+        # A tokenizer's own code may raise anything, and the engine can do without.
         logger.warning("prompts are tokenized as a whole; please report this:", exc_info=True)
         return None
     cache = TokenCache(pieces, encode, most_mb * 10**6)
@@ -84,7 +84,7 @@ def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> Token
             or inner._wants_offsets(prompt, params)
         ):
             return await whole(prompt, params)
-        # What is longer is refused.
+        # Longer prompts are refused.
         most = params.max_total_tokens
         ids = await in_pieces(prompt["prompt"], request.salt, request.keeps, most)
         return inner._build_tokens_prompt(ids, prompt)
@@ -98,7 +98,7 @@ def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> Token
 def _noted(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(render)
     async def rendered(request: Any, *given: Any, **more: Any) -> Any:
-        # Others take any member that a client thinks of, without a look at it.
+        # Other models take any member of this name unchecked.
         has_salt = "cache_salt" in getattr(type(request), "model_fields", ())
         salt = request.cache_salt if has_salt else None
         before = _request.set(_Request(salt or "", has_salt and not only_counts()))
@@ -111,10 +111,10 @@ def _noted(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
 
 
 def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
-    """How a tokenizer's prompts are cut, and what makes tokens of the pieces.
+    """Return how a tokenizer's prompts are cut, and what makes tokens of the pieces.
 
     Raises:
-        ValueError: they cannot be, and why.
+        ValueError: they cannot be cut, and why.
     """
     if not isinstance(tokenizer, TokenizersBackend):
         raise ValueError(f"{type(tokenizer).__name__} is none of Hugging Face's fast tokenizers")
@@ -138,9 +138,9 @@ def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
 
 
 def _own_code(tokenizer: type) -> str | None:
-    """The class that does something to texts before Hugging Face's own code gets them.
+    """Return the class that changes texts before Hugging Face's own code gets them.
 
-    vLLM's change nothing; CodeLlama's, say, takes a text apart that is not in a list.
+    vLLM's classes change nothing. CodeLlama's for instance splits a text that is not in a list.
     """
     for one in tokenizer.__mro__:
         if one is TokenizersBackend:

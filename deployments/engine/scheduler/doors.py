@@ -1,8 +1,7 @@
-"""Checks that this vLLM's internals are as the scheduler, which uses them, expects.
+"""Checks that this vLLM's internals are as the scheduler expects.
 
-vLLM says of its scheduler that its interface is not public. Wherever one of these has another
-signature, what is built on it is refused at start: an engine that schedules by a misunderstanding
-would be worse than none.
+vLLM says that its scheduler's interface is not public. Where one of these has another signature,
+the engine does not start, rather than schedule by a misunderstanding.
 """
 
 import inspect
@@ -57,10 +56,10 @@ def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
 
 
 def require_doors() -> None:
-    """Make sure that this vLLM is as the scheduler expects it.
+    """Refuse a vLLM that is not as the scheduler expects.
 
     Raises:
-        RuntimeError: it is another one; in one line, what differs and what to do.
+        RuntimeError: in one line, what differs and what to do.
     """
     import vllm
 
@@ -80,7 +79,7 @@ def require_doors() -> None:
 
 
 def differences(expected: Sequence[tuple[Callable[..., Any], str]]) -> list[str]:
-    """Which functions have other parameters than are expected, and which they have."""
+    """Return the functions whose parameters are not as expected, each with those that it has."""
     return [
         f"{method.__qualname__}({', '.join(found)})"
         for method, names in expected

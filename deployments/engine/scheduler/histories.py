@@ -1,8 +1,8 @@
 """The histories that an engine knows, and whose blocks it keeps between turns.
 
-A block is kept as a running request keeps it: by its reference count. Nothing else in vLLM has to
-know. Keeping counts as use (``kv_cache_usage``), and makes `reset_prefix_cache` refuse, so all is
-let go first there.
+A block is kept as a running request keeps it, by its reference count, so nothing else in vLLM has
+to know. Kept blocks count as used (``kv_cache_usage``). They make `reset_prefix_cache` refuse, so
+all are freed before that.
 """
 
 import math
@@ -15,33 +15,33 @@ from typing import Any
 from conserve.engine_scheduling import Pin, Retention
 from deployments.engine.scheduler.turns import Turn
 
-# Of so many it is known what their blocks are, and of so many blocks for each of the engine's; then
-# it is forgotten of those used longest ago of which nothing is kept.
+# Above so many histories, or hashes for each of the engine's blocks, the least recently used ones
+# of which nothing is kept are forgotten.
 _MOST = 4096
 _MOST_TIMES = 4
 
 
 @dataclass(slots=True)
 class _History:
-    # Of its last turn's full blocks: chained, so equal ones have equal beginnings.
+    # Of its last turn's full blocks. They are chained, so equal ones have equal beginnings.
     hashes: Sequence[bytes] = ()
-    # Kept, from its beginning on.
+    # The blocks that are kept, from its beginning on.
     blocks: list[Any] = field(default_factory=list)
     until_s: float = 0.0
     level: int = 0
     ended_s: float | None = None
-    # Turns that are here: those that wait, and those that run.
+    # Its turns in this engine that wait, and that run.
     waiting: int = 0
     running: int = 0
 
 
 class Histories:
-    """Keeps blocks of histories, and lets them go.
+    """Keeps blocks of histories, and frees them.
 
     Args:
         manager: vLLM's ``KVCacheManager``.
         hash_block_tokens: tokens for which there is a hash each.
-        retention: how long, and who gives up first.
+        retention: decides how long blocks are kept, and which history gives up blocks first.
 
     Attributes:
         reclaimed_blocks: how many were given up before their time.
@@ -55,21 +55,21 @@ class Histories:
         self._all: OrderedDict[str, _History] = OrderedDict()
         self._kept: set[str] = set()
         self._next_expiry_s = math.inf
-        # Of all histories together.
+        # How many all histories have together.
         self._hashes = 0
         self.reclaimed_blocks = 0
 
     # --- turns -------------------------------------------------------------------------------
 
     def comes(self, turn: Turn, now_s: float) -> None:
-        """A turn is here, and waits: what it goes on with is not let go now."""
+        """Note a turn that waits. What its history keeps is not freed now."""
         one = self._all.setdefault(turn.key, _History())
         if one.ended_s is not None and not one.waiting and not one.running:
             self._retention.returned(turn.key, now_s - one.ended_s)
         one.waiting += 1
 
     def runs(self, turn: Turn) -> None:
-        """It has begun to run, and has the blocks by itself."""
+        """Free what is kept for a turn that runs, and holds the blocks itself."""
         one = self._all.get(turn.key)
         if one is not None:
             one.waiting = max(0, one.waiting - 1)
@@ -77,17 +77,17 @@ class Histories:
             self._let_go(turn.key, one)
 
     def waits_again(self, turn: Turn) -> None:
-        """It was preempted."""
+        """Note that a turn was preempted."""
         one = self._all.get(turn.key)
         if one is not None:
             one.running = max(0, one.running - 1)
             one.waiting += 1
 
     def ends(self, turn: Turn, request: Any, level: int, now_s: float) -> None:
-        """A turn is over, and its blocks are about to be freed: before that, they are kept."""
+        """Keep the blocks of a turn that has ended, before vLLM frees them."""
         one = self._all.setdefault(turn.key, _History())
         if not turn.runs:
-            # Cut while it waited. What was kept for it is kept as if it had not come.
+            # Cut while it waited. What is kept stays as if the turn had not come.
             one.waiting = max(0, one.waiting - 1)
             return
         one.running = max(0, one.running - 1)
@@ -105,7 +105,7 @@ class Histories:
     # --- giving way --------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> None:
-        """Let go what was kept until now."""
+        """Free blocks whose time has come."""
         if now_s < self._next_expiry_s:
             return
         for key in list(self._kept):
@@ -120,13 +120,12 @@ class Histories:
             self._next_expiry_s = min(self._next_expiry_s, now_s + 1.0)
 
     def give_up(self, blocks: int, now_s: float, but: str | None = None) -> bool:
-        """Give up so many kept blocks, of one history, its last ones first.
+        """Give up so many kept blocks of one history, its last ones first.
+
+        Returns whether there were any.
 
         Args:
-            but: a history that gives up nothing: it is for it that others do.
-
-        Returns:
-            Whether there were any.
+            but: the history for which others give up blocks.
         """
         pins = {
             key: Pin(one.level, len(one.blocks), one.until_s, one.waiting > 0)
@@ -146,16 +145,15 @@ class Histories:
 
     @property
     def keeps_any(self) -> bool:
-        """Whether there is anything to give up."""
         return bool(self._kept)
 
     @property
     def kept_blocks(self) -> int:
-        """How many blocks are kept, each once."""
+        """Return how many blocks are kept, each counted once."""
         return len({block.block_id for key in self._kept for block in self._all[key].blocks})
 
     def free_without_kept(self) -> int:
-        """How many blocks are free, and would be if nothing were kept."""
+        """Return how many blocks would be free if nothing were kept."""
         kept: dict[int, int] = {}
         for key in self._kept:
             for block in self._all[key].blocks:
@@ -167,11 +165,7 @@ class Histories:
     # --- commands ----------------------------------------------------------------------------
 
     def pin(self, key: str, ttl_s: float, now_s: float) -> int:
-        """Keep what is cached of an idle history for so long from now on.
-
-        Returns:
-            How many blocks that are.
-        """
+        """Keep what is cached of an idle history for so long; returns how many blocks that are."""
         one = self._all.get(key)
         if one is None or one.running:
             return 0
@@ -183,15 +177,12 @@ class Histories:
         return len(one.blocks)
 
     def release(self, key: str) -> int:
-        """Let an idle history's blocks go.
+        """Have an idle history's blocks evicted before all others.
 
-        Args:
-            to: ``tail``: they are cached, the newest of what is; ``front``: cached, and evicted
-                before all others; ``gone``: cached no more. Blocks that others' histories have too
-                are only let go.
+        Blocks that other histories have too are only freed.
 
         Returns:
-            How many blocks it was done with. 0 where a turn is here: what runs is not released.
+            How many blocks are evicted next; 0 if a turn of the history is here.
         """
         one = self._all.get(key)
         if one is None or one.running or one.waiting:
@@ -211,22 +202,20 @@ class Histories:
         return len(idle)
 
     def release_all(self) -> None:
-        """Keep nothing."""
+        """Free everything that is kept."""
         for key in list(self._kept):
             self._let_go(key, self._all[key])
 
     def cached_tokens(self, key: str) -> int:
-        """How much of a history, as its last turn left it, is in the cache: what is, not what was
-        said last."""
+        """Return how much of a history, as its last turn left it, the cache has now."""
         one = self._all.get(key)
         return 0 if one is None else self._cached(one)[1]
 
     def kept_for_s(self, key: str, now_s: float) -> float:
-        """How long what is kept of a history is kept yet; 0: nothing is."""
+        """Return for how long what is kept of a history stays kept; 0 if nothing is."""
         return max(0.0, self._all[key].until_s - now_s) if key in self._kept else 0.0
 
     def keys(self) -> list[str]:
-        """Return the keys of all histories that are known."""
         return list(self._all)
 
     # --- inside ------------------------------------------------------------------------------
@@ -244,7 +233,7 @@ class Histories:
         self._free(blocks)
 
     def _free(self, blocks: list[Any]) -> None:
-        # The first to be evicted first: a history's end.
+        # A history's end is evicted first.
         self._pool.free_blocks(reversed(blocks))
 
     def _blocks_of(self, request: Any) -> list[Any]:
@@ -260,7 +249,7 @@ class Histories:
         return _in_order(groups), int(tokens)
 
     def _shared_hashes(self, key: str) -> int:
-        """How many of a history's leading hashes another one has, too."""
+        """Return how many of a history's leading hashes another history has, too."""
         own, most = self._all[key].hashes, 0
         for other, one in self._all.items():
             if other == key:
@@ -268,7 +257,7 @@ class Histories:
             low, high = most, min(len(own), len(one.hashes))
             if high <= low or own[low] != one.hashes[low]:
                 continue
-            # They are chained: where two are equal, so are all before.
+            # They are chained, so where two are equal, all before them are.
             while low < high:
                 middle = (low + high) // 2
                 if own[middle] == one.hashes[middle]:
@@ -293,7 +282,7 @@ class Histories:
 
 
 def _in_order(groups: Sequence[Sequence[Any]]) -> list[Any]:
-    """Blocks that can be found again, of all kinds of layers, from the beginning on."""
+    """Return the blocks of all kinds of layers that can be found again, from the beginning on."""
     return [
         block
         for at_once in zip_longest(*groups)

@@ -1,4 +1,4 @@
-"""Knows of a request whose turn it is, and how far it has come."""
+"""What the scheduler keeps account of: turns, what they wait for, prompts in parts, counts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,20 +12,20 @@ from conserve.wire import TURN
 
 @dataclass(slots=True)
 class Turn:
-    """One request. Times are of the scheduler's clock.
+    """A request and how far it has come. Times are of the scheduler's clock.
 
     Attributes:
-        key: its history's; of a request that is nobody's turn, its own id.
-        is_known: whether it is a history's turn, of which something is worth keeping.
-        since_s: when it came, or was preempted: it waits since then.
-        resume_s: in how many seconds after it its client expects the next turn.
+        key: its history's, or its own id if it is no history's turn.
+        is_known: whether it is a history's turn, so that something of it may be kept.
+        since_s: when it came or was preempted, and began to wait.
+        resume_s: in how many seconds its client expects the next turn.
         last: whether its client says that it is the last one.
         kind: what it was when it began to run.
-        missing_tokens: what caches did not have of it when it came.
-        charged_tokens: up to where in its sequence it has been charged.
-        runs: whether it has begun to, and was not preempted since.
-        waited_s: before it ran, all in all.
-        waited_for_s: what for, as far as it was looked at.
+        missing_tokens: tokens that caches did not have when it came.
+        charged_tokens: the tokens of its sequence that its history was charged for.
+        runs: whether it has begun to run, and was not preempted since.
+        waited_s: all its time before it ran.
+        waited_for_s: the part of that for which the reason was seen, by reason.
     """
 
     key: str
@@ -41,7 +41,6 @@ class Turn:
     waited_for_s: dict[WaitFor, float] = field(default_factory=dict)
 
     def waits(self, what: WaitFor, for_s: float) -> None:
-        """It has waited for something, for so long again."""
         self.waited_for_s[what] = self.waited_for_s.get(what, 0.0) + for_s
 
     @property
@@ -51,7 +50,7 @@ class Turn:
 
 
 def turn_of(request: Any, now_s: float) -> Turn:
-    """Read what a request says of itself (`conserve.wire.scheduled_turn`)."""
+    """Read what a request says of its turn (`conserve.wire.scheduled_turn`)."""
     said = (request.kv_transfer_params or {}).get(TURN)
     if not isinstance(said, dict):
         return Turn(request.request_id, False, now_s)
@@ -59,13 +58,9 @@ def turn_of(request: Any, now_s: float) -> Turn:
 
 
 class Waits:
-    """Looks at those who wait, each time the scheduler orders them, and notes what for.
+    """Notes what requests wait for, each time the scheduler orders them.
 
-    A queue moves from its head: what the first one of a step is refused for, those behind it wait
-    for, too.
-
-    Args:
-        turns: by request.
+    A queue moves from its head, so all behind its first request wait for what that is refused for.
     """
 
     def __init__(self, turns: dict[str, Turn]) -> None:
@@ -74,15 +69,14 @@ class Waits:
         self._refused = False
 
     def new_step(self) -> None:
-        """Nobody has been refused room yet."""
         self._refused = False
 
     def no_room(self) -> None:
-        """There is not enough KV free for who is next."""
+        """Note that there is not enough free KV for the next request."""
         self._refused = True
 
     def look(self, scheduler: Any, waiting: Iterable[Any], now_s: float) -> None:
-        """A step has been scheduled, and these were left out."""
+        """Note why these requests were left out of a step."""
         waited_s = 0.0 if self._seen_s is None else now_s - self._seen_s
         self._seen_s = now_s
         left: WaitFor = "step"
@@ -93,11 +87,11 @@ class Waits:
         for request in waiting:
             turn = self._turns[request.request_id]
             loads = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            # Who came after the last look has waited since then.
+            # A request that came after the last look has waited since it came.
             turn.waits("load" if loads else left, min(waited_s, max(0.0, now_s - turn.since_s)))
 
     def nobody(self) -> None:
-        """Nobody waits: the time until somebody does is not waited through."""
+        """Stop the clock until a request waits."""
         self._seen_s = None
 
 
@@ -107,11 +101,11 @@ def _by_kind() -> dict[Kind, int]:
 
 @dataclass(slots=True)
 class Counts:
-    """Since the engine's start.
+    """Counts since the engine's start.
 
     Attributes:
         begun: requests that have begun to run, by what they were: cold or resume.
-        cut: chunks made smaller for those who decode, or put off for them, by what they were of.
+        cut: chunks made smaller, or put off, for requests that decode, by kind of prompt.
         parts: prompts that began without room for all of them.
         preempted: requests, by level.
     """
@@ -127,14 +121,18 @@ class Counts:
 
 
 class Parts:
-    """Which call has begun without room for all of it, and how much of a chunk there is room for.
+    """Begins a prompt for which there is not enough room with a part of it.
+
+    It is MARS's Opportunistic Co-Scheduler (section 4.3). Admitted freely, such prompts take each
+    other's room and are preempted in turn. Three guards prevent that: one at a time begins so, none
+    that was preempted does, and a block is left for each request that decodes.
 
     Args:
-        scheduler: vLLM's, whose running requests and blocks are looked at.
+        scheduler: vLLM's.
         block_tokens: tokens of a block.
 
     Attributes:
-        current: the request that has begun so, and still computes its prompt; None: nobody's.
+        current: the request that has begun so, and still computes its prompt; None: none has.
     """
 
     def __init__(self, scheduler: Any, block_tokens: int) -> None:
@@ -143,7 +141,7 @@ class Parts:
         self.current: str | None = None
 
     def new_step(self) -> None:
-        """Look whether it still does."""
+        """Clear `current` if it no longer computes its prompt."""
         if self.current is None:
             return
         one = self._scheduler.requests.get(self.current)
@@ -151,14 +149,13 @@ class Parts:
             self.current = None
 
     def fitting(self, request: Any, start: int, tokens: int, keeps: bool) -> int:
-        """How many tokens of a chunk there is room for, without preempting anybody.
+        """Return how many tokens of a chunk fit without preempting a request.
+
+        Where vLLM should decide, by making the call wait or preempting another, it is all of them.
 
         Args:
             start: how many are computed already, or found in caches.
-            keeps: whether histories are kept that would give way.
-
-        Returns:
-            All of them also where it is vLLM's to say no: the call waits, or somebody is preempted.
+            keeps: whether histories are kept that would give up blocks.
         """
         manager = self._scheduler.kv_cache_manager
         free, size = manager.block_pool.get_num_free_blocks(), self._block_tokens
@@ -179,14 +176,14 @@ class Parts:
         if room < size:
             if runs and keeps:
                 return self.whole_blocks(start, tokens, size)
-            # Who runs waits for those who decode; who waits needs room for all of it.
+            # A running one waits for those that decode. A waiting one needs room for all of it.
             return 0 if runs and decodes else tokens
         if not runs:
             self.current = request.request_id
         return self.whole_blocks(start, tokens, room)
 
     def whole_blocks(self, start: int, tokens: int, limit: int) -> int:
-        """At most ``limit`` of a chunk's tokens, up to a block's end unless that is the chunk's."""
+        """Return at most ``limit`` of a chunk's tokens, up to a block's end or the chunk's."""
         if tokens <= limit:
             return tokens
         end = (start + limit) // self._block_tokens * self._block_tokens
