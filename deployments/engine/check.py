@@ -72,12 +72,7 @@ def takes_what_room_is_left() -> bool:
 
 
 def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
-    """Have an ``AsyncLLM`` judge or prefill the requests of a `RequestCheck`, and not serve them.
-
-    Args:
-        renderer: the ``OnlineRenderer`` of its HTTP app.
-        tasks: what the engine can do (``get_supported_tasks``).
-    """
+    """Have an ``AsyncLLM`` judge or prefill requests of a `RequestCheck`, and not serve them."""
     generate = client.generate
 
     @functools.wraps(generate)

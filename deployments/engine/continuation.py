@@ -1,10 +1,9 @@
 """Goes on with a stream that another engine began, and lost.
 
-The engine gets the prompt and the tokens so far as one prompt, and generates the rest. The outputs
-that the client has are put out once more, as the other engine did. So vLLM's parsers, usage and
-recognition see one whole stream; the router leaves out the events that the client has. Text comes
-from vLLM's own detokenizer, over all tokens from the first, since characters and stop strings may
-lie across the break.
+The engine gets the prompt and the tokens so far as one prompt. The outputs that the client has are
+put out once more, so that vLLM's parsers, usage and recognition see one whole stream; the router
+leaves out the events that the client has. Text comes from vLLM's own detokenizer over all tokens,
+since characters and stop strings may lie across the break.
 
 Internals of vLLM 0.29 that are used: ``IncrementalDetokenizer``, ``EngineCoreRequest``.
 """
@@ -23,10 +22,6 @@ def can_be_continued(prompt: Any, params: Any) -> bool:
     It would not where output depends on more than the tokens before it: several choices,
     log-probabilities (those of sent tokens are lost), a grammar, penalties and bans that tell
     output from prompt, or a seed, whose random numbers would begin anew.
-
-    Args:
-        prompt: as ``AsyncLLM.generate`` takes it.
-        params: vLLM's ``SamplingParams``.
     """
     return (
         isinstance(prompt, dict)
@@ -62,9 +57,7 @@ async def continued(
 
     Args:
         sent: the outputs so far.
-        prompt: the request's own, with ``prompt_token_ids``.
-        params: its ``SamplingParams``, for which `can_be_continued` holds.
-        tokenizer: vLLM's.
+        params: ``SamplingParams`` for which `can_be_continued` holds.
         generate: runs a prompt with other parameters, and yields ``RequestOutput``.
         see: is given each output as the engine made it.
     """

@@ -1,12 +1,12 @@
 """Loads the code of an engine's core, before anything else in that process.
 
 A process that Python's multiprocessing spawns first runs the module that its parent was started
-with. For a replica that is Ray's worker, which a core does not need. A core runs this file instead.
-It imports what the core will need, with Python's garbage collector off: its scans of a million
-objects that stay take a fifth of the import's time.
+with. For a replica that is Ray's worker, which a core does not need, so it runs this file. It
+imports what the core will need with the garbage collector off, whose scans take a fifth of that
+time.
 
-On a CPU it also replaces ``allocate_kv_cache`` of vLLM 0.29.0's ``gpu_model_runner``, so that KV
-space stays untouched until it is used. Check that when the version changes.
+On a CPU it also replaces ``allocate_kv_cache`` of vLLM 0.29.0's ``gpu_model_runner``: check that
+when the version changes.
 """
 
 import contextlib
@@ -43,9 +43,8 @@ def core_loads_first(module: ModuleType) -> Iterator[None]:
 def unnamed_afterwards() -> Iterator[None]:
     """Remove the names of the sockets that an engine binds while it starts within this.
 
-    Otherwise a killed engine leaves six files in the temporary folder. Nothing connects to them
-    once the engine has started, and open connections do not need the name. Processes that are
-    started within keep the folder's name in their environment.
+    Otherwise a killed engine leaves six files. Nothing connects to them once the engine has
+    started.
     """
     before = os.environ.get(_SOCKETS_FOLDER)
     # Short: a socket's path has 107 bytes at most, and a UUID of 36 follows.
@@ -63,8 +62,7 @@ def unnamed_afterwards() -> Iterator[None]:
 def allocate_untouched(allocate: Callable[..., Any]) -> Callable[..., Any]:
     """Have a function that allocates with ``torch.zeros`` get mapped memory, which reads as zeros.
 
-    The kernel clears a page when it is first used. Clearing a GiB beforehand takes one to three
-    seconds of a core, and the memory.
+    The kernel clears a page when it is first used. Clearing a GiB takes seconds of a core.
     """
     import torch
 

@@ -1,10 +1,9 @@
 """Has an answer say that it was cut by its length while it called a tool, as OpenAI's do.
 
-vLLM 0.29 says of such a stream that it ended with its calls (``tool_calls``, Anthropic's
-``tool_use``), so clients run half a call. In one piece, the same answer is text with the model's
-own marks, or has no call, or a call without the arguments that were cut
+vLLM 0.29 says of such a stream that it ended with its calls, so clients run half a call. In one
+piece, the same answer is text with the model's own marks, or lacks the call or its arguments
 (https://github.com/vllm-project/vllm/issues/47903 and /58228). Here it ends with ``length``, and
-has the calls that its stream would have. The last one's arguments may be cut, and then are no JSON.
+has the calls that its stream would have; the last one's arguments may be no JSON.
 
 Internals of vLLM 0.29 that are used: ``OpenAIServingChat.chat_completion_stream_generator`` and
 ``chat_completion_full_generator``, ``OpenAIServingResponses.responses_full_generator``,
@@ -26,13 +25,7 @@ _CALLED = '"finish_reason":"tool_calls"'
 
 
 def tell_of_cut_calls(chats: Any, messages: Any, responses: Any) -> None:
-    """Change what an engine's APIs say of calls that were cut.
-
-    Args:
-        chats: vLLM's ``OpenAIServingChat``.
-        messages: its ``AnthropicServingMessages``, which converts a chat's answer.
-        responses: its ``OpenAIServingResponses``.
-    """
+    """Change what vLLM's chat, Messages and Responses handlers say of calls that were cut."""
     for handler in (chats, messages):
         handler.chat_completion_full_generator = _whole_chat(handler)
         handler.chat_completion_stream_generator = _streamed_chat(handler)
@@ -40,11 +33,7 @@ def tell_of_cut_calls(chats: Any, messages: Any, responses: Any) -> None:
 
 
 class _Outputs:
-    """Watches an engine's outputs on their way to an API.
-
-    Attributes:
-        cut: choices that were cut, by index.
-    """
+    """Watches outputs on their way to an API, and keeps choices that were cut, by index."""
 
     def __init__(self) -> None:
         self.cut: dict[int, Any] = {}
@@ -142,11 +131,9 @@ def _may_call(request: Any) -> bool:
 def _parse_as_streams(
     parser: Any, handler: Any, request: Any, prompt_of: Callable[[str], list[int] | None]
 ) -> None:
-    """Have a parser find in an answer that was cut what it finds in a stream.
+    """Have one request's parser find in an answer that was cut what it finds in a stream.
 
-    Args:
-        parser: vLLM's, of this one request.
-        prompt_of: returns the prompt's token ids if the answer was cut, else None.
+    ``prompt_of`` returns the prompt's token ids if the answer was cut.
     """
     parse = parser.parse
 

@@ -336,7 +336,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
 
 def kind_of(vllm_config: Any, tier: str) -> str:
-    """Return what engines have in common whose work takes equally long, by their ``VllmConfig``."""
+    """Return what engines have in common whose work takes equally long."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     said = (
         vllm_config.device_config.device_type,
@@ -364,7 +364,6 @@ def _use_server(config: LLMConfig, address: Address) -> None:
 
 
 def _use_slots(config: LLMConfig, slots: int, engine_id: str, node_actor: str) -> None:
-    """Tell the engine's worker how to lease SMs."""
     transfer = config.engine_kwargs["kv_transfer_config"]
     extra = dict(transfer["kv_connector_extra_config"])
     tell_worker(extra, slots, engine_id, node_actor)

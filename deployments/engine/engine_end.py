@@ -1,16 +1,15 @@
 """Leaves nothing of an engine behind, however its processes end.
 
-vLLM's core is a process that its replica starts, and that ends when the replica says so. If both
-the replica and Ray are killed, the core would run on for ever, with its GPU's memory. So each
-process ends with the one that started it, and first tells LMCache's server to unmap its memory.
+If an engine's replica and Ray are both killed, vLLM's core would run on for ever, with its GPU's
+memory. So each process ends with the one that started it, and has LMCache's server unmap its
+memory.
 
-vLLM's processes also pass messages through POSIX shared memory, up to 400 MB for each engine. It
-has no name here, so it is freed with the last of them. This replaces
-``multiprocessing.shared_memory`` in vLLM 0.29.0's ``shm_broadcast``: check it when the version
-changes.
+vLLM's processes pass messages through POSIX shared memory, up to 400 MB for each engine. Without a
+name it is freed with the last of them. This replaces ``multiprocessing.shared_memory`` in vLLM
+0.29.0's ``shm_broadcast``: check it when the version changes.
 
 vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
-pyproject.toml). ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
+pyproject.toml; ``VLLM_PLUGINS`` chooses among plugins).
 """
 
 import logging
@@ -36,10 +35,7 @@ def register() -> None:
 
 
 def share_without_names() -> None:
-    """Have this process share memory without a name in /dev/shm. May be called repeatedly.
-
-    A vLLM that shares memory in another way is left as it is, with a warning.
-    """
+    """Have this process share memory without a name in /dev/shm. May be called repeatedly."""
     import tqdm
     from vllm.distributed.device_communicators import shm_broadcast
 

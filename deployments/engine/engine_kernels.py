@@ -1,17 +1,14 @@
 """Gives an engine on a GPU an environment that its node can serve in.
 
-It uses no kernels that the node cannot compile. FlashInfer's sampler and DeepGEMM compile kernels
-with CUDA's compiler ``nvcc``, and vLLM chooses both because their packages are installed. Where
-there is NVIDIA's driver and no CUDA toolkit, the sampler ends each engine at its warm-up, and
-DeepGEMM ends those with FP8 weights.
+FlashInfer's sampler and DeepGEMM compile kernels with CUDA's compiler ``nvcc``, and vLLM chooses
+both because their packages are installed. Without a CUDA toolkit the sampler ends each engine at
+its warm-up, and DeepGEMM ends those with FP8 weights. So they are switched off.
 
-And its memory can be shared. With ``expandable_segments:True`` for PyTorch's allocator, which many
-images set, CUDA IPC cannot share memory, and LMCache's server could not map the engine's KV. vLLM
-refuses one of the two variables that set it, and not the other.
+With ``expandable_segments:True`` for PyTorch's allocator, which many images set, LMCache's server
+could not map the engine's KV by CUDA IPC. vLLM refuses one of the variables that set it.
 
-vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
-pyproject.toml), before it reads the variables. So the node that an engine runs on decides.
-``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
+vLLM loads this in each of its processes before it reads the variables, as a plugin of the group
+``vllm.general_plugins`` (see pyproject.toml; ``VLLM_PLUGINS`` chooses among plugins).
 """
 
 import importlib
@@ -43,7 +40,6 @@ class KernelTools:
 
     Attributes:
         nvcc: whether FlashInfer and DeepGEMM find CUDA's compiler.
-        prebuilt_flashinfer: whether FlashInfer finds its kernels compiled already.
         programs: the folder of programs that were installed with vLLM, ``ninja`` among them.
     """
 
@@ -85,10 +81,7 @@ def observe_tools(environment: Mapping[str, str]) -> KernelTools:
 
 
 def _has_nvcc(environment: Mapping[str, str]) -> bool:
-    """Search for CUDA as PyTorch does, which FlashInfer and DeepGEMM repeat.
-
-    A ``CUDA_HOME`` without a compiler hides one that is on the path.
-    """
+    """Search for CUDA as PyTorch does; a ``CUDA_HOME`` without a compiler hides one on the path."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if not home and shutil.which("nvcc", path=environment.get("PATH", os.defpath)):
         return True
@@ -115,11 +108,11 @@ def kernel_environment(tools: KernelTools, environment: Mapping[str, str]) -> di
 def require_cuda_ops() -> None:
     """Refuse a PyTorch with which LMCache's CUDA operations do not load.
 
-    LMCache 0.5.6 would only warn, and copy with PyTorch's operations. Those are slower, and its
-    server announces a chunk before its copy is done, so another engine may read half of it.
+    LMCache 0.5.6 would only warn, and copy with PyTorch's operations. Then its server announces a
+    chunk before its copy is done, so another engine may read half of it.
 
     Raises:
-        RuntimeError: they do not load; says why, and what to install, in one line.
+        RuntimeError: says why, and what to install, in one line.
     """
     try:
         # LMCache's extension is linked to PyTorch's libraries.

@@ -1,16 +1,12 @@
 """Has processes of an engine wait for each other asleep where CPUs are short.
 
 A vLLM engine on a CPU is two processes that hand each other every step through shared memory. Each
-waits by calling ``sched_yield`` in a loop for up to a second. On a GPU the cores are free for that.
-On a CPU the loop takes them from the model. Under Linux 6.18 it kept other processes from any core
-for up to 11 seconds. With a sleep of a few microseconds in its place, no wait was longer than 0.3
-seconds.
-
-A node with GPUs may also have fewer CPUs than processes that wait, four and eight GPUs for
-instance. There they sleep, too.
+waits in a loop of ``sched_yield`` for up to a second, which takes cores from the model. Under Linux
+6.18 it kept other processes from any core for up to 11 seconds; with sleeps of microseconds no wait
+was longer than 0.3 seconds. On a GPU's node with fewer CPUs than such processes they sleep, too.
 
 vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
-pyproject.toml). ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
+pyproject.toml; ``VLLM_PLUGINS`` chooses among plugins).
 """
 
 import logging
@@ -30,7 +26,7 @@ _NAP_S = 50e-6
 def register() -> None:
     """Have this process wait asleep, if the engine runs on a CPU or more processes than CPUs wait.
 
-    May be called repeatedly. A vLLM that waits in another way is left as it is, with a warning.
+    May be called repeatedly.
     """
     from vllm.platforms import current_platform
 

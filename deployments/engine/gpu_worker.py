@@ -1,12 +1,7 @@
 """What vLLM's workers on GPUs do for an engine: name their GPU, and wait for its memory.
 
-`WorkerClient` calls workers by ``collective_rpc``, vLLM's public way, which takes a method's name.
-vLLM adds `GpuWorker` to the worker's class by ``worker_extension_cls``; engines on CPUs do without.
-
-vLLM 0.29 ends an engine at once that finds less memory free than it wants. What a killed engine had
-is free only when LMCache's server misses its heartbeats. Until then every replacement would load
-its model and fail. So ``request_memory`` of vLLM 0.29.0's ``v1/worker/utils`` and
-``v1/worker/gpu_worker`` is replaced: check it when the version changes.
+vLLM adds `GpuWorker` to the worker's class by ``worker_extension_cls``, and calls its methods by
+``collective_rpc``, which takes a method's name.
 """
 
 import functools
@@ -31,17 +26,12 @@ TIMEOUT_S = REAPED_S + 22.5
 
 
 class WorkerClient:
-    """Calls the workers of one engine.
-
-    Args:
-        call: ``collective_rpc`` of the engine, which returns each worker's answer.
-    """
+    """Calls the workers of one engine, by its ``collective_rpc``."""
 
     def __init__(self, call: Callable[[str], Awaitable[list[Any]]]) -> None:
         self._call = call
 
     async def gpu_uuids(self) -> tuple[str, ...]:
-        """Return the workers' GPUs, by their names in NVML."""
         return tuple(await self._call(GpuWorker.conserve_gpu_uuid.__name__))
 
     async def sm_leases(self) -> tuple[SmLease, ...]:
@@ -62,8 +52,7 @@ class GpuWorker:
     def conserve_gpu_uuid(self) -> str:
         """Return this worker's GPU, by its name in NVML.
 
-        CUDA is asked about the device that is used, since an index may mean another GPU to NVML or
-        behind CUDA_VISIBLE_DEVICES.
+        CUDA is asked, since an index may mean another GPU to NVML or behind CUDA_VISIBLE_DEVICES.
         """
         import torch
 
@@ -77,11 +66,7 @@ class GpuWorker:
 
 
 def nvml_name(uuid: str, gpus: Iterable[Gpu]) -> str:
-    """Return NVML's name of a device, a whole GPU or a MIG part, by CUDA's bare UUID.
-
-    Args:
-        gpus: those of this machine.
-    """
+    """Return NVML's name of a device, a whole GPU or a MIG part, by CUDA's bare UUID."""
     if uuid.startswith(("GPU-", "MIG-")):
         return uuid
     part = f"MIG-{uuid}"
@@ -93,8 +78,10 @@ def nvml_name(uuid: str, gpus: Iterable[Gpu]) -> str:
 def wait_for_predecessor() -> None:
     """Have this process wait for its GPU's memory before vLLM looks whether there is enough.
 
-    May be called repeatedly. A vLLM that asks for memory in another way is left as it is, with a
-    warning.
+    vLLM 0.29 ends an engine at once that finds too little. What a killed engine had is free only
+    when LMCache's server misses its heartbeats, and until then every replacement would load its
+    model and fail. This replaces ``request_memory`` of vLLM 0.29.0's ``v1/worker/utils`` and
+    ``v1/worker/gpu_worker``: check it when the version changes. May be called repeatedly.
     """
     from vllm.platforms import current_platform
 

@@ -35,13 +35,12 @@ class EngineHttp:
 
     Args:
         app: vLLM's HTTP app, which has not served anything yet.
-        client: vLLM's ``AsyncLLM``.
         tasks: what the engine can do (``get_supported_tasks``).
         has_more: called when the desk's outbox has something new.
 
     Attributes:
         url: where it listens, once it does.
-        tokens: the tokens that it keeps of prompts; None if it keeps none.
+        tokens: what it keeps of prompts' tokens, if anything.
     """
 
     def __init__(
@@ -83,15 +82,9 @@ class EngineHttp:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server has ended."""
         return self._serving is not None and self._serving.done()
 
     async def listen(self) -> None:
-        """Listen on a free port.
-
-        Raises:
-            RuntimeError: the server does not start.
-        """
         host = ray.util.get_node_ip_address() if self._host == "node" else self._host
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.bind((host, 0))
@@ -120,8 +113,8 @@ class EngineHttp:
 def describe(app: FastAPI) -> None:
     """Make the document at `/openapi.json`, for which routers ask, before the first turn.
 
-    FastAPI would make it at its first request, and of all of vLLM's paths. That blocks the event
-    loop, and so all streams, for some 3 s; these few paths take 0.2 s.
+    FastAPI would make it at its first request, of all of vLLM's paths, and block all streams for 3
+    s.
     """
     routes = [route for route in app.routes if getattr(route, "path", None) in _DESCRIBED]
     app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=routes)

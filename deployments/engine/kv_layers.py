@@ -1,10 +1,8 @@
 """The room that an engine's KV takes, by its model's kinds of layers, and whether chunks fit it.
 
-vLLM gives layers of different kinds (full attention, sliding windows, Mamba or linear attention)
-groups of their own, each with its blocks. A chunk of LMCache's has to be a whole number of every
-group's blocks. Where there are Mamba layers, a block is as large as one of their states, 544 or 784
-tokens for instance. That is known only when the engine has loaded, long after LMCache's server has
-started.
+vLLM gives layers of different kinds (full attention, sliding windows, Mamba) groups of their own,
+each with its blocks, and a chunk has to be a whole number of every group's. A block may be as large
+as a Mamba state, 784 tokens for instance. That is known only when the engine has loaded.
 """
 
 import contextlib
@@ -17,12 +15,7 @@ from hetero.model_shape import KvLayers, ModelUnknown, kv_of, kv_token_values
 
 
 def require_whole_blocks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int | None) -> None:
-    """Refuse a model whose KV LMCache 0.5.6 cannot hand over as it is set up; says what to do.
-
-    Raises:
-        ValueError: on a CPU, there are several kinds of layers; or a chunk is no whole number of
-            blocks.
-    """
+    """Refuse a model whose KV LMCache 0.5.6 cannot hand over as it is set up; says what to do."""
     from lmcache.integration.vllm.lmcache_mp_connector import get_group_tokens_per_block
 
     counted = get_group_tokens_per_block(vllm_config, kv_cache_config)
@@ -46,8 +39,7 @@ def require_whole_blocks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: i
 def capacity_tokens(cache_config: Any) -> int:
     """Return how many tokens of KV an engine holds, by its vLLM ``CacheConfig``.
 
-    With several kinds of layers that is less than blocks times their size: a token takes a block in
-    each kind's table, and those share one pool.
+    With several kinds of layers a token takes a block in each kind's table, of one pool.
     """
     counted = cache_config.kv_cache_size_tokens
     if counted is None:

@@ -28,12 +28,7 @@ _REGISTRATION_TIMEOUT_S = 120.0
 
 
 class Connection:
-    """A client's connection to its server.
-
-    Attributes:
-        healthy: set unless it is lost.
-        losses: how often it was lost; calls from before the last loss get no answer.
-    """
+    """A client's connection to its server, and how often it was lost."""
 
     def __init__(self, healthy: threading.Event) -> None:
         self.healthy = healthy
@@ -91,10 +86,8 @@ def fail_fast(client: Any, healthy: threading.Event) -> Connection:
 def be_patient(client: Any, ping_timeout_s: float = PING_TIMEOUT_S) -> None:
     """Have heartbeats and registrations wait longer for their answers.
 
-    A server that moves KV on a busy machine may take more than a second for a heartbeat. If it
-    counted as lost, it would be asked for nothing until the next one, and first prompts would be
-    computed twice. A registration may have the server start CUDA. A broken connection ends the
-    wait.
+    A server that moves KV on a busy machine may take more than a second for a heartbeat, and a
+    registration may have it start CUDA. A broken connection ends the wait.
     """
     client.ping = _patient(client.ping, ping_timeout_s)
     for name in _REGISTRATIONS:
@@ -117,13 +110,11 @@ def register_after_silence(
     """Have a worker register again where its server may have forgotten it.
 
     The server forgets a worker that is silent for `REAP_TIMEOUT_S`, yet answers its heartbeats:
-    stores and loads would fail from then on, without an error. Its silence lasts from the last
-    heartbeat that it handled to this one. That is at most from when the last was sent to when this
-    one is answered. Registering a known worker changes nothing.
+    stores and loads would fail without an error. Its silence lasts at most from when the last
+    heartbeat was sent to when this one is answered. Registering a known worker changes nothing.
 
     Args:
-        register: returns whether it has worked; if not, the connection counts as lost, and LMCache
-            tries again.
+        register: returns whether it has worked; if not, LMCache tries again.
     """
     ping = client.ping
     sent_s = clock()
@@ -152,15 +143,10 @@ def register_after_silence(
 
 
 def say_less(adapter: Any) -> None:
-    """Leave out messages to the server that nothing needs.
+    """Leave out messages of the scheduler's adapter to the server that nothing needs.
 
-    LMCache 0.5.6 sends the token ids of each prompt's blocks, all of a long history at every turn,
-    for metrics of its own. It sends each request's end, also of one that the server was not asked
-    about, and the server warns of that. Both take the server's time, and with few cores the
-    engine's.
-
-    Args:
-        adapter: the scheduler's.
+    LMCache 0.5.6 sends the token ids of all blocks of a prompt at every turn, for metrics of its
+    own, and the end of requests that the server was not asked about, which it warns of.
     """
     asked: set[str] = set()
     look_up, end = adapter.maybe_submit_lookup_request, adapter.end_session
@@ -199,9 +185,7 @@ class LateKV:
     """Looks up again prompts that a prefiller has just stored, and that are not found yet.
 
     On a GPU a store is done, for the engine that asked for it, when its copy is. LMCache's server
-    announces it within 5 ms after that. A decoder that asks in between would compute the whole
-    prompt again. Meanwhile the scheduler is told that the answer is not known yet, and goes on with
-    others.
+    announces it within 5 ms. A decoder that asks in between would compute the whole prompt again.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -231,10 +215,9 @@ class LateKV:
         return True
 
     def frees(self, request_id: str, futures: list[Any]) -> None:
-        """Note that the server was asked to release what the last look-up found."""
         self._waits[request_id].freeing = futures
 
     def over(self, request_id: str) -> tuple[bool, int]:
-        """Return whether a request that ends was looked up again, and what was still missed."""
+        """Return whether an ended request was looked up again, and how many tokens were missed."""
         wait = self._waits.pop(request_id, _Wait())
         return wait.tries > 0, wait.missed_tokens

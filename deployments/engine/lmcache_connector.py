@@ -1,24 +1,9 @@
 """LMCache's connector for vLLM, made to outlive its server.
 
-LMCacheMPConnector waits for a dead server for up to its message timeout in every step. It never
-registers again after a quick restart, or once it was forgotten, and a failed store ends the engine.
-This one differs as follows:
-
-- A lost connection is noticed when it breaks. Open calls fail at once, and vLLM recomputes
-  (``kv_load_failure_policy``). Heartbeats run from the start, and bring the connection back. A
-  server that is only busy does not count as lost.
-- What a broken-off forward pass left behind is not stored, nor what was computed after it. What is
-  stored is not overwritten before it is copied. No step waits for a store. A request whose end
-  depends on its prompt's store says where workers tell that (`stored`).
-- A prompt that a prefiller has just stored is looked up until the server tells of it.
-- A request that is aborted before its look-up does not end the engine, nor does one for its
-  prompt's log-probabilities. Prompts of embeddings, which no key tells apart, are neither stored
-  nor loaded.
-- Later turns, which find their history in the decoder's own cache, ask the server nothing. A
-  decoder stores only prompts that it is told to park.
-
-Keys are made of the ``cache_salt`` and of token ids. Placeholders of images and other media are
-replaced by a value of the item's hash (``LMCacheMPRequestTracker.get_token_ids``).
+With LMCacheMPConnector, a dead server delays every step by its message timeout, a server that
+restarts or forgets the engine is lost for good, and a failed store ends the engine. The methods
+below say what they change. Keys are made of the ``cache_salt`` and of token ids; placeholders of
+media are replaced by a value of the item's hash (``LMCacheMPRequestTracker.get_token_ids``).
 
 Internals of lmcache 0.5.6 that are used: ``_health_event``, ``_ensure_heartbeat_started``,
 ``_reregister_kv_caches_callback``, ``store_futures``, ``retrieve_futures``, ``_create_key``,
@@ -143,17 +128,14 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     # --- a worker's side --------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Start the heartbeat now; LMCache's waits for a first request."""
+        """Start the heartbeat now, not at a first request."""
         adapter = self.worker_adapter
         register_after_silence(adapter.req_client, adapter._reregister_kv_caches_callback)
         super().register_kv_caches(kv_caches)
         adapter._ensure_heartbeat_started()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Wait for stores of preempted requests, whose blocks others may write to in this step.
-
-        LMCacheMPConnector 0.5.6 waits for all stores of all requests, and for the GPU.
-        """
+        """Wait for the stores of preempted requests alone, and not for the GPU."""
         self._stores.wait(kv_connector_metadata.notes.preempted)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -170,16 +152,11 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         super().clear_connector_metadata()
 
     def wait_for_save(self) -> None:
-        """Begin to store this step's KV, and wait for nothing.
-
-        Blocks are kept until their stores have ended (`request_finished`, `Pins`), and an answer
-        that depends on that is told (`stored`). A lost store costs a recomputation, and not the
-        engine.
+        """Begin to store this step's KV, and wait for nothing. A lost store costs a recomputation.
 
         vLLM's older runner calls this from a ``finally``, also when a SIGTERM for instance broke
-        the forward pass off. The blocks do not hold the prompt's KV then, and storing them would
-        give later conversations with this prompt wrong answers. The newer runner may go on with the
-        next step; see `Steps`.
+        the forward pass off. Storing those blocks would give later conversations with this prompt
+        wrong answers. The newer runner may go on with the next step; see `Steps`.
         """
         if self._steps.broken or sys.exc_info()[0] is not None:
             return
@@ -216,10 +193,9 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return requests whose blocks no store needs any more, and those whose load has ended.
 
-        LMCacheMPConnector 0.5.6 reports the end of every request of an engine that may store, also
-        of one that is aborted while it loads. vLLM 0.29 is then told of two ends, and fails on the
-        second. Its end of a store is that of a request's last store, or a while of the server's
-        silence. Here only requests that `request_finished` has kept are reported.
+        LMCacheMPConnector reports the end of every request of an engine that may store. For one
+        that is aborted while it loads vLLM 0.29 is then told of two ends, and fails on the second.
+        Here only requests that `request_finished` has kept are reported.
         """
         self._fail_lost_loads()
         _, loaded = super().get_finished(set())
@@ -256,15 +232,13 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     ) -> tuple[int | None, bool]:
         """Return how many tokens beyond its own an engine can load, and whether asynchronously.
 
-        If the decoder's own cache has all that LMCache may hold, and nothing will be stored, the
-        server is not asked. That saves two round trips, and locks on the chunks of a long history.
+        Later turns find their history in the engine's own cache. Unless something will be stored,
+        they do not ask the server, which saves two round trips, and locks on the history's chunks.
 
-        A request for its prompt's log-probabilities has to compute all of its prompt, so it loads
-        nothing. LMCacheMPConnector 0.5.6 would load, and vLLM 0.29 fail on positions that were not
-        computed ("number too small to fit in target type"), which ends the engine.
-
-        A prompt with embeddings is neither loaded nor stored, since each counts as token 0 in the
-        keys of LMCache 0.5.6.
+        A request for its prompt's log-probabilities has to compute all of it. LMCacheMPConnector
+        would load KV, and vLLM 0.29 end the engine ("number too small to fit in target type"). A
+        prompt with embeddings is neither loaded nor stored, since each counts as token 0 in
+        LMCache's keys.
         """
         params = request.kv_transfer_params or {}
         # Of one that was preempted, workers may have told already.
@@ -354,8 +328,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     def _whole(self, scheduler_output: Any) -> Iterator[str]:
         """Yield requests of whose prompts nothing more is stored after this step.
 
-        LMCache may store a prompt's last chunk some tokens later, if vLLM's cache had all of the
-        prompt, since its account then lacks the last block.
+        A prompt's last chunk may be stored some tokens later, if vLLM's cache had all of the
+        prompt.
         """
         chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
         for request_id in scheduler_output.num_scheduled_tokens:
@@ -381,7 +355,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         super().update_connector_output(connector_output)
 
     def get_kv_connector_stats(self) -> Any:
-        """Add what iterations took; the scheduler's connector is asked at each one's end."""
+        """Add what iterations took, in the scheduler's connector."""
         stats = super().get_kv_connector_stats()
         if not hasattr(self, "scheduler_adapter"):
             return stats
@@ -399,9 +373,9 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return whether an ended request still needs its blocks for stores, and statistics.
 
-        LMCacheMPConnector 0.5.6 makes a tracker when the scheduler looks a request up, and without
-        one it fails on ``cached_token_stats`` ("Request tracker ... not found"). So a request that
-        is aborted before its first look-up would end the engine.
+        Without a tracker, which the first look-up makes, LMCacheMPConnector fails on
+        ``cached_token_stats`` ("Request tracker ... not found"). So a request aborted before that
+        would end the engine.
         """
         self._get_or_create_request_tracker(request)
         _, params = super().request_finished(request, block_ids)

@@ -1,12 +1,8 @@
 """An engine's load, which it tells the table with each beat (`EngineLoad`).
 
-What waits and decodes is read once a beat from the state that vLLM keeps of each request. The
-core's connector meters iterations (`step_meter`), and vLLM tells them to its loggers of statistics.
-Nothing is done once a token.
-
-vLLM's core tells with the first token how far a prompt has come, and what caches had of it. Until
-then a prompt counts whole, less what its turn expects in caches: the history that this engine
-holds, or all of it where a prefiller has just computed it.
+What waits and decodes is read once a beat from vLLM's state of requests, and iterations come from
+the core (`step_meter`) through vLLM's loggers of statistics. Nothing is done once a token. Until
+its first token a prompt counts whole, less what its turn expects in caches.
 
 Internals of vLLM 0.29 that are used: ``AsyncLLM.output_processor.request_states``, and
 ``logger_manager.stat_loggers``, since an ``AsyncLLM`` takes no logger later on.
@@ -64,7 +60,6 @@ class Lately:
         self._seconds.append((second, total, weight))
 
     def mean(self, now_s: float) -> float:
-        """Return the total over the weight; 0 if nothing was seen."""
         recent = [one for one in self._seconds if one[0] > now_s - WINDOW_S]
         weight = sum(one[2] for one in recent)
         return sum(one[1] for one in recent) / weight if weight else 0.0
@@ -72,9 +67,6 @@ class Lately:
 
 class LoadMeter:
     """Measures one engine's load. Times are of the monotonic clock.
-
-    Args:
-        requests: those in progress, by any id; its owner keeps it up to date.
 
     Attributes:
         steps_s: how long all iterations took, in seconds.
@@ -125,7 +117,6 @@ class LoadMeter:
             self._expected.pop(request_id, None)
 
     def took(self, steps: Iterable[Step], now_s: float) -> None:
-        """Note iterations that have ended."""
         for step in steps:
             self._steps.append(step)
             self.steps_s += step.lasted_s * step.count

@@ -37,11 +37,9 @@ _SMALL_BYTES = 16 * 1024
 
 
 class ToldOfCaches(NamedTuple):
-    """The prompt's tokens that a turn's client is told; None where the engine does not say.
+    """The prompt's tokens that its client is told caches had (read), and have now (created).
 
-    Attributes:
-        read_tokens: found in caches, and not computed.
-        created_tokens: computed, and in a cache now.
+    None where the engine does not say.
     """
 
     read_tokens: int | None
@@ -149,10 +147,7 @@ _current: ContextVar[_Observation | None] = ContextVar("conserve_observation", d
 
 
 def told_of_caches() -> ToldOfCaches | None:
-    """Return what the current turn's client is told of caches.
-
-    None before the turn's first output, and outside of turns.
-    """
+    """Return what the current turn's client is told; None before its first output."""
     observation = _current.get()
     return None if observation is None else observation.told
 
@@ -161,7 +156,6 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
     """Have an ``AsyncLLM`` report what it does for the current turn.
 
     Args:
-        meter: is told what turns expect in caches.
         schedules: whether the engine's scheduler is told which turn each request is.
     """
     generate = client.generate
@@ -252,16 +246,14 @@ class TurnObserver:
     """ASGI middleware that keeps a decoder's `Holdings` and reports each turn's end.
 
     Both are up to date before the client learns that the turn has ended, so that the next turn
-    finds its history, however fast it follows. The table is told meanwhile.
+    finds its history, however fast it follows.
 
     Args:
-        desk: decides which turns begin without asking the table.
         has_more: called when the desk's outbox has something new.
         volatile: kinds of text that recognition passes over (`conserve.recognition.volatile`).
 
     Attributes:
-        ending: whether the engine has been told to end. It is not healthy then, though its core may
-            take seconds to end.
+        ending: whether the engine has been told to end. Its core may take seconds to end.
     """
 
     def __init__(

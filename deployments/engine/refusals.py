@@ -1,12 +1,9 @@
 """Explains refused requests better than vLLM does.
 
 vLLM 0.29 cuts a prompt's tokens where the output asked for would have no more room. So it does not
-know how long the prompt is ("at least"), and says the same of a prompt and of an output that is too
-long. Here the whole prompt is tokenized, which vLLM's tokenizers do before they cut it, and prompt
-and output are judged by its length.
-
-Of a body that cannot be read, vLLM prints each of Pydantic's errors with its whole input.
-`conserve.complaints` chooses the one error that counts.
+know how long the prompt is, and says the same of a prompt and of an output that is too long. Here
+the whole prompt is tokenized, as vLLM's tokenizers do before they cut it. Of a body that cannot be
+read, `conserve.complaints` chooses the one error that counts.
 
 Internals of vLLM 0.29 that are used: ``TokenizeParams`` of ``vllm.renderers.params``.
 """
@@ -27,11 +24,7 @@ from deployments.engine.check import only_counts, takes_what_room_is_left
 
 
 def explain_refusals(app: FastAPI) -> None:
-    """Have vLLM's HTTP app, which serves nothing yet, say what is wrong with requests.
-
-    Raises:
-        RuntimeError: vLLM judges lengths in another way than this expects.
-    """
+    """Have vLLM's HTTP app, which serves nothing yet, say what is wrong with requests."""
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(ValidationError)(_invalid)
     # vLLM has built it without these handlers; it is built anew when it is needed.
@@ -60,8 +53,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 def judge_whole_prompts() -> None:
     """Have this process's vLLM say how long prompts are that it refuses.
 
-    Raises:
-        RuntimeError: vLLM judges lengths in another way than this expects.
+    Raises `RuntimeError` if vLLM judges lengths in another way than this expects.
     """
     for name in _OWN:
         if not hasattr(TokenizeParams, name):

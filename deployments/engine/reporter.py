@@ -23,9 +23,6 @@ class Reporter:
 
     Args:
         obey: is told each notice, too, for the engine itself.
-
-    Attributes:
-        tasks: of its loops, from `start` on.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class Reporter:
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin; nothing is told before the engine has registered."""
         loop = asyncio.get_running_loop()
         self.tasks = [loop.create_task(self._report()), loop.create_task(self._hear())]
 
@@ -102,7 +98,6 @@ class Reporter:
     async def _answered(
         self, asked: Coroutine[Any, Any, Answer]
     ) -> tuple[Literal[True], Answer] | tuple[Literal[False], None]:
-        """Return whether the table answers, and its answer."""
         try:
             return True, await asked
         except TableUnavailable as error:
@@ -114,7 +109,6 @@ class Reporter:
         return False, None
 
     def _unknown(self) -> None:
-        """Stop until the next beat, which finds this decoder unknown to the table, and registers it.
-        """
+        """Stop until the next beat, which finds that the table does not know this engine."""
         self._registered.clear()
         self._desk.stop()

@@ -54,12 +54,7 @@ _encode = msgspec.json.encode
 
 
 class AgreeingResponse:
-    """An ASGI ``send`` that corrects one response, and passes it on.
-
-    Args:
-        send: gets the corrected messages. vLLM sends an event a message.
-        more: members of a response that vLLM leaves out, by name.
-    """
+    """An ASGI ``send`` that corrects one response, and adds the members in ``more``."""
 
     def __init__(self, send: Send, response_id: str, more: Mapping[str, Any]) -> None:
         self._send = send
@@ -185,7 +180,6 @@ def _written(event: _ItemEvent | _ResponseEvent) -> bytes:
 
 
 def _plain(item: Json) -> Json:
-    """Return an item as OpenAI has it, without members that are null."""
     own = {name: value for name, value in item.items() if value is not None}
     # vLLM gives items an event's members, and messages a summary.
     for name in ("output_index", "sequence_number"):

@@ -63,11 +63,7 @@ class _Entry:
 
 
 class ResponseStore:
-    """The newest responses, by tenant and id, as far as there is room.
-
-    Args:
-        room_bytes: how much they may take, requests included.
-    """
+    """The newest responses, by tenant and id, as far as there is room."""
 
     def __init__(self, room_bytes: int) -> None:
         self._room = room_bytes
@@ -75,12 +71,7 @@ class ResponseStore:
         self._entries: OrderedDict[tuple[str | None, str], _Entry] = OrderedDict()
 
     def add(self, response_id: str, history_id: str, request: bytes, response: bytes) -> None:
-        """Keep a response, in the place of older ones where there is no room.
-
-        Args:
-            history_id: as it is kept, with its tenant.
-            request: JSON, as is ``response``.
-        """
+        """Keep a response, in the place of older ones where there is no room."""
         entry = _Entry(history_id, request, response)
         if entry.size > self._room:
             return
@@ -100,7 +91,6 @@ class ResponseStore:
         return msgspec.json.encode(wire.StoredResponse(entry.history_id, request, response))
 
     def discard(self, tenant: str | None, response_id: str) -> bool:
-        """Forget a response; returns whether there was one."""
         entry = self._entries.pop((tenant, response_id), None)
         if entry is None:
             return False

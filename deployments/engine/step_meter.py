@@ -19,18 +19,12 @@ _TOGETHER_S = 0.25
 
 
 class StepStats(LMCacheMPConnectorStats):  # type: ignore[misc]  # LMCache ships no types.
-    """A connector's statistics, with metered iterations."""
-
     def is_empty(self) -> bool:
         return bool(super().is_empty()) and not self.data.get(STEPS)
 
 
 class StepMeter:
-    """Meters iterations, of which several may be in flight. Times are of the monotonic clock.
-
-    Args:
-        decode_tokens: most tokens that a decode computes in an iteration.
-    """
+    """Meters iterations, of which several may be in flight. Times are of the monotonic clock."""
 
     def __init__(self, decode_tokens: int = 1) -> None:
         self._decode_tokens = decode_tokens
@@ -41,7 +35,6 @@ class StepMeter:
         self._since_s: float | None = None
 
     def began(self, scheduled: Any, now_s: float) -> None:
-        """Note an iteration that begins, by vLLM's ``SchedulerOutput``."""
         self._under_way.append((now_s, self._computes(scheduled)))
 
     def ended(self, now_s: float) -> list[Step]:

@@ -1,12 +1,11 @@
 """Tells an answer that its prompt is stored.
 
-Workers store KV beside the steps that follow (`stores`), so a request may end before its prompt is
-stored. A router then has a decoder look for the prompt, and the table counts a history as parked.
-So the last output of a request that stores is held back until every worker has stored its part.
+Workers store KV beside the steps that follow (`stores`). At a request's end its router has a
+decoder look for the prompt, and the table counts a history as parked. So its last output is held
+back until every worker has stored its part.
 
-vLLM would report a store only with the outputs of another request's step. So each worker reports it
-directly, in a datagram to a socket of the process that has the engine's client. Workers run on that
-process's node, beside the LMCache server that they share.
+vLLM would report a store only with another step's outputs. So each worker reports it by a datagram
+to the process of the engine's client, which is on its node.
 """
 
 import asyncio
@@ -36,11 +35,7 @@ _MOST_BYTES = 64
 
 
 def tell_stored(address: Address, workers: int) -> None:
-    """Tell that this worker has stored its part of a prompt, or failed to.
-
-    Args:
-        workers: how many tell.
-    """
+    """Tell that this one of so many workers has stored its part of a prompt, or failed to."""
     name, number = address
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -56,11 +51,7 @@ def tell_stored(address: Address, workers: int) -> None:
 
 @dataclass(slots=True)
 class Stored:
-    """A request's prompt, or that of each of its choices.
-
-    Attributes:
-        address: where workers tell that it is stored.
-    """
+    """The prompt of a request, for each choice, and where workers tell that it is stored."""
 
     address: Address
     prompts: int
@@ -75,10 +66,7 @@ class Stored:
 
 
 class StoredPrompts:
-    """Hears which prompts of an engine are stored.
-
-    Its socket has no file: Linux gives it a name that ends with it.
-    """
+    """Hears which prompts of an engine are stored, on a socket without a file."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -115,8 +103,7 @@ class StoredPrompts:
 def hold_until_stored(client: Any, timeout_s: float = STORE_TIMEOUT_S) -> None:
     """Have an ``AsyncLLM`` end requests that store their prompt only when it is stored.
 
-    Where a store fails, or takes longer than ``timeout_s``, the answer ends all the same. A decoder
-    that then looks for the prompt computes it again.
+    After ``timeout_s`` the answer ends all the same, and a decoder computes the prompt again.
     """
     generate = client.generate
     prompts = StoredPrompts()

@@ -1,11 +1,7 @@
 """A worker's stores, and when their blocks are free.
 
-KV is copied beside the steps that follow: on a GPU by LMCache's server, on a CUDA stream of its
-own, from the engine's memory; on a CPU by a thread of the worker's (`copy_beside_steps`). Until a
-copy is done, no other request may write to its blocks.
-
-Internals of lmcache 0.5.6 that are used: ``_build_engine_driven_context`` of
-``transfer_context.worker_transfer``. Check it when the version changes.
+KV is copied beside the steps that follow: on a GPU by LMCache's server, from the engine's memory;
+on a CPU by a thread of the worker's. Until then no other request may write to its blocks.
 """
 
 import threading
@@ -32,10 +28,9 @@ _LOOKS_EVERY_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class StepNotes:
-    """Tells the workers' connectors with each step what the scheduler's connector knows.
+    """Tells workers' connectors with each step what the scheduler's connector knows.
 
     Attributes:
-        step: counts steps; none is left out.
         whole: requests of whose prompts nothing more is stored after this step, and where to tell
             that.
         gone: the same of requests that have ended before ``whole`` had them.
@@ -54,9 +49,8 @@ class StepNotes:
 class Steps:
     """Whether everything that a step builds on was computed.
 
-    A SIGTERM or an error may break a step off. With asynchronous scheduling the worker may get
-    further steps of the same prompts before the engine ends, and what they compute is wrong as
-    well.
+    With asynchronous scheduling a worker may get steps of the same prompts after one that a SIGTERM
+    or an error broke off. What they compute is wrong as well.
     """
 
     done: int = -1
@@ -87,8 +81,7 @@ class _Store:
 class Stores:
     """Stores in progress, by request.
 
-    The worker's steps look at them. So does a thread, which tells of a prompt as soon as it is
-    stored, however long the current step takes.
+    A thread tells of a prompt as soon as it is stored, however long the current step takes.
 
     Args:
         losses: returns how often the connection to the server was lost so far.
@@ -107,12 +100,7 @@ class Stores:
     def add(
         self, request_id: str, future: Any, event: Any = None, step: int = 0, copies: bool = False
     ) -> None:
-        """Note a store that has begun.
-
-        Args:
-            step: the step that computed what is stored.
-            copies: whether this process copies, and not the server.
-        """
+        """Note a store that this process ``copies`` itself, or else the server."""
         losses = None if copies else self.losses()
         store = _Store(future, event, step, self.clock(), losses)
         with self._changed:
@@ -146,7 +134,7 @@ class Stores:
             return min((one.step for stores in self._open.values() for one in stores), default=None)
 
     def wait(self, requests: Collection[str], timeout_s: float = FORGOTTEN_S) -> bool:
-        """Wait until the stores of these requests have ended; returns whether they have."""
+        """Wait for the stores of these requests; returns whether they have ended."""
         deadline_s = self.clock() + timeout_s
         for request_id in requests:
             while self.under_way(request_id):
@@ -194,8 +182,10 @@ class Stores:
 def copy_beside_steps() -> None:
     """Have workers on a CPU copy KV in a thread of their own, and not in the step.
 
-    LMCache does so only for accelerators that its server cannot copy from. On a CPU it is safe
-    without streams, since a step's KV is complete when the step has ended.
+    LMCache 0.5.6 does so only for accelerators that its server cannot copy from. On a CPU it is
+    safe, since a step's KV is complete when the step has ended. This replaces
+    ``_build_engine_driven_context`` of ``transfer_context.worker_transfer``: check it when the
+    version changes.
     """
     from lmcache.v1.multiprocess.transfer_context import worker_transfer
     from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (
@@ -219,7 +209,7 @@ def copy_beside_steps() -> None:
 def groups_that_give_up(kv_cache_config: Any) -> tuple[int, ...]:
     """Return the groups of layers whose blocks a request gives up as it goes on.
 
-    Sliding windows do, and Mamba's states. Full attention keeps its blocks to the end.
+    Sliding windows and Mamba's states do; full attention keeps its blocks to the end.
     """
     if kv_cache_config is None:
         return ()
@@ -238,11 +228,7 @@ def _keeps(spec: Any) -> bool:
 
 @dataclass(slots=True)
 class StoresReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's types are not seen.
-    """Tells the scheduler's connector what a worker has stored.
-
-    Attributes:
-        done: everything of this step, and of those before it, is stored.
-    """
+    """Tells the scheduler's connector that all steps up to ``done`` are stored."""
 
     done: int
 
@@ -253,13 +239,10 @@ class StoresReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's t
 
 @dataclass(slots=True)
 class Pins:
-    """References to blocks that are being stored, so that vLLM does not use them again.
+    """Holds references to blocks that are being stored, so that vLLM does not use them again.
 
     Args:
-        groups: the groups of layers whose blocks are pinned; requests hold those of the others.
-
-    Attributes:
-        pool: vLLM's ``BlockPool``.
+        groups: the groups of layers that it holds; requests hold the blocks of the others.
     """
 
     groups: tuple[int, ...] = ()
@@ -267,11 +250,7 @@ class Pins:
     _pinned: deque[tuple[int, list[Any]]] = field(default_factory=deque)
 
     def pin(self, step: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Pin what a step stores.
-
-        Args:
-            block_ids: of each group of layers.
-        """
+        """Pin what a step stores, in each group of layers."""
         ids = [one for group in self.groups for one in block_ids[group]]
         # vLLM's null block is where a group has no block.
         blocks = [self.pool.blocks[one] for one in ids if not self.pool.blocks[one].is_null]
@@ -280,7 +259,7 @@ class Pins:
             self._pinned.append((step, blocks))
 
     def release(self, done: int) -> None:
-        """Unpin the blocks of all steps up to this one, which are stored."""
+        """Unpin what was stored up to this step."""
         while self._pinned and self._pinned[0][0] <= done:
             _, blocks = self._pinned.popleft()
             # The deepest blocks go first, as where vLLM frees a request.

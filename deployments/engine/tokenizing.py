@@ -32,9 +32,8 @@ class _Request(NamedTuple):
     """The request whose prompt is being rendered.
 
     Attributes:
-        salt: under which the engine keeps its KV; empty without one.
-        keeps: whether its pieces may be kept. Requests that only count or tokenize may be
-            anybody's, since vLLM ignores their salt.
+        salt: its ``cache_salt``; empty without one.
+        keeps: whether its pieces may be kept. vLLM ignores the salt of requests that only count.
     """
 
     salt: str = ""
@@ -46,9 +45,7 @@ _request: ContextVar[_Request] = ContextVar("conserve_rendered_request", default
 
 
 def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> TokenCache | None:
-    """Have an engine's HTTP app keep the tokens of what it has tokenized.
-
-    What was tokenized under one ``cache_salt`` is not found under another.
+    """Have an engine's HTTP app keep the tokens of what it has tokenized, apart by ``cache_salt``.
 
     Args:
         renderer: the ``OnlineRenderer`` of the app.
@@ -113,8 +110,7 @@ def _noted(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
 def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
     """Return how a tokenizer's prompts are cut, and what makes tokens of the pieces.
 
-    Raises:
-        ValueError: they cannot be cut, and why.
+    Raises `ValueError` where they cannot be cut.
     """
     if not isinstance(tokenizer, TokenizersBackend):
         raise ValueError(f"{type(tokenizer).__name__} is none of Hugging Face's fast tokenizers")
@@ -138,10 +134,7 @@ def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
 
 
 def _own_code(tokenizer: type) -> str | None:
-    """Return the class that changes texts before Hugging Face's own code gets them.
-
-    vLLM's classes change nothing. CodeLlama's for instance splits a text that is not in a list.
-    """
+    """Return the class that changes texts before Hugging Face's own code, as CodeLlama's does."""
     for one in tokenizer.__mro__:
         if one is TokenizersBackend:
             break

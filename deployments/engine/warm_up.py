@@ -2,10 +2,8 @@
 
 A prompt that is handed over is stored, looked up and loaded, and its end is computed again. An
 engine tries that alone: it computes a prompt as a prefiller would, forgets it, and takes it back.
-
-Engines start side by side and take the machine from each other, so the same prompt may take twice
-as long a second later. What a prompt's iterations took is therefore left out, on both sides, and
-loads are tried several times, of which the fastest counts.
+Engines start side by side, so the same prompt may take twice as long a second later. What a
+prompt's iterations took is therefore left out, and the fastest of several loads counts.
 """
 
 import asyncio
@@ -33,12 +31,7 @@ _FORGETTING_PAUSE_S = 0.01
 
 
 class WarmUp:
-    """Sends an engine turns of its own, by HTTP.
-
-    Args:
-        client: the engine's ``AsyncLLM``.
-        model: the model's name in requests.
-    """
+    """Sends an engine turns of its own, by HTTP."""
 
     def __init__(self, client: Any, meter: LoadMeter, info: EngineInfo, model: str) -> None:
         self._client = client
@@ -49,12 +42,8 @@ class WarmUp:
     async def run(self) -> tuple[tuple[int, float], ...]:
         """Serve a few turns, since the first of each kind takes many times as long.
 
-        They are a prompt of several chunks, then the same with more appended (a prefix found in
-        the cache), then some at the same time.
-
-        Returns:
-            Prompts' lengths in tokens, and what it costs to hand each over, in seconds
-            (`EngineInfo.handoffs`).
+        They are a prompt of several chunks, then the same with more appended (a prefix found in the
+        cache), then some at the same time. Returns `EngineInfo.handoffs`.
         """
         started_s = time.monotonic()
         # A word is roughly a token. The prompt is unlike any client's, so no client finds its KV.
@@ -108,7 +97,6 @@ class WarmUp:
         return [draw.randrange(size // 4, size // 2) for _ in range(tokens)]
 
     async def _prompt(self, session: aiohttp.ClientSession, prefix: str, ids: list[int]) -> None:
-        """Have a prompt computed, and one token more."""
         body = {"model": self._model, "prompt": ids, "max_tokens": 1}
         await _post(session, prefix + "/v1/completions", body)
 
@@ -140,14 +128,13 @@ async def try_handoff(
 ) -> float | None:
     """Return the seconds by which a prompt takes longer when it is handed over.
 
+    None if no load has found anything.
+
     Args:
         client: the engine's ``AsyncLLM``, which forgets its prefix cache on the way.
         compute: has it compute a prompt of ``tokens`` tokens.
         store: has it compute another one, and store that.
         load: asks for the latter again.
-
-    Returns:
-        None: no load has found anything.
     """
     here_s = await _beside_steps_s(meter, compute, clock)
     away_s = await _beside_steps_s(meter, store, clock)
@@ -177,8 +164,7 @@ async def _beside_steps_s(
 async def forget(client: Any) -> bool:
     """Have an ``AsyncLLM`` forget its prefix cache; returns whether it has.
 
-    It refuses while a request has blocks. One whose prompt is stored has them until a step has told
-    the scheduler.
+    It refuses while a request has blocks, which one that is stored keeps until the next step.
     """
     for _ in range(_FORGETTING_TRIES):
         if await client.reset_prefix_cache():

@@ -21,11 +21,7 @@ from deployments.engine.sm_slots.pairs import slot_pairs
 
 
 class LaneConnecting:
-    """Lays the lane over a KV connector. vLLM makes one in its scheduler and one in its worker.
-
-    Attributes:
-        lane: set by the scheduler. Without one, and in the worker, it is None.
-    """
+    """Lays the lane over a KV connector. The scheduler sets ``lane`` in its own."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         require_fit(vllm_config, kv_cache_config)
@@ -96,16 +92,13 @@ class LaneConnecting:
         self._promised.discard(request.request_id)
         return super().request_finished(request, block_ids)  # type: ignore[misc]
 
-    def _lane_has_computed(self, request_id: str, tokens: int) -> None:
-        """Note that a request goes on inline after the lane has computed so much of its prompt."""
+    def _lane_has_computed(self, request_id: str, tokens: int) -> None: ...
 
-    def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None:
-        """Note that a request begins anew, because the lane has failed."""
+    def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None: ...
 
     # --- the worker's side ------------------------------------------------------------------------
 
     def start_lane(self, forward: Forward, turns: Turns) -> None:
-        """Start the lane's thread; the engine is loaded."""
         self._lane_thread = LaneThread(forward, turns, self._block_tokens)
         self._sizes_sms = slot_pairs().sizes_sms
 
@@ -122,7 +115,6 @@ class LaneConnecting:
         super().start_load_kv(forward_context, **options)  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Add the requests whose prefill in the lane has ended, done or not."""
         sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
         if self._lane_thread is None:
             return sent, received
@@ -136,7 +128,7 @@ class LaneConnecting:
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Add the blocks that the lane could not compute, so that vLLM computes them inline."""
+        """Add blocks that the lane could not compute, for vLLM to compute inline."""
         failed: set[int] = super().get_block_ids_with_load_errors()  # type: ignore[misc]
         missing, self._missing = self._missing, set()
         return failed | missing
@@ -168,10 +160,7 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
         self.request_trackers[request_id].increase_num_scheduled_tokens(tokens)
 
     def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None:
-        """Start over, as LMCacheMPConnector does after a failed load.
-
-        The request's blocks are others' now, and nothing is looked up again.
-        """
+        """Start over as LMCacheMPConnector does after a failed load, without another look-up."""
         tracker = self.request_trackers[request.request_id]
         if tracker.state != LMCacheMPRequestState.READY:
             return
@@ -183,11 +172,10 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
 
 
 def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse an engine whose prompts the lane cannot compute.
+    """Refuse an engine whose prompts the lane cannot compute, or another vLLM.
 
     Raises:
-        ValueError: says why, and what to do.
-        RuntimeError: this vLLM differs from the one that the lane was made for.
+        ValueError, RuntimeError: says why, and what to do.
     """
     if differing := differences(_expected()):
         raise RuntimeError(

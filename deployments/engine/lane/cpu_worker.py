@@ -9,4 +9,4 @@ from deployments.engine.lane.worker import LaneWorking
 
 
 class LaneWorker(LaneWorking, CPUWorker):  # type: ignore[misc]  # vLLM's types are not looked at.
-    """Alternates steps and the lane's chunks."""
+    pass

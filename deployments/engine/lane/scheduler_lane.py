@@ -15,13 +15,7 @@ _GPU_CHUNK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prefill for the lane.
-
-    Attributes:
-        tokens: the ids of the whole prompt.
-        block_ids: all blocks of the request, from its first token on.
-        start, end: the positions to be computed; everything before ``start`` is cached.
-    """
+    """A prefill of the positions from ``start`` to ``end``, with all blocks of the prompt."""
 
     request_id: str
     tokens: Sequence[int]
@@ -35,10 +29,9 @@ class LaneNotes:
     """Tells the worker with each step what the scheduler decided.
 
     Attributes:
-        jobs: prefills that begin now.
         chunk_tokens: most tokens of a chunk from now on.
-        decode_sms: how many SMs the step has; the lane has the others. 0: the lane has all. None:
-            no border can be moved.
+        decode_sms: how many SMs the step has; the lane has the others. None: no border can be
+            moved.
     """
 
     jobs: tuple[Job, ...]
@@ -53,7 +46,7 @@ class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes:
         computed: tokens, by request.
         failed: requests whose prompts were not computed to their end.
-        sizes_sms: how many SMs decodes can have (`SlotPairs.sizes_sms`); reported once.
+        sizes_sms: `SlotPairs.sizes_sms`, reported once.
     """
 
     computed: dict[str, int] = field(default_factory=dict)
@@ -68,13 +61,8 @@ class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class SchedulerLane:
     """The scheduler's half of one engine's lane.
 
-    Args:
-        scheduler: the `ConversationScheduling` that asks.
-        policy: decides which requests go to the lane.
-
     Attributes:
         reserve: decides how many SMs decodes have, once the worker has reported that there are any.
-        decode_sms: how many SMs decodes have in the next step.
     """
 
     def __init__(self, scheduler: Any, policy: PrefillLane) -> None:
@@ -94,7 +82,6 @@ class SchedulerLane:
     # --- the connector asks -------------------------------------------------------------------
 
     def route(self, request: Any, found_tokens: int) -> Route:
-        """Return where a request that could begin now is prefilled."""
         name = request.request_id
         if name in self._failed or not _fits(request):
             # vLLM asks again only if none of the failed prefill's KV is right.
@@ -114,7 +101,6 @@ class SchedulerLane:
         return route
 
     def takes(self, request: Any, found_tokens: int, tokens: int, block_ids: list[int]) -> None:
-        """Give the lane a request that has its blocks."""
         name = request.request_id
         self.policy.takes(name, tokens)
         self._current_since_s = self._scheduler.clock()
@@ -128,11 +114,7 @@ class SchedulerLane:
         self._scheduler.passed_over_tokens += tokens
 
     def notes(self, computes: bool) -> LaneNotes:
-        """Return the notes for the worker's next step.
-
-        Args:
-            computes: whether the step itself computes anything.
-        """
+        """Return the notes for the worker's next step, given whether that step ``computes`` itself."""
         scheduler = self._scheduler
         jobs, self._new = tuple(self._new), []
         most = int(scheduler.max_num_scheduled_tokens)
@@ -153,11 +135,7 @@ class SchedulerLane:
             self.reserve.step(lasted_s, decode_sms, now_s)
 
     def hears(self, report: LaneReport | None, received: set[str]) -> None:
-        """Note what the worker has done.
-
-        Args:
-            received: requests whose blocks neither the lane nor LMCache writes to any more.
-        """
+        """Note what the worker has done, and requests whose blocks are free of the lane."""
         if report is not None:
             if report.sizes_sms:
                 self.reserve = DecodeReserve(report.sizes_sms, late_s=self._late_s)
@@ -191,7 +169,6 @@ class SchedulerLane:
     # --- the scheduler tells ------------------------------------------------------------------
 
     def runs(self, name: str) -> None:
-        """Forget a request that has begun to run."""
         self.policy.forget(name)
         self._starts.pop(name, None)
         self._failed.discard(name)
@@ -203,7 +180,6 @@ class SchedulerLane:
             self._forget(name)
 
     def observed(self) -> dict[str, Any]:
-        """Return the lane's members of `SchedulerLoad`."""
         policy = self.policy
         return {
             "lane_waiting": policy.waiting,

@@ -25,11 +25,8 @@ class Turns:
     """Lets the engine's step and the lane's chunk run the model one at a time.
 
     vLLM keeps the forward pass's context in a variable of its module. On a GPU the lock is held
-    while kernels are launched, and these overlap. On a CPU it is held for the computation itself.
-
-    Args:
-        alternate: whether steps and chunks alternate while there are both. Otherwise the first to
-            ask goes first.
+    while kernels are launched, and these overlap. On a CPU it is held for the computation itself,
+    and with ``alternate`` steps and chunks take turns.
     """
 
     def __init__(self, alternate: bool) -> None:
@@ -43,7 +40,6 @@ class Turns:
 
     @contextmanager
     def step(self, ends: bool = True) -> Iterator[None]:
-        """Hold the lock for a step, or with ``ends`` False for a part of one."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._busy and not (self._chunk_is_next and self._chunk_waits)
@@ -59,11 +55,7 @@ class Turns:
 
     @contextmanager
     def chunk(self) -> Iterator[None]:
-        """Hold the lock for a chunk.
-
-        Raises:
-            LaneEnds: the engine ends.
-        """
+        """Hold the lock for a chunk, or raise `LaneEnds`."""
         with self._changed:
             self._chunk_waits = True
             self._changed.wait_for(
@@ -84,7 +76,6 @@ class Turns:
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Have no chunk begin any more."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -122,9 +113,6 @@ class LaneThread:
 
     A job that is given up ends with its current chunk, which writes to its blocks. A job that fails
     ends too, and the engine goes on.
-
-    Args:
-        block_tokens: tokens of a block of the engine's.
     """
 
     def __init__(self, forward: Forward, turns: Turns, block_tokens: int) -> None:
@@ -154,7 +142,6 @@ class LaneThread:
             self._jobs.put((job, self._forward.mark()))
 
     def give_up(self, request_ids: Collection[str]) -> None:
-        """Give up the jobs of requests that have ended."""
         with self._lock:
             self._given_up |= self._open.intersection(request_ids)
 

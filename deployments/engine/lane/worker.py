@@ -25,11 +25,7 @@ from deployments.engine.sm_slots.pairs import GraphSets, slot_pairs
 
 
 class LaneForward:
-    """Computes chunks with an engine's model, on the lane's stream, never as a CUDA graph.
-
-    Args:
-        runner: vLLM's model runner, with its model and its KV space.
-    """
+    """Computes chunks with an engine's model, on the lane's stream, never as a CUDA graph."""
 
     def __init__(self, runner: Any, vllm_config: Any) -> None:
         self._runner = runner
@@ -46,7 +42,6 @@ class LaneForward:
             self._groups.append((own, kernel_tokens))
 
     def prepare(self) -> None:
-        """Set the thread's CUDA device as in the engine's thread."""
         if self._plain is not None:
             torch.cuda.set_device(self._device)
 
@@ -158,7 +153,6 @@ class LaneWorking:
     _graphs: GraphSets | None = None
 
     def compile_or_warm_up_model(self) -> Any:
-        """Start the lane when everything else is ready."""
         worker: Any = self
         took = super().compile_or_warm_up_model()  # type: ignore[misc]
         if self._turns is None:
@@ -169,7 +163,6 @@ class LaneWorking:
         return took
 
     def _capture_for_each_border(self) -> GraphSets | None:
-        """Return CUDA graphs for each place of the border; None where it does not move."""
         return None
 
     def execute_model(self, scheduler_output: Any) -> Any:

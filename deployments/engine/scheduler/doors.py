@@ -56,11 +56,7 @@ def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
 
 
 def require_doors() -> None:
-    """Refuse a vLLM that is not as the scheduler expects.
-
-    Raises:
-        RuntimeError: in one line, what differs and what to do.
-    """
+    """Refuse a vLLM that is not as the scheduler expects, with a `RuntimeError` of one line."""
     import vllm
 
     try:
@@ -79,7 +75,7 @@ def require_doors() -> None:
 
 
 def differences(expected: Sequence[tuple[Callable[..., Any], str]]) -> list[str]:
-    """Return the functions whose parameters are not as expected, each with those that it has."""
+    """Return the functions whose parameters are not as expected, with those that they have."""
     return [
         f"{method.__qualname__}({', '.join(found)})"
         for method, names in expected

@@ -36,12 +36,10 @@ class _History:
 
 
 class Histories:
-    """Keeps blocks of histories, and frees them.
+    """Keeps blocks of histories between turns.
 
     Args:
         manager: vLLM's ``KVCacheManager``.
-        hash_block_tokens: tokens for which there is a hash each.
-        retention: decides how long blocks are kept, and which history gives up blocks first.
 
     Attributes:
         reclaimed_blocks: how many were given up before their time.
@@ -62,14 +60,13 @@ class Histories:
     # --- turns -------------------------------------------------------------------------------
 
     def comes(self, turn: Turn, now_s: float) -> None:
-        """Note a turn that waits. What its history keeps is not freed now."""
         one = self._all.setdefault(turn.key, _History())
         if one.ended_s is not None and not one.waiting and not one.running:
             self._retention.returned(turn.key, now_s - one.ended_s)
         one.waiting += 1
 
     def runs(self, turn: Turn) -> None:
-        """Free what is kept for a turn that runs, and holds the blocks itself."""
+        """Free what is kept for a turn that now holds the blocks itself."""
         one = self._all.get(turn.key)
         if one is not None:
             one.waiting = max(0, one.waiting - 1)
@@ -77,7 +74,6 @@ class Histories:
             self._let_go(turn.key, one)
 
     def waits_again(self, turn: Turn) -> None:
-        """Note that a turn was preempted."""
         one = self._all.get(turn.key)
         if one is not None:
             one.running = max(0, one.running - 1)
@@ -105,7 +101,6 @@ class Histories:
     # --- giving way --------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> None:
-        """Free blocks whose time has come."""
         if now_s < self._next_expiry_s:
             return
         for key in list(self._kept):
@@ -120,13 +115,7 @@ class Histories:
             self._next_expiry_s = min(self._next_expiry_s, now_s + 1.0)
 
     def give_up(self, blocks: int, now_s: float, but: str | None = None) -> bool:
-        """Give up so many kept blocks of one history, its last ones first.
-
-        Returns whether there were any.
-
-        Args:
-            but: the history for which others give up blocks.
-        """
+        """Give up the last kept blocks of a history; returns whether there were any."""
         pins = {
             key: Pin(one.level, len(one.blocks), one.until_s, one.waiting > 0)
             for key in self._kept
@@ -149,7 +138,6 @@ class Histories:
 
     @property
     def kept_blocks(self) -> int:
-        """Return how many blocks are kept, each counted once."""
         return len({block.block_id for key in self._kept for block in self._all[key].blocks})
 
     def free_without_kept(self) -> int:
@@ -177,12 +165,9 @@ class Histories:
         return len(one.blocks)
 
     def release(self, key: str) -> int:
-        """Have an idle history's blocks evicted before all others.
+        """Have an idle history's blocks evicted next, but for those that other histories have.
 
-        Blocks that other histories have too are only freed.
-
-        Returns:
-            How many blocks are evicted next; 0 if a turn of the history is here.
+        Returns how many; 0 if a turn of the history is here.
         """
         one = self._all.get(key)
         if one is None or one.running or one.waiting:
@@ -202,7 +187,6 @@ class Histories:
         return len(idle)
 
     def release_all(self) -> None:
-        """Free everything that is kept."""
         for key in list(self._kept):
             self._let_go(key, self._all[key])
 
@@ -212,7 +196,7 @@ class Histories:
         return 0 if one is None else self._cached(one)[1]
 
     def kept_for_s(self, key: str, now_s: float) -> float:
-        """Return for how long what is kept of a history stays kept; 0 if nothing is."""
+        """Return for how long what is kept of a history stays kept."""
         return max(0.0, self._all[key].until_s - now_s) if key in self._kept else 0.0
 
     def keys(self) -> list[str]:

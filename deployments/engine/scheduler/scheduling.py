@@ -103,7 +103,6 @@ class ConversationScheduling:
     # --- a step ------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """Order calls, limit prefills while others wait for them, and schedule a step."""
         now_s = self.clock()
         scheduler: Any = self
         self.histories.expire(now_s)
@@ -432,11 +431,11 @@ class ConversationScheduling:
 
 
 class ConversationScheduler(ConversationScheduling, Scheduler):  # type: ignore[misc]
-    """Schedules one step at a time, as on CPUs."""
+    pass
 
 
 class AsyncConversationScheduler(ConversationScheduling, AsyncScheduler):  # type: ignore[misc]
-    """Schedules the next step while one runs, as on GPUs."""
+    pass
 
 
 def conversation_scheduler(*args: Any, **kwargs: Any) -> ConversationScheduling:

@@ -16,16 +16,12 @@ class Turn:
 
     Attributes:
         key: its history's, or its own id if it is no history's turn.
-        is_known: whether it is a history's turn, so that something of it may be kept.
         since_s: when it came or was preempted, and began to wait.
         resume_s: in how many seconds its client expects the next turn.
         last: whether its client says that it is the last one.
-        kind: what it was when it began to run.
         missing_tokens: tokens that caches did not have when it came.
         charged_tokens: the tokens of its sequence that its history was charged for.
-        runs: whether it has begun to run, and was not preempted since.
-        waited_s: all its time before it ran.
-        waited_for_s: the part of that for which the reason was seen, by reason.
+        waited_s: all its time before it ran; `waited_for_s` has the part whose reason was seen.
     """
 
     key: str
@@ -45,7 +41,7 @@ class Turn:
 
     @property
     def waited_for(self) -> WaitFor | None:
-        """Return what it has waited for longest; None: it was not seen to wait."""
+        """Return what it waited for longest; None: it was not seen to wait."""
         return max(self.waited_for_s, key=lambda one: self.waited_for_s[one], default=None)
 
 
@@ -60,7 +56,7 @@ def turn_of(request: Any, now_s: float) -> Turn:
 class Waits:
     """Notes what requests wait for, each time the scheduler orders them.
 
-    A queue moves from its head, so all behind its first request wait for what that is refused for.
+    A queue moves from its head, so all behind its first request wait for the same.
     """
 
     def __init__(self, turns: dict[str, Turn]) -> None:
@@ -72,7 +68,6 @@ class Waits:
         self._refused = False
 
     def no_room(self) -> None:
-        """Note that there is not enough free KV for the next request."""
         self._refused = True
 
     def look(self, scheduler: Any, waiting: Iterable[Any], now_s: float) -> None:
@@ -104,7 +99,7 @@ class Counts:
     """Counts since the engine's start.
 
     Attributes:
-        begun: requests that have begun to run, by what they were: cold or resume.
+        begun: requests that have begun to run, by kind.
         cut: chunks made smaller, or put off, for requests that decode, by kind of prompt.
         parts: prompts that began without room for all of them.
         preempted: requests, by level.
@@ -123,16 +118,12 @@ class Counts:
 class Parts:
     """Begins a prompt for which there is not enough room with a part of it.
 
-    It is MARS's Opportunistic Co-Scheduler (section 4.3). Admitted freely, such prompts take each
-    other's room and are preempted in turn. Three guards prevent that: one at a time begins so, none
-    that was preempted does, and a block is left for each request that decodes.
-
-    Args:
-        scheduler: vLLM's.
-        block_tokens: tokens of a block.
+    It is MARS's Opportunistic Co-Scheduler (section 4.3). So that such prompts do not take each
+    other's room, one at a time begins so, none that was preempted does, and a block is left for
+    each decode.
 
     Attributes:
-        current: the request that has begun so, and still computes its prompt; None: none has.
+        current: the request that has begun so, and still computes its prompt.
     """
 
     def __init__(self, scheduler: Any, block_tokens: int) -> None:
@@ -151,7 +142,7 @@ class Parts:
     def fitting(self, request: Any, start: int, tokens: int, keeps: bool) -> int:
         """Return how many tokens of a chunk fit without preempting a request.
 
-        Where vLLM should decide, by making the call wait or preempting another, it is all of them.
+        It is all of them where vLLM should refuse the call or preempt another.
 
         Args:
             start: how many are computed already, or found in caches.

@@ -24,17 +24,11 @@ _RETRY_S = 1.0
 
 
 def tell_worker(extra: dict[str, Any], slots: int, engine_id: str, node_actor: str) -> None:
-    """Put what the worker needs to lease SMs into its connector's extra configuration.
-
-    Args:
-        slots: how many tenths of its GPU's SMs it leases.
-        node_actor: the name of the actor that keeps the ledger.
-    """
+    """Put what the worker needs to lease SMs into its connector's extra configuration."""
     extra[_KEY] = {"slots": slots, "engine_id": engine_id, "node_actor": node_actor}
 
 
 def told(vllm_config: Any) -> dict[str, Any]:
-    """Return what `tell_worker` has put there."""
     found: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config[_KEY]
     return found
 
@@ -51,12 +45,9 @@ def lease_of(said: list[Any]) -> SmLease:
 
 
 def lease_slots(gpu: str, slots: int, engine_id: str, node_actor: str) -> SmLease:
-    """Lease SMs; waits, within bounds, for a predecessor's.
+    """Lease so many tenths of a GPU's SMs; waits, within bounds, for a predecessor's.
 
-    Args:
-        gpu: its name in NVML.
-        slots: how many tenths of it.
-        engine_id: keeps the lease for as long as it beats to the actor.
+    The lease lasts for as long as the engine beats to the actor.
 
     Raises:
         NoFreeSms: other engines keep them.

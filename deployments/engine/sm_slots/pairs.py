@@ -1,15 +1,8 @@
 """Streams and CUDA graphs for each place of the border between decoding's SMs and prefill's.
 
 AgentServe (section III-C) makes contexts for ten slots before it serves, and rebinds threads to
-them in microseconds. Here an engine's ten slots are tenths of its lease, so the border moves
-without a call to the ledger. `conserve.engine_scheduling.DecodeReserve` decides where it goes.
-
-A graph runs on the SMs of the stream that it was captured on. vLLM captures once, on all of the
-engine's SMs. Its graphs are captured again for each smaller size of decoding's side, and exchanged
-as the border moves. Used of vLLM 0.29: its runners' ``capture_model`` captures whatever has no
-graph, on the current stream, and returns the bytes that it took. The graphs of the first runner,
-and of both runners' pieces, are ``concrete_cudagraph_entries`` of each ``CUDAGraphWrapper``. Those
-of the second runner are ``graphs`` of its ``cudagraph_manager``.
+them in microseconds. Here the ten slots are tenths of the engine's lease, so the ledger is not
+asked. `conserve.engine_scheduling.DecodeReserve` decides where the border goes.
 """
 
 import logging
@@ -23,12 +16,9 @@ from hetero.sm_units import SmSplit
 
 
 class Bound(NamedTuple):
-    """The streams that decoding and prefill run on now.
+    """The streams that decoding and prefill run on now; None: vLLM's own, and any stream.
 
-    Attributes:
-        decode_stream: None: vLLM's own.
-        lane_stream: None: any stream.
-        decode_sms, lane_sms: how many SMs each has; 0 where that is not known.
+    The number of SMs is 0 where it is not known.
     """
 
     decode_stream: Any
@@ -42,8 +32,7 @@ class SlotPairs:
 
     Args:
         means: keeps streams to SMs. If it has no streams, the border cannot move.
-        split: how the GPU is split into units.
-        units: the engine's lease.
+        units: the engine's lease, of the GPU's split.
         wrap: makes torch's stream of a handle.
         make_current: has the engine's steps run on a stream from now on.
 
@@ -81,16 +70,13 @@ class SlotPairs:
 
     @property
     def bound(self) -> Bound:
-        """Return the last binding."""
         return self._bound
 
     def bind(self, decode_sms: int) -> Bound:
-        """Move the border, between two steps, so that decoding has at least so many SMs.
+        """Move the border, between two steps, so that decoding has at least so many SMs, or all.
 
-        Decoding gets the smallest size with as many, or all. With 0, prefill has all. Where
-        decoding has all, prefill's stream is its smallest, which shares SMs. Work that either side
-        has begun on its former stream comes first on the new one. Decoding's becomes the thread's
-        current stream.
+        With 0, prefill has all. Where decoding has all, prefill shares SMs. Work that either side
+        has begun comes first on its new stream, and decoding's becomes the thread's current one.
         """
         if not self._places:
             return self._bound
@@ -160,18 +146,17 @@ logger = logging.getLogger("vllm.conserve")
 
 
 class GraphSets:
-    """An engine's graphs, after vLLM has captured its own.
+    """An engine's graphs, captured again for each smaller size of decoding's side.
 
-    With ``enforce_eager``, or where no border moves, there is nothing to exchange.
+    A graph runs on the SMs of the stream that it was captured on; vLLM captures on all of the
+    engine's. Used of vLLM 0.29: its runners' ``capture_model`` captures whatever has no graph, on
+    the current stream, and returns the bytes that it took. The graphs of the first runner, and of
+    both runners' pieces, are ``concrete_cudagraph_entries`` of each ``CUDAGraphWrapper``. Those of
+    the second are ``graphs`` of its ``cudagraph_manager``.
 
     Args:
-        runner: vLLM's model runner.
         budget_bytes: no further set is made once all sets have taken so much, or the next one would
             exceed it. The first is always made, since its size is not known before.
-
-    Attributes:
-        sizes_sms: sizes with graphs of their own. Other sizes run vLLM's, on all of the engine's
-            SMs.
     """
 
     def __init__(self, runner: Any, pairs: SlotPairs, budget_bytes: int = GRAPH_SETS_BYTES) -> None:
@@ -184,6 +169,7 @@ class GraphSets:
 
     @property
     def sizes_sms(self) -> tuple[int, ...]:
+        """Return the sizes with graphs of their own; others run on all of the engine's SMs."""
         return tuple(self._sets)
 
     def capture(self) -> None:
@@ -210,7 +196,6 @@ class GraphSets:
         )  # fmt: skip
 
     def use(self, decode_sms: int) -> None:
-        """Have steps run the graphs of a size from now on."""
         graphs = self._sets.get(decode_sms, self._all)
         if graphs is not self._now:
             self._put(graphs)

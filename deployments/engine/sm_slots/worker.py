@@ -46,7 +46,6 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model, once its SMs are leased."""
         try:
             self._take_slots()
         except (SmsUnavailable, NoFreeSms, UnknownGpu) as error:
@@ -54,7 +53,6 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         super().load_model(**kwargs)
 
     def conserve_sm_lease(self) -> list[Any]:
-        """Return the lease, for `WorkerClient.sm_leases`."""
         assert self._lease is not None
         return said_of(self._lease)
 
@@ -111,12 +109,8 @@ class SlotLaneWorker(LaneWorking, SlotWorker):
 def capture_where_it_runs() -> None:
     """Have this process capture CUDA graphs on its current stream. May be called repeatedly.
 
-    A graph runs on the SMs of the stream that it was captured on. ``graph_capture`` of vLLM 0.29's
-    ``distributed/parallel_state.py`` makes a context with a new stream, which keeps to no SMs. So
-    ``GraphCaptureContext`` is replaced.
-
-    Raises:
-        RuntimeError: this vLLM captures in another way.
+    ``graph_capture`` of vLLM 0.29's ``distributed/parallel_state.py`` makes a context with a new
+    stream, which keeps to no SMs. So ``GraphCaptureContext`` is replaced.
     """
     from vllm.distributed import parallel_state
     from vllm.utils.torch_utils import current_stream
