@@ -1,12 +1,9 @@
 """Has vLLM judge a turn's request, or compute its prompt's KV, without answering it.
 
-``POST /conserve/check/v1/chat/completions`` (or another turn's path) runs vLLM's own code for the
-path behind the prefix, up to the call that would hand the request to the engine. So the turn's own
-rules judge its parameters and render its prompt. Nothing is scheduled.
-
-``POST /conserve/prefill/v1/chat/completions`` goes a step further. The engine gets the prompt,
-images included, for one token, without the stream, choices, grammar or log-probabilities that the
-turn asks for, since no KV depends on those.
+``POST /conserve/check/v1/chat/completions`` (or another turn's path) runs vLLM's own code for that
+path, up to the call that would schedule the request. So the turn's own rules judge its parameters
+and render its prompt. ``POST /conserve/prefill/...`` has the engine compute the prompt, images
+included, for one token, whatever answer the turn asks for.
 
 Internals of vLLM 0.29 that are used: ``AsyncLLM.generate`` and ``input_processor``, the app's
 ``state.online_renderer``, ``create_error_response``.
@@ -47,7 +44,6 @@ class _Check:
 
     @property
     def answer(self) -> dict[str, Any] | None:
-        """Return what the router is told; None if the request did not come to the engine."""
         if self.prefills:
             return asdict(_all_of(self.prefilled)) if self.prefilled else None
         if not self.prompts:
@@ -123,7 +119,6 @@ def _without_mm_cache(render: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
 
 
 def _choices(path: str, sampling_params: Any) -> list[CompletionOutput]:
-    """Return the choices that vLLM needs to make an answer: none, or an empty one."""
     if not sampling_params.detokenize:
         # A beam search reads the first choice, and ends if that is empty.
         return [CompletionOutput(0, "", [], None, None)]

@@ -49,7 +49,6 @@ class _Outputs:
                 yield output
 
     def prompt_of(self, text: str) -> list[int] | None:
-        """Return the prompt's token ids if the answer was cut, else None."""
         cut = any(choice.text == text for choice in self.cut.values())
         return self._prompt_ids if cut else None
 

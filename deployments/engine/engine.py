@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -40,7 +41,7 @@ from deployments.engine.stored import hold_until_stored
 from deployments.engine.warm_up import WarmUp
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
-from deployments.node.lmcache_server import REAPED_S, Address
+from deployments.node.lmcache_server import REAPED_S
 from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
@@ -51,15 +52,14 @@ from hetero.tiers import RoleTier
 logger = logging.getLogger("ray.serve")
 
 # Serve gives an engine that does not scale ten seconds to end (deployments/app.py).
-_LETTING_GO_S = 5.0
+_FREEING_S = 5.0
 
 
 class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
     """Has an engine's core do the work of its only worker, on a CPU.
 
-    Ray Serve LLM always asks vLLM for worker processes on CPUs. With one worker that is one more
-    process, which imports vLLM for six seconds of a core at every start, takes a part in each step,
-    and half a gigabyte.
+    Ray Serve LLM always asks vLLM for worker processes there. One worker is one more process, which
+    imports vLLM for six seconds of a core, takes a part in each step, and half a gigabyte.
     """
 
     def _prepare_engine_config(self, *args: Any) -> Any:
@@ -110,9 +110,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             # Here it fails before minutes of loading.
             require_doors()
         self._table.engine_starting(EngineStarting(self._id, "starting engines"))
-        _use_server(llm_config, await self._node.launch())
+        server = await self._node.launch()
+        told = {"lmcache.mp.host": f"tcp://{server.host}", "lmcache.mp.port": server.port}
         if self._sm_slots is not None:
-            _use_slots(llm_config, self._sm_slots, self._id, self._node.actor_name)
+            told |= tell_worker(self._sm_slots, self._id, self._node.actor_name)
+        _tell_connector(llm_config, told)
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download. Otherwise a process loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
@@ -128,8 +130,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if gpus or leases:
             self._node.use = EngineUse(self._id, gpus, tier.cap, leases)
         app, tasks = await self.engine.build_asgi_app(), await client.get_supported_tasks()
-        told = self._reporter.has_more
-        self._http = EngineHttp(app, client, tasks, settings, self._holdings, self._desk, told)
+        has_more = self._reporter.has_more
+        self._http = EngineHttp(app, client, tasks, settings, self._holdings, self._desk, has_more)
         await self._http.listen()
         cache = client.vllm_config.cache_config
         self._info = EngineInfo(
@@ -200,7 +202,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await cache
 
     async def _gpus(self, config: LLMConfig) -> tuple[str, ...]:
-        """Return the UUIDs of the GPUs that the engine's workers run on; none on a CPU."""
         if not config.engine_kwargs.get("worker_extension_cls"):
             return ()
         try:
@@ -226,35 +227,22 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         # (deployments/app.py).
         if getattr(self, "_beating", None) is not None and self._scales:
             await self._drain()
-        await self._let_go()
-        await self._free_slots()
+        if getattr(self, "engine", None) is not None:
+            # Ray ends workers at once, and LMCache's server would keep their memory mapped.
+            await self._give_back("KV space", self._workers.shutdown(), REAPED_S)
+        if getattr(self, "_sm_slots", None) is not None:
+            await self._give_back("SM slots", self._node.leave(self._id), SILENCE_S)
         await super().__del__()
 
-    async def _let_go(self) -> None:
-        """Have workers give back their memory, and LMCache's server unmap it.
-
-        Ray ends them at once, and the server would keep the memory until it misses their
-        heartbeats.
-        """
-        if getattr(self, "engine", None) is None:
-            return
+    async def _give_back(self, what: str, call: Awaitable[None], missed_s: float) -> None:
+        """Wait for a call that frees something which else is free when the engine is missed."""
         try:
-            await asyncio.wait_for(self._workers.shutdown(), _LETTING_GO_S)
-            logger.info("%s %s has freed its KV space", self._role, self._id)
+            await asyncio.wait_for(call, _FREEING_S)
+            logger.info("%s %s has freed its %s", self._role, self._id, what)
         except Exception as error:
-            # It may be dead already.
-            logger.warning("%s %s: its KV space is free in %g s at the latest (%s)", self._role,
-                           self._id, REAPED_S, error or type(error).__name__)  # fmt: skip
-
-    async def _free_slots(self) -> None:
-        """Give back the SMs, or a successor waits for them until this engine is missed."""
-        if getattr(self, "_sm_slots", None) is None:
-            return
-        try:
-            await asyncio.wait_for(self._node.leave(self._id), _LETTING_GO_S)
-        except Exception as error:
-            logger.warning("%s %s: its SMs are free in %g s (%s)", self._role, self._id,
-                           SILENCE_S, error or type(error).__name__)  # fmt: skip
+            # What is called may be dead already.
+            logger.warning("%s %s: its %s will be free in %g s at the latest (%s)", self._role,
+                           self._id, what, missed_s, error or type(error).__name__)  # fmt: skip
 
     async def _drain(self) -> None:
         """Stay while the conversation table has anything for this engine, unless it is dead."""
@@ -352,19 +340,7 @@ def kind_of(vllm_config: Any, tier: str) -> str:
     return " ".join(map(str, said))
 
 
-def _use_server(config: LLMConfig, address: Address) -> None:
-    """Point the engine's connector to its own node's LMCache server."""
+def _tell_connector(config: LLMConfig, more: dict[str, Any]) -> None:
     transfer = config.engine_kwargs["kv_transfer_config"]
-    extra = {
-        **transfer["kv_connector_extra_config"],
-        "lmcache.mp.host": f"tcp://{address.host}",
-        "lmcache.mp.port": address.port,
-    }
-    config.update_engine_kwargs(kv_transfer_config={**transfer, "kv_connector_extra_config": extra})
-
-
-def _use_slots(config: LLMConfig, slots: int, engine_id: str, node_actor: str) -> None:
-    transfer = config.engine_kwargs["kv_transfer_config"]
-    extra = dict(transfer["kv_connector_extra_config"])
-    tell_worker(extra, slots, engine_id, node_actor)
+    extra = {**transfer["kv_connector_extra_config"], **more}
     config.update_engine_kwargs(kv_transfer_config={**transfer, "kv_connector_extra_config": extra})

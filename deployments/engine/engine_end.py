@@ -28,14 +28,13 @@ _armed = False
 
 
 def register() -> None:
-    """Prepare this process for its engine's end. May be called repeatedly."""
     share_without_names()
     wait_for_predecessor()
     end_with_parent()
 
 
 def share_without_names() -> None:
-    """Have this process share memory without a name in /dev/shm. May be called repeatedly."""
+    """Have this process share memory without a name in /dev/shm."""
     import tqdm
     from vllm.distributed.device_communicators import shm_broadcast
 
@@ -72,10 +71,10 @@ def _end_with(parent: "multiprocessing.process.BaseProcess") -> None:
 def _unmap() -> None:
     # vLLM loads this module only in processes that have a connector.
     state = sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state")
-    connector = getattr(state, "_KV_CONNECTOR_AGENT", None)
-    if connector is None or not hasattr(connector, "let_go"):
+    unmap = getattr(getattr(state, "_KV_CONNECTOR_AGENT", None), "unmap", None)
+    if unmap is None:
         return
     try:
-        connector.let_go()
+        unmap()
     except Exception as error:
         logger.warning("LMCache's server was not told that this engine ends: %s", error)

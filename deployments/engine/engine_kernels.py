@@ -106,13 +106,10 @@ def kernel_environment(tools: KernelTools, environment: Mapping[str, str]) -> di
 
 
 def require_cuda_ops() -> None:
-    """Refuse a PyTorch with which LMCache's CUDA operations do not load.
+    """Refuse a PyTorch with which LMCache's CUDA operations do not load, with a `RuntimeError`.
 
     LMCache 0.5.6 would only warn, and copy with PyTorch's operations. Then its server announces a
     chunk before its copy is done, so another engine may read half of it.
-
-    Raises:
-        RuntimeError: says why, and what to install, in one line.
     """
     try:
         # LMCache's extension is linked to PyTorch's libraries.
@@ -130,7 +127,6 @@ def require_cuda_ops() -> None:
 
 
 def _needed_torch() -> str | None:
-    """Return the version of torch that the installed vLLM pins, without its build."""
     for name in _VLLM:
         try:
             requirements = importlib.metadata.requires(name) or ()

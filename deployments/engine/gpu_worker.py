@@ -45,8 +45,6 @@ class WorkerClient:
 
 
 class GpuWorker:
-    """Methods added to every worker of an engine on GPUs."""
-
     device: Any
 
     def conserve_gpu_uuid(self) -> str:

@@ -31,12 +31,7 @@ _DESCRIBED = (*TURN_PATHS, *TOKEN_PATHS)
 
 
 class EngineHttp:
-    """Serves one engine's turns.
-
-    Args:
-        app: vLLM's HTTP app, which has not served anything yet.
-        tasks: what the engine can do (``get_supported_tasks``).
-        has_more: called when the desk's outbox has something new.
+    """Serves one engine's turns by vLLM's HTTP app, which has not served anything yet.
 
     Attributes:
         url: where it listens, once it does.
@@ -77,7 +72,7 @@ class EngineHttp:
 
     @property
     def engine_ends(self) -> bool:
-        """Whether the engine has been told to end, as a turn has found out."""
+        """Return whether the engine has been told to end, as a turn has found out."""
         return self._observer.ending
 
     @property

@@ -50,11 +50,8 @@ def capacity_tokens(cache_config: Any) -> int:
 def host_token_bytes(vllm_config: Any, chunk: int, page: int) -> float:
     """Return the bytes that a token of an engine's KV takes in LMCache's server.
 
-    Layers with a sliding window are counted as if they kept every token, which is too much.
-
-    Args:
-        chunk: tokens in a chunk.
-        page: the unit in which the server hands out its memory, in bytes.
+    Layers with a sliding window are counted as if they kept every token. The server hands out its
+    memory in pages of ``page`` bytes.
     """
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 

@@ -107,14 +107,11 @@ def _patient(ask: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:
 def register_after_silence(
     client: Any, register: Callable[[], bool], clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Have a worker register again where its server may have forgotten it.
+    """Have a worker ``register`` again where its server may have forgotten it.
 
     The server forgets a worker that is silent for `REAP_TIMEOUT_S`, yet answers its heartbeats:
     stores and loads would fail without an error. Its silence lasts at most from when the last
-    heartbeat was sent to when this one is answered. Registering a known worker changes nothing.
-
-    Args:
-        register: returns whether it has worked; if not, LMCache tries again.
+    heartbeat was sent to when this one is answered. If registering fails, LMCache tries again.
     """
     ping = client.ping
     sent_s = clock()
@@ -192,7 +189,6 @@ class LateKV:
     _waits: dict[str, _Wait] = field(default_factory=dict)
 
     def waits(self, request_id: str) -> bool:
-        """Return whether it is too early for another look-up."""
         wait = self._waits.get(request_id)
         if wait is None or wait.again_s is None:
             return False
@@ -205,7 +201,7 @@ class LateKV:
         return False
 
     def looks_again(self, request_id: str, missed_tokens: int) -> bool:
-        """Return whether to look up once more a prompt of which so much was not found."""
+        """Return whether to look a prompt up once more, given how much of it was not found."""
         wait = self._waits.setdefault(request_id, _Wait())
         wait.missed_tokens = missed_tokens
         if not missed_tokens or wait.tries >= len(_PAUSES_S):

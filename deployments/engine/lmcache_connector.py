@@ -183,7 +183,6 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             self._stores.tell_when_stored(request_id, address)
 
     def build_connector_worker_meta(self) -> Any:
-        """Report what is stored, where the scheduler pins blocks until then."""
         if not self._reports:
             return super().build_connector_worker_meta()
         # This step's stores may not have begun yet.
@@ -218,7 +217,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
                 failed.set_result(False)
                 loads[request_id] = (failed, block_ids)
 
-    def let_go(self) -> None:
+    def unmap(self) -> None:
         """Have the server unmap this engine's memory, and wait for nothing else."""
         context = self.worker_adapter.transfer_ctx
         answer = None if context is None else context.unregister()
@@ -303,7 +302,6 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return None, True
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Add `StepNotes` for the workers."""
         metadata = super().build_connector_meta(scheduler_output)
         # Workers wait for their stores before this step, in which others may get their blocks.
         preempted = frozenset(scheduler_output.preempted_req_ids or ())
@@ -348,14 +346,12 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             self._pins.pool = gpu_block_pool
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Unpin blocks that workers have stored."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StoresReport):
             self._pins.release(report.done)
         super().update_connector_output(connector_output)
 
     def get_kv_connector_stats(self) -> Any:
-        """Add what iterations took, in the scheduler's connector."""
         stats = super().get_kv_connector_stats()
         if not hasattr(self, "scheduler_adapter"):
             return stats

@@ -109,7 +109,7 @@ class LoadMeter:
 
     @asynccontextmanager
     async def expecting(self, request_id: str, tokens: int) -> AsyncIterator[None]:
-        """Expect so many tokens of a request's prompt in caches, while it is in progress."""
+        """Expect ``tokens`` of a request's prompt in caches, while it is in progress."""
         self._expected[request_id] = tokens
         try:
             yield

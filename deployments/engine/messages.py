@@ -49,11 +49,9 @@ _LOOKED_AT_TOKENS = 64
 
 
 def answer_as_anthropic(handler: Any, told: Callable[[], ToldOfCaches | None]) -> None:
-    """Change what an engine's Messages API makes of requests and answers.
+    """Change what vLLM's ``AnthropicServingMessages`` makes of requests and answers.
 
-    Args:
-        handler: vLLM's ``AnthropicServingMessages``.
-        told: returns what the current turn's client is told of caches.
+    ``told`` returns what the current turn's client is told of caches.
     """
     convert = handler.to_chat_completion_request
     render = handler.render_chat_request

@@ -31,9 +31,8 @@ from conserve.recognition.apis import answers_of, continues, heard
 from conserve.wire import Emitted
 from deployments.engine.continuation import can_be_continued, continued
 from deployments.engine.load import ALL_TOKENS, LoadMeter
-from deployments.engine.response_store import TURN, read_ahead, replay
-
-_SMALL_BYTES = 16 * 1024
+from deployments.engine.response_events import is_stream
+from deployments.engine.response_store import TURN, aside, read_ahead, replay
 
 
 class ToldOfCaches(NamedTuple):
@@ -248,10 +247,6 @@ class TurnObserver:
     Both are up to date before the client learns that the turn has ended, so that the next turn
     finds its history, however fast it follows.
 
-    Args:
-        has_more: called when the desk's outbox has something new.
-        volatile: kinds of text that recognition passes over (`conserve.recognition.volatile`).
-
     Attributes:
         ending: whether the engine has been told to end. Its core may take seconds to end.
     """
@@ -294,29 +289,31 @@ class TurnObserver:
             body = body[told.sent_bytes :]
             receive = replay(body, receive)
             if told.recognises:
-                asked = (body, path, self._volatile, told.tenant)
-                # Other turns' tokens pass through this thread.
-                if len(body) <= _SMALL_BYTES:
-                    beginning = _beginning(*asked)
-                else:
-                    beginning = await asyncio.to_thread(_beginning, *asked)
+                recognise = functools.partial(
+                    _beginning, path=path, volatile=self._volatile, tenant=told.tenant
+                )
+                beginning = await aside(recognise, body)
         key = told.key or self._begin_straight(told)
         if key is None:
             refused = Response(status_code=wire.REFUSED_STATUS, headers={wire.REFUSED_HEADER: "1"})
             await refused(scope, receive, send)
             return
         straight = told.key is None
-        turn = _Turn(self._holdings, self._desk, self._has_more, key, path, straight)
-        turn.beginning = beginning
-        seen = turn.observation
-        seen.key = key
-        seen.resume_s, seen.last = told.resume_s, told.last
-        seen.sent, seen.notes = sent, told.notes
-        seen.prefill_cached_tokens = told.prefill_cached_tokens
-        seen.engine_ends = self._engine_ends
         prefilled = told.prefill_cached_tokens is not None
         held_tokens = self._holdings.held_tokens(key.history_id)
-        seen.expected_tokens = ALL_TOKENS if prefilled else held_tokens
+        seen = _Observation(
+            key=key,
+            resume_s=told.resume_s,
+            last=told.last,
+            prefill_cached_tokens=told.prefill_cached_tokens,
+            expected_tokens=ALL_TOKENS if prefilled else held_tokens,
+            notes=told.notes,
+            sent=sent,
+            engine_ends=self._engine_ends,
+        )
+        turn = _Turn(
+            self._holdings, self._desk, self._has_more, key, path, straight, seen, beginning
+        )
         # The response keeper needs it.
         scope = {**scope, TURN: key}
         if straight:
@@ -353,9 +350,9 @@ class _Turn:
     has_more: Callable[[], None]
     key: TurnKey
     path: str
-    straight: bool = False
-    observation: _Observation = field(default_factory=_Observation)
-    beginning: recognition.Beginning | None = None
+    straight: bool
+    observation: _Observation
+    beginning: recognition.Beginning | None
     status: int = 0
     streamed: bool = False
     parts: list[bytes] = field(default_factory=list)
@@ -367,10 +364,7 @@ class _Turn:
         async def observed_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
-                self.streamed = any(
-                    name.lower() == b"content-type" and value.startswith(b"text/event-stream")
-                    for name, value in message["headers"]
-                )
+                self.streamed = is_stream(message)
                 if self.straight:
                     own = (wire.TURN_HEADER.encode(), wire.key_header(self.key).encode())
                     message["headers"] = [*message["headers"], own]

@@ -19,10 +19,7 @@ class Reporter:
     """Tells the table what the desk's outbox holds, and the desk what the table says.
 
     Reports go one at a time, so that they arrive in order; what happens meanwhile goes with the
-    next.
-
-    Args:
-        obey: is told each notice, too, for the engine itself.
+    next. ``obey`` is told each notice, too, for the engine itself.
     """
 
     def __init__(

@@ -53,6 +53,14 @@ _TEXT = msgspec.json.Decoder(str)
 _encode = msgspec.json.encode
 
 
+def is_stream(start: Message) -> bool:
+    """Return whether an answer is a stream of events, by its first message."""
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in start["headers"]
+    )
+
+
 class AgreeingResponse:
     """An ASGI ``send`` that corrects one response, and adds the members in ``more``."""
 
@@ -72,8 +80,7 @@ class AgreeingResponse:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            types = [value for name, value in message["headers"] if name.lower() == b"content-type"]
-            self._streamed = any(value.startswith(b"text/event-stream") for value in types)
+            self._streamed = is_stream(message)
             if not self._streamed and message["status"] == 200:
                 self._start = message
                 return

@@ -9,7 +9,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -19,7 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from conserve import identity, wire
 from conserve.apis import RESPONSES, form_of
 from conserve.history import TurnKey
-from deployments.engine.response_events import AgreeingResponse
+from deployments.engine.response_events import AgreeingResponse, is_stream
+
+_T = TypeVar("_T")
 
 # The member of a turn's ASGI scope with its `TurnKey`.
 TURN = "conserve.turn"
@@ -71,7 +73,6 @@ class ResponseStore:
         self._entries: OrderedDict[tuple[str | None, str], _Entry] = OrderedDict()
 
     def add(self, response_id: str, history_id: str, request: bytes, response: bytes) -> None:
-        """Keep a response, in the place of older ones where there is no room."""
         entry = _Entry(history_id, request, response)
         if entry.size > self._room:
             return
@@ -122,11 +123,7 @@ class ResponseKeeper:
             await self._app(scope, receive, send)
             return
         request = await read_ahead(receive)
-        # Other turns' tokens pass through this thread.
-        if len(request) <= _SMALL_BYTES:
-            asked = _asked(request)
-        else:
-            asked = await asyncio.to_thread(_asked, request)
+        asked = await aside(_asked, request)
         if asked is not None and asked.request_id:
             keeps = asked.store is not False and self._room_mb > 0
 
@@ -178,8 +175,7 @@ def _watched(send: Send, keep: Callable[[bytes], None]) -> Send:
         nonlocal good, streamed
         if message["type"] == "http.response.start":
             good = message["status"] == 200
-            types = [value for name, value in message["headers"] if name.lower() == b"content-type"]
-            streamed = any(value.startswith(b"text/event-stream") for value in types)
+            streamed = is_stream(message)
         elif good and message["type"] == "http.response.body":
             part = message.get("body", b"")
             response: bytes | None = None
@@ -220,3 +216,10 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed
+
+
+async def aside(work: Callable[[bytes], _T], body: bytes) -> _T:
+    """Do work on a body, in a thread if it is long: this one passes other turns' tokens on."""
+    if len(body) <= _SMALL_BYTES:
+        return work(body)
+    return await asyncio.to_thread(work, body)

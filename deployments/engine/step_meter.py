@@ -13,7 +13,7 @@ from lmcache.integration.vllm.lmcache_mp_metrics import LMCacheMPConnectorStats
 from conserve.placement import Step
 from conserve.wire import STEPS
 
-# Iterations of decodes are told of together: at most so many, or those of so many seconds.
+# Iterations of decodes are told of together, up to this number and time.
 _MOST_DECODES = 64
 _TOGETHER_S = 0.25
 

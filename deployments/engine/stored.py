@@ -35,7 +35,7 @@ _MOST_BYTES = 64
 
 
 def tell_stored(address: Address, workers: int) -> None:
-    """Tell that this one of so many workers has stored its part of a prompt, or failed to."""
+    """Tell that this worker, one of ``workers``, has stored its part of a prompt or failed to."""
     name, number = address
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -59,7 +59,6 @@ class Stored:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def hear(self, workers: int) -> None:
-        """Note that one of so many workers has stored its part of one of the prompts."""
         self.heard += 1
         if self.heard >= self.prompts * workers:
             self.done.set()
@@ -79,7 +78,6 @@ class StoredPrompts:
 
     @contextlib.contextmanager
     def expected(self, prompts: int = 1) -> Iterator[Stored]:
-        """Expect to hear of a request's prompt, once for each of its choices."""
         if not self._listening:
             asyncio.get_running_loop().add_reader(self._socket, self._hear)
             self._listening = True

@@ -82,10 +82,7 @@ class Stores:
     """Stores in progress, by request.
 
     A thread tells of a prompt as soon as it is stored, however long the current step takes.
-
-    Args:
-        losses: returns how often the connection to the server was lost so far.
-        tell: tells an address that this worker has stored a prompt.
+    ``losses`` returns how often the connection to the server was lost so far.
     """
 
     losses: Callable[[], int]
@@ -100,14 +97,13 @@ class Stores:
     def add(
         self, request_id: str, future: Any, event: Any = None, step: int = 0, copies: bool = False
     ) -> None:
-        """Note a store that this process ``copies`` itself, or else the server."""
+        """Note a store, copied by this process (``copies``) or by the server."""
         losses = None if copies else self.losses()
         store = _Store(future, event, step, self.clock(), losses)
         with self._changed:
             self._open.setdefault(request_id, []).append(store)
 
     def tell_when_stored(self, request_id: str, address: Address) -> None:
-        """Tell once all stores of this request that have begun are over."""
         with self._changed:
             self._awaited.append((request_id, address))
             self._changed.notify()
@@ -116,7 +112,7 @@ class Stores:
                 self._thread.start()
 
     def under_way(self, request_id: str) -> bool:
-        """Whether this request's blocks may still be read."""
+        """Return whether this request's blocks may still be read."""
         with self._changed:
             begun = self._open.get(request_id, ())
             left = [one for one in begun if not self._over(request_id, one)]
@@ -127,7 +123,6 @@ class Stores:
             return bool(left)
 
     def oldest_step(self) -> int | None:
-        """The first step of which something is not stored yet."""
         with self._changed:
             for request_id in list(self._open):
                 self.under_way(request_id)
@@ -239,18 +234,13 @@ class StoresReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's t
 
 @dataclass(slots=True)
 class Pins:
-    """Holds references to blocks that are being stored, so that vLLM does not use them again.
-
-    Args:
-        groups: the groups of layers that it holds; requests hold the blocks of the others.
-    """
+    """Holds blocks that are being stored, of groups of layers whose blocks requests give up."""
 
     groups: tuple[int, ...] = ()
     pool: Any = None
     _pinned: deque[tuple[int, list[Any]]] = field(default_factory=deque)
 
     def pin(self, step: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Pin what a step stores, in each group of layers."""
         ids = [one for group in self.groups for one in block_ids[group]]
         # vLLM's null block is where a group has no block.
         blocks = [self.pool.blocks[one] for one in ids if not self.pool.blocks[one].is_null]
@@ -259,7 +249,6 @@ class Pins:
             self._pinned.append((step, blocks))
 
     def release(self, done: int) -> None:
-        """Unpin what was stored up to this step."""
         while self._pinned and self._pinned[0][0] <= done:
             _, blocks = self._pinned.popleft()
             # The deepest blocks go first, as where vLLM frees a request.

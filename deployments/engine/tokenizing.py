@@ -47,13 +47,8 @@ _request: ContextVar[_Request] = ContextVar("conserve_rendered_request", default
 def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> TokenCache | None:
     """Have an engine's HTTP app keep the tokens of what it has tokenized, apart by ``cache_salt``.
 
-    Args:
-        renderer: the ``OnlineRenderer`` of the app.
-        most_mb: of host memory, in MB.
-        salted_only: neither keep nor find anything for a request without a salt.
-
-    Returns:
-        What is kept. None if nothing is, or if this tokenizer's prompts cannot be cut.
+    With ``salted_only`` nothing is kept or found for a request without a salt. Returns None if
+    nothing is kept, or if this tokenizer's prompts cannot be cut.
     """
     inner = renderer.renderer
     tokenizer = inner.tokenizer

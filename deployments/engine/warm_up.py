@@ -90,7 +90,6 @@ class WarmUp:
         return tuple(handoffs)
 
     def _ids(self, name: str, tokens: int) -> list[int]:
-        """Return token ids that no other prompt begins with."""
         size = self._client.vllm_config.model_config.get_vocab_size()
         draw = random.Random(f"{self._info.id} {name} {tokens}")
         # The first and last ones of a vocabulary may be special.
@@ -128,13 +127,8 @@ async def try_handoff(
 ) -> float | None:
     """Return the seconds by which a prompt takes longer when it is handed over.
 
-    None if no load has found anything.
-
-    Args:
-        client: the engine's ``AsyncLLM``, which forgets its prefix cache on the way.
-        compute: has it compute a prompt of ``tokens`` tokens.
-        store: has it compute another one, and store that.
-        load: asks for the latter again.
+    The engine computes a prompt of ``tokens`` tokens, computes and stores another one, forgets it
+    and loads it. None if no load has found anything.
     """
     here_s = await _beside_steps_s(meter, compute, clock)
     away_s = await _beside_steps_s(meter, store, clock)

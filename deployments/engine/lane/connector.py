@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from deployments.engine.lane.scheduler_lane import LaneReport, SchedulerLane
 from deployments.engine.lane.thread import Forward, LaneThread, Turns
@@ -20,12 +21,12 @@ from deployments.engine.scheduler.doors import MADE_FOR, differences
 from deployments.engine.sm_slots.pairs import slot_pairs
 
 
-class LaneConnecting:
+class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types are not seen.
     """Lays the lane over a KV connector. The scheduler sets ``lane`` in its own."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         require_fit(vllm_config, kv_cache_config)
-        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
+        super().__init__(vllm_config, role, kv_cache_config)
         self.lane: SchedulerLane | None = None
         # Requests whose next load is the lane's, if there is room for it.
         self._promised: set[str] = set()
@@ -45,7 +46,7 @@ class LaneConnecting:
         self._promised.discard(request.request_id)
         if lane is not None and lane.has_failed(request.request_id):
             self._lane_has_failed(request, num_computed_tokens)
-        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(  # type: ignore[misc]
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
         if lane is None or matched[0] != 0:
@@ -67,7 +68,7 @@ class LaneConnecting:
             ids = blocks.get_block_ids()[0]
             self.lane.takes(request, found_tokens, num_external_tokens, ids)
             num_external_tokens = 0
-        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         if self.lane is not None:
@@ -75,7 +76,7 @@ class LaneConnecting:
                 start = self.lane.start_of(one.req_id)
                 if start is not None:
                     self._lane_has_computed(one.req_id, one.num_computed_tokens - start)
-        metadata = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+        metadata = super().build_connector_meta(scheduler_output)
         computes = scheduler_output.total_num_scheduled_tokens > 0
         metadata.lane = None if self.lane is None else self.lane.notes(computes)
         return metadata
@@ -86,11 +87,11 @@ class LaneConnecting:
             report = None
         if self.lane is not None:
             self.lane.hears(report, connector_output.finished_recving or set())
-        super().update_connector_output(connector_output)  # type: ignore[misc]
+        super().update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
         self._promised.discard(request.request_id)
-        return super().request_finished(request, block_ids)  # type: ignore[misc]
+        return super().request_finished(request, block_ids)
 
     def _lane_has_computed(self, request_id: str, tokens: int) -> None: ...
 
@@ -106,16 +107,16 @@ class LaneConnecting:
         """Return False in the lane's thread, where attention layers leave the connector alone."""
         if self._lane_thread is not None and self._lane_thread.is_current():
             return False
-        return bool(super().has_connector_metadata())  # type: ignore[misc]
+        return bool(super().has_connector_metadata())
 
     def start_load_kv(self, forward_context: Any, **options: Any) -> None:
-        notes = self._get_connector_metadata().lane  # type: ignore[attr-defined]
+        notes = self._get_connector_metadata().lane
         if notes is not None and self._lane_thread is not None:
             self._lane_thread.begin(notes)
-        super().start_load_kv(forward_context, **options)  # type: ignore[misc]
+        super().start_load_kv(forward_context, **options)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
+        sent, received = super().get_finished(finished_req_ids)
         if self._lane_thread is None:
             return sent, received
         self._lane_thread.give_up(finished_req_ids)
@@ -129,19 +130,19 @@ class LaneConnecting:
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Add blocks that the lane could not compute, for vLLM to compute inline."""
-        failed: set[int] = super().get_block_ids_with_load_errors()  # type: ignore[misc]
+        failed: set[int] = super().get_block_ids_with_load_errors()
         missing, self._missing = self._missing, set()
         return failed | missing
 
     def build_connector_worker_meta(self) -> Any:
         report, self._report = self._report, None
-        return report or super().build_connector_worker_meta()  # type: ignore[misc]
+        return report or super().build_connector_worker_meta()
 
     def shutdown(self) -> None:
         """End the lane first, since it writes to memory that is given back next."""
         if self._lane_thread is not None:
             self._lane_thread.end()
-        super().shutdown()  # type: ignore[misc]
+        super().shutdown()
 
 
 class LaneConnector(LaneConnecting, ResilientMPConnector):
@@ -150,11 +151,11 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
     What the lane computes is stored as if it were computed inline, and counts as no cache's hit.
     """
 
-    def let_go(self) -> None:
+    def unmap(self) -> None:
         """End the lane before the server unmaps the memory that it writes to."""
         if self._lane_thread is not None:
             self._lane_thread.end()
-        super().let_go()
+        super().unmap()
 
     def _lane_has_computed(self, request_id: str, tokens: int) -> None:
         self.request_trackers[request_id].increase_num_scheduled_tokens(tokens)
@@ -206,7 +207,6 @@ def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.forward_context import set_forward_context
     from vllm.v1.attention.backend import AttentionMetadataBuilder
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -114,7 +114,7 @@ class SchedulerLane:
         self._scheduler.passed_over_tokens += tokens
 
     def notes(self, computes: bool) -> LaneNotes:
-        """Return the notes for the worker's next step, given whether that step ``computes`` itself."""
+        """Return the notes for the worker's next step, given whether it ``computes`` itself."""
         scheduler = self._scheduler
         jobs, self._new = tuple(self._new), []
         most = int(scheduler.max_num_scheduled_tokens)
@@ -130,7 +130,6 @@ class SchedulerLane:
         return self.decode_sms
 
     def stepped(self, lasted_s: float, decode_sms: int, now_s: float) -> None:
-        """Note how long a step with decodes took on so many SMs."""
         if self.reserve.sizes_sms and decode_sms < self.reserve.sizes_sms[-1]:
             self.reserve.step(lasted_s, decode_sms, now_s)
 
@@ -198,7 +197,7 @@ class SchedulerLane:
 def _fits(request: Any) -> bool:
     """Return whether the lane can compute a request's prompt; otherwise it is prefilled inline."""
     return not (
-        # Its output so far may still be under way.
+        # Its output so far may still be in flight.
         request.num_preemptions
         or request.prompt_embeds is not None
         or request.mm_features

@@ -82,13 +82,10 @@ class Turns:
 
 
 class Forward(Protocol):
-    """Computes chunks (`LaneForward`)."""
-
     def mark(self) -> Any:
         """Return a mark behind all that steps have launched; called in the engine's thread."""
 
-    def prepare(self) -> None:
-        """Prepare the lane's thread; called there before anything else."""
+    def prepare(self) -> None: ...
 
     def follow(self, mark: Any) -> None:
         """Have the next chunk begin after what is before the mark; called in the lane's thread."""
@@ -160,7 +157,6 @@ class LaneThread:
         return {one.job.request_id for one in over}, missing, report
 
     def end(self) -> None:
-        """End after the current chunk."""
         self._turns.end()
         self._jobs.put(None)
         self._thread.join(_CHUNK_S)

@@ -147,8 +147,6 @@ def lane_stream(plain: Any) -> Any:
 
 
 class LaneWorking:
-    """Lays the lane over vLLM's worker."""
-
     _turns: Turns | None = None
     _graphs: GraphSets | None = None
 

@@ -28,7 +28,7 @@ _AT_ONCE = 16
 
 
 class Pin(msgspec.Struct, frozen=True, tag=True):
-    """Keep the blocks of idle histories for so many seconds from now on, by key."""
+    """Keep the blocks of idle histories, each for its seconds from now on, by key."""
 
     for_s: dict[str, float]
 
@@ -131,13 +131,11 @@ class SchedulerClient:
         self.release(notice.ended)
 
     def release(self, histories: Iterable[tuple[str, int]]) -> None:
-        """Have histories' blocks evicted before all others, soon."""
         keys = [history_key(history_id, incarnation) for history_id, incarnation in histories]
         if keys:
             self._begin(self._release(keys))
 
     def hold(self, holds: Iterable[tuple[str, int, float]]) -> None:
-        """Have idle histories' blocks held for so many seconds from now on, soon."""
         for_s = {history_key(one, incarnation): hold_s for one, incarnation, hold_s in holds}
         if for_s:
             self._begin(self._hold(for_s))

@@ -23,7 +23,7 @@ _MOST_TIMES = 4
 
 @dataclass(slots=True)
 class _History:
-    # Of its last turn's full blocks. They are chained, so equal ones have equal beginnings.
+    # Hashes of its last turn's full blocks. They are chained: equal ones have equal beginnings.
     hashes: Sequence[bytes] = ()
     # The blocks that are kept, from its beginning on.
     blocks: list[Any] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Histories:
         if one is not None:
             one.waiting = max(0, one.waiting - 1)
             one.running += 1
-            self._let_go(turn.key, one)
+            self._free_kept(turn.key, one)
 
     def waits_again(self, turn: Turn) -> None:
         one = self._all.get(turn.key)
@@ -106,7 +106,7 @@ class Histories:
         for key in list(self._kept):
             one = self._all[key]
             if one.until_s <= now_s and not one.waiting:
-                self._let_go(key, one)
+                self._free_kept(key, one)
         self._next_expiry_s = min(
             (one.until_s for key in self._kept if not (one := self._all[key]).waiting),
             default=math.inf,
@@ -141,7 +141,6 @@ class Histories:
         return len({block.block_id for key in self._kept for block in self._all[key].blocks})
 
     def free_without_kept(self) -> int:
-        """Return how many blocks would be free if nothing were kept."""
         kept: dict[int, int] = {}
         for key in self._kept:
             for block in self._all[key].blocks:
@@ -172,7 +171,7 @@ class Histories:
         one = self._all.get(key)
         if one is None or one.running or one.waiting:
             return 0
-        self._let_go(key, one)
+        self._free_kept(key, one)
         blocks, tokens = self._cached(one)
         shared = self._shared_hashes(key) * self._hash_block_tokens
         if shared and tokens:
@@ -188,7 +187,7 @@ class Histories:
 
     def release_all(self) -> None:
         for key in list(self._kept):
-            self._let_go(key, self._all[key])
+            self._free_kept(key, self._all[key])
 
     def cached_tokens(self, key: str) -> int:
         """Return how much of a history, as its last turn left it, the cache has now."""
@@ -211,7 +210,7 @@ class Histories:
             self._kept.add(key)
             self._next_expiry_s = min(self._next_expiry_s, until_s)
 
-    def _let_go(self, key: str, one: _History) -> None:
+    def _free_kept(self, key: str, one: _History) -> None:
         blocks, one.blocks = one.blocks, []
         self._kept.discard(key)
         self._free(blocks)

@@ -1,4 +1,4 @@
-"""vLLM's two schedulers, each with a layer over it that knows conversations.
+"""vLLM's two schedulers, made to know conversations.
 
 vLLM decides as before what a step can hold. Through what it looks at anyway it is told in which
 order to look at calls (priorities), how long their chunks may be, and which to preempt. Answers do
@@ -36,8 +36,8 @@ _APPEND_TOKENS = 128
 _LEVEL = 1 << 32
 
 
-class ConversationScheduling:
-    """Lays the knowledge of conversations over vLLM's ``Scheduler``.
+class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types are not looked at.
+    """Schedules one step at a time, as on CPUs.
 
     Settings are ``additional_config["conserve"]``: ``feedback``, ``chunks``, ``retention`` and
     ``lane`` have arguments of `FeedbackQueue`, `ChunkController`, `Retention` and `PrefillLane`.
@@ -50,23 +50,22 @@ class ConversationScheduling:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_doors()
         super().__init__(*args, **kwargs)
-        scheduler: Any = self
-        if scheduler.policy != SchedulingPolicy.PRIORITY:
+        if self.policy != SchedulingPolicy.PRIORITY:
             raise ValueError("scheduling_policy: set it to priority, by which calls are ordered")
-        if not scheduler.vllm_config.model_config.disable_cascade_attn:
+        if not self.vllm_config.model_config.disable_cascade_attn:
             # Each kept block counts as used by one request more than has it.
             raise ValueError("disable_cascade_attn: set it to true, since blocks are kept")
-        given = (scheduler.vllm_config.additional_config or {}).get("conserve", {})
-        self._block_tokens = int(scheduler.block_size)
-        capacity_tokens = scheduler.cache_config.num_gpu_blocks * self._block_tokens
+        given = (self.vllm_config.additional_config or {}).get("conserve", {})
+        self._block_tokens = int(self.block_size)
+        capacity_tokens = self.cache_config.num_gpu_blocks * self._block_tokens
         self.queue = FeedbackQueue(capacity_tokens, **given.get("feedback", {}))
-        most = int(scheduler.max_num_scheduled_tokens)
+        most = int(self.max_num_scheduled_tokens)
         least = min(most, self._block_tokens + _APPEND_TOKENS)
         bounds = {"least_tokens": least, "most_tokens": most}
         self.chunks = ChunkController(**{**bounds, **given.get("chunks", {})})
         self.histories = Histories(
-            scheduler.kv_cache_manager,
-            int(scheduler.hash_block_size),
+            self.kv_cache_manager,
+            int(self.hash_block_size),
             Retention(**given.get("retention", {})),
         )
         self.parts = Parts(self, self._block_tokens)
@@ -76,17 +75,17 @@ class ConversationScheduling:
         self._waits = Waits(self.turns)
         # With several kinds of layers blocks cannot be counted so simply. Some kinds' states have
         # to end where vLLM says, so their chunks are not cut.
-        groups = len(scheduler.kv_cache_config.kv_cache_groups)
-        self._counts_blocks = groups == 1 and not scheduler.is_encoder_decoder
-        self._cuts = not scheduler.need_mamba_block_aligned_split
-        # A chunk of at most so many tokens is a decode's.
-        self._decode_tokens = 1 + int(scheduler.num_spec_tokens)
+        groups = len(self.kv_cache_config.kv_cache_groups)
+        self._counts_blocks = groups == 1 and not self.is_encoder_decoder
+        self._cuts = not self.need_mamba_block_aligned_split
+        # A chunk of no more tokens than this is a decode's.
+        self._decode_tokens = 1 + int(self.num_spec_tokens)
         self.lane: SchedulerLane | None = None
         # Tokens given to the lane in this step, which vLLM counts as found by the connector.
         self.passed_over_tokens = 0
-        if hasattr(scheduler.connector, "lane"):
+        if hasattr(self.connector, "lane"):
             self.lane = SchedulerLane(self, PrefillLane(**given.get("lane", {})))
-            scheduler.connector.lane = self.lane
+            self.connector.lane = self.lane
         self._rank_at_s = 0.0
         self._limit: int | None = None
         self._left = 0
@@ -96,32 +95,31 @@ class ConversationScheduling:
         # Steps in flight: when each began, prefill tokens, decodes, and SMs.
         self._steps: dict[int, tuple[float, int, int, int]] = {}
         self._updated_s = 0.0
-        scheduler.kv_cache_manager.allocate_slots = self._giving_way(
-            scheduler.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._giving_way(
+            self.kv_cache_manager.allocate_slots
         )
 
     # --- a step ------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         now_s = self.clock()
-        scheduler: Any = self
         self.histories.expire(now_s)
         self.parts.new_step()
         self._waits.new_step()
-        waits = bool(scheduler.waiting or scheduler.skipped_waiting)
+        waits = bool(self.waiting or self.skipped_waiting)
         ranks = waits and now_s >= self._rank_at_s
         if ranks:
             self._rank(now_s)
             self._rank_at_s = now_s + _RANKS_EVERY_S
         self._set_limit(waits, now_s)
-        output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        output = super().schedule(throttle_prefills)
         if ranks:
-            left_out = (*scheduler.waiting._heap, *scheduler.skipped_waiting._heap)
-            self._waits.look(scheduler, left_out, now_s)
+            left_out = (*self.waiting._heap, *self.skipped_waiting._heap)
+            self._waits.look(self, left_out, now_s)
         elif not waits:
             self._waits.nobody()
         if self.passed_over_tokens:
-            scheduler.connector_prefix_cache_stats.hits -= self.passed_over_tokens
+            self.connector_prefix_cache_stats.hits -= self.passed_over_tokens
             self.passed_over_tokens = 0
         self._note(output, now_s)
         return output
@@ -132,8 +130,7 @@ class ConversationScheduling:
 
     def left_tokens(self) -> int:
         """Return the step's tokens that are left for the lane: at least a block, so it goes on."""
-        scheduler: Any = self
-        most = int(scheduler.max_num_scheduled_tokens)
+        most = int(self.max_num_scheduled_tokens)
         return max(self._block_tokens, most if self._limit is None else self._left)
 
     def lane_served(self, request_id: str, tokens: int) -> None:
@@ -147,21 +144,20 @@ class ConversationScheduling:
         turn.charged_tokens = max(turn.charged_tokens, start) + tokens
 
     def _set_limit(self, waits: bool, now_s: float) -> None:
-        scheduler: Any = self
-        running = scheduler.running
+        running = self.running
         self._decoding = any(not one.is_prefill_chunk for one in running)
         prefills = [one for one in running if one.is_prefill_chunk]
         if not self._cuts or not (prefills or waits) or not (self._decoding or waits):
             self._limit = None
             return
-        most = int(scheduler.max_num_scheduled_tokens)
+        most = int(self.max_num_scheduled_tokens)
         self._limit = self._left = self.chunks.allowed_tokens() if self._decoding else most
         self._left_to_waiting = [0] * (self.queue.levels + 1)
         if not prefills:
             return
         # Decodes go first, so that a full step leaves none of them out. Then by level.
         running.sort(key=lambda one: self._rank_running(one, now_s))
-        if waits and len(running) < scheduler.max_num_running_reqs:
+        if waits and len(running) < self.max_num_running_reqs:
             self._leave_to_waiting()
 
     def _rank_running(self, request: Any, now_s: float) -> tuple[int, float]:
@@ -171,9 +167,8 @@ class ConversationScheduling:
 
     def _leave_to_waiting(self) -> None:
         """Set how much of the step is left to requests that wait on a better level, by level."""
-        scheduler: Any = self
         wanted = self._left_to_waiting
-        for queue in (scheduler.waiting, scheduler.skipped_waiting):
+        for queue in (self.waiting, self.skipped_waiting):
             for request in queue._heap:
                 if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                     missing_tokens = self.turns[request.request_id].missing_tokens
@@ -182,7 +177,6 @@ class ConversationScheduling:
             wanted[level] += wanted[level - 1]
 
     def _note(self, output: Any, now_s: float) -> None:
-        scheduler: Any = self
         began: set[str] = {one.req_id for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         began.update(cached.resumed_req_ids)
@@ -191,7 +185,7 @@ class ConversationScheduling:
             if tokens <= self._decode_tokens and request_id not in began:
                 decodes += 1
                 continue
-            request, turn = scheduler.requests[request_id], self.turns[request_id]
+            request, turn = self.requests[request_id], self.turns[request_id]
             done = request.num_computed_tokens
             if request_id in began:
                 found_tokens = done - tokens
@@ -228,15 +222,13 @@ class ConversationScheduling:
         if self.lane is not None:
             prefill_tokens += self.lane.spent_tokens(model_runner_output)
         if decodes:
-            # With two under way the second begins when the first is over.
+            # With two in flight the second begins when the first has ended.
             lasted_s = now_s - max(began_s, self._updated_s)
             self.chunks.step(lasted_s, prefill_tokens, now_s)
             if self.lane is not None:
                 self.lane.stepped(lasted_s, decode_sms, now_s)
         self._updated_s = now_s
-        return super().update_from_output(  # type: ignore[misc]
-            scheduler_output, model_runner_output
-        )
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     # --- order -------------------------------------------------------------------------------
 
@@ -250,8 +242,7 @@ class ConversationScheduling:
         return self.queue.level(turn.key, request.num_tokens, waited_s, now_s)
 
     def _rank(self, now_s: float) -> None:
-        scheduler: Any = self
-        for queue in (scheduler.waiting, scheduler.skipped_waiting):
+        for queue in (self.waiting, self.skipped_waiting):
             requests = list(queue._heap)
             levels = [self.level(one, now_s) for one in requests]
             if all(one.priority == level for one, level in zip(requests, levels, strict=True)):
@@ -264,9 +255,8 @@ class ConversationScheduling:
 
     def _rank_victims(self) -> None:
         """Have vLLM, which preempts the highest priority, preempt the last level's largest."""
-        scheduler: Any = self
         now_s = self.clock()
-        for request in scheduler.running:
+        for request in self.running:
             blocks = -(-request.num_computed_tokens // self._block_tokens)
             self._charge_decodes(request, now_s)
             request.priority = self.level(request, now_s) * _LEVEL + blocks
@@ -280,8 +270,7 @@ class ConversationScheduling:
 
     def add_request(self, request: Any) -> None:
         now_s = self.clock()
-        scheduler: Any = self
-        if request.request_id not in scheduler.requests:
+        if request.request_id not in self.requests:
             turn = self.turns[request.request_id] = turn_of(request, now_s)
             turn.missing_tokens = request.num_tokens
             if turn.is_known:
@@ -290,7 +279,7 @@ class ConversationScheduling:
                 turn.missing_tokens = max(1, request.num_tokens - found_tokens)
             # It replaces what its client gave.
             request.priority = self.level(request, now_s)
-        super().add_request(request)  # type: ignore[misc]
+        super().add_request(request)
 
     def _preempt_request(
         self, request: Any, timestamp: float, drop_stale_output: bool = False
@@ -304,7 +293,7 @@ class ConversationScheduling:
         request.priority = level
         if turn.is_known:
             self.histories.waits_again(turn)
-        super()._preempt_request(request, timestamp, drop_stale_output)  # type: ignore[misc]
+        super()._preempt_request(request, timestamp, drop_stale_output)
 
     # --- chunks ------------------------------------------------------------------------------
 
@@ -313,9 +302,7 @@ class ConversationScheduling:
     ) -> int:
         """Return how long a chunk may be; vLLM asks before it looks for room for it."""
         tokens = int(
-            super()._reserve_prefill_lookahead(  # type: ignore[misc]
-                request, num_computed_tokens, num_new_tokens
-            )
+            super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         )
         if tokens <= self._decode_tokens:
             return tokens
@@ -382,8 +369,7 @@ class ConversationScheduling:
             return False
         if not self._counts_blocks or request.request_id == self.parts.current:
             return True
-        scheduler: Any = self
-        hits = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
+        hits = self.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
         used = sum(int(block.ref_cnt > 0) for block in hits)
         need = -(-request.num_tokens // self._block_tokens) - used
         return bool(need <= self.histories.free_without_kept())
@@ -397,9 +383,7 @@ class ConversationScheduling:
             turn.waited_s += max(0.0, now_s - turn.since_s)
         if self.lane is not None:
             self.lane.over(request.request_id)
-        params, encoder_params = super()._free_request(  # type: ignore[misc]
-            request, delay_free_blocks
-        )
+        params, encoder_params = super()._free_request(request, delay_free_blocks)
         if turn.is_known:
             stays = kept(
                 self.histories.cached_tokens(turn.key), self.histories.kept_for_s(turn.key, now_s)
@@ -415,7 +399,7 @@ class ConversationScheduling:
             self.histories.ends(turn, request, level, now_s)
         else:
             self.queue.forget(turn.key)
-        super()._free_blocks(request)  # type: ignore[misc]
+        super()._free_blocks(request)
         del self.turns[request.request_id]
 
     def reset_prefix_cache(
@@ -423,22 +407,14 @@ class ConversationScheduling:
     ) -> bool:
         """Free what is kept first, since kept blocks would make vLLM refuse."""
         self.histories.release_all()
-        return bool(
-            super().reset_prefix_cache(  # type: ignore[misc]
-                reset_running_requests, reset_connector
-            )
-        )
+        return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
 
 
-class ConversationScheduler(ConversationScheduling, Scheduler):  # type: ignore[misc]
-    pass
+class AsyncConversationScheduler(ConversationScheduler, AsyncScheduler):  # type: ignore[misc]
+    """Schedules the next step while one runs, as on GPUs."""
 
 
-class AsyncConversationScheduler(ConversationScheduling, AsyncScheduler):  # type: ignore[misc]
-    pass
-
-
-def conversation_scheduler(*args: Any, **kwargs: Any) -> ConversationScheduling:
+def conversation_scheduler(*args: Any, **kwargs: Any) -> ConversationScheduler:
     """Make vLLM's ``scheduler_cls``, which depends on its configuration."""
     offer_commands()
     asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling

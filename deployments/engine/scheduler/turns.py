@@ -46,7 +46,6 @@ class Turn:
 
 
 def turn_of(request: Any, now_s: float) -> Turn:
-    """Read what a request says of its turn (`conserve.wire.scheduled_turn`)."""
     said = (request.kv_transfer_params or {}).get(TURN)
     if not isinstance(said, dict):
         return Turn(request.request_id, False, now_s)
@@ -71,7 +70,6 @@ class Waits:
         self._refused = True
 
     def look(self, scheduler: Any, waiting: Iterable[Any], now_s: float) -> None:
-        """Note why these requests were left out of a step."""
         waited_s = 0.0 if self._seen_s is None else now_s - self._seen_s
         self._seen_s = now_s
         left: WaitFor = "step"
@@ -96,12 +94,12 @@ def _by_kind() -> dict[Kind, int]:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts since the engine's start.
+    """Counts of requests and chunks since the engine's start.
 
     Attributes:
         begun: requests that have begun to run, by kind.
-        cut: chunks made smaller, or put off, for requests that decode, by kind of prompt.
-        parts: prompts that began without room for all of them.
+        cut: chunks made smaller, or put off, for decodes.
+        parts: prompts begun without room for all of them.
         preempted: requests, by level.
     """
 
@@ -132,7 +130,6 @@ class Parts:
         self.current: str | None = None
 
     def new_step(self) -> None:
-        """Clear `current` if it no longer computes its prompt."""
         if self.current is None:
             return
         one = self._scheduler.requests.get(self.current)
@@ -143,10 +140,6 @@ class Parts:
         """Return how many tokens of a chunk fit without preempting a request.
 
         It is all of them where vLLM should refuse the call or preempt another.
-
-        Args:
-            start: how many are computed already, or found in caches.
-            keeps: whether histories are kept that would give up blocks.
         """
         manager = self._scheduler.kv_cache_manager
         free, size = manager.block_pool.get_num_free_blocks(), self._block_tokens

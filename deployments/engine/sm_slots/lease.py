@@ -23,9 +23,9 @@ _CALL_TIMEOUT_S = 10.0
 _RETRY_S = 1.0
 
 
-def tell_worker(extra: dict[str, Any], slots: int, engine_id: str, node_actor: str) -> None:
-    """Put what the worker needs to lease SMs into its connector's extra configuration."""
-    extra[_KEY] = {"slots": slots, "engine_id": engine_id, "node_actor": node_actor}
+def tell_worker(slots: int, engine_id: str, node_actor: str) -> dict[str, Any]:
+    """Return what the worker needs to lease SMs, for its connector's extra configuration."""
+    return {_KEY: {"slots": slots, "engine_id": engine_id, "node_actor": node_actor}}
 
 
 def told(vllm_config: Any) -> dict[str, Any]:
@@ -39,15 +39,12 @@ def said_of(lease: SmLease) -> list[Any]:
 
 
 def lease_of(said: list[Any]) -> SmLease:
-    """Return the lease that `said_of` was given."""
     lease_id, gpu, owner, start, stop, slots, sms = said
     return SmLease(lease_id, gpu, owner, range(start, stop), slots, sms)
 
 
 def lease_slots(gpu: str, slots: int, engine_id: str, node_actor: str) -> SmLease:
-    """Lease so many tenths of a GPU's SMs; waits, within bounds, for a predecessor's.
-
-    The lease lasts for as long as the engine beats to the actor.
+    """Lease ``slots`` tenths of a GPU's SMs; waits, within bounds, for a predecessor's.
 
     Raises:
         NoFreeSms: other engines keep them.

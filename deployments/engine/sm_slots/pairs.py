@@ -16,10 +16,7 @@ from hetero.sm_units import SmSplit
 
 
 class Bound(NamedTuple):
-    """The streams that decoding and prefill run on now; None: vLLM's own, and any stream.
-
-    The number of SMs is 0 where it is not known.
-    """
+    """The streams that decoding and prefill run on now; None: vLLM's own, and any stream."""
 
     decode_stream: Any
     lane_stream: Any
@@ -30,11 +27,7 @@ class Bound(NamedTuple):
 class SlotPairs:
     """An engine's pairs of streams, used by the thread that runs its steps.
 
-    Args:
-        means: keeps streams to SMs. If it has no streams, the border cannot move.
-        units: the engine's lease, of the GPU's split.
-        wrap: makes torch's stream of a handle.
-        make_current: has the engine's steps run on a stream from now on.
+    ``wrap`` makes torch's stream of a handle, and ``make_current`` has steps run on one.
 
     Attributes:
         sizes_sms: how many SMs decoding may have, ascending; the last is the whole lease. Empty
@@ -125,7 +118,6 @@ _pairs: SlotPairs | None = None
 
 
 def provide(make: Callable[[], SlotPairs]) -> None:
-    """Set how this process's pairs are made, when they are first asked for."""
     global _make, _pairs
     _make, _pairs = make, None
 
@@ -146,17 +138,13 @@ logger = logging.getLogger("vllm.conserve")
 
 
 class GraphSets:
-    """An engine's graphs, captured again for each smaller size of decoding's side.
+    """An engine's graphs, captured again for each smaller size of decoding's side, within a budget.
 
     A graph runs on the SMs of the stream that it was captured on; vLLM captures on all of the
     engine's. Used of vLLM 0.29: its runners' ``capture_model`` captures whatever has no graph, on
     the current stream, and returns the bytes that it took. The graphs of the first runner, and of
     both runners' pieces, are ``concrete_cudagraph_entries`` of each ``CUDAGraphWrapper``. Those of
     the second are ``graphs`` of its ``cudagraph_manager``.
-
-    Args:
-        budget_bytes: no further set is made once all sets have taken so much, or the next one would
-            exceed it. The first is always made, since its size is not known before.
     """
 
     def __init__(self, runner: Any, pairs: SlotPairs, budget_bytes: int = GRAPH_SETS_BYTES) -> None:

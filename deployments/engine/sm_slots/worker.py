@@ -1,14 +1,14 @@
 """vLLM's GPU worker, on the SMs that its engine has leased (``worker_cls``).
 
-Before the model is loaded it leases SMs from the node's actor. It makes a stream that keeps to them
-the current one of its thread, which runs all of the engine's steps. So whatever vLLM launches there
-keeps to them, and so do graphs that are captured there. If that fails, the engine does not start.
+Before the model is loaded, a stream that keeps to the leased SMs becomes the current one of the
+thread that runs all of the engine's steps. So whatever vLLM launches or captures there keeps to
+them. If that fails, the engine does not start.
 
 Used of vLLM 0.29: ``Worker.load_model`` comes after ``init_device`` and before any kernel of the
 model, in the thread of ``execute_model``. ``current_stream()`` of ``utils/torch_utils`` is what
 ``torch.cuda.set_stream`` was given. ``main_stream`` of ``v1/worker/gpu/model_runner`` is a cached
-property, to which a step goes back when its outputs are copied. Other streams of vLLM's only copy,
-but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters and of some models.
+property. Other streams of vLLM's only copy, but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters
+and of some models.
 """
 
 import dataclasses
@@ -33,8 +33,6 @@ logger = logging.getLogger("vllm.conserve")
 
 
 class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as untyped.
-    """Leases SMs, and runs on those alone."""
-
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self._told = told(vllm_config)
         self._lease: SmLease | None = None

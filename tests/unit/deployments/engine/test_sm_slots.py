@@ -289,8 +289,7 @@ def vllms(monkeypatch: pytest.MonkeyPatch, current: Callable[[], Stream]) -> lis
 
 
 def a_worker(engine_id: str = "decoder", slots: int = 7) -> SlotWorker:
-    extra: dict[str, Any] = {"lmcache.mp.port": 7610}
-    tell_worker(extra, slots, engine_id, "the node's")
+    extra = {"lmcache.mp.port": 7610, **tell_worker(slots, engine_id, "the node's")}
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
     return SlotWorker(config, local_rank=0)
 
@@ -450,13 +449,12 @@ def test_an_engine_tells_its_worker_beside_what_the_connector_needs() -> None:
     from ray.serve.llm import LLMConfig
 
     from deployments.app import llm_arguments
-    from deployments.engine.engine import _use_server, _use_slots
-    from deployments.node.lmcache_server import Address
+    from deployments.engine.engine import _tell_connector
 
     settings = load({"tiers": {"x": {"sm_slots": 7}}, "decoders.tier": "x"})
     config = LLMConfig(**llm_arguments("decoder", settings, settings.decoders, True))
-    _use_server(config, Address("127.0.0.1", 7610, 7611))
-    _use_slots(config, 7, "decoder#1", "the node's")
+    _tell_connector(config, {"lmcache.mp.port": 7610})
+    _tell_connector(config, tell_worker(7, "decoder#1", "the node's"))
     transfer = SimpleNamespace(**config.engine_kwargs["kv_transfer_config"])
     assert told(SimpleNamespace(kv_transfer_config=transfer)) == {
         "slots": 7, "engine_id": "decoder#1", "node_actor": "the node's",
