@@ -47,16 +47,19 @@ class ToldOfCaches(NamedTuple):
 
 @dataclass(slots=True)
 class _Observation:
-    stored_tokens: int | None = None
-    parks: bool = False
-    # For the engine's scheduler: the turn, and what its client has said.
-    key: TurnKey | None = None
-    resume_s: float | None = None
-    last: bool = False
-    # Tokens that a prefiller had found in caches, where one has computed the prompt.
-    prefill_cached_tokens: int | None = None
+    asked: wire.DecoderTurn
+    key: TurnKey
+    stored_tokens: int | None
+    parks: bool
     # Tokens of its prompt that caches should have.
-    expected_tokens: int = 0
+    expected_tokens: int
+    # The outputs of an engine before this one, where the stream is continued.
+    sent: list[Emitted]
+    # Called when the engine aborts its requests because it is told to end.
+    engine_ends: Callable[[], None]
+    # Whether outputs are noted, for another engine to continue, and those that are in no event yet.
+    notes: bool
+    unnoted: list[Emitted] = field(default_factory=list)
     started: int = 0
     finished: int = 0
     prompt_tokens: int = 0
@@ -70,15 +73,8 @@ class _Observation:
     engine_wait_for: str | None = None
     kept_tokens: int | None = None
     kept_s: float | None = None
-    # For streams that another engine may continue: whether to note outputs, those that are in no
-    # event yet, and those of an engine before this one.
-    notes: bool = False
-    unnoted: list[Emitted] = field(default_factory=list)
-    sent: list[Emitted] = field(default_factory=list)
     # Set by the first output; vLLM says it at a stream's end.
     told: ToldOfCaches | None = None
-    # Called when the engine aborts its requests because it is told to end.
-    engine_ends: Callable[[], None] = lambda: None
 
     def see(self, output: Any, delta: bool) -> None:
         self.prompt_tokens = max(self.prompt_tokens, len(output.prompt_token_ids or ()))
@@ -109,7 +105,7 @@ class _Observation:
         # Only the table is told; vLLM would pass it on to the client.
         output.kv_transfer_params = None
         # Clients are told what no engine computed for this turn.
-        most = self.prefill_cached_tokens
+        most = self.asked.prefill_cached_tokens
         if most is not None and output.num_cached_tokens is not None:
             computed = max(0, output.num_cached_tokens - most)
             output.num_cached_tokens -= computed
@@ -177,13 +173,13 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
             **wire.transfer_params(
                 observation.stored_tokens,
                 observation.parks,
-                prefilled=observation.prefill_cached_tokens is not None,
+                prefilled=observation.asked.prefill_cached_tokens is not None,
             ),
         }
-        if schedules and (key := observation.key) is not None:
-            whose = wire.history_key(key.history_id, key.incarnation)
+        if schedules:
+            key, asked = observation.key, observation.asked
             extra["kv_transfer_params"] |= wire.scheduled_turn(
-                whose, observation.resume_s, observation.last
+                wire.history_key(key.history_id, key.incarnation), asked.resume_s, asked.last
             )
         sampling_params.extra_args = extra
         stream = generate(prompt, sampling_params, request_id, **options)
@@ -261,14 +257,14 @@ class TurnObserver:
     ) -> None:
         self._app = app
         self._volatile = volatile
-        self._holdings = holdings
-        self._desk = desk
-        self._has_more = has_more
+        self.holdings = holdings
+        self.desk = desk
+        self.has_more = has_more
         self.ending = False
 
     def _engine_ends(self) -> None:
         self.ending = True
-        self._desk.close()
+        self.desk.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         told = _told(scope)
@@ -298,32 +294,24 @@ class TurnObserver:
             refused = Response(status_code=wire.REFUSED_STATUS, headers={wire.REFUSED_HEADER: "1"})
             await refused(scope, receive, send)
             return
-        straight = told.key is None
+        held_tokens = self.holdings.held_tokens(key.history_id)
+        if told.key is not None:
+            self.holdings.begin(key, told.root or None, told.points, told.looks_up)
         prefilled = told.prefill_cached_tokens is not None
-        held_tokens = self._holdings.held_tokens(key.history_id)
+        stored_tokens = self.holdings.stored_tokens(key.history_id)
         seen = _Observation(
-            key=key,
-            resume_s=told.resume_s,
-            last=told.last,
-            prefill_cached_tokens=told.prefill_cached_tokens,
+            told,
+            key,
+            stored_tokens=None if told.key is not None and told.looks_up else stored_tokens,
+            parks=self.desk.parks if told.key is None else told.parks,
             expected_tokens=ALL_TOKENS if prefilled else held_tokens,
-            notes=told.notes,
             sent=sent,
             engine_ends=self._engine_ends,
+            notes=told.notes,
         )
-        turn = _Turn(
-            self._holdings, self._desk, self._has_more, key, path, straight, seen, beginning
-        )
+        turn = _Turn(self, path, seen, beginning)
         # The response keeper needs it.
         scope = {**scope, TURN: key}
-        if straight:
-            seen.stored_tokens = self._holdings.stored_tokens(key.history_id)
-            seen.parks = self._desk.parks
-        else:
-            self._holdings.begin(key, told.root or None, told.points, told.looks_up)
-            if not told.looks_up:
-                seen.stored_tokens = self._holdings.stored_tokens(key.history_id)
-            seen.parks = told.parks
         _current.set(seen)
         try:
             await self._app(scope, receive, turn.relay(send))
@@ -337,20 +325,16 @@ class TurnObserver:
         if asked is None:
             return None
         going_on = Continued(told.root, asked.end, asked.stated_id)
-        key = self._desk.begin(going_on, asked.router_id, unix_s())
+        key = self.desk.begin(going_on, asked.router_id, unix_s())
         if key is not None:
-            self._has_more()
+            self.has_more()
         return key
 
 
 @dataclass(slots=True)
 class _Turn:
-    holdings: Holdings
-    desk: Desk
-    has_more: Callable[[], None]
-    key: TurnKey
+    observer: TurnObserver
     path: str
-    straight: bool
     observation: _Observation
     beginning: recognition.Beginning | None
     status: int = 0
@@ -365,9 +349,9 @@ class _Turn:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
                 self.streamed = is_stream(message)
-                if self.straight:
-                    own = (wire.TURN_HEADER.encode(), wire.key_header(self.key).encode())
-                    message["headers"] = [*message["headers"], own]
+                if self.observation.asked.key is None:
+                    own = wire.key_header(self.observation.key).encode()
+                    message["headers"] = [*message["headers"], (wire.TURN_HEADER.encode(), own)]
             elif message["type"] == "http.response.body" and not self.reported:
                 part = message.get("body", b"")
                 if self.beginning is not None and part:
@@ -390,25 +374,19 @@ class _Turn:
 
     def report(self, completed: bool) -> None:
         self.reported = True
-        stats = self.observation.stats()
-        answers = self._answers() if completed else []
-        tails = self._tails(answers)
+        observer, seen = self.observer, self.observation
+        stats = seen.stats()
+        answers: list[dict[str, Any]] = []
+        tails: tuple[Digest, ...] = ()
+        if completed and self.beginning is not None:
+            answers = answers_of(self.path, self.parts, self.streamed)
+            tails = tuple(tail for answer in answers for tail in self.beginning.tails(answer))
         if stats is not None and answers:
             # The client goes on with one of several choices; the first is as likely as any.
             stats = msgspec.structs.replace(stats, tool=tool_called(answers[0]))
-        self.holdings.finish(self.key, stats, tails, completed, self.observation.parks)
-        self.desk.outbox.add(Ended(self.key, stats, tails, completed))
-        self.has_more()
-
-    def _answers(self) -> list[dict[str, Any]]:
-        if self.beginning is None:
-            return []
-        return answers_of(self.path, self.parts, self.streamed)
-
-    def _tails(self, answers: list[dict[str, Any]]) -> tuple[Digest, ...]:
-        if self.beginning is None:
-            return ()
-        return tuple(tail for answer in answers for tail in self.beginning.tails(answer))
+        observer.holdings.finish(seen.key, stats, tails, completed, seen.parks)
+        observer.desk.outbox.add(Ended(seen.key, stats, tails, completed))
+        observer.has_more()
 
 
 def _beginning(

@@ -21,7 +21,6 @@ class Bound(NamedTuple):
     decode_stream: Any
     lane_stream: Any
     decode_sms: int
-    lane_sms: int
 
 
 class SlotPairs:
@@ -45,7 +44,6 @@ class SlotPairs:
         self._means = means
         self._wrap = wrap
         self._make_current = make_current
-        self._split = split
         self._places = () if split is None else sides(split, units)
         if self._places and means.stream(units) is None:
             self._places = ()
@@ -56,14 +54,10 @@ class SlotPairs:
             if place.prefill:
                 self._stream(place.prefill)
         self.sizes_sms = tuple(place.decode_sms for place in self._places)
-        self._bound = Bound(None, None, 0, 0)
+        self.bound = Bound(None, None, 0)
         if self._places:
             # The engine was loaded on these, so that work comes before the first border.
-            self._bound = self._of(self._places[-1], self.sizes_sms[-1])
-
-    @property
-    def bound(self) -> Bound:
-        return self._bound
+            self.bound = self._of(self._places[-1], self.sizes_sms[-1])
 
     def bind(self, decode_sms: int) -> Bound:
         """Move the border, between two steps, so that decoding has at least so many SMs, or all.
@@ -72,12 +66,12 @@ class SlotPairs:
         has begun comes first on its new stream, and decoding's becomes the thread's current one.
         """
         if not self._places:
-            return self._bound
+            return self.bound
         place = next(
             (one for one in self._places if one.decode_sms >= decode_sms), self._places[-1]
         )
         bound = self._of(place, decode_sms)
-        old, self._bound = self._bound, bound
+        old, self.bound = self.bound, bound
         for before, after in (
             (old.decode_stream, bound.decode_stream),
             (old.lane_stream, bound.lane_stream),
@@ -89,7 +83,6 @@ class SlotPairs:
         return bound
 
     def _of(self, place: Sides, decode_sms: int) -> Bound:
-        assert self._split is not None
         lane = place.prefill
         if decode_sms <= 0:
             lane = self._places[-1].decode
@@ -98,12 +91,7 @@ class SlotPairs:
             lane = next(
                 (one.prefill for one in reversed(self._places) if one.prefill), place.decode
             )
-        return Bound(
-            self._stream(place.decode),
-            self._stream(lane),
-            place.decode_sms,
-            self._split.sms_of(lane),
-        )
+        return Bound(self._stream(place.decode), self._stream(lane), place.decode_sms)
 
     def _stream(self, units: range) -> Any:
         if units not in self._streams:

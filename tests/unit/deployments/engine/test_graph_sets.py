@@ -21,11 +21,11 @@ class Pairs:
     sizes_sms = SIZES_SMS
 
     def __init__(self) -> None:
-        self.bound = Bound(None, None, 132, 0)
+        self.bound = Bound(None, None, 132)
 
     def bind(self, decode_sms: int) -> Bound:
         size = next(one for one in SIZES_SMS if one >= decode_sms)
-        self.bound = Bound(None, None, size, 132 - size)
+        self.bound = Bound(None, None, size)
         return self.bound
 
 

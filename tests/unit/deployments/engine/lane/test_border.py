@@ -28,12 +28,12 @@ class Pairs:
     sizes_sms = SIZES_SMS
 
     def __init__(self) -> None:
-        self.bound = Bound("all", "least", 100, 10)
+        self.bound = Bound("all", "least", 100)
         self.asked: list[int] = []
 
     def bind(self, decode_sms: int) -> Bound:
         self.asked.append(decode_sms)
-        self.bound = Bound(f"steps {decode_sms}", f"lane {decode_sms}", decode_sms, 0)
+        self.bound = Bound(f"steps {decode_sms}", f"lane {decode_sms}", decode_sms)
         return self.bound
 
 
