@@ -159,7 +159,7 @@ async def _prefilled(
                 async for said in _answer(output.request_id, ids, choices):
                     yield said
     except Exception as error:
-        # As above.
+        # Here, too, a stream would answer 200.
         check.refusal = create_error_response(error)
         raise
 
@@ -183,7 +183,7 @@ class RequestCheck:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # One request may be begun within another one's task.
+        # A request may be begun within another one's task.
         _current.set(None)
         _counting.set(scope.get("path") == COUNT_TOKENS)
         _room_left.set(scope.get("query_string") == _ROOM_LEFT)

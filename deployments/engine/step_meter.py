@@ -8,6 +8,7 @@ import statistics
 from collections import deque
 from typing import Any
 
+import msgspec
 from lmcache.integration.vllm.lmcache_mp_metrics import LMCacheMPConnectorStats
 
 from conserve.placement import Step
@@ -47,7 +48,7 @@ class StepMeter:
         self._ended_s = now_s
         told: list[Step] = []
         if step is not None:
-            step = _lasting(step, lasted_s)
+            step = msgspec.structs.replace(step, lasted_s=lasted_s)
             if step.new_tokens:
                 told.append(step)
             else:
@@ -78,10 +79,6 @@ class StepMeter:
         if not new_tokens and not decodes:
             return None
         return Step(0.0, new_tokens, pairs, decodes, kv_tokens)
-
-
-def _lasting(step: Step, lasted_s: float) -> Step:
-    return Step(lasted_s, step.new_tokens, step.pairs, step.decodes, step.kv_tokens)
 
 
 def _together(alike: list[Step]) -> Step:

@@ -47,7 +47,7 @@ class StepNotes:
 
 @dataclass(slots=True)
 class Steps:
-    """Whether everything that a step builds on was computed.
+    """Knows whether everything that a step builds on was computed.
 
     With asynchronous scheduling a worker may get steps of the same prompts after one that a SIGTERM
     or an error broke off. What they compute is wrong as well.
