@@ -192,7 +192,7 @@ class _Files:
         try:
             value = None if text is None else json.loads(text)
         except ValueError as error:
-            logger.warning("%s of %s is no JSON: %s", name, self.source, error)
+            logger.warning("%s of %s is not JSON: %s", name, self.source, error)
             return None
         return value if isinstance(value, dict) else None
 

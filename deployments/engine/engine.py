@@ -266,7 +266,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         try:
             await self._require_engine()
         except Exception as error:
-            logger.warning("%s %s leaves, not healthy: %s", self._role, self._id, error)
+            logger.warning("%s %s is not healthy and ends now: %s", self._role, self._id, error)
             return False
         return not self._http.has_ended
 

@@ -77,9 +77,8 @@ def wait_for_predecessor() -> None:
     """Have this process wait for its GPU's memory before vLLM looks whether there is enough.
 
     vLLM 0.29 ends an engine at once that finds too little. What a killed engine had is free only
-    when LMCache's server misses its heartbeats, and until then every replacement would load its
-    model and fail. This replaces ``request_memory`` of vLLM 0.29.0's ``v1/worker/utils`` and
-    ``v1/worker/gpu_worker``: check it when the version changes. May be called repeatedly.
+    when LMCache's server misses its heartbeats. This replaces ``request_memory`` of vLLM 0.29.0's
+    ``v1/worker/utils`` and ``v1/worker/gpu_worker``: check it when the version changes.
     """
     from vllm.platforms import current_platform
 

@@ -31,12 +31,7 @@ _DESCRIBED = (*TURN_PATHS, *TOKEN_PATHS)
 
 
 class EngineHttp:
-    """Serves one engine's turns by vLLM's HTTP app, which has not served anything yet.
-
-    Attributes:
-        url: where it listens, once it does.
-        tokens: what it keeps of prompts' tokens, if anything.
-    """
+    """Serves one engine's turns by vLLM's HTTP app, which has not served anything yet."""
 
     def __init__(
         self,

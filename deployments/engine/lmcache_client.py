@@ -36,11 +36,7 @@ class Connection:
 
 
 def wait_for_server(host: str | None, port: int, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Wait for the server, which starts while the engine loads.
-
-    Raises:
-        RuntimeError: nothing listens there in time.
-    """
+    """Wait for the server, which starts while the engine loads, or raise `RuntimeError`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:

@@ -231,13 +231,11 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     ) -> tuple[int | None, bool]:
         """Return how many tokens beyond its own an engine can load, and whether asynchronously.
 
-        Later turns find their history in the engine's own cache. Unless something will be stored,
-        they do not ask the server, which saves two round trips, and locks on the history's chunks.
-
-        A request for its prompt's log-probabilities has to compute all of it. LMCacheMPConnector
-        would load KV, and vLLM 0.29 end the engine ("number too small to fit in target type"). A
-        prompt with embeddings is neither loaded nor stored, since each counts as token 0 in
-        LMCache's keys.
+        Later turns do not ask the server unless something will be stored, since their history is in
+        the engine's own cache. A request for its prompt's log-probabilities has to compute all of
+        it: LMCacheMPConnector would load KV, and vLLM 0.29 end the engine ("number too small to fit
+        in target type"). Prompts with embeddings, each token 0 in LMCache's keys, are neither
+        loaded nor stored.
         """
         params = request.kv_transfer_params or {}
         # Of one that was preempted, workers may have told already.

@@ -68,9 +68,8 @@ class Lately:
 class LoadMeter:
     """Measures one engine's load. Times are of the monotonic clock.
 
-    Attributes:
-        steps_s: how long all iterations took, in seconds.
-        prompt_tokens: tokens of prompts that they computed.
+    ``steps_s`` is how long all iterations took, and ``prompt_tokens`` what they computed of
+    prompts.
     """
 
     def __init__(self, requests: Mapping[str, RequestState]) -> None:

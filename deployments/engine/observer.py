@@ -241,10 +241,8 @@ class TurnObserver:
     """ASGI middleware that keeps a decoder's `Holdings` and reports each turn's end.
 
     Both are up to date before the client learns that the turn has ended, so that the next turn
-    finds its history, however fast it follows.
-
-    Attributes:
-        ending: whether the engine has been told to end. Its core may take seconds to end.
+    finds its history, however fast it follows. ``ending`` is whether the engine has been told to
+    end.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class Reporter:
             logger.warning("decoder %s: %s", self._engine_id, error)
         except Exception:
             # The loops go on: without reports the table would never know that a turn has ended.
-            logger.exception("decoder %s: the table's answer failed", self._engine_id)
+            logger.exception("decoder %s: a call to the table failed", self._engine_id)
             await asyncio.sleep(BEAT_S)
         return False, None
 

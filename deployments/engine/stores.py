@@ -59,7 +59,7 @@ class Steps:
     def begin(self, step: int) -> None:
         if step != self.done + 1 and not self.broken:
             self.broken = True
-            logger.error("step %d was not computed: no KV is stored any more", self.done + 1)
+            logger.error("step %d was not computed: this engine stores no more KV", self.done + 1)
 
     def end(self, step: int) -> None:
         if not self.broken:

@@ -108,12 +108,12 @@ def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
     Raises `ValueError` where they cannot be cut.
     """
     if not isinstance(tokenizer, TokenizersBackend):
-        raise ValueError(f"{type(tokenizer).__name__} is none of Hugging Face's fast tokenizers")
+        raise ValueError(f"{type(tokenizer).__name__} is not a fast tokenizer of Hugging Face's")
     backend = tokenizer.backend_tokenizer
     if type(backend) is not Tokenizer:
-        raise ValueError(f"it is done by {type(backend).__module__}")
+        raise ValueError(f"the tokenizer is that of {type(backend).__module__}")
     if own := _own_code(type(tokenizer)):
-        raise ValueError(f"{own} has code of its own for texts")
+        raise ValueError(f"{own} changes texts by code of its own")
     if tokenizer.split_special_tokens or backend.encode_special_tokens:
         raise ValueError("the tokenizer splits its special tokens")
     tokens = special_tokens(backend.get_added_tokens_decoder().values())

@@ -173,11 +173,7 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
 
 
 def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse an engine whose prompts the lane cannot compute, or another vLLM.
-
-    Raises:
-        ValueError, RuntimeError: says why, and what to do.
-    """
+    """Refuse an engine whose prompts the lane cannot compute, or another vLLM; says what to do."""
     if differing := differences(_expected()):
         raise RuntimeError(
             f"prefill_lane is made for vLLM {MADE_FOR}, and in this one differ: "

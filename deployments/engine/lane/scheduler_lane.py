@@ -59,10 +59,9 @@ class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class SchedulerLane:
-    """The scheduler's half of one engine's lane.
+    """The scheduler's half of one engine's lane, whose policy says which requests go there.
 
-    Attributes:
-        reserve: decides how many SMs decodes have, once the worker has reported that there are any.
+    Its ``reserve`` decides nothing before the worker has reported how many SMs decodes can have.
     """
 
     def __init__(self, scheduler: Any, policy: PrefillLane) -> None:

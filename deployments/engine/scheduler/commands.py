@@ -114,9 +114,6 @@ class SchedulerClient:
 
     No method waits for the scheduler: an answer comes between two steps, and a step may take longer
     than the table waits for an engine's beat.
-
-    Args:
-        client: vLLM's ``AsyncLLM``.
     """
 
     def __init__(self, client: Any) -> None:

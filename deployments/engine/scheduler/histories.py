@@ -36,14 +36,7 @@ class _History:
 
 
 class Histories:
-    """Keeps blocks of histories between turns.
-
-    Args:
-        manager: vLLM's ``KVCacheManager``.
-
-    Attributes:
-        reclaimed_blocks: how many were given up before their time.
-    """
+    """Keeps blocks of histories between turns, and counts those given up before their time."""
 
     def __init__(self, manager: Any, hash_block_tokens: int, retention: Retention) -> None:
         self._manager = manager

@@ -41,10 +41,6 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
 
     Settings are ``additional_config["conserve"]``: ``feedback``, ``chunks``, ``retention`` and
     ``lane`` have arguments of `FeedbackQueue`, `ChunkController`, `Retention` and `PrefillLane`.
-
-    Attributes:
-        clock: monotonic.
-        lane: for long prefills, where the engine's connector has one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

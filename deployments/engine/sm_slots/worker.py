@@ -121,7 +121,7 @@ def capture_where_it_runs() -> None:
     if parameters != ["device", "graph_capture_context"] or fields != ["stream"]:
         raise RuntimeError(
             "sm_slots is made for vLLM 0.29, and this one captures CUDA graphs in another way: "
-            "deployments/engine/sm_slots/worker.py has to be adapted; leave sm_slots out"
+            "adapt deployments/engine/sm_slots/worker.py to it, or leave sm_slots out"
         )
 
     def here(stream: Any) -> Any:
