@@ -1,4 +1,4 @@
-"""What vLLM's workers on GPUs do for an engine: name their GPU, and wait for its memory.
+"""Names the GPUs of an engine's workers, and has a worker wait for its GPU's memory.
 
 vLLM adds `GpuWorker` to the worker's class by ``worker_extension_cls``, and calls its methods by
 ``collective_rpc``, which takes a method's name.

@@ -30,7 +30,7 @@ ALL_TOKENS = 2**63
 
 
 class RequestState(Protocol):
-    """What vLLM knows of a request in progress."""
+    """A request in progress, as vLLM knows it."""
 
     external_req_id: str
     is_prefilling: bool

@@ -1,4 +1,4 @@
-"""What the scheduler keeps account of: turns, what they wait for, prompts in parts, counts."""
+"""The scheduler's account of turns, what they wait for, prompts in parts, and counts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
