@@ -2,7 +2,7 @@
 
 POSIX shared memory and semaphores that Python makes are files in /dev/shm. A process that ends
 removes its own; one that is killed leaves them until the machine starts again. A running engine
-has none (deployments/engine/engine_memory.py); one that loads has a lock for its workers, and what
+has none (deployments/engine/engine_end.py); one that loads has a lock for its workers, and what
 else runs beside ConServe may have more.
 """
 

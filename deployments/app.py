@@ -17,7 +17,7 @@ from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, Role
 from deployments.engine.engine_wait import WAITING
 from deployments.engine.gpu_worker import EXTENSION
-from deployments.engine.sm_slots import SLOT_ENVIRONMENT, SLOT_WORKER
+from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER, SLOT_WORKER
 from deployments.engine_arguments import require_one_split
 from deployments.gpu_nodes import nodes_with_gpus
 from deployments.gpu_plans import planned, planned_on_cpus
@@ -41,7 +41,8 @@ _NO_DOMAIN = "no domain: this server takes media in data: URLs only"
 _CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
 _LANE_CONNECTOR = "LaneConnector"
 _LANE_CONNECTOR_MODULE = "deployments.engine.lane.connector"
-_LANE_WORKER = "deployments.engine.lane.{}_worker.LaneWorker"
+_LANE_WORKER = "deployments.engine.lane.worker.LaneWorker"
+_CPU_LANE_WORKER = "deployments.engine.lane.cpu_worker.LaneWorker"
 _SCHEDULER = "deployments.engine.scheduler.scheduling.conversation_scheduler"
 # By its name, so that the process which builds the application does not load vLLM: five seconds.
 _ENGINE_SERVER = "deployments.engine.replica.EngineServer"
@@ -274,11 +275,11 @@ def llm_arguments(
         engine |= {"scheduler_cls": _SCHEDULER, "scheduling_policy": "priority"}
         if settings.prefill_lane:
             connector, module = _LANE_CONNECTOR, _LANE_CONNECTOR_MODULE
-            engine["worker_cls"] = _LANE_WORKER.format("gpu" if gpu else "cpu")
+            engine["worker_cls"] = _LANE_WORKER if gpu else _CPU_LANE_WORKER
     tier = role_tier(settings, own, gpu)
     if tier.sm_slots is not None:
         has_lane = connector == _LANE_CONNECTOR
-        engine["worker_cls"] = _LANE_WORKER.format("slot") if has_lane else SLOT_WORKER
+        engine["worker_cls"] = SLOT_LANE_WORKER if has_lane else SLOT_WORKER
     engine["kv_transfer_config"] = {
         "kv_connector": connector,
         "kv_connector_module_path": module,

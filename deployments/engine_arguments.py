@@ -1,7 +1,7 @@
-"""Asks vLLM of engine arguments and of the model, before an engine starts.
+"""Asks vLLM about engine arguments and the model, before an engine starts.
 
-It is asked in a process of its own, with the engines' environment: neither the command line nor the
-process that builds the application loads vLLM, which takes seconds.
+It is asked in a process of its own, with the engines' environment, since neither the command line
+nor the process that builds the application loads vLLM, which takes seconds.
 """
 
 import dataclasses
@@ -36,11 +36,11 @@ class VllmSilent(RuntimeError):
 
 
 class Answer(msgspec.Struct):
-    """Tells what vLLM said of one role's arguments.
+    """vLLM's answer about one role's arguments.
 
     Attributes:
         refused: why it refuses an argument, by the argument's name.
-        problem: why there is no configuration of the model; empty if there is, or none was asked.
+        problem: why it makes no configuration of the model; empty if it does, or was not asked.
         one_for_all: whether the model's KV is the same on each worker of a layer, as with latent
             attention (MLA); None: not known.
     """
@@ -78,9 +78,9 @@ def require_one_split(settings: Settings) -> None:
 def refused_arguments(settings: Settings, gpu: bool, model_is_here: bool) -> list[str]:
     """Return a line for each engine argument of the settings that vLLM would refuse.
 
-    Names are refused as Ray Serve LLM refuses them, and values as vLLM's configurations do that get
-    them. Where the model can be read, and vLLM here is the build for the device, so is what does
-    not go together with the model. Takes the seconds that vLLM takes to load.
+    Names are judged as Ray Serve LLM judges them, and values by vLLM's configurations. Where the
+    model can be read, and vLLM here is the build for the device, arguments that do not fit the
+    model are refused, too. This takes the seconds that vLLM takes to load.
 
     Args:
         gpu: whether engines run on GPUs.
@@ -115,11 +115,11 @@ def _has_cpu_build() -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Question:
-    """Asks vLLM of one role's arguments.
+    """A question to vLLM about one role's arguments.
 
     Attributes:
         environment: of the role's engines.
-        model: where it is loaded from; None: vLLM is not to look at it.
+        model: where it is loaded from; None: vLLM does not look at it.
     """
 
     environment: dict[str, str]
@@ -134,7 +134,7 @@ def _question(settings: Settings, own: RoleSettings, gpu: bool, of_model: bool) 
 
 
 def _ask(questions: Sequence[_Question]) -> list[Answer]:
-    """Ask each once, those with the same environment in one process."""
+    """Ask each question, those with the same environment in one process."""
     answers: list[Answer | None] = [None] * len(questions)
     for index, question in enumerate(questions):
         if answers[index] is not None:
@@ -178,7 +178,7 @@ def main() -> None:
         if question["model"] is not None and not answer.refused:
             answer = of_model(question["model"], question["given"])
         answers.append(answer)
-    # Others may have written there before.
+    # What vLLM loads may have written to it before.
     sys.stdout.write(f"\n{msgspec.json.encode(answers).decode()}\n")
 
 
@@ -188,7 +188,7 @@ def refusals(given: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in given.items():
         if name in known:
-            # None stands for the default, whatever type is declared.
+            # None means the default, whatever the declared type.
             problem = None if value is None else _refusal(known[name], value)
         else:
             close = difflib.get_close_matches(name, known, n=1)
@@ -205,7 +205,7 @@ def _known_arguments() -> Iterator[tuple[str, Any]]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
-    # Least and greatest values stand at the fields of the configurations that get the arguments.
+    # Bounds of values are in the fields of the configurations that get the arguments.
     limits: dict[str, list[Any]] = {}
     for _, config in inspect.getmembers(vllm.config, inspect.isclass):
         for name, field in getattr(config, "__pydantic_fields__", {}).items():
@@ -218,7 +218,7 @@ def _known_arguments() -> Iterator[tuple[str, Any]]:
                 yield argument.name, None
                 continue
             bounds = limits.get(argument.name, [])
-            # Configurations may have fields of one name, of which not all are the argument.
+            # Several configurations may have a field of this name that is not the argument.
             if bounds and bounds[0] and all(one == bounds[0] for one in bounds):
                 kind = Annotated[kind, *bounds[0]]
             yield argument.name, kind
@@ -234,7 +234,7 @@ def _resolved(kind: Any, names: Mapping[str, Any]) -> Any:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether a value has to be of this type when vLLM gets it, and is not made one by it."""
+    """Return whether vLLM takes a value of this type as it is, without converting it."""
     origin = typing.get_origin(kind)
     if origin is typing.Literal:
         return True
@@ -258,13 +258,13 @@ def _refusal(kind: Any, value: Any) -> str | None:
 
 
 def _said(error: ValidationError) -> str:
-    # Without the value, which may be a secret.
+    # The value is left out, since it may be a secret.
     found = error.errors(include_url=False, include_input=False)
     return "; or ".join(dict.fromkeys(str(one["msg"]) for one in found))
 
 
 def _unknown_names(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return why the names of methods and parsers are refused, which vLLM looks up late."""
+    """Return why names of methods and parsers are refused, which vLLM looks up late."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
@@ -281,7 +281,7 @@ def _unknown_names(given: Mapping[str, Any]) -> dict[str, str]:
         if value and value not in names:
             close = difflib.get_close_matches(str(value), names, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
-            found[name] = f"vLLM knows none of this name{meant}"
+            found[name] = f"vLLM has none of this name{meant}"
     return found
 
 

@@ -8,12 +8,12 @@ from hetero.container import HostMemory, host_memory
 from hetero.gpu_plan import GpuNode
 from hetero.tiers import offers
 
-# For a node to say what GPUs it has; a first task there starts a process.
+# How long a node may take to answer; a first task there starts a process.
 _LOOK_S = 120.0
 
 
 def nodes_with_gpus() -> list[GpuNode]:
-    """The nodes of the cluster that have GPUs, each asked what they are."""
+    """Return the nodes of the cluster that have GPUs; each is asked what it has."""
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
     own = ray.get_runtime_context().get_node_id()
     look = ray.remote(num_cpus=0)(_look)

@@ -19,7 +19,7 @@ from hetero.tiers import NodeOffer, missing
 
 
 def here() -> GpuNode:
-    """This machine, as a cluster of one node that is yet to start."""
+    """Return this machine as a cluster of one node that has not started yet."""
     cards = cards_here()
     resources = {"CPU": float(os.cpu_count() or 1), "GPU": float(len(cards))}
     offer = NodeOffer("of this machine", resources, {})
@@ -30,14 +30,13 @@ def here() -> GpuNode:
 def plan_on(
     settings: Settings, nodes: Sequence[GpuNode], model_is_here: bool
 ) -> tuple[Settings, GpuPlan]:
-    """The plan for these nodes, as if the application started there now.
+    """Return the plan for these nodes, as if the application started there now.
 
     Args:
         model_is_here: whether engines read the model on this machine.
 
     Raises:
-        SettingsError: the engines do not fit, or there are too few GPUs, each with the sums; or
-            there is no such model.
+        SettingsError: the engines do not fit, there are too few GPUs, or there is no such model.
     """
     require_one_split(settings)
     chosen = with_counts(settings, gpus_of(nodes))
@@ -53,20 +52,13 @@ def plan_on(
 def planned(
     settings: Settings, nodes: Sequence[GpuNode], model_is_here: bool
 ) -> tuple[Settings, GpuPlan]:
-    """The plan for these nodes, once engines are counted.
-
-    Args:
-        model_is_here: whether engines read the model on this machine.
-
-    Raises:
-        SettingsError: the engines do not fit, with the sums; or there is no such model.
-    """
+    """Return the plan for these nodes, once engines are counted; otherwise as `plan_on`."""
     shape, why = _looked_for(settings, model_is_here)
     return plan(settings, nodes, shape, why)
 
 
 def planned_on_cpus(settings: Settings) -> tuple[Settings, CpuPlan]:
-    """The plan for engines on this machine's CPUs, as if the application started there now.
+    """Return the plan for engines on this machine's CPUs, as if the application started there now.
 
     Raises:
         SettingsError: vLLM would not start the engines, or there is no such model.
@@ -76,7 +68,7 @@ def planned_on_cpus(settings: Settings) -> tuple[Settings, CpuPlan]:
 
 
 def _looked_for(settings: Settings, model_is_here: bool) -> tuple[ModelShape | None, str]:
-    """The model's shape, or why it is not known."""
+    """Return the model's shape, or why it is not known."""
     try:
         return model_shape(settings), ""
     except ModelMissing as error:
@@ -88,5 +80,4 @@ def _looked_for(settings: Settings, model_is_here: bool) -> tuple[ModelShape | N
 
 
 def gpus_of(nodes: Sequence[GpuNode]) -> int:
-    """How many GPUs these nodes have."""
     return int(sum(node.offer.resources.get("GPU", 0) for node in nodes))

@@ -1,8 +1,8 @@
-"""Ray on loopback, where the application has one node: nothing else is to reach it.
+"""Ray on loopback, where the application has one node.
 
-By itself, Ray listens on every address of a machine. Where a node's address is a loopback one, it
-does not; but it takes such an address on Windows and macOS alone. So this changes what Ray 2.60.0
-keeps to itself: check it when that version changes. See docs/security.md.
+Ray listens on every address of a machine unless a node's address is a loopback one, which it takes
+only on Windows and macOS. So this changes internals of Ray 2.60.0: check them when the version
+changes. See docs/security.md.
 """
 
 import os
@@ -15,14 +15,14 @@ LOOPBACK = "127.0.0.1"
 
 def start_on_loopback() -> None:
     """Have the Ray that this process starts next, and all that runs on it, listen on loopback."""
-    # As RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 would have, had it been set when Ray was imported.
+    # RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 would do the same before Ray is imported.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    # An engine looks itself up among Ray's nodes by its address.
+    # An engine finds itself among Ray's nodes by its address.
     os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
 
 
 def find_on_loopback(address: str) -> None:
-    """Have this process reach, by ``auto``, a Ray on this machine that listens on loopback alone.
+    """Have this process find, by ``auto``, a Ray on this machine that listens only on loopback.
 
     Ray would look for it at the machine's other address.
     """
@@ -31,7 +31,7 @@ def find_on_loopback(address: str) -> None:
     try:
         found = services.get_ray_address_from_environment(address, None)
     except ConnectionError:
-        return  # There is none, as joining it will say.
+        return  # There is none; joining it will say so.
     if found.startswith(f"{LOOPBACK}:"):
         ray_constants.ENABLE_RAY_CLUSTER = False
 
@@ -39,8 +39,8 @@ def find_on_loopback(address: str) -> None:
 def listen_where_ray_does() -> None:
     """Have Serve's own port of this replica on loopback, if Ray is.
 
-    Serve opens it for calls between deployments, on every address, once the replica's constructor,
-    which is to call this, has returned.
+    Serve opens it on every address, for calls between deployments, once the replica's constructor
+    has returned. The constructor has to call this.
     """
     if ray.util.get_node_ip_address() != LOOPBACK:
         return

@@ -1,6 +1,6 @@
-"""Reads a model's configuration as its class does: with what the class says by default.
+"""Reads a model's configuration as its class does, with the class's defaults.
 
-A ``config.json`` may leave out what is as its class has it (Gemma 3 does), have its own names for
+A ``config.json`` may leave out what its class has by default (Gemma 3 does), have its own names for
 it, or say in its class's own way which layers have attention (Jamba, Nemotron-H).
 """
 
@@ -25,7 +25,7 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
         return dict(config)
-    # Classes comment on values that have nothing to do with a model's size.
+    # Classes warn of values that do not matter for a model's size.
     noise = logging.getLogger("transformers")
     level = noise.level
     noise.setLevel(logging.ERROR)
@@ -36,18 +36,18 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     finally:
         noise.setLevel(level)
-    # What is written counts: classes may change it into what they compute with.
+    # Written values win, since classes may change them into what they compute with.
     written = {**config, **(config.get("text_config") or {})}
     written.pop("text_config", None)
     return {**found, **{name: value for name, value in written.items() if value is not None}}
 
 
 def values(config: Any) -> dict[str, Any]:
-    """Return what a configuration of transformers' says, by the names that are read of it."""
+    """Return the values of a transformers configuration that are read here."""
     found: dict[str, Any] = config.to_dict()
     for name in READ:
         with contextlib.suppress(Exception):
-            # Some have it by another name, and some compute it. What differs among layers is no
-            # value of the whole, and is in `per_layer_config`.
+            # Some classes have it by another name, or compute it. A value that differs among layers
+            # is in `per_layer_config` instead.
             found[name] = getattr(config, name)
     return found

@@ -1,6 +1,7 @@
-"""Finds what decides a model's size: its ``config.json``, and how large its weights' files are.
+"""Finds what decides a model's size: its ``config.json``, and the size of its weights' files.
 
-In a folder, in Hugging Face's cache, or on its hub, of which the configuration alone is fetched.
+They are in a folder, in Hugging Face's cache, or on its hub, from which only the configuration is
+fetched.
 """
 
 import dataclasses
@@ -25,17 +26,16 @@ from deployments.model_config import with_defaults
 from hetero.model_shape import ModelShape, ModelUnknown, shape_of
 
 _HUB_ERRORS = (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError)
-# Without one of these an engine cannot read a model either. `LocalEntryNotFoundError` is that the
-# hub is not asked, or cannot be reached.
+# After these an engine cannot read the model either. `LocalEntryNotFoundError` means that the hub
+# is not asked, or cannot be reached.
 _MISSING = (
     RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError, LocalEntryNotFoundError,
     HFValidationError,
 )  # fmt: skip
 _INDEX = "model.safetensors.index.json"
-# Of models that vLLM reads without a `config.json`: Mistral's own format, and GGUF.
+# vLLM reads these without a `config.json`: Mistral's own format, and GGUF.
 _OTHER_FORMATS = ("params.json", "*.gguf")
-# Bits of a weight by how vLLM's `quantization` begins, where the model's files are not quantised:
-# engines do it as they load.
+# Bits of a weight by the beginning of vLLM's `quantization`, where engines quantise as they load.
 _BITS = {"fp8": 8, "int8": 8, "experts_int8": 8, "mxfp8": 8, "bitsandbytes": 4.5, "nvfp4": 4.5}
 
 
@@ -44,11 +44,11 @@ class ModelMissing(ModelUnknown):
 
 
 def model_shape(settings: Settings) -> ModelShape:
-    """The shape of the model that is served.
+    """Return the shape of the model that is served.
 
     Raises:
         ModelMissing: an engine on this machine could not read it.
-        ModelUnknown: its configuration is not to be had, or does not say enough.
+        ModelUnknown: its configuration cannot be read, or does not say enough.
     """
     source = model_source(settings.model)
     # Where it matters, roles have the same (`conserve.settings.engine_arguments`).
@@ -62,7 +62,7 @@ def model_shape(settings: Settings) -> ModelShape:
     bits = next((bits for name, bits in _BITS.items() if method.startswith(name)), None)
     if bits is None or config.get("quantization_config"):
         return shape
-    # Scales, and what stays as it is: embeddings above all.
+    # With scales, and what is not quantised: embeddings above all.
     quantised = round(1.15 * bits / 8 * shape.weights_bytes / shape.value_bytes)
     return dataclasses.replace(
         shape, weights_bytes=min(shape.weights_bytes, quantised), estimated=True
@@ -70,7 +70,7 @@ def model_shape(settings: Settings) -> ModelShape:
 
 
 def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | None]:
-    """The model's configuration, and the size of its weights."""
+    """Return the model's configuration, and the size of its weights in bytes."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -79,7 +79,7 @@ def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | Non
             raise ModelMissing(f"{folder / 'config.json'} cannot be read: there is none")
         return with_defaults(_config(folder / "config.json")), _weights_in(folder)
     if folder.is_file():
-        raise ModelUnknown(f"{folder} is a file, of which the configuration is not looked for")
+        raise ModelUnknown(f"{folder} is a file, without a configuration beside it")
     cached = (
         try_to_load_from_cache(source, "config.json", revision=revision)
         if _is_hub_id(source)
@@ -106,7 +106,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _weights_in(folder: Path) -> int | None:
-    """Bytes of weights; None if they are not all there, or of another format."""
+    """Return the bytes of weights; None if some are missing, or they have another format."""
     index = folder / _INDEX
     if index.is_file():
         total = _config(index).get("metadata")
@@ -129,7 +129,7 @@ def _fetched(source: str, revision: str | None) -> dict[str, Any]:
             if not isinstance(error, _MISSING) or _has_another_format(source, revision):
                 kind = ModelUnknown
     raise kind(
-        f"config.json of {source!r} is not to be had ({why}); download the model, and give its "
+        f"config.json of {source!r} cannot be read ({why}); download the model, and give its "
         "folder or its id"
     )
 

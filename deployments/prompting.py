@@ -1,6 +1,6 @@
 """Finds how a model is prompted: its architecture, chat template and tokens, for its parsers.
 
-They are read from a folder, from Hugging Face's cache, or from its hub, small files alone.
+They are read from small files in a folder, in Hugging Face's cache, or on its hub.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ logger = logging.getLogger("conserve.models")
 _TOKENS = {token for tokens in (TOOL_TOKENS, REASONING_TOKENS) for one in tokens.values()
            for token in one}  # fmt: skip
 _OPENED, _CLOSED = "<think>", "</think>"
-# In no template.
+# No template has these texts.
 _ASKED, _TOOL = "conserve-asked", "conserve_tool"
 
 
@@ -55,7 +55,7 @@ def prompting(settings: Settings) -> Prompting:
     """Return how the model that is served is prompted.
 
     Raises:
-        ModelUnknown: its configuration is not to be had.
+        ModelUnknown: its configuration cannot be read.
     """
     source = model_source(settings.model)
     arguments = settings.engine | settings.decoders.engine
@@ -63,8 +63,8 @@ def prompting(settings: Settings) -> Prompting:
     config = model.json("config.json")
     if config is None:
         raise ModelUnknown(
-            f"config.json of {source!r} is not to be had; download the model, and give its folder "
-            "or its id"
+            f"config.json of {source!r} cannot be read; download the model, and give its folder or "
+            "its id"
         )
     overrides = arguments.get("hf_overrides")
     names = {**config, **(overrides if isinstance(overrides, Mapping) else {})}.get("architectures")
@@ -129,14 +129,14 @@ def _closes(end: str) -> bool:
 
 
 def _end(template: str, variables: Mapping[str, Any]) -> str:
-    """Return what comes behind a user's message in the prompt for an answer."""
+    """Return what follows a user's message in the prompt for an answer."""
     return (_rendered(template, [], variables) or "").rpartition(_ASKED)[2]
 
 
 def _rendered(
     template: str, before: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str | None:
-    """A prompt with one message of a user's; None: the template takes none of these."""
+    """Return a prompt with one message of a user's; None if the template takes no such message."""
     parts = [{"type": "text", "text": _ASKED}]
     for content in (_ASKED, parts):
         messages = [*before, {"role": "user", "content": content}]
@@ -149,7 +149,7 @@ def _rendered(
                 **variables,
             )
         except Exception as error:
-            # Whatever a template raises: it is a program of somebody else's.
+            # A template is a program of its own, and may raise anything.
             logger.debug("a chat template fails: %s", error)
             continue
         if _ASKED in prompt:
@@ -159,13 +159,13 @@ def _rendered(
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The small files of a model: in a folder, or by its id in the hub's cache and on the hub."""
+    """The small files of a model, in a folder, or by its id in the hub's cache and on the hub."""
 
     source: str
     revision: str | None
 
     def text(self, name: str, fetch: bool = True) -> str | None:
-        """A file; None: there is none, or it is not to be had."""
+        """Return a file's text; None if it cannot be read."""
         folder = Path(self.source).expanduser()
         try:
             if folder.is_dir():
@@ -183,22 +183,22 @@ class _Files:
                 path = Path(found)
             return path.read_text() if path.is_file() else None
         except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError, ValueError) as error:
-            logger.debug("%s of %s is not to be had: %s", name, self.source, error)
+            logger.debug("%s of %s cannot be read: %s", name, self.source, error)
             return None
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """A file with an object; None: there is none."""
+        """Return a file's object; None if there is none."""
         text = self.text(name)
         try:
             value = None if text is None else json.loads(text)
         except ValueError as error:
-            logger.warning("%s of %s is no JSON: %s", name, self.source, error)
+            logger.warning("%s of %s is not JSON: %s", name, self.source, error)
             return None
         return value if isinstance(value, dict) else None
 
 
 def _templates(model: _Files, config: Mapping[str, Any], set_as: Any) -> dict[str, str]:
-    """Chat templates by name, as vLLM finds them."""
+    """Return chat templates by name, as vLLM finds them."""
     own = _own_templates(model, config)
     if not isinstance(set_as, str) or not set_as:
         return own
@@ -234,18 +234,18 @@ def _own_templates(model: _Files, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tokens(model: _Files, config: Mapping[str, Any]) -> frozenset[str] | None:
-    """Which of the tokens that parsers want are there; None: that is not known."""
+    """Return which of the tokens that parsers look for the model has; None: not known."""
     added = config.get("added_tokens_decoder")
     found: set[str] = set()
     if isinstance(added, dict):
         found = {str(one.get("content")) for one in added.values() if isinstance(one, dict)}
-    # Ten megabytes, which the engine needs as well.
+    # Its ten megabytes are fetched only where the configuration lists no tokens.
     texts = [model.text(name, fetch=not found) for name in ("tokenizer.json", "tekken.json")]
     texts = [text for text in texts if text is not None]
     if not texts and not found:
         return None
     for token in _TOKENS - found:
-        # As JSON has it, of a vocabulary in whatever form.
+        # Any form of vocabulary has the token as a JSON string.
         written = (json.dumps(token), json.dumps(token, ensure_ascii=False))
         if any(form in text for text in texts if text is not None for form in written):
             found.add(token)
@@ -253,7 +253,7 @@ def _tokens(model: _Files, config: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Passes over ``{% generation %}``, by which training finds what a model has said."""
+    """Ignores ``{% generation %}``, by which training finds what a model has said."""
 
     tags = {"generation"}  # noqa: RUF012
 

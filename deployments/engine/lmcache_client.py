@@ -1,13 +1,14 @@
 """LMCache's client, made to notice a server that is lost, and one that only takes long.
 
-It reaches into internals of lmcache 0.5.6 (``_message_queue_client``, ``pending_futures``,
-``cancel_streams``, ``submit_request``): check it when that version changes.
+Internals of lmcache 0.5.6 that are used: ``_message_queue_client``, ``pending_futures``,
+``cancel_streams``, ``submit_request``. Check them when the version changes.
 """
 
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache.logging import init_logger
@@ -18,21 +19,16 @@ from deployments.node.lmcache_server import REAP_TIMEOUT_S, START_TIMEOUT_S
 logger = init_logger(__name__)
 
 _REGISTRATIONS = ("register_kv_cache", "register_kv_cache_engine_driven_context")
-# The requests that bring a connection back, and so must pass while it is down.
+# Requests that bring a connection back, so they must pass while it is down.
 _ALWAYS = ("ping", "get_chunk_size", "get_experimental", *_REGISTRATIONS)
-# LMCache waits for a heartbeat's answer as long as it waits between two of them.
+# LMCache itself waits for a heartbeat's answer no longer than between two of them.
 PING_TIMEOUT_S = 5.0
-# Until a server that starts CUDA, and maps an engine's KV space, has done so.
+# A server may have to start CUDA, and to map an engine's KV space.
 _REGISTRATION_TIMEOUT_S = 120.0
 
 
 class Connection:
-    """Knows a client's connection to its server.
-
-    Attributes:
-        healthy: set unless it is lost.
-        losses: how often it was lost; what was asked for before that is not answered any more.
-    """
+    """A client's connection to its server, and how often it was lost."""
 
     def __init__(self, healthy: threading.Event) -> None:
         self.healthy = healthy
@@ -40,11 +36,7 @@ class Connection:
 
 
 def wait_for_server(host: str | None, port: int, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Return when something listens there: the server starts while the engine loads.
-
-    Raises:
-        RuntimeError: nothing listens there in time.
-    """
+    """Wait for the server, which starts while the engine loads, or raise `RuntimeError`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -67,7 +59,7 @@ def fail_fast(client: Any, healthy: threading.Event) -> Connection:
     connection = Connection(healthy)
 
     def connection_lost() -> None:
-        # Called in the thread that owns pending_futures.
+        # Runs in the thread that owns pending_futures.
         healthy.clear()
         connection.losses += 1
         for future, _ in queue.pending_futures.values():
@@ -90,10 +82,8 @@ def fail_fast(client: Any, healthy: threading.Event) -> Connection:
 def be_patient(client: Any, ping_timeout_s: float = PING_TIMEOUT_S) -> None:
     """Have heartbeats and registrations wait longer for their answers.
 
-    A server that moves KV on a busy machine may take more than a second for a heartbeat. Taken for
-    lost, it would be asked for nothing until the next one, and first prompts computed twice. A
-    registration may have the server start CUDA. Where it is lost, the connection breaks, which ends
-    the wait.
+    A server that moves KV on a busy machine may take more than a second for a heartbeat, and a
+    registration may have it start CUDA. A broken connection ends the wait.
     """
     client.ping = _patient(client.ping, ping_timeout_s)
     for name in _REGISTRATIONS:
@@ -113,17 +103,11 @@ def _patient(ask: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:
 def register_after_silence(
     client: Any, register: Callable[[], bool], clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Have a worker register again where its server may have forgotten it.
+    """Have a worker ``register`` again where its server may have forgotten it.
 
-    The server forgets who has not been heard of for `REAP_TIMEOUT_S`, and goes on to answer that
-    one's heartbeats: stores and loads would fail from then on, and nobody would say so. What it
-    counts from is when it handled the heartbeat before, which is no earlier than that was sent, to
-    when it handles this one, which is before it is answered. So where less time has passed between
-    those two, it has forgotten nobody. Registering what is known changes nothing.
-
-    Args:
-        register: returns whether it has worked; if not, the connection counts as lost, and LMCache
-            tries again.
+    The server forgets a worker that is silent for `REAP_TIMEOUT_S`, yet answers its heartbeats:
+    stores and loads would fail without an error. Its silence lasts at most from when the last
+    heartbeat was sent to when this one is answered. If registering fails, LMCache tries again.
     """
     ping = client.ping
     sent_s = clock()
@@ -140,7 +124,7 @@ def register_after_silence(
             if not alive or silent_s < REAP_TIMEOUT_S:
                 return alive
             logger.warning(
-                "LMCache's server heard nothing of this worker for up to %.0f s and may have "
+                "LMCache's server did not hear from this worker for up to %.0f s and may have "
                 "forgotten it: registering again", silent_s,
             )  # fmt: skip
             return register()
@@ -152,14 +136,10 @@ def register_after_silence(
 
 
 def say_less(adapter: Any) -> None:
-    """Leave out what a turn would tell the server though nobody needs it.
+    """Leave out messages of the scheduler's adapter to the server that nothing needs.
 
-    LMCache 0.5.6 sends the token ids of each prompt's blocks, all of a long history at every turn,
-    for metrics of its own; and the end of each request, also of one that the server was not asked
-    about, which it warns of. Both take the server's time, and with few cores the engine's.
-
-    Args:
-        adapter: the scheduler's.
+    LMCache 0.5.6 sends the token ids of all blocks of a prompt at every turn, for metrics of its
+    own, and the end of requests that the server was not asked about, which it warns of.
     """
     asked: set[str] = set()
     look_up, end = adapter.maybe_submit_lookup_request, adapter.end_session
@@ -175,3 +155,61 @@ def say_less(adapter: Any) -> None:
 
     adapter.maybe_submit_lookup_request = look_up_known
     adapter.end_session = end_known
+
+
+# Pauses before a prompt is looked up again: 75 ms in all, many times LMCache's own delay, and short
+# beside the prompt's computation.
+_PAUSES_S = (0.005, 0.01, 0.02, 0.04)
+# A server that takes longer to release a look-up hangs.
+_FREEING_S = 10.0
+
+
+@dataclass(slots=True)
+class _Wait:
+    tries: int = 0
+    again_s: float | None = None
+    # Releases of the last look-up, which come before the next.
+    freeing: list[Any] = field(default_factory=list)
+    missed_tokens: int = 0
+
+
+@dataclass(slots=True)
+class LateKV:
+    """Looks up again prompts that a prefiller has just stored, and that are not found yet.
+
+    On a GPU a store is done, for the engine that asked for it, when its copy is. LMCache's server
+    announces it within 5 ms. A decoder that asks in between would compute the whole prompt again.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    _waits: dict[str, _Wait] = field(default_factory=dict)
+
+    def waits(self, request_id: str) -> bool:
+        wait = self._waits.get(request_id)
+        if wait is None or wait.again_s is None:
+            return False
+        over_s = self.clock() - wait.again_s
+        freed = over_s > _FREEING_S or all(future.query() for future in wait.freeing)
+        if over_s < 0 or not freed:
+            return True
+        wait.again_s = None
+        wait.freeing.clear()
+        return False
+
+    def looks_again(self, request_id: str, missed_tokens: int) -> bool:
+        """Return whether to look a prompt up once more, given how much of it was not found."""
+        wait = self._waits.setdefault(request_id, _Wait())
+        wait.missed_tokens = missed_tokens
+        if not missed_tokens or wait.tries >= len(_PAUSES_S):
+            return False
+        wait.again_s = self.clock() + _PAUSES_S[wait.tries]
+        wait.tries += 1
+        return True
+
+    def frees(self, request_id: str, futures: list[Any]) -> None:
+        self._waits[request_id].freeing = futures
+
+    def over(self, request_id: str) -> tuple[bool, int]:
+        """Return whether an ended request was looked up again, and how many tokens were missed."""
+        wait = self._waits.pop(request_id, _Wait())
+        return wait.tries > 0, wait.missed_tokens

@@ -1,26 +1,14 @@
 """LMCache's connector for vLLM, made to outlive its server.
 
-LMCacheMPConnector as it comes waits for a dead server for up to its message timeout in every
-engine step, never registers again after a quick restart, or once it was forgotten, and lets a
-failed store end the engine. Here a lost connection is noticed when it breaks, whatever was under
-way fails at once (vLLM then recomputes, by ``kv_load_failure_policy``), and heartbeats, which bring
-the connection back, run from the start. A server that is only busy is not taken for lost. What a
-broken-off forward pass left behind is not stored, nor is what was computed after it; and what is
-stored is not written over before it is. No step waits for a store; a request that is to end only
-when its prompt is stored says where workers tell that (`stored`). A prompt that a prefiller has
-just stored is looked up until the server tells of it. A request that is aborted before it was
-looked up does not end the engine, nor does one for its prompt's log-probabilities. Prompts of
-embeddings, which no key tells apart, are neither stored nor loaded. Later turns, which find their
-history in the decoder's own cache, neither ask the server nor tell it anything. And a decoder
-stores prompts that it is told to park, and no others.
+With LMCacheMPConnector, a dead server delays every step by its message timeout, a server that
+restarts or forgets the engine is lost for good, and a failed store ends the engine. The methods
+below say what they change. Keys are made of the ``cache_salt`` and of token ids; placeholders of
+media are replaced by a value of the item's hash (``LMCacheMPRequestTracker.get_token_ids``).
 
-Keys are made of the ``cache_salt`` and of token ids, where each placeholder of an image (or other
-media) is replaced by a value of that item's hash (``LMCacheMPRequestTracker.get_token_ids``).
-
-It reaches into internals of lmcache 0.5.6 (``_health_event``, ``_ensure_heartbeat_started``,
+Internals of lmcache 0.5.6 that are used: ``_health_event``, ``_ensure_heartbeat_started``,
 ``_reregister_kv_caches_callback``, ``store_futures``, ``retrieve_futures``, ``_create_key``,
-``_can_store``, ``_report_block_allocation_deltas``, the request trackers; `lmcache_client` and
-`stores` have more): check it when that version changes.
+``_can_store``, ``_report_block_allocation_deltas``, and the request trackers (`lmcache_client` and
+`stores` use more). Check them when the version changes.
 """
 
 import functools
@@ -48,10 +36,10 @@ from conserve.wire import (
     STORED_TOKENS,
 )
 from deployments.engine.kv_layers import require_whole_blocks
-from deployments.engine.late_kv import LateKV
 from deployments.engine.lmcache_client import (
     PING_TIMEOUT_S,
     Connection,
+    LateKV,
     be_patient,
     fail_fast,
     register_after_silence,
@@ -73,8 +61,8 @@ from deployments.node import kv_pool
 
 logger = init_logger(__name__)
 
-# A load that is given up while the server may still write would spoil what the engine puts there
-# next. So on a GPU a silent server is not taken for lost before it would have been killed for that.
+# A server may still write a load that was given up, over what the engine puts there next. So on a
+# GPU a silent server does not count as lost before it would have been killed.
 _GPU_PING_TIMEOUT_S = 60.0
 _UNREGISTER_TIMEOUT_S = 2.0
 
@@ -82,7 +70,7 @@ _UNREGISTER_TIMEOUT_S = 2.0
 class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache ships no types.
     """vLLM makes one in its scheduler and one in each worker, by name."""
 
-    # A decoder, which stores what it is told to.
+    # Whether it stores only what it is told to, as a decoder does.
     _parks = False
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -116,11 +104,11 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     def _prepare_scheduler(self, decode_tokens: int = 1, give_up: tuple[int, ...] = ()) -> None:
         self._late = LateKV()
         self._step = 0
-        # Requests of which something was stored, and those of them that ended since the last step.
+        # Requests of which something was stored, and those that ended since the last step.
         self._storing: set[str] = set()
         self._ended: set[str] = set()
-        # Where workers are to tell that requests' prompts are stored; of those that ended since
-        # the last step, too.
+        # Where workers tell that requests' prompts are stored, and of those that ended since the
+        # last step.
         self._to_tell: dict[str, Address] = {}
         self._gone: dict[str, Address] = {}
         self._pins = Pins(give_up)
@@ -134,27 +122,23 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         self._stores = Stores(lambda: connection.losses, tell)
         # Whether the scheduler pins blocks until all workers have stored them.
         self._reports = reports
-        # Requests that are over, and whose blocks are not free yet.
+        # Requests that have ended, and whose blocks are not free yet.
         self._kept: set[str] = set()
 
     # --- a worker's side --------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Also start the heartbeat, which otherwise waits for a first request."""
+        """Start the heartbeat now, not at a first request."""
         adapter = self.worker_adapter
         register_after_silence(adapter.req_client, adapter._reregister_kv_caches_callback)
         super().register_kv_caches(kv_caches)
         adapter._ensure_heartbeat_started()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Before a step in which blocks may have changed hands: wait for the stores from them.
-
-        LMCacheMPConnector 0.5.6 waits for all stores of all requests, and for the GPU.
-        """
+        """Wait for the stores of preempted requests alone, and not for the GPU."""
         self._stores.wait(kv_connector_metadata.notes.preempted)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """A step begins."""
         super().bind_connector_metadata(connector_metadata)
         notes = connector_metadata.notes
         self._steps.begin(notes.step)
@@ -162,22 +146,17 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             self._tell(notes.gone)
 
     def clear_connector_metadata(self) -> None:
-        """A step is done, or vLLM's older runner tidies up after one that was broken off."""
+        """End a step; vLLM's older runner also calls it after one that was broken off."""
         if sys.exc_info()[0] is None and self._connector_metadata is not None:
             self._steps.end(self._connector_metadata.notes.step)
         super().clear_connector_metadata()
 
     def wait_for_save(self) -> None:
-        """Begin to store this step's KV, and wait for nothing.
+        """Begin to store this step's KV, and wait for nothing. A lost store costs a recomputation.
 
-        Blocks are kept until their stores are over (`request_finished`, `Pins`), and an answer that
-        is to end only then is told (`stored`). A lost store costs a recomputation and must not cost
-        the engine.
-
-        vLLM's older runner calls this from a ``finally``, so also when the forward pass was broken
-        off, by a SIGTERM for instance. What is in the blocks then is not the prompt's KV, and
-        storing it would give every later conversation with this prompt wrong answers. The newer one
-        does not, and may go on with the next step; see `Steps`.
+        vLLM's older runner calls this from a ``finally``, also when a SIGTERM for instance broke
+        the forward pass off. Storing those blocks would give later conversations with this prompt
+        wrong answers. The newer runner may go on with the next step; see `Steps`.
         """
         if self._steps.broken or sys.exc_info()[0] is not None:
             return
@@ -191,7 +170,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         self._tell(notes.whole)
 
     def _take_stores(self, step: int) -> None:
-        """Keep account of every store; LMCache's adapter has one a request, the last."""
+        """Keep account of every store; LMCache's adapter keeps only the last of each request."""
         adapter = self.worker_adapter
         copies = isinstance(adapter.transfer_ctx, EngineDrivenTransferContext)
         for request_id, future in adapter.store_futures.items():
@@ -204,20 +183,18 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             self._stores.tell_when_stored(request_id, address)
 
     def build_connector_worker_meta(self) -> Any:
-        """Tell what is stored, where the scheduler pins blocks until they are."""
         if not self._reports:
             return super().build_connector_worker_meta()
-        # What this step has stored may not have been begun yet.
+        # This step's stores may not have begun yet.
         oldest, done = self._stores.oldest_step(), self._steps.done
         return StoresReport(done if oldest is None else min(done, oldest - 1))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose blocks are needed no more, for a store or a load.
+        """Return requests whose blocks no store needs any more, and those whose load has ended.
 
-        LMCacheMPConnector 0.5.6 tells of the end of every request of an engine that may store, also
-        of one that is aborted while it loads: vLLM 0.29 is then told of two ends, and fails on the
-        second. And it tells of a store's end when the last of a request's stores is over, or the
-        server has been silent for a while. Here it is those alone that `request_finished` has kept.
+        LMCacheMPConnector reports the end of every request of an engine that may store. For one
+        that is aborted while it loads vLLM 0.29 is then told of two ends, and fails on the second.
+        Here only requests that `request_finished` has kept are reported.
         """
         self._fail_lost_loads()
         _, loaded = super().get_finished(set())
@@ -229,7 +206,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return stored, loaded
 
     def _fail_lost_loads(self) -> None:
-        """Have loads whose connection was lost fail, and not the engine that asks after them."""
+        """Have loads of a lost connection fail, and not the engine that asks for their results."""
         loads = self.worker_adapter.retrieve_futures
         for request_id, (future, block_ids) in list(loads.items()):
             try:
@@ -240,8 +217,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
                 failed.set_result(False)
                 loads[request_id] = (failed, block_ids)
 
-    def let_go(self) -> None:
-        """Have the server let go of this engine's memory, without waiting for anything else."""
+    def unmap(self) -> None:
+        """Have the server unmap this engine's memory, and wait for nothing else."""
         context = self.worker_adapter.transfer_ctx
         answer = None if context is None else context.unregister()
         if answer is not None:
@@ -252,21 +229,16 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens beyond the decoder's own can be loaded, and whether asynchronously.
+        """Return how many tokens beyond its own an engine can load, and whether asynchronously.
 
-        Where all that LMCache may hold is in the decoder's own cache already, and nothing is to be
-        stored, the answer is known without two round trips to the server, and without locking the
-        chunks of a long history.
-
-        A request that has to compute its whole prompt, for the log-probabilities of its tokens,
-        loads nothing. LMCacheMPConnector 0.5.6 does load, and vLLM 0.29 fails on the positions
-        that were not computed ("number too small to fit in target type"), which ends the engine.
-
-        Of a prompt with embeddings nothing is loaded or stored: whatever they are, each counts as
-        token 0 in the keys of LMCache 0.5.6.
+        Later turns do not ask the server unless something will be stored, since their history is in
+        the engine's own cache. A request for its prompt's log-probabilities has to compute all of
+        it: LMCacheMPConnector would load KV, and vLLM 0.29 end the engine ("number too small to fit
+        in target type"). Prompts with embeddings, each token 0 in LMCache's keys, are neither
+        loaded nor stored.
         """
         params = request.kv_transfer_params or {}
-        # One that was preempted may have been told of.
+        # Of one that was preempted, workers may have told already.
         if STORED_TO in params and not request.num_preemptions:
             self._to_tell[request.request_id] = params[STORED_TO]
         if request.prompt_embeds is not None:
@@ -284,7 +256,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             tracker.max_offload_tokens = 0
             stored_tokens = params.get(STORED_TOKENS)
             chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
-            # A look-up that is under way has to be brought to its end.
+            # A look-up that has begun has to be brought to its end.
             if (
                 stored_tokens is not None
                 and tracker.lookup_started_at is None
@@ -301,13 +273,13 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         )
         if matched[0] is None or not params.get(PREFILLED) or request.num_preemptions:
             return matched
-        # Else it was loaded before, and that failed.
+        # In another state it was loaded before, and that failed.
         if self.request_trackers[request.request_id].state != LMCacheMPRequestState.PREFETCHING:
             return matched
         return self._look_again(request, num_computed_tokens) or matched
 
     def _look_again(self, request: Any, num_computed_tokens: int) -> tuple[None, bool] | None:
-        """That the answer is not known yet, where a stored prompt was not found; or None."""
+        """Return that the answer is not known yet, or None if it is not worth another look-up."""
         adapter, tracker = self.scheduler_adapter, self.request_trackers[request.request_id]
         chunk, ids = adapter.lmcache_tokens_per_chunk, tracker.get_token_ids()
         stored_tokens = (len(ids) - self._reserve_last_token_for_lookup) // chunk * chunk
@@ -328,9 +300,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return None, True
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Tell workers with a step what to do: see `StepNotes`."""
         metadata = super().build_connector_meta(scheduler_output)
-        # Their blocks are others' from this step on; workers wait for their stores before it.
+        # Workers wait for their stores before this step, in which others may get their blocks.
         preempted = frozenset(scheduler_output.preempted_req_ids or ())
         self._storing -= preempted
         for one in metadata.requests:
@@ -351,10 +322,10 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return metadata
 
     def _whole(self, scheduler_output: Any) -> Iterator[str]:
-        """Requests to be told of whose prompts are stored once this step's stores are over.
+        """Yield requests of whose prompts nothing more is stored after this step.
 
-        LMCache may come to a prompt's last chunk some tokens later, if vLLM had all of the prompt:
-        its account then lacks the last block.
+        A prompt's last chunk may be stored some tokens later, if vLLM's cache had all of the
+        prompt.
         """
         chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
         for request_id in scheduler_output.num_scheduled_tokens:
@@ -368,20 +339,17 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
                 yield request_id
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """vLLM's blocks, once there are any."""
         super().bind_gpu_block_pool(gpu_block_pool)
         if hasattr(self, "scheduler_adapter"):
             self._pins.pool = gpu_block_pool
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Workers have stored more."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StoresReport):
             self._pins.release(report.done)
         super().update_connector_output(connector_output)
 
     def get_kv_connector_stats(self) -> Any:
-        """Also what iterations took, from the scheduler's connector, at each one's end."""
         stats = super().get_kv_connector_stats()
         if not hasattr(self, "scheduler_adapter"):
             return stats
@@ -392,20 +360,16 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return stats
 
     def _report_block_allocation_deltas(self, scheduler_output: Any) -> None:
-        """Nothing: it would be for metrics of the server's, and costs every turn (`say_less`)."""
+        """Report nothing: it costs every turn, for metrics of the server's (`say_less`)."""
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended, however it did; whether its blocks are still needed, and statistics.
+        """Return whether an ended request still needs its blocks for stores, and statistics.
 
-        They are where something of it was stored: workers say when that is done.
-
-        LMCacheMPConnector 0.5.6 makes a tracker when the scheduler looks a request up, and fails
-        without one where ``cached_token_stats`` are asked for ("Request tracker ... not found"). So
-        a request that is aborted while it waits for its first look-up would end the engine. At any
-        later moment there is a tracker: during the look-up, while KV is loaded or stored, and after
-        a preemption, which keeps it until the next look-up.
+        Without a tracker, which the first look-up makes, LMCacheMPConnector fails on
+        ``cached_token_stats`` ("Request tracker ... not found"). So a request aborted before that
+        would end the engine.
         """
         self._get_or_create_request_tracker(request)
         _, params = super().request_finished(request, block_ids)

@@ -1,16 +1,11 @@
-"""An engine's load, which it tells the table with each beat: `EngineLoad`.
+"""An engine's load, which it tells the table with each beat (`EngineLoad`).
 
-What waits and what decodes is read, once a beat, from the state that vLLM keeps of each request
-for its answers. How long iterations take the core's connector meters (`step_meter`), and vLLM tells
-its loggers of statistics. Nothing is done once a token.
-
-How far a prompt has come, and what of it caches had, vLLM's core tells with the first token. Until
-then a prompt counts whole, but for what its turn expects in caches: the history that this engine
-holds, or all of it where a prefiller has just computed it.
+What waits and decodes is read once a beat from vLLM's state of requests, and iterations come from
+the core (`step_meter`) through vLLM's loggers of statistics. Nothing is done once a token. Until
+its first token a prompt counts whole, less what its turn expects in caches.
 
 Internals of vLLM 0.29 that are used: ``AsyncLLM.output_processor.request_states``, and
-``logger_manager.stat_loggers`` (an ``AsyncLLM`` takes no logger later on, and Ray Serve LLM gives
-it none of ours).
+``logger_manager.stat_loggers``, since an ``AsyncLLM`` takes no logger later on.
 """
 
 import time
@@ -24,18 +19,18 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from conserve.placement import EngineLoad, Step
 from conserve.wire import STEPS
 
-# Of late.
+# How long iterations count in the means.
 WINDOW_S = 30
-# Of iterations with fewer tokens of prompts, most is what any iteration costs.
+# With fewer tokens of prompts, most of an iteration's time is what any iteration costs.
 _LEAST_PREFILL_TOKENS = 128
-# The table is told of no more iterations at a time; the newest say most.
+# The table is told of the newest iterations, no more than this at a time.
 _MOST_STEPS = 64
-# Of a prompt: all of it.
+# Says that caches should have all of a prompt.
 ALL_TOKENS = 2**63
 
 
 class RequestState(Protocol):
-    """Tells what vLLM knows of a request that is under way."""
+    """A request in progress, as vLLM knows it."""
 
     external_req_id: str
     is_prefilling: bool
@@ -58,7 +53,6 @@ class Lately:
         self._seconds: deque[tuple[int, float, float]] = deque(maxlen=WINDOW_S)
 
     def add(self, total: float, weight: float, now_s: float) -> None:
-        """So much more, which counts for so much."""
         second = int(now_s)
         if self._seconds and self._seconds[-1][0] == second:
             _, total_before, weight_before = self._seconds.pop()
@@ -66,21 +60,16 @@ class Lately:
         self._seconds.append((second, total, weight))
 
     def mean(self, now_s: float) -> float:
-        """The total over the weight; 0 if nothing was seen."""
         recent = [one for one in self._seconds if one[0] > now_s - WINDOW_S]
         weight = sum(one[2] for one in recent)
         return sum(one[1] for one in recent) / weight if weight else 0.0
 
 
 class LoadMeter:
-    """One engine's load. Times are of the monotonic clock.
+    """Measures one engine's load. Times are of the monotonic clock.
 
-    Args:
-        requests: those under way, by any id; kept up to date by whoever has them.
-
-    Attributes:
-        steps_s: how long all iterations took that it was told of, in seconds.
-        prompt_tokens: of prompts, computed in them.
+    ``steps_s`` is how long all iterations took, and ``prompt_tokens`` what they computed of
+    prompts.
     """
 
     def __init__(self, requests: Mapping[str, RequestState]) -> None:
@@ -93,8 +82,8 @@ class LoadMeter:
         self._steps: deque[Step] = deque(maxlen=_MOST_STEPS)
 
     def load(self, now_s: float) -> EngineLoad:
-        """The load now, with the iterations since it was asked for last."""
-        # Several choices have one prompt.
+        """Return the load now, with the iterations since it was last asked for."""
+        # A request's choices share one prompt.
         prompts: dict[str, int] = {}
         decodes = 0
         for request in self._requests.values():
@@ -114,12 +103,12 @@ class LoadMeter:
         )
 
     def forget(self) -> None:
-        """Forget the iterations until now: the first ones of an engine take many times as long."""
+        """Forget the iterations until now, since an engine's first ones take many times as long."""
         self._steps.clear()
 
     @asynccontextmanager
     async def expecting(self, request_id: str, tokens: int) -> AsyncIterator[None]:
-        """A request is under way of whose prompt caches should have so many tokens."""
+        """Expect ``tokens`` of a request's prompt in caches, while it is in progress."""
         self._expected[request_id] = tokens
         try:
             yield
@@ -127,7 +116,6 @@ class LoadMeter:
             self._expected.pop(request_id, None)
 
     def took(self, steps: Iterable[Step], now_s: float) -> None:
-        """Note iterations that are over."""
         for step in steps:
             self._steps.append(step)
             self.steps_s += step.lasted_s * step.count

@@ -5,11 +5,11 @@
 - A stream's first event says of caches what its last one says.
 - ``stop_sequence`` is there when it is null, an answer's id is ``msg_...`` and a call's is
   ``toolu_...``.
-- ``stop_reason`` says ``tool_use`` of an answer that calls a tool, and of no other. vLLM does not
-  say so of a call that had to be made.
+- ``stop_reason`` is ``tool_use`` exactly where an answer calls a tool. vLLM leaves that out for a
+  call that was forced.
 - A body with half a call (`deployments.engine.cut_calls`) has as much of its input as there is.
 
-An event that holds output passes with one look at its name.
+An event with output passes after one look at its name.
 
 Internals of vLLM 0.29 that are used: ``AnthropicServingMessages`` (``to_chat_completion_request``,
 ``render_chat_request``, ``messages_full_converter``, ``message_stream_converter``,
@@ -34,7 +34,7 @@ NO_PREFILL = (
     "This model does not support assistant message prefill. "
     "The conversation must end with a user message."
 )
-# How vLLM's ids begin; some models have ids of their own for calls.
+# vLLM's ids begin so; some models have ids of their own for calls.
 _CHAT_ID = "chatcmpl-"
 _CHAT_CALL_ID = "chatcmpl-tool-"
 _CALL_ID = "toolu_"
@@ -43,17 +43,15 @@ _BLOCK = "event: content_block_start\n"
 _CALL = '"type":"tool_use"'
 _START = "event: message_start\n"
 _DELTA = "event: message_delta\n"
-# Of a prefill, so much is looked for at the end of the prompt.
+# How much of a prefill is looked for at the end of the prompt.
 _LOOKED_AT_CHARS = 32
 _LOOKED_AT_TOKENS = 64
 
 
 def answer_as_anthropic(handler: Any, told: Callable[[], ToldOfCaches | None]) -> None:
-    """Change what an engine's Messages API makes of requests and answers.
+    """Change what vLLM's ``AnthropicServingMessages`` makes of requests and answers.
 
-    Args:
-        handler: vLLM's ``AnthropicServingMessages``.
-        told: what the client is told of the turn in whose context it is called.
+    ``told`` returns what the current turn's client is told of caches.
     """
     convert = handler.to_chat_completion_request
     render = handler.render_chat_request
@@ -121,7 +119,7 @@ def answer_as_anthropic(handler: Any, told: Callable[[], ToldOfCaches | None]) -
 
 
 class _Message(AnthropicMessagesResponse):  # type: ignore[misc]  # To mypy it is Any.
-    """An answer in one piece. vLLM leaves out what is null, and clients look for these two."""
+    """An answer in one piece, with two members that clients read and vLLM leaves out when null."""
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
         return {
@@ -136,7 +134,7 @@ def _no_prefill() -> Any:
 
 
 def _text_of(content: Any) -> str:
-    """The text that is to be continued: of several parts, the last."""
+    """Return the text to be continued, of several parts the last."""
     if isinstance(content, str):
         return content
     texts = [part["text"] for part in content or () if part.get("type") == "text"]
@@ -144,7 +142,7 @@ def _text_of(content: Any) -> str:
 
 
 def _ends_with(text: str, prompt: Any, renderer: Any) -> bool:
-    """Whether a prompt ends with a text. White space is passed over: templates trim."""
+    """Return whether a prompt ends with a text, without white space, since templates trim."""
     rendered = prompt.get("prompt")
     if not isinstance(rendered, str):
         rendered = renderer.tokenizer.decode(prompt["prompt_token_ids"][-_LOOKED_AT_TOKENS:])
@@ -153,7 +151,7 @@ def _ends_with(text: str, prompt: Any, renderer: Any) -> bool:
 
 
 def _whole_json(arguments: str) -> str:
-    """A call's arguments, or as much of them as there is where they were cut off."""
+    """Return a call's arguments, or as much JSON as there is where they were cut off."""
     try:
         pydantic_core.from_json(arguments)
     except ValueError:
@@ -170,12 +168,6 @@ def _own_id(id_: str) -> str:
 
 
 def _stop_reason(theirs: str | None, calls: bool) -> str | None:
-    """Why an answer ended, in Anthropic's words.
-
-    Args:
-        theirs: what vLLM says.
-        calls: whether there is a call in it.
-    """
     if theirs in ("end_turn", "tool_use"):
         return "tool_use" if calls else "end_turn"
     return theirs
@@ -191,7 +183,7 @@ def _started(event: str, told: ToldOfCaches | None) -> str:
             "cache_read_input_tokens": told.read_tokens,
             "cache_creation_input_tokens": told.created_tokens,
         }
-        # It counts all of the prompt as input, and the last event only what was in no cache.
+        # vLLM counts the whole prompt as input here, and in the last event only what was computed.
         known = {name: tokens for name, tokens in given.items() if tokens is not None}
         usage["input_tokens"] = max(0, usage["input_tokens"] - sum(known.values()))
         usage |= known

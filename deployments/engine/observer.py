@@ -1,8 +1,8 @@
-"""Watches a decoder's turns, by the engine's own statistics, and has the table told.
+"""Watches a decoder's turns by the engine's own statistics, and reports them to the table.
 
-Two ends meet here: an ASGI middleware in front of vLLM's OpenAI server, which knows whose turn
-it is and what the client was told, and the engine client's ``generate``, which knows how many
-tokens there were and where the prompt's KV came from. A context variable joins them.
+An ASGI middleware before vLLM's OpenAI server knows which turn it is and what the client was told.
+The engine client's ``generate`` knows how many tokens there were and where the prompt's KV came
+from. A context variable joins the two.
 """
 
 import asyncio
@@ -29,19 +29,16 @@ from conserve.pausing import tool_called
 from conserve.recognition import Digest
 from conserve.recognition.apis import answers_of, continues, heard
 from conserve.wire import Emitted
-from deployments.engine.body import TURN, read_ahead, replay
 from deployments.engine.continuation import can_be_continued, continued
 from deployments.engine.load import ALL_TOKENS, LoadMeter
-
-_SMALL_BYTES = 16 * 1024
+from deployments.engine.response_events import is_stream
+from deployments.engine.response_store import TURN, aside, read_ahead, replay
 
 
 class ToldOfCaches(NamedTuple):
-    """Tells a turn's client of its prompt's tokens; None where the engine does not say.
+    """The prompt's tokens that its client is told caches had (read), and have now (created).
 
-    Attributes:
-        read_tokens: tokens that were found in caches, and not computed.
-        created_tokens: tokens that were computed, and are in a cache now.
+    None where the engine does not say.
     """
 
     read_tokens: int | None
@@ -50,16 +47,19 @@ class ToldOfCaches(NamedTuple):
 
 @dataclass(slots=True)
 class _Observation:
-    stored_tokens: int | None = None
-    parks: bool = False
-    # Of the turn, for the engine's scheduler: whose it is, and what its client has said.
-    key: TurnKey | None = None
-    resume_s: float | None = None
-    last: bool = False
-    # Where a prefiller has computed the prompt: what it had found of it.
-    prefill_cached_tokens: int | None = None
-    # Of its prompt, what caches should have.
-    expected_tokens: int = 0
+    asked: wire.DecoderTurn
+    key: TurnKey
+    stored_tokens: int | None
+    parks: bool
+    # Tokens of its prompt that caches should have.
+    expected_tokens: int
+    # The outputs of an engine before this one, where the stream is continued.
+    sent: list[Emitted]
+    # Called when the engine aborts its requests because it is told to end.
+    engine_ends: Callable[[], None]
+    # Whether outputs are noted, for another engine to continue, and those that are in no event yet.
+    notes: bool
+    unnoted: list[Emitted] = field(default_factory=list)
     started: int = 0
     finished: int = 0
     prompt_tokens: int = 0
@@ -73,15 +73,8 @@ class _Observation:
     engine_wait_for: str | None = None
     kept_tokens: int | None = None
     kept_s: float | None = None
-    # For streams that may have to be continued: whether to note what is put out, what of it is
-    # in no event yet, and what another engine had put out before.
-    notes: bool = False
-    unnoted: list[Emitted] = field(default_factory=list)
-    sent: list[Emitted] = field(default_factory=list)
-    # By the first output, as vLLM has it at the end of a stream.
+    # Set by the first output; vLLM says it at a stream's end.
     told: ToldOfCaches | None = None
-    # Called when the engine aborts what it has, because it is told to end.
-    engine_ends: Callable[[], None] = lambda: None
 
     def see(self, output: Any, delta: bool) -> None:
         self.prompt_tokens = max(self.prompt_tokens, len(output.prompt_token_ids or ()))
@@ -109,14 +102,14 @@ class _Observation:
             self.finished += 1
 
     def put_out(self, output: Any) -> None:
-        # Said to the table alone; vLLM would pass it on to the client.
+        # Only the table is told; vLLM would pass it on to the client.
         output.kv_transfer_params = None
-        # Clients are told what was not computed for this turn, by whichever engine.
-        most = self.prefill_cached_tokens
+        # Clients are told what no engine computed for this turn.
+        most = self.asked.prefill_cached_tokens
         if most is not None and output.num_cached_tokens is not None:
             computed = max(0, output.num_cached_tokens - most)
             output.num_cached_tokens -= computed
-            # Messages have a word for what was computed for the turn and is in a cache now.
+            # The Messages API also tells what was computed and is in a cache now.
             if output.num_cache_creation_tokens is not None:
                 output.num_cache_creation_tokens += computed
         if self.told is None:
@@ -149,20 +142,16 @@ _current: ContextVar[_Observation | None] = ContextVar("conserve_observation", d
 
 
 def told_of_caches() -> ToldOfCaches | None:
-    """Return what the client is told of the turn in whose context this is called.
-
-    None before its first output, and of what is no turn.
-    """
+    """Return what the current turn's client is told; None before its first output."""
     observation = _current.get()
     return None if observation is None else observation.told
 
 
 def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> None:
-    """Have an ``AsyncLLM`` report what it does for the turn in whose context it is called.
+    """Have an ``AsyncLLM`` report what it does for the current turn.
 
     Args:
-        meter: of its load; is told what turns expect in caches.
-        schedules: whether its scheduler is told whose turn each request is.
+        schedules: whether the engine's scheduler is told which turn each request is.
     """
     generate = client.generate
 
@@ -177,25 +166,25 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
                 async for output in stream:
                     yield output
             return
-        # Asks the connector for its statistics; see LMCacheMPConnector.
+        # These also ask LMCacheMPConnector for its statistics.
         extra = dict(sampling_params.extra_args or {})
         extra["kv_transfer_params"] = {
             **(extra.get("kv_transfer_params") or {}),
             **wire.transfer_params(
                 observation.stored_tokens,
                 observation.parks,
-                prefilled=observation.prefill_cached_tokens is not None,
+                prefilled=observation.asked.prefill_cached_tokens is not None,
             ),
         }
-        if schedules and (key := observation.key) is not None:
-            whose = wire.history_key(key.history_id, key.incarnation)
+        if schedules:
+            key, asked = observation.key, observation.asked
             extra["kv_transfer_params"] |= wire.scheduled_turn(
-                whose, observation.resume_s, observation.last
+                wire.history_key(key.history_id, key.incarnation), asked.resume_s, asked.last
             )
         sampling_params.extra_args = extra
         stream = generate(prompt, sampling_params, request_id, **options)
         observation.started += 1
-        # An answer in one piece says nothing before its end, and may not come to it.
+        # An answer in one piece tells nothing before its end, which it may not reach.
         given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         observation.prompt_tokens = max(observation.prompt_tokens, len(given or ()))
         delta = getattr(sampling_params.output_kind, "name", "") == "DELTA"
@@ -208,7 +197,7 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
         if observation.sent:
             run = functools.partial(generate, request_id=request_id, **options)
             sent, tokenizer = observation.sent, client.tokenizer
-            # It has the engine's outputs seen, which are other ones than it yields.
+            # It calls `see` with the engine's outputs, and yields others.
             stream = continued(sent, prompt, sampling_params, request_id, tokenizer, run, see)
         expecting = meter.expecting(request_id, observation.expected_tokens)
         async with expecting, contextlib.aclosing(stream):
@@ -222,17 +211,17 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
 
 
 def _require_an_answer(output: Any, params: Any, observation: _Observation) -> None:
-    """Raise where an output is none, though vLLM passes it on as one, or as a failure of its own.
+    """Raise where vLLM passes on an output that is no answer.
 
     Raises:
-        EngineDeadError: the engine is told to end, and aborts what it has. To the client, that
-            would pass for the answer's own end.
-        VLLMValidationError: no grammar can be made of what was asked for; vLLM finds that out
+        EngineDeadError: the engine is told to end and aborts its requests, which would look like
+            the answer's own end.
+        VLLMValidationError: no grammar can be made of what was asked for, which vLLM finds out
             after it has taken the request.
     """
     reasons = {choice.finish_reason for choice in output.outputs}
     if "abort" in reasons:
-        # Not by this turn's client, or nobody would be waiting.
+        # This turn's client has not left, or nothing would read this.
         observation.engine_ends()
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -242,7 +231,8 @@ def _require_an_answer(output: Any, params: Any, observation: _Observation) -> N
         from vllm.exceptions import VLLMValidationError
 
         raise VLLMValidationError(
-            "the engine can make no grammar of the output that is asked for; mend or simplify it",
+            "the engine can make no grammar of the output that is asked for; correct or simplify "
+            "it",
             parameter="structured_outputs",
         )
 
@@ -250,18 +240,9 @@ def _require_an_answer(output: Any, params: Any, observation: _Observation) -> N
 class TurnObserver:
     """ASGI middleware that keeps a decoder's `Holdings` and reports each turn's end.
 
-    Both are up to date before the client learns that the turn is over, so that the next turn finds
-    what it goes on with, however fast it follows. The table is told meanwhile.
-
-    Args:
-        desk: says which turns are begun that the table was not asked for.
-        has_more: called when the desk's outbox has something new.
-        volatile: kinds of text by which no conversation is recognised; see
-            `conserve.recognition.volatile`.
-
-    Attributes:
-        ending: whether the engine has been told to end: it is not healthy then, though its core
-            may take seconds to be gone.
+    Both are up to date before the client learns that the turn has ended, so that the next turn
+    finds its history, however fast it follows. ``ending`` is whether the engine has been told to
+    end.
     """
 
     def __init__(
@@ -274,18 +255,18 @@ class TurnObserver:
     ) -> None:
         self._app = app
         self._volatile = volatile
-        self._holdings = holdings
-        self._desk = desk
-        self._has_more = has_more
+        self.holdings = holdings
+        self.desk = desk
+        self.has_more = has_more
         self.ending = False
 
     def _engine_ends(self) -> None:
         self.ending = True
-        self._desk.close()
+        self.desk.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         told = _told(scope)
-        # One request may be begun within another one's task.
+        # A request may be begun within another one's task.
         _current.set(None)
         if told is None:
             if self.ending and scope["type"] == "http" and scope["path"] == "/health":
@@ -302,39 +283,33 @@ class TurnObserver:
             body = body[told.sent_bytes :]
             receive = replay(body, receive)
             if told.recognises:
-                asked = (body, path, self._volatile, told.tenant)
-                # Other turns' tokens pass through this thread. And nothing is counted yet.
-                if len(body) <= _SMALL_BYTES:
-                    beginning = _beginning(*asked)
-                else:
-                    beginning = await asyncio.to_thread(_beginning, *asked)
+                recognise = functools.partial(
+                    _beginning, path=path, volatile=self._volatile, tenant=told.tenant
+                )
+                beginning = await aside(recognise, body)
         key = told.key or self._begin_straight(told)
         if key is None:
             refused = Response(status_code=wire.REFUSED_STATUS, headers={wire.REFUSED_HEADER: "1"})
             await refused(scope, receive, send)
             return
-        straight = told.key is None
-        turn = _Turn(self._holdings, self._desk, self._has_more, key, path, straight)
-        turn.beginning = beginning
-        seen = turn.observation
-        seen.key = key
-        seen.resume_s, seen.last = told.resume_s, told.last
-        seen.sent, seen.notes = sent, told.notes
-        seen.prefill_cached_tokens = told.prefill_cached_tokens
-        seen.engine_ends = self._engine_ends
+        held_tokens = self.holdings.held_tokens(key.history_id)
+        if told.key is not None:
+            self.holdings.begin(key, told.root or None, told.points, told.looks_up)
         prefilled = told.prefill_cached_tokens is not None
-        held_tokens = self._holdings.held_tokens(key.history_id)
-        seen.expected_tokens = ALL_TOKENS if prefilled else held_tokens
-        # For whoever keeps something of its conversation's.
+        stored_tokens = self.holdings.stored_tokens(key.history_id)
+        seen = _Observation(
+            told,
+            key,
+            stored_tokens=None if told.key is not None and told.looks_up else stored_tokens,
+            parks=self.desk.parks if told.key is None else told.parks,
+            expected_tokens=ALL_TOKENS if prefilled else held_tokens,
+            sent=sent,
+            engine_ends=self._engine_ends,
+            notes=told.notes,
+        )
+        turn = _Turn(self, path, seen, beginning)
+        # The response keeper needs it.
         scope = {**scope, TURN: key}
-        if straight:
-            seen.stored_tokens = self._holdings.stored_tokens(key.history_id)
-            seen.parks = self._desk.parks
-        else:
-            self._holdings.begin(key, told.root or None, told.points, told.looks_up)
-            if not told.looks_up:
-                seen.stored_tokens = self._holdings.stored_tokens(key.history_id)
-            seen.parks = told.parks
         _current.set(seen)
         try:
             await self._app(scope, receive, turn.relay(send))
@@ -343,27 +318,23 @@ class TurnObserver:
                 turn.report(completed=False)
 
     def _begin_straight(self, told: wire.DecoderTurn) -> TurnKey | None:
-        """Begin a turn that the table was not asked for; None: it is to be."""
+        """Begin a turn that the table was not asked for; None if it has to be asked."""
         asked = told.straight
         if asked is None:
             return None
         going_on = Continued(told.root, asked.end, asked.stated_id)
-        key = self._desk.begin(going_on, asked.router_id, unix_s())
+        key = self.desk.begin(going_on, asked.router_id, unix_s())
         if key is not None:
-            self._has_more()
+            self.has_more()
         return key
 
 
 @dataclass(slots=True)
 class _Turn:
-    holdings: Holdings
-    desk: Desk
-    has_more: Callable[[], None]
-    key: TurnKey
+    observer: TurnObserver
     path: str
-    straight: bool = False
-    observation: _Observation = field(default_factory=_Observation)
-    beginning: recognition.Beginning | None = None
+    observation: _Observation
+    beginning: recognition.Beginning | None
     status: int = 0
     streamed: bool = False
     parts: list[bytes] = field(default_factory=list)
@@ -375,13 +346,10 @@ class _Turn:
         async def observed_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
-                self.streamed = any(
-                    name.lower() == b"content-type" and value.startswith(b"text/event-stream")
-                    for name, value in message["headers"]
-                )
-                if self.straight:
-                    own = (wire.TURN_HEADER.encode(), wire.key_header(self.key).encode())
-                    message["headers"] = [*message["headers"], own]
+                self.streamed = is_stream(message)
+                if self.observation.asked.key is None:
+                    own = wire.key_header(self.observation.key).encode()
+                    message["headers"] = [*message["headers"], (wire.TURN_HEADER.encode(), own)]
             elif message["type"] == "http.response.body" and not self.reported:
                 part = message.get("body", b"")
                 if self.beginning is not None and part:
@@ -389,7 +357,7 @@ class _Turn:
                 # vLLM sends every event as a part of its own.
                 if part.startswith(ends) if self.streamed else not message.get("more_body"):
                     self.report(completed=self._completed())
-                    # So that it is on its way.
+                    # The report is sent before the answer's end.
                     await asyncio.sleep(0)
                 elif self.streamed and (unnoted := self.observation.unnoted):
                     message["body"] = wire.note(unnoted) + part
@@ -404,25 +372,19 @@ class _Turn:
 
     def report(self, completed: bool) -> None:
         self.reported = True
-        stats = self.observation.stats()
-        answers = self._answers() if completed else []
-        tails = self._tails(answers)
+        observer, seen = self.observer, self.observation
+        stats = seen.stats()
+        answers: list[dict[str, Any]] = []
+        tails: tuple[Digest, ...] = ()
+        if completed and self.beginning is not None:
+            answers = answers_of(self.path, self.parts, self.streamed)
+            tails = tuple(tail for answer in answers for tail in self.beginning.tails(answer))
         if stats is not None and answers:
-            # Of several choices its client goes on with one; the first is as likely as any.
+            # The client goes on with one of several choices; the first is as likely as any.
             stats = msgspec.structs.replace(stats, tool=tool_called(answers[0]))
-        self.holdings.finish(self.key, stats, tails, completed, self.observation.parks)
-        self.desk.outbox.add(Ended(self.key, stats, tails, completed))
-        self.has_more()
-
-    def _answers(self) -> list[dict[str, Any]]:
-        if self.beginning is None:
-            return []
-        return answers_of(self.path, self.parts, self.streamed)
-
-    def _tails(self, answers: list[dict[str, Any]]) -> tuple[Digest, ...]:
-        if self.beginning is None:
-            return ()
-        return tuple(tail for answer in answers for tail in self.beginning.tails(answer))
+        observer.holdings.finish(seen.key, stats, tails, completed, seen.parks)
+        observer.desk.outbox.add(Ended(seen.key, stats, tails, completed))
+        observer.has_more()
 
 
 def _beginning(
@@ -438,6 +400,5 @@ def _beginning(
 
 
 def _told(scope: Scope) -> wire.DecoderTurn | None:
-    """Return what a router says of a turn; None: this is no turn."""
     value = Headers(scope=scope).get(wire.TURN_HEADER) if scope["type"] == "http" else None
     return None if value is None else wire.DecoderTurn.read(value)

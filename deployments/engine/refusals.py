@@ -1,12 +1,9 @@
-"""Explains refused requests, where vLLM's words would not do.
+"""Explains refused requests better than vLLM does.
 
-vLLM 0.29 ends a prompt's tokens where the output asked for would have no more room: so it does not
-know how long the prompt is ("at least"), and says the same of a prompt that is too long and of an
-output that is. Here all of a prompt is tokenized, which vLLM's tokenizers do before they cut it,
-and prompt and output are judged by that.
-
-Of a body that is none, vLLM prints each of Pydantic's errors with all of its input; here it is told
-the one that counts, by `conserve.complaints`.
+vLLM 0.29 cuts a prompt's tokens where the output asked for would have no more room. So it does not
+know how long the prompt is, and says the same of a prompt and of an output that is too long. Here
+the whole prompt is tokenized, as vLLM's tokenizers do before they cut it. Of a body that cannot be
+read, `conserve.complaints` chooses the one error that counts.
 
 Internals of vLLM 0.29 that are used: ``TokenizeParams`` of ``vllm.renderers.params``.
 """
@@ -27,14 +24,10 @@ from deployments.engine.check import only_counts, takes_what_room_is_left
 
 
 def explain_refusals(app: FastAPI) -> None:
-    """Have vLLM's HTTP app, which serves nothing yet, say what is wrong with requests.
-
-    Raises:
-        RuntimeError: vLLM judges lengths in another way than this knows of.
-    """
+    """Have vLLM's HTTP app, which serves nothing yet, say what is wrong with requests."""
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(ValidationError)(_invalid)
-    # vLLM has built it, with the handlers that there were; it is made anew when it is needed.
+    # vLLM has built it without these handlers; it is built anew when it is needed.
     app.middleware_stack = None
     judge_whole_prompts()
 
@@ -43,11 +36,11 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         errors, body = error.errors(), error.body
     else:
-        # Parts of messages are judged when the template comes to them.
+        # Parts of messages are judged only when the template reads them.
         assert isinstance(error, ValidationError)
         errors, body = error.errors(), await request.json()
     if isinstance(errors[0], str):
-        # Of another content type; vLLM says so.
+        # The body has another content type, as vLLM says.
         field, message = "", errors[0]
     else:
         field, message = complaint(errors, body)
@@ -60,8 +53,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 def judge_whole_prompts() -> None:
     """Have this process's vLLM say how long prompts are that it refuses.
 
-    Raises:
-        RuntimeError: vLLM judges lengths in another way than this knows of.
+    Raises `RuntimeError` if vLLM judges lengths in another way than this expects.
     """
     for name in _OWN:
         if not hasattr(TokenizeParams, name):
@@ -78,7 +70,7 @@ _text_len_check: Callable[..., str] = TokenizeParams._text_len_check
 
 
 def _judge_fields(params: Any) -> None:
-    # Where prompts are cut to what the output leaves, that has to be something.
+    # Only where prompts are cut to what the output leaves does the output have to leave something.
     if params.truncate_prompt_tokens is not None or params.truncation_side is not None:
         _post_init(params)
 
@@ -94,7 +86,7 @@ def _encode_all(params: Any) -> dict[str, Any]:
 
 
 def _judge_text(params: Any, tokenizer: Any, text: str) -> str:
-    """Refuse to tokenize what cannot fit, if each token were the longest that there is."""
+    """Refuse to tokenize a text that is too long even if each token were the longest there is."""
     if params.truncate_prompt_tokens is not None:
         return _text_len_check(params, tokenizer, text)
     most = params.max_total_tokens

@@ -1,4 +1,4 @@
-"""A decoder's talk with the conversation table, beside its turns and never in their way."""
+"""A decoder's calls to the conversation table, beside its turns and never in their way."""
 
 import asyncio
 import logging
@@ -18,14 +18,8 @@ Answer = TypeVar("Answer")
 class Reporter:
     """Tells the table what the desk's outbox holds, and the desk what the table says.
 
-    Reports are one at a time, so that they come in order; what happens meanwhile goes with the next
-    one.
-
-    Args:
-        obey: told each notice, too, where the engine itself has something to do.
-
-    Attributes:
-        tasks: in which it does so, from `start` on.
+    Reports go one at a time, so that they arrive in order; what happens meanwhile goes with the
+    next. ``obey`` is told each notice, too, for the engine itself.
     """
 
     def __init__(
@@ -44,27 +38,23 @@ class Reporter:
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin; nothing is said before the engine has registered."""
         loop = asyncio.get_running_loop()
         self.tasks = [loop.create_task(self._report()), loop.create_task(self._hear())]
 
     def registering(self) -> int:
-        """All that the decoder holds is about to be told; returns the registration's number."""
+        """Stop until `registered`; returns the number of the registration to come."""
         self._registered.clear()
         self._desk.stop()
         return self._desk.outbox.register()
 
     def registered(self) -> None:
-        """The table knows it."""
         self._registered.set()
 
     @property
     def is_registered(self) -> bool:
-        """Whether the table knows it, as far as it has heard."""
         return self._registered.is_set()
 
     def has_more(self) -> None:
-        """There is something to tell."""
         self._due.set()
 
     async def _report(self) -> None:
@@ -105,18 +95,17 @@ class Reporter:
     async def _answered(
         self, asked: Coroutine[Any, Any, Answer]
     ) -> tuple[Literal[True], Answer] | tuple[Literal[False], None]:
-        """Whether the table answers, and what."""
         try:
             return True, await asked
         except TableUnavailable as error:
             logger.warning("decoder %s: %s", self._engine_id, error)
         except Exception:
-            # Without reports the table would never know that a turn has ended.
-            logger.exception("decoder %s: the table's answer failed", self._engine_id)
+            # The loops go on: without reports the table would never know that a turn has ended.
+            logger.exception("decoder %s: a call to the table failed", self._engine_id)
             await asyncio.sleep(BEAT_S)
         return False, None
 
     def _unknown(self) -> None:
-        """The table does not know this decoder; its next beat finds that out, and registers."""
+        """Stop until the next beat, which finds that the table does not know this engine."""
         self._registered.clear()
         self._desk.stop()

@@ -1,13 +1,13 @@
-"""Has all that is said of a response agree: its events, its last event, its body.
+"""Has a response's events, its last event and its body agree.
 
-vLLM 0.29 makes the items of a stream's last event anew from the whole text, with ids of their own:
-a call has another ``call_id`` there, and other spaces in its arguments, than in the events before
-(vllm-project/vllm#47916). A stream that is cut by length ends in ``response.completed`` (#45386),
-and items that were cut are completed (#57998). Here the last event has the items that the events
-had, ``response.incomplete`` ends what is not whole, and what was cut in it says so.
+vLLM 0.29 makes the items of a stream's last event anew from the whole text, with ids of their own.
+A call has another ``call_id`` there, and other spaces in its arguments (vllm-project/vllm#47916). A
+stream that is cut by length ends in ``response.completed`` (#45386), and items that were cut are
+completed (#57998). Here the last event has the items of the events before, and
+``response.incomplete`` ends an incomplete response, whose cut item says so.
 
-Ids are made of the response's own and of places in it. So they are the same on whichever decoder
-goes on with a stream, and an item's says which response to look for (`conserve.items`).
+Ids are made of the response's own id and of positions in it. So they are the same on whichever
+decoder goes on with a stream, and an item's id tells its response (`conserve.items`).
 """
 
 import time
@@ -53,34 +53,34 @@ _TEXT = msgspec.json.Decoder(str)
 _encode = msgspec.json.encode
 
 
-class AgreeingResponse:
-    """A ``send`` before another, by which vLLM's server answers one request.
+def is_stream(start: Message) -> bool:
+    """Return whether an answer is a stream of events, by its first message."""
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in start["headers"]
+    )
 
-    Args:
-        send: gets what vLLM says, in order, an event a message.
-        response_id: the response's own.
-        more: what vLLM leaves out of a response, by name.
-    """
+
+class AgreeingResponse:
+    """An ASGI ``send`` that corrects one response, and adds the members in ``more``."""
 
     def __init__(self, send: Send, response_id: str, more: Mapping[str, Any]) -> None:
         self._send = send
         self._id = response_id
         self._more = {name: msgspec.Raw(_encode(value)) for name, value in more.items()}
-        # Of the answer that is read whole: how it begins, and what there is of it.
+        # An answer in one piece: its first message, and its body so far.
         self._start: Message | None = None
         self._parts: list[bytes] = []
         self._streamed = False
         # An item's last event waits for the next one, which says whether the item is whole.
         self._done: _ItemEvent | None = None
         self._items: list[Json] = []
-        # vLLM's id of the item that the events are about, and the one that it gets.
+        # vLLM's id of the current item, and the id that it gets.
         self._renamed: tuple[bytes, bytes] | None = None
 
     async def send(self, message: Message) -> None:
-        """Pass one message of vLLM's server on."""
         if message["type"] == "http.response.start":
-            types = [value for name, value in message["headers"] if name.lower() == b"content-type"]
-            self._streamed = any(value.startswith(b"text/event-stream") for value in types)
+            self._streamed = is_stream(message)
             if not self._streamed and message["status"] == 200:
                 self._start = message
                 return
@@ -113,7 +113,6 @@ class AgreeingResponse:
         await self._send({**end, "body": body})
 
     def _whole(self, response: dict[str, msgspec.Raw], items: list[Json]) -> Json:
-        """A response that has ended, with its items."""
         status = _TEXT.decode(response["status"])
         if status == "incomplete" and items:
             items[-1]["status"] = status
@@ -123,7 +122,7 @@ class AgreeingResponse:
         return whole
 
     def _filled(self, response: dict[str, msgspec.Raw]) -> Json:
-        """A response with what vLLM leaves out of it."""
+        """Return a response with the members that vLLM leaves out."""
         given = {name: value for name, value in response.items() if bytes(value) != b"null"}
         return {**response, **self._more, **given}
 
@@ -188,9 +187,8 @@ def _written(event: _ItemEvent | _ResponseEvent) -> bytes:
 
 
 def _plain(item: Json) -> Json:
-    """An item as OpenAI has it, without members that are null."""
     own = {name: value for name, value in item.items() if value is not None}
-    # vLLM puts these into items of other kinds than theirs: a summary, and an event's own.
+    # vLLM gives items an event's members, and messages a summary.
     for name in ("output_index", "sequence_number"):
         own.pop(name, None)
     if own.get("type") == "message":
@@ -209,12 +207,12 @@ def _texts(item: Json) -> list[Any]:
 
 
 def _with_logprobs(items: list[Json], theirs: list[Json]) -> list[Json]:
-    """The items of a stream, with what is said at its end alone: their log-probabilities."""
+    """Return a stream's items with their log-probabilities, which only its last event has."""
     found = []
     for position, item in enumerate(items):
         other: Json = theirs[position] if position < len(theirs) else {}
         if item["type"] == other.get("type") == "message" and _texts(item) == _texts(other):
-            # Of the same text, they are of the same tokens.
+            # The same text has the same tokens.
             item = {**item, "content": other["content"]}
         found.append(item)
     return found

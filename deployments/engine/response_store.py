@@ -1,16 +1,15 @@
-"""Responses that a decoder has given, kept where their histories are bound.
+"""Keeps responses that a decoder has given where their histories are bound.
 
-A client may ask for a response again, or go on from it by its id alone (``previous_response_id``);
-the router then asks the decoders for it. vLLM 0.29 has a store of its own, which it never clears,
-and from which it takes a history without its tool calls; this one is bounded, and keeps what the
-client would have had to send.
+A client may ask for a response again, or go on from it by its id alone (``previous_response_id``).
+The router then asks the decoders for it. vLLM 0.29's own store is never cleared, and gives back a
+history without its tool calls. This one is bounded, and keeps what the client would have sent.
 """
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -20,19 +19,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from conserve import identity, wire
 from conserve.apis import RESPONSES, form_of
 from conserve.history import TurnKey
-from deployments.engine.body import TURN, read_ahead, replay
-from deployments.engine.response_events import AgreeingResponse
+from deployments.engine.response_events import AgreeingResponse, is_stream
 
+_T = TypeVar("_T")
+
+# The member of a turn's ASGI scope with its `TurnKey`.
+TURN = "conserve.turn"
 _SMALL_BYTES = 16 * 1024
 _MB = 1_000_000
-# Beside the bytes that it holds: the entry itself, its key, its ids.
+# What an entry takes beside the bytes that it holds.
 _ENTRY_BYTES = 512
 
 
 class _Asked(msgspec.Struct, gc=False):
     request_id: str = ""
     store: bool | None = True
-    # As they came: vLLM judges them, or passes them over.
+    # Unchecked: vLLM judges them, or ignores them.
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
@@ -63,11 +65,7 @@ class _Entry:
 
 
 class ResponseStore:
-    """Responses by tenant and id, the newest of them, as far as there is room.
-
-    Args:
-        room_bytes: how much they may take, requests included.
-    """
+    """The newest responses, by tenant and id, as far as there is room."""
 
     def __init__(self, room_bytes: int) -> None:
         self._room = room_bytes
@@ -75,12 +73,6 @@ class ResponseStore:
         self._entries: OrderedDict[tuple[str | None, str], _Entry] = OrderedDict()
 
     def add(self, response_id: str, history_id: str, request: bytes, response: bytes) -> None:
-        """Keep a response, in the place of older ones where there is no room.
-
-        Args:
-            history_id: as it is kept, which says whose it is.
-            request: JSON, as is ``response``.
-        """
         entry = _Entry(history_id, request, response)
         if entry.size > self._room:
             return
@@ -92,7 +84,7 @@ class ResponseStore:
             self.discard(*next(iter(self._entries)))
 
     def get(self, tenant: str | None, response_id: str) -> bytes | None:
-        """A `wire.StoredResponse` in JSON; None if there is none, or not of this tenant."""
+        """Return a `wire.StoredResponse` in JSON; None if the tenant has no such response."""
         entry = self._entries.get((tenant, response_id))
         if entry is None:
             return None
@@ -100,7 +92,6 @@ class ResponseStore:
         return msgspec.json.encode(wire.StoredResponse(entry.history_id, request, response))
 
     def discard(self, tenant: str | None, response_id: str) -> bool:
-        """Forget a response; whether there was one."""
         entry = self._entries.pop((tenant, response_id), None)
         if entry is None:
             return False
@@ -109,12 +100,9 @@ class ResponseStore:
 
 
 class ResponseKeeper:
-    """ASGI middleware before a decoder's HTTP app: keeps its responses, and tells them to routers.
+    """ASGI middleware that keeps a decoder's responses, and serves them to routers.
 
-    What it keeps is what the client was told, see `deployments.engine.response_events`.
-
-    Args:
-        room_mb: how much they may take.
+    It keeps what the client was told, see `deployments.engine.response_events`.
     """
 
     def __init__(self, app: ASGIApp, room_mb: int) -> None:
@@ -135,11 +123,7 @@ class ResponseKeeper:
             await self._app(scope, receive, send)
             return
         request = await read_ahead(receive)
-        # Other turns' tokens pass through this thread.
-        if len(request) <= _SMALL_BYTES:
-            asked = _asked(request)
-        else:
-            asked = await asyncio.to_thread(_asked, request)
+        asked = await aside(_asked, request)
         if asked is not None and asked.request_id:
             keeps = asked.store is not False and self._room_mb > 0
 
@@ -169,7 +153,7 @@ def _asked(request: bytes) -> _Asked | None:
 
 
 def _left_out(asked: _Asked, keeps: bool) -> dict[str, Any]:
-    """Return what OpenAI's clients may look for in a response, and vLLM 0.29 does not say."""
+    """Return what OpenAI's clients may read in a response, and vLLM 0.29 leaves out."""
     return {
         "store": keeps,
         "error": None,
@@ -182,7 +166,7 @@ def _left_out(asked: _Asked, keeps: bool) -> dict[str, Any]:
 
 
 def _watched(send: Send, keep: Callable[[bytes], None]) -> Send:
-    """A ``send`` that has a whole response kept before the client learns that it is whole."""
+    """Return a ``send`` that has a response kept before the client learns that it is complete."""
     ends = form_of(RESPONSES).ends
     good = streamed = False
     parts: list[bytes] = []
@@ -191,8 +175,7 @@ def _watched(send: Send, keep: Callable[[bytes], None]) -> Send:
         nonlocal good, streamed
         if message["type"] == "http.response.start":
             good = message["status"] == 200
-            types = [value for name, value in message["headers"] if name.lower() == b"content-type"]
-            streamed = any(value.startswith(b"text/event-stream") for value in types)
+            streamed = is_stream(message)
         elif good and message["type"] == "http.response.body":
             part = message.get("body", b"")
             response: bytes | None = None
@@ -206,3 +189,37 @@ def _watched(send: Send, keep: Callable[[bytes], None]) -> Send:
         await send(message)
 
     return watched
+
+
+async def read_ahead(receive: Receive) -> bytes:
+    """Return the whole body, or what there is of it where the client leaves."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            break
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    return b"".join(parts)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Return a ``receive`` that first gives a body that was read already."""
+    given = False
+
+    async def replayed() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+async def aside(work: Callable[[bytes], _T], body: bytes) -> _T:
+    """Do work on a body, in a thread if it is long: this one passes other turns' tokens on."""
+    if len(body) <= _SMALL_BYTES:
+        return work(body)
+    return await asyncio.to_thread(work, body)

@@ -1,61 +1,54 @@
 """Meters each iteration of an engine in its core, and tells it with vLLM's statistics.
 
-A KV connector is asked at each iteration's beginning what its workers are to be told, and at its
-end for statistics; those go to the engine's front with the iteration's outputs. Both are vLLM's
-public interface for connectors.
+vLLM asks a KV connector at each iteration's beginning for its workers' metadata, and at its end for
+statistics, which go to the engine's front with the outputs. Both are vLLM's public interface.
 """
 
 import statistics
 from collections import deque
 from typing import Any
 
+import msgspec
 from lmcache.integration.vllm.lmcache_mp_metrics import LMCacheMPConnectorStats
 
 from conserve.placement import Step
 from conserve.wire import STEPS
 
-# Decodes are told of together, so many iterations, or those of so long.
+# Iterations of decodes are told of together, up to this number and time.
 _MOST_DECODES = 64
 _TOGETHER_S = 0.25
 
 
 class StepStats(LMCacheMPConnectorStats):  # type: ignore[misc]  # LMCache ships no types.
-    """A connector's statistics, and the iterations that it has metered."""
-
     def is_empty(self) -> bool:
         return bool(super().is_empty()) and not self.data.get(STEPS)
 
 
 class StepMeter:
-    """Meters iterations, of which several may be under way. Times are of the monotonic clock.
-
-    Args:
-        decode_tokens: most tokens that a decode computes in an iteration.
-    """
+    """Meters iterations, of which several may be in flight. Times are of the monotonic clock."""
 
     def __init__(self, decode_tokens: int = 1) -> None:
         self._decode_tokens = decode_tokens
-        # When each began, and what it computes; None: nothing.
+        # When each began, and what it computes; None if nothing.
         self._under_way: deque[tuple[float, Step | None]] = deque()
         self._ended_s = 0.0
         self._decodes: dict[int, list[Step]] = {}
         self._since_s: float | None = None
 
     def began(self, scheduled: Any, now_s: float) -> None:
-        """An iteration begins; ``scheduled`` is vLLM's ``SchedulerOutput``."""
         self._under_way.append((now_s, self._computes(scheduled)))
 
     def ended(self, now_s: float) -> list[Step]:
-        """The oldest one ends; returns those that are to be told of now."""
+        """Note that the oldest iteration ends; returns those that are told of now."""
         if not self._under_way:
             return []
         began_s, step = self._under_way.popleft()
-        # With two under way the second begins when the first is over.
+        # With two in flight the second begins when the first has ended.
         lasted_s = now_s - max(began_s, self._ended_s)
         self._ended_s = now_s
         told: list[Step] = []
         if step is not None:
-            step = _lasting(step, lasted_s)
+            step = msgspec.structs.replace(step, lasted_s=lasted_s)
             if step.new_tokens:
                 told.append(step)
             else:
@@ -88,12 +81,8 @@ class StepMeter:
         return Step(0.0, new_tokens, pairs, decodes, kv_tokens)
 
 
-def _lasting(step: Step, lasted_s: float) -> Step:
-    return Step(lasted_s, step.new_tokens, step.pairs, step.decodes, step.kv_tokens)
-
-
 def _together(alike: list[Step]) -> Step:
-    """The median of iterations: of those that were held up by something else there are few."""
+    """Return the median of iterations, since few of them were held up by something else."""
     lasted_s = statistics.median(one.lasted_s for one in alike)
     kv_tokens = sum(one.kv_tokens for one in alike) // len(alike)
     return Step(lasted_s, 0, 0, alike[0].decodes, kv_tokens, len(alike))

@@ -1,13 +1,11 @@
-"""The word that a prompt is stored, from an engine's workers to the answer that waits for it.
+"""Tells an answer that its prompt is stored.
 
-Workers store KV beside the steps that follow (`stores`), so a request may end before its prompt is
-stored. What is said at its end is relied on: a router then has a decoder look for the prompt, and
-the table takes a history for parked. So the last output of a request that stores is held back
-until every worker has stored what it has of the prompt.
+Workers store KV beside the steps that follow (`stores`). At a request's end its router has a
+decoder look for the prompt, and the table counts a history as parked. So its last output is held
+back until every worker has stored its part.
 
-vLLM tells of a store with a step's outputs, hence only when the step of another request has ended.
-So each worker tells it directly, in a datagram to a socket of the process that has the engine's
-client. Workers run on that process's node, beside the LMCache server that they share.
+vLLM would report a store only with another step's outputs. So each worker reports it by a datagram
+to the process of the engine's client, which is on its node.
 """
 
 import asyncio
@@ -26,22 +24,18 @@ from conserve.wire import PARK, STORED_TO
 
 logger = logging.getLogger("ray.serve")
 
-# A socket's name, and which of its requests: lists once they have been sent.
+# A socket's name and a request's number; a list once it has been sent.
 Address = Sequence[Any]
 
-# Until an answer goes out though its prompt is not stored.
+# After that an answer ends although its prompt is not stored.
 STORE_TIMEOUT_S = 30.0
-# How often it is asked meanwhile whether the engine lives.
+# How often a waiting answer checks whether the engine lives.
 _LOOKS_EVERY_S = 1.0
 _MOST_BYTES = 64
 
 
 def tell_stored(address: Address, workers: int) -> None:
-    """Tell that this worker has stored what it has of a prompt, however that ended.
-
-    Args:
-        workers: how many tell.
-    """
+    """Tell that this worker, one of ``workers``, has stored its part of a prompt or failed to."""
     name, number = address
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -50,18 +44,14 @@ def tell_stored(address: Address, workers: int) -> None:
             sender.sendto(msgspec.msgpack.encode((number, workers)), b"\0" + name.encode())
     except OSError as error:
         logger.warning(
-            "an answer was not told that its prompt is stored (%s): it may end %g s late",
+            "cannot tell an answer that its prompt is stored (%s): it may end %g s late",
             error, STORE_TIMEOUT_S,
         )  # fmt: skip
 
 
 @dataclass(slots=True)
 class Stored:
-    """A request's prompt, or that of each of its choices.
-
-    Attributes:
-        address: where workers tell that it is stored.
-    """
+    """The prompt of a request, for each choice, and where workers tell that it is stored."""
 
     address: Address
     prompts: int
@@ -69,17 +59,13 @@ class Stored:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def hear(self, workers: int) -> None:
-        """One of so many workers has stored what it has of one of the prompts."""
         self.heard += 1
         if self.heard >= self.prompts * workers:
             self.done.set()
 
 
 class StoredPrompts:
-    """Hears which prompts of an engine are stored.
-
-    Its socket has no file: Linux gives it a name, which goes with it.
-    """
+    """Hears which prompts of an engine are stored, on a socket without a file."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -92,7 +78,6 @@ class StoredPrompts:
 
     @contextlib.contextmanager
     def expected(self, prompts: int = 1) -> Iterator[Stored]:
-        """A request is under way that will be told of, once for each of its choices."""
         if not self._listening:
             asyncio.get_running_loop().add_reader(self._socket, self._hear)
             self._listening = True
@@ -108,16 +93,15 @@ class StoredPrompts:
             while True:
                 number, workers = msgspec.msgpack.decode(self._socket.recv(_MOST_BYTES))
                 stored = self._expected.get(number)
-                # Without one, the request's client has left.
+                # None if the request's client has left.
                 if stored is not None:
                     stored.hear(workers)
 
 
 def hold_until_stored(client: Any, timeout_s: float = STORE_TIMEOUT_S) -> None:
-    """Have an ``AsyncLLM`` end requests that store their prompt when it is stored.
+    """Have an ``AsyncLLM`` end requests that store their prompt only when it is stored.
 
-    Others pass as they are. Where a store fails, or takes longer than ``timeout_s``, the answer
-    ends all the same. A decoder that then looks for the prompt computes it again.
+    After ``timeout_s`` the answer ends all the same, and a decoder computes the prompt again.
     """
     generate = client.generate
     prompts = StoredPrompts()
@@ -167,6 +151,6 @@ async def _wait(client: Any, stored: Stored, request_id: str, timeout_s: float) 
         if client.errored:
             raise client.dead_error
     logger.warning(
-        "KV of request %s was perhaps not stored: LMCache has not answered in %g s",
+        "KV of request %s may not be stored: LMCache has not answered in %g s",
         request_id, timeout_s,
     )  # fmt: skip

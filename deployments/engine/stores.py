@@ -1,11 +1,7 @@
-"""Stores that a worker has begun, and when their blocks are free.
+"""A worker's stores, and when their blocks are free.
 
-KV is copied beside the steps that follow: on a GPU by LMCache's server, on a CUDA stream of its
-own, from the engine's memory; on a CPU by a thread of the worker's (`copy_beside_steps`). Until a
-copy is done, no other request may write to its blocks.
-
-It reaches into internals of lmcache 0.5.6 (``_build_engine_driven_context`` of
-``transfer_context.worker_transfer``): check it when that version changes.
+KV is copied beside the steps that follow: on a GPU by LMCache's server, from the engine's memory;
+on a CPU by a thread of the worker's. Until then no other request may write to its blocks.
 """
 
 import threading
@@ -24,7 +20,7 @@ from deployments.engine.stored import Address
 logger = init_logger(__name__)
 
 # A server that hangs is killed before that (deployments/node), which breaks the connection. One
-# that lives, and has not answered by then, has failed at the store, and reads nothing.
+# that lives and has not answered by then has failed at the store, and reads nothing.
 FORGOTTEN_S = 120.0
 # Short beside a copy, and long beside what a look costs (some 20 us on a GPU).
 _LOOKS_EVERY_S = 0.002
@@ -32,14 +28,13 @@ _LOOKS_EVERY_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class StepNotes:
-    """Tells the workers' connectors with each step what the scheduler's knows.
+    """Tells workers' connectors with each step what the scheduler's connector knows.
 
     Attributes:
-        step: counts steps; none is left out.
         whole: requests of whose prompts nothing more is stored after this step, and where to tell
-            once that is done.
-        gone: the same, of requests that are over and that no ``whole`` has had.
-        ended: requests that are over, whose blocks are to be kept until their stores are.
+            that.
+        gone: the same of requests that have ended before ``whole`` had them.
+        ended: requests that have ended, whose blocks are kept until their stores have.
         preempted: requests whose blocks others may write to from this step on.
     """
 
@@ -52,24 +47,21 @@ class StepNotes:
 
 @dataclass(slots=True)
 class Steps:
-    """Whether everything that a step builds on was computed.
+    """Knows whether everything that a step builds on was computed.
 
-    A step may be broken off: by a SIGTERM, or an error of its own. With asynchronous scheduling the
-    worker may be given others after it, of the same prompts, before the engine ends. What they
-    compute is wrong as well.
+    With asynchronous scheduling a worker may get steps of the same prompts after one that a SIGTERM
+    or an error broke off. What they compute is wrong as well.
     """
 
     done: int = -1
     broken: bool = False
 
     def begin(self, step: int) -> None:
-        """A step is to be computed."""
         if step != self.done + 1 and not self.broken:
             self.broken = True
-            logger.error("step %d was not computed: no KV is stored any more", self.done + 1)
+            logger.error("step %d was not computed: this engine stores no more KV", self.done + 1)
 
     def end(self, step: int) -> None:
-        """It has been, to its end."""
         if not self.broken:
             self.done = step
 
@@ -81,20 +73,16 @@ class _Store:
     event: Any
     step: int
     asked_s: float
-    # Losses of the connection before it; None: this process copies, whatever becomes of that.
+    # Losses of the connection before it; None: this process copies, without the connection.
     losses: int | None
 
 
 @dataclass(slots=True)
 class Stores:
-    """Stores under way, by request.
+    """Stores in progress, by request.
 
-    The worker's steps look at them, and so does a thread, which tells of a prompt as soon as it is
-    stored, however long the step takes that is computed meanwhile.
-
-    Args:
-        losses: how often the connection to the server was lost so far.
-        tell: tells an address that this worker has stored a prompt.
+    A thread tells of a prompt as soon as it is stored, however long the current step takes.
+    ``losses`` returns how often the connection to the server was lost so far.
     """
 
     losses: Callable[[], int]
@@ -109,19 +97,13 @@ class Stores:
     def add(
         self, request_id: str, future: Any, event: Any = None, step: int = 0, copies: bool = False
     ) -> None:
-        """One has begun.
-
-        Args:
-            step: the step that computed what is stored.
-            copies: whether this process copies, and not the server.
-        """
+        """Note a store, copied by this process (``copies``) or by the server."""
         losses = None if copies else self.losses()
         store = _Store(future, event, step, self.clock(), losses)
         with self._changed:
             self._open.setdefault(request_id, []).append(store)
 
     def tell_when_stored(self, request_id: str, address: Address) -> None:
-        """Tell once what was begun so far for this request is over."""
         with self._changed:
             self._awaited.append((request_id, address))
             self._changed.notify()
@@ -130,7 +112,7 @@ class Stores:
                 self._thread.start()
 
     def under_way(self, request_id: str) -> bool:
-        """Whether this request's blocks may still be read."""
+        """Return whether this request's blocks may still be read."""
         with self._changed:
             begun = self._open.get(request_id, ())
             left = [one for one in begun if not self._over(request_id, one)]
@@ -141,14 +123,13 @@ class Stores:
             return bool(left)
 
     def oldest_step(self) -> int | None:
-        """The first step of which something is not stored yet."""
         with self._changed:
             for request_id in list(self._open):
                 self.under_way(request_id)
             return min((one.step for stores in self._open.values() for one in stores), default=None)
 
     def wait(self, requests: Collection[str], timeout_s: float = FORGOTTEN_S) -> bool:
-        """Wait until the stores of these requests are over; whether they are."""
+        """Wait for the stores of these requests; returns whether they have ended."""
         deadline_s = self.clock() + timeout_s
         for request_id in requests:
             while self.under_way(request_id):
@@ -186,7 +167,7 @@ class Stores:
         except Exception as error:
             logger.warning("LMCache has not stored KV of request %s: %s", request_id, error)
             return True
-        # What this process copies ends by itself: each of its calls to the server has a bound.
+        # This process's own copies end by themselves, since its calls to the server have bounds.
         if store.losses is None or self.clock() - store.asked_s < FORGOTTEN_S:
             return False
         logger.error("LMCache has not answered a store of request %s", request_id)
@@ -196,8 +177,10 @@ class Stores:
 def copy_beside_steps() -> None:
     """Have workers on a CPU copy KV in a thread of their own, and not in the step.
 
-    LMCache has this for accelerators that its server cannot copy from. It takes CPUs for such that
-    have no streams to do so, though a step's KV is complete there when the step has ended.
+    LMCache 0.5.6 does so only for accelerators that its server cannot copy from. On a CPU it is
+    safe, since a step's KV is complete when the step has ended. This replaces
+    ``_build_engine_driven_context`` of ``transfer_context.worker_transfer``: check it when the
+    version changes.
     """
     from lmcache.v1.multiprocess.transfer_context import worker_transfer
     from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (
@@ -205,11 +188,11 @@ def copy_beside_steps() -> None:
     )
 
     if not hasattr(worker_transfer, "_build_engine_driven_context"):
-        raise RuntimeError("this LMCache is another than 0.5.6: install the version in pyproject")
+        raise RuntimeError("this is not LMCache 0.5.6: install the version in pyproject.toml")
 
     def build(instance_id: int, client: Any) -> Any:
-        # With one thread, a prompt that begins like another one is not said to be stored before
-        # that other one is: the server leaves out chunks that are being stored already.
+        # The server leaves out chunks that are being stored already. With one thread, a prompt that
+        # shares them is not reported as stored before they are.
         return AsyncEngineDrivenTransferContext(instance_id, client, commit_workers=1)
 
     worker_transfer._build_engine_driven_context = build
@@ -219,9 +202,9 @@ def copy_beside_steps() -> None:
 
 
 def groups_that_give_up(kv_cache_config: Any) -> tuple[int, ...]:
-    """Groups of layers whose blocks a request gives up as it goes on, by a ``KVCacheConfig``.
+    """Return the groups of layers whose blocks a request gives up as it goes on.
 
-    Sliding windows do, and Mamba's states. Layers with full attention keep theirs to the end.
+    Sliding windows and Mamba's states do; full attention keeps its blocks to the end.
     """
     if kv_cache_config is None:
         return ()
@@ -240,51 +223,33 @@ def _keeps(spec: Any) -> bool:
 
 @dataclass(slots=True)
 class StoresReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's types are not seen.
-    """Tells the scheduler's connector what a worker has stored.
-
-    Attributes:
-        done: everything of this step, and of those before it, is stored.
-    """
+    """Tells the scheduler's connector that all steps up to ``done`` are stored."""
 
     done: int
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "KVConnectorWorkerMetadata":
-        """Return what all workers have stored."""
         assert isinstance(other, StoresReport)
         return StoresReport(min(self.done, other.done))
 
 
 @dataclass(slots=True)
 class Pins:
-    """References to blocks that are being stored, so that vLLM does not use them again.
-
-    Args:
-        groups: of layers, whose blocks are pinned; a request holds those of the others itself.
-
-    Attributes:
-        pool: vLLM's ``BlockPool``.
-    """
+    """Holds blocks that are being stored, of groups of layers whose blocks requests give up."""
 
     groups: tuple[int, ...] = ()
     pool: Any = None
     _pinned: deque[tuple[int, list[Any]]] = field(default_factory=deque)
 
     def pin(self, step: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Keep what a step has stored.
-
-        Args:
-            block_ids: of each group of layers.
-        """
         ids = [one for group in self.groups for one in block_ids[group]]
-        # vLLM's null block stands where a group has none.
+        # vLLM's null block is where a group has no block.
         blocks = [self.pool.blocks[one] for one in ids if not self.pool.blocks[one].is_null]
         if blocks:
             self.pool.touch(blocks)
             self._pinned.append((step, blocks))
 
     def release(self, done: int) -> None:
-        """All steps up to this one are stored."""
         while self._pinned and self._pinned[0][0] <= done:
             _, blocks = self._pinned.popleft()
-            # The deepest go first, as where vLLM frees a request.
+            # The deepest blocks go first, as where vLLM frees a request.
             self.pool.free_blocks(reversed(blocks))

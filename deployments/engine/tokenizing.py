@@ -1,8 +1,8 @@
-"""vLLM's renderer, which tokenizes all of each prompt, made to tokenize what is new of it.
+"""vLLM's renderer, made to tokenize only what is new of each prompt.
 
 Internals of vLLM 0.29 that are used: ``OnlineRenderer`` (``render_chat``, ``render_completion``,
-``preprocess_chat``, ``renderer``), and of that ``_tokenize_prompt_async``, ``_executor``,
-``_wants_offsets`` and ``_build_tokens_prompt``. Prompts are never cut here: see `lengths`.
+``preprocess_chat``, ``renderer``), and of its renderer ``_tokenize_prompt_async``, ``_executor``,
+``_wants_offsets`` and ``_build_tokens_prompt``. Prompts are never cut here: see `refusals`.
 """
 
 import functools
@@ -22,19 +22,18 @@ logger = init_logger(__name__)
 
 _RENDERING = ("render_chat", "render_completion", "preprocess_chat")
 
-# What is tokenized in both ways before any prompt is, between special tokens: letters, numbers and
-# spaces at the beginning and the end of a piece, and what normalizers change.
+# Texts that are tokenized in both ways at the start, between special tokens: letters, numbers and
+# spaces at the ends of a piece, and what normalizers change.
 _TRIALS = ("", " ", "a", " a ", "\n\nA1, b  \n", "  12345 é\u0301 ﬁ\u200b", "user\n<|", "日本語 \t")
 _MOST_TRIED = 64
 
 
 class _Request(NamedTuple):
-    """Knows whose prompt is being rendered.
+    """The request whose prompt is being rendered.
 
     Attributes:
-        salt: under which the engine keeps its KV; empty without one.
-        keeps: whether its pieces may be kept. Of what is only counted or tokenized it is not known
-            whose it is: vLLM forgets, or does not look at, the salt.
+        salt: its ``cache_salt``; empty without one.
+        keeps: whether its pieces may be kept. vLLM ignores the salt of requests that only count.
     """
 
     salt: str = ""
@@ -46,17 +45,10 @@ _request: ContextVar[_Request] = ContextVar("conserve_rendered_request", default
 
 
 def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> TokenCache | None:
-    """Have an engine's HTTP app keep the tokens of what it has tokenized.
+    """Have an engine's HTTP app keep the tokens of what it has tokenized, apart by ``cache_salt``.
 
-    What was tokenized under one ``cache_salt`` is not found under another.
-
-    Args:
-        renderer: the ``OnlineRenderer`` of the app.
-        most_mb: of host memory, in MB.
-        salted_only: keep and find nothing for a request without a salt: it may be anybody's.
-
-    Returns:
-        What is kept, or None: nothing was to be, or this tokenizer's prompts cannot be cut.
+    With ``salted_only`` nothing is kept or found for a request without a salt. Returns None if
+    nothing is kept, or if this tokenizer's prompts cannot be cut.
     """
     inner = renderer.renderer
     tokenizer = inner.tokenizer
@@ -68,7 +60,7 @@ def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> Token
         logger.info("prompts are tokenized as a whole: %s", error)
         return None
     except Exception:
-        # Whatever a tokenizer's own code makes of the trial, the engine can do without.
+        # A tokenizer's own code may raise anything, and the engine can do without.
         logger.warning("prompts are tokenized as a whole; please report this:", exc_info=True)
         return None
     cache = TokenCache(pieces, encode, most_mb * 10**6)
@@ -84,7 +76,7 @@ def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> Token
             or inner._wants_offsets(prompt, params)
         ):
             return await whole(prompt, params)
-        # What is longer is refused.
+        # Longer prompts are refused.
         most = params.max_total_tokens
         ids = await in_pieces(prompt["prompt"], request.salt, request.keeps, most)
         return inner._build_tokens_prompt(ids, prompt)
@@ -98,7 +90,7 @@ def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> Token
 def _noted(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(render)
     async def rendered(request: Any, *given: Any, **more: Any) -> Any:
-        # Others take any member that a client thinks of, without a look at it.
+        # Other models take any member of this name unchecked.
         has_salt = "cache_salt" in getattr(type(request), "model_fields", ())
         salt = request.cache_salt if has_salt else None
         before = _request.set(_Request(salt or "", has_salt and not only_counts()))
@@ -111,18 +103,17 @@ def _noted(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
 
 
 def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
-    """How a tokenizer's prompts are cut, and what makes tokens of the pieces.
+    """Return how a tokenizer's prompts are cut, and what makes tokens of the pieces.
 
-    Raises:
-        ValueError: they cannot be, and why.
+    Raises `ValueError` where they cannot be cut.
     """
     if not isinstance(tokenizer, TokenizersBackend):
-        raise ValueError(f"{type(tokenizer).__name__} is none of Hugging Face's fast tokenizers")
+        raise ValueError(f"{type(tokenizer).__name__} is not a fast tokenizer of Hugging Face's")
     backend = tokenizer.backend_tokenizer
     if type(backend) is not Tokenizer:
-        raise ValueError(f"it is done by {type(backend).__module__}")
+        raise ValueError(f"the tokenizer is that of {type(backend).__module__}")
     if own := _own_code(type(tokenizer)):
-        raise ValueError(f"{own} has code of its own for texts")
+        raise ValueError(f"{own} changes texts by code of its own")
     if tokenizer.split_special_tokens or backend.encode_special_tokens:
         raise ValueError("the tokenizer splits its special tokens")
     tokens = special_tokens(backend.get_added_tokens_decoder().values())
@@ -138,10 +129,7 @@ def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
 
 
 def _own_code(tokenizer: type) -> str | None:
-    """The class that does something to texts before Hugging Face's own code gets them.
-
-    vLLM's change nothing; CodeLlama's, say, takes a text apart that is not in a list.
-    """
+    """Return the class that changes texts before Hugging Face's own code, as CodeLlama's does."""
     for one in tokenizer.__mro__:
         if one is TokenizersBackend:
             break

@@ -259,7 +259,7 @@ class ConversationScheduler(Scheduler):
 
     def _fitting(self, call: Call, tokens: int) -> int:
         """A part of a prompt without room for all of it, under the guards of
-        `deployments.engine.scheduler.parts`."""
+        `deployments.engine.scheduler.turns`."""
         blocks, size = self.blocks, self.blocks.block_tokens
         runs = call.runs
         wanted = call.computed_tokens + tokens if runs else call.tokens

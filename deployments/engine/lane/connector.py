@@ -1,36 +1,32 @@
 """The lane as a KV connector, in front of another one.
 
-A prompt of which the other connector has nothing may go to the lane: vLLM is told that the rest of
-it is loaded asynchronously, keeps the request aside with its blocks, and goes on with it when the
-worker says that it is there. What LMCache has is loaded from there as without a lane.
+A prompt of which the other connector has nothing may go to the lane. vLLM is told that the rest of
+the prompt is loaded asynchronously. It keeps the request aside with its blocks, and goes on with it
+when the worker has computed it. What LMCache has is loaded as without a lane.
 
-It reaches into internals of lmcache 0.5.6 (the request trackers, and their ``BYPASS_LMCACHE``):
-check it when that version changes.
+Internals of lmcache 0.5.6 that are used: the request trackers, and their ``BYPASS_LMCACHE``. Check
+them when the version changes.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from deployments.engine.lane.fits import require_fit
-from deployments.engine.lane.notes import LaneReport
-from deployments.engine.lane.scheduler_lane import SchedulerLane
-from deployments.engine.lane.thread import Forward, LaneThread
-from deployments.engine.lane.turns import Turns
+from deployments.engine.lane.scheduler_lane import LaneReport, SchedulerLane
+from deployments.engine.lane.thread import Forward, LaneThread, Turns
 from deployments.engine.lmcache_connector import ResilientMPConnector
+from deployments.engine.scheduler.doors import MADE_FOR, differences
 from deployments.engine.sm_slots.pairs import slot_pairs
 
 
-class LaneConnecting:
-    """Is laid over a KV connector. vLLM makes one in its scheduler and one in its worker.
-
-    Attributes:
-        lane: the scheduler's, which sets it when it is made; without one, nothing is the lane's.
-    """
+class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types are not seen.
+    """Lays the lane over a KV connector. The scheduler sets ``lane`` in its own."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         require_fit(vllm_config, kv_cache_config)
-        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
+        super().__init__(vllm_config, role, kv_cache_config)
         self.lane: SchedulerLane | None = None
         # Requests whose next load is the lane's, if there is room for it.
         self._promised: set[str] = set()
@@ -38,7 +34,7 @@ class LaneConnecting:
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._missing: set[int] = set()
         self._report: LaneReport | None = None
-        # Of the engine's SMs, what decodes can have; to be said once.
+        # How many SMs decodes can have; reported once.
         self._sizes_sms: tuple[int, ...] = ()
 
     # --- the scheduler's side ---------------------------------------------------------------------
@@ -46,12 +42,11 @@ class LaneConnecting:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return what the other connector says; where it has nothing, the lane may."""
         lane = self.lane
         self._promised.discard(request.request_id)
         if lane is not None and lane.has_failed(request.request_id):
             self._lane_has_failed(request, num_computed_tokens)
-        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(  # type: ignore[misc]
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
         if lane is None or matched[0] != 0:
@@ -66,70 +61,62 @@ class LaneConnecting:
         return request.num_tokens - 1 - num_computed_tokens, True
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The other one is told only of what is its own to load."""
+        """Keep from the other connector what the lane loads."""
         if self.lane is not None and num_external_tokens and request.request_id in self._promised:
             self._promised.remove(request.request_id)
             found_tokens = request.num_tokens - 1 - num_external_tokens
             ids = blocks.get_block_ids()[0]
             self.lane.takes(request, found_tokens, num_external_tokens, ids)
             num_external_tokens = 0
-        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Also what the lane is told."""
         if self.lane is not None:
             for one in scheduler_output.scheduled_new_reqs:
                 start = self.lane.start_of(one.req_id)
                 if start is not None:
                     self._lane_has_computed(one.req_id, one.num_computed_tokens - start)
-        metadata = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+        metadata = super().build_connector_meta(scheduler_output)
         computes = scheduler_output.total_num_scheduled_tokens > 0
         metadata.lane = None if self.lane is None else self.lane.notes(computes)
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Nothing of the lane's is the other connector's."""
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, LaneReport):
             report = None
         if self.lane is not None:
             self.lane.hears(report, connector_output.finished_recving or set())
-        super().update_connector_output(connector_output)  # type: ignore[misc]
+        super().update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        """Nothing is promised to it any more."""
         self._promised.discard(request.request_id)
-        return super().request_finished(request, block_ids)  # type: ignore[misc]
+        return super().request_finished(request, block_ids)
 
-    def _lane_has_computed(self, request_id: str, tokens: int) -> None:
-        """A request goes on inline, of whose prompt the lane has computed so much."""
+    def _lane_has_computed(self, request_id: str, tokens: int) -> None: ...
 
-    def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None:
-        """A request begins anew, none of whose KV the lane has computed."""
+    def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None: ...
 
     # --- the worker's side ------------------------------------------------------------------------
 
     def start_lane(self, forward: Forward, turns: Turns) -> None:
-        """The engine is loaded: the lane's thread can begin."""
         self._lane_thread = LaneThread(forward, turns, self._block_tokens)
         self._sizes_sms = slot_pairs().sizes_sms
 
     def has_connector_metadata(self) -> bool:
-        """In the lane's thread there is none: attention layers do nothing with a connector."""
+        """Return False in the lane's thread, where attention layers leave the connector alone."""
         if self._lane_thread is not None and self._lane_thread.is_current():
             return False
-        return bool(super().has_connector_metadata())  # type: ignore[misc]
+        return bool(super().has_connector_metadata())
 
     def start_load_kv(self, forward_context: Any, **options: Any) -> None:
-        """Also give the lane what is new."""
-        notes = self._get_connector_metadata().lane  # type: ignore[attr-defined]
+        notes = self._get_connector_metadata().lane
         if notes is not None and self._lane_thread is not None:
             self._lane_thread.begin(notes)
-        super().start_load_kv(forward_context, **options)  # type: ignore[misc]
+        super().start_load_kv(forward_context, **options)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Also whose prefill is over in the lane, however it ended."""
-        sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
+        sent, received = super().get_finished(finished_req_ids)
         if self._lane_thread is None:
             return sent, received
         self._lane_thread.give_up(finished_req_ids)
@@ -142,39 +129,39 @@ class LaneConnecting:
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Also blocks that the lane could not compute: they are computed inline."""
-        failed: set[int] = super().get_block_ids_with_load_errors()  # type: ignore[misc]
+        """Add blocks that the lane could not compute, for vLLM to compute inline."""
+        failed: set[int] = super().get_block_ids_with_load_errors()
         missing, self._missing = self._missing, set()
         return failed | missing
 
     def build_connector_worker_meta(self) -> Any:
-        """Tell what the lane has done, where the other connector has nothing to say."""
         report, self._report = self._report, None
-        return report or super().build_connector_worker_meta()  # type: ignore[misc]
+        return report or super().build_connector_worker_meta()
 
     def shutdown(self) -> None:
-        """End the lane first: it writes to what is given back then."""
+        """End the lane first, since it writes to memory that is given back next."""
         if self._lane_thread is not None:
             self._lane_thread.end()
-        super().shutdown()  # type: ignore[misc]
+        super().shutdown()
 
 
 class LaneConnector(LaneConnecting, ResilientMPConnector):
-    """In front of LMCache's. What the lane computes is stored as if it had been computed inline,
-    and is nobody's hit."""
+    """Lays the lane over LMCache's connector.
 
-    def let_go(self) -> None:
-        """Have the lane end before the server lets go of what it writes to."""
+    What the lane computes is stored as if it were computed inline, and counts as no cache's hit.
+    """
+
+    def unmap(self) -> None:
+        """End the lane before the server unmaps the memory that it writes to."""
         if self._lane_thread is not None:
             self._lane_thread.end()
-        super().let_go()
+        super().unmap()
 
     def _lane_has_computed(self, request_id: str, tokens: int) -> None:
         self.request_trackers[request_id].increase_num_scheduled_tokens(tokens)
 
     def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None:
-        """As LMCacheMPConnector does after a load of its own that failed: its blocks are others'
-        now, and nothing is looked up again."""
+        """Start over as LMCacheMPConnector does after a failed load, without another look-up."""
         tracker = self.request_trackers[request.request_id]
         if tracker.state != LMCacheMPRequestState.READY:
             return
@@ -183,3 +170,62 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
         tracker.num_stored_tokens = tracker.num_lmcache_hit_tokens = 0
         tracker.num_vllm_hit_tokens = num_computed_tokens
         tracker.state = LMCacheMPRequestState.BYPASS_LMCACHE
+
+
+def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse an engine whose prompts the lane cannot compute, or another vLLM; says what to do."""
+    if differing := differences(_expected()):
+        raise RuntimeError(
+            f"prefill_lane is made for vLLM {MADE_FOR}, and in this one differ: "
+            f"{'; '.join(differing)}. Leave it off"
+        )
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    groups = kv_cache_config.kv_cache_groups
+    gpu = vllm_config.device_config.device_type != "cpu"
+    reasons = (
+        (parallel.world_size > 1, "the engine has several workers"),
+        (parallel.data_parallel_size > 1, "the engine has several ranks of data"),
+        (
+            len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec,
+            "not all of the model's layers are full attention of one kind",
+        ),
+        (model.is_encoder_decoder or model.is_multimodal_model, "the model reads more than text"),
+        (model.uses_mrope or model.uses_xdrope_dim > 0, "positions are more than one number"),
+        (gpu and bool(parallel.is_moe_model), "experts of steps and lane would share buffers"),
+        (vllm_config.lora_config is not None, "LoRA adapters are switched step by step"),
+        (vllm_config.speculative_config is not None, "a drafter would have no KV of the prompt"),
+    )
+    for applies, why in reasons:
+        if applies:
+            raise ValueError(f"prefill_lane: {why}, and the lane cannot do that; leave it off")
+
+
+def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.utils import AttentionGroup
+
+    return (
+        (KVConnectorBase_V1.get_num_new_matched_tokens, "self request num_computed_tokens"),
+        (KVConnectorBase_V1.update_state_after_alloc, "self request blocks num_external_tokens"),
+        (KVConnectorBase_V1.get_finished, "self finished_req_ids"),
+        (KVConnectorBase_V1.get_block_ids_with_load_errors, "self"),
+        (Scheduler._update_waiting_for_remote_kv, "self request"),
+        (Scheduler._handle_invalid_blocks, "self invalid_block_ids num_scheduled_tokens"),
+        (
+            AttentionMetadataBuilder.build,
+            "self common_prefix_len common_attn_metadata fast_build",
+        ),
+        (
+            AttentionGroup.create_metadata_builders,
+            "self vllm_config device kernel_block_size num_metadata_builders",
+        ),
+        (
+            set_forward_context,
+            "attn_metadata vllm_config num_tokens num_tokens_across_dp cudagraph_runtime_mode "
+            "batch_descriptor ubatch_slices slot_mapping skip_compiled is_padding",
+        ),
+    )

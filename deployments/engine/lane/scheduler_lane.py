@@ -1,27 +1,67 @@
-"""The lane as the scheduler has it: which call goes there, and what becomes of it."""
+"""The scheduler's half of the lane: which requests go there, and what becomes of them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from conserve.engine_scheduling import DecodeReserve, PrefillLane
 from conserve.engine_scheduling.lane import Route
-from deployments.engine.lane.fits import fits
-from deployments.engine.lane.notes import Job, LaneNotes, LaneReport
 
-# Of a chunk on a GPU, beside whatever a step computes: activations of both are there at once.
+# Most tokens of a chunk on a GPU. Its activations take memory beside those of a step.
 _GPU_CHUNK_TOKENS = 512
 
 
-class SchedulerLane:
-    """Is the scheduler's half of the lane of one engine.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prefill of the positions from ``start`` to ``end``, with all blocks of the prompt."""
 
-    Args:
-        scheduler: the one that asks (`ConversationScheduling`).
-        policy: says what goes to the lane.
+    request_id: str
+    tokens: Sequence[int]
+    block_ids: Sequence[int]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaneNotes:
+    """Tells the worker with each step what the scheduler decided.
 
     Attributes:
-        reserve: says how many SMs decodes have beside it; one that decides nothing until the worker
-            has said that there are any.
-        decode_sms: what they have in the next step.
+        chunk_tokens: most tokens of a chunk from now on.
+        decode_sms: how many SMs the step has; the lane has the others. None: no border can be
+            moved.
+    """
+
+    jobs: tuple[Job, ...]
+    chunk_tokens: int
+    decode_sms: int | None = None
+
+
+@dataclass(slots=True)
+class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Tells the scheduler what the worker's lane has done since the last step.
+
+    Attributes:
+        computed: tokens, by request.
+        failed: requests whose prompts were not computed to their end.
+        sizes_sms: `SlotPairs.sizes_sms`, reported once.
+    """
+
+    computed: dict[str, int] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    sizes_sms: tuple[int, ...] = ()
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LaneReport":
+        """Refuse: vLLM calls this for several workers, which `require_fit` rules out."""
+        raise RuntimeError("the lane has one worker: set tensor_parallel_size=1")
+
+
+class SchedulerLane:
+    """The scheduler's half of one engine's lane, whose policy says which requests go there.
+
+    Its ``reserve`` decides nothing before the worker has reported how many SMs decodes can have.
     """
 
     def __init__(self, scheduler: Any, policy: PrefillLane) -> None:
@@ -30,7 +70,7 @@ class SchedulerLane:
         config = scheduler.vllm_config
         self._alternates = config.device_config.device_type == "cpu"
         self._new: list[Job] = []
-        # From which token on they were the lane's, until their next step.
+        # The first token that is the lane's, by request, until the request's next step.
         self._starts: dict[str, int] = {}
         self._failed: set[str] = set()
         self._late_s = float(scheduler.chunks.late_s)
@@ -41,10 +81,9 @@ class SchedulerLane:
     # --- the connector asks -------------------------------------------------------------------
 
     def route(self, request: Any, found_tokens: int) -> Route:
-        """Return where a request that could begin now is prefilled."""
         name = request.request_id
-        if name in self._failed or not fits(request):
-            # Nothing of a failed one was right, or it would not be asked after.
+        if name in self._failed or not _fits(request):
+            # vLLM asks again only if none of the failed prefill's KV is right.
             self._starts.pop(name, None)
             return "inline"
         scheduler = self._scheduler
@@ -56,12 +95,11 @@ class SchedulerLane:
             scheduler.clock(),
         )
         if route != "inline":
-            # That is what the budget does to it.
+            # Otherwise the budget would have cut it.
             scheduler.chunks.was_cut()
         return route
 
     def takes(self, request: Any, found_tokens: int, tokens: int, block_ids: list[int]) -> None:
-        """A request has its blocks, and goes to the lane."""
         name = request.request_id
         self.policy.takes(name, tokens)
         self._current_since_s = self._scheduler.clock()
@@ -70,16 +108,12 @@ class SchedulerLane:
         ids = list(request.all_token_ids[:end])
         self._new.append(Job(name, ids, list(block_ids), found_tokens, end))
         if request.prefill_stats is not None:
-            # It is computed here: to whoever counts what caches had, it is no hit.
+            # This engine computes it, so it counts as no cache's hit.
             request.prefill_stats.set(request.num_prompt_tokens, found_tokens, 0)
         self._scheduler.passed_over_tokens += tokens
 
     def notes(self, computes: bool) -> LaneNotes:
-        """For the worker, with a step.
-
-        Args:
-            computes: whether the step does anything: decode, or prefill what is short.
-        """
+        """Return the notes for the worker's next step, given whether it ``computes`` itself."""
         scheduler = self._scheduler
         jobs, self._new = tuple(self._new), []
         most = int(scheduler.max_num_scheduled_tokens)
@@ -95,16 +129,11 @@ class SchedulerLane:
         return self.decode_sms
 
     def stepped(self, lasted_s: float, decode_sms: int, now_s: float) -> None:
-        """A step with decodes is over, in which they had so many SMs."""
         if self.reserve.sizes_sms and decode_sms < self.reserve.sizes_sms[-1]:
             self.reserve.step(lasted_s, decode_sms, now_s)
 
     def hears(self, report: LaneReport | None, received: set[str]) -> None:
-        """Note what the worker has done.
-
-        Args:
-            received: requests whose blocks are no more the lane's, nor LMCache's.
-        """
+        """Note what the worker has done, and requests whose blocks are free of the lane."""
         if report is not None:
             if report.sizes_sms:
                 self.reserve = DecodeReserve(report.sizes_sms, late_s=self._late_s)
@@ -121,7 +150,7 @@ class SchedulerLane:
                 self._forget(current)
 
     def spent_tokens(self, model_runner_output: Any) -> int:
-        """How many tokens of the lane's a step's time was spent on, too; on a GPU none."""
+        """Return how many of the lane's tokens a step's time includes; none on a GPU."""
         told = model_runner_output.kv_connector_output
         report = None if told is None else told.kv_connector_worker_meta
         if not self._alternates or not isinstance(report, LaneReport):
@@ -129,29 +158,26 @@ class SchedulerLane:
         return sum(report.computed.values())
 
     def start_of(self, name: str) -> int | None:
-        """From which token on a request was the lane's, if it was and has not run since."""
+        """Return the first token of a request that was the lane's; None once it runs."""
         return self._starts.get(name)
 
     def has_failed(self, name: str) -> bool:
-        """Whether the lane could not compute a request's prompt."""
         return name in self._failed
 
     # --- the scheduler tells ------------------------------------------------------------------
 
     def runs(self, name: str) -> None:
-        """A request has begun to run."""
         self.policy.forget(name)
         self._starts.pop(name, None)
         self._failed.discard(name)
 
     def over(self, name: str) -> None:
-        """A request has ended. What of it is in the lane ends with its chunk."""
+        """Forget a request that has ended; its chunk in the lane goes on to its end."""
         self.policy.forget(name)
         if name != self.policy.current:
             self._forget(name)
 
     def observed(self) -> dict[str, Any]:
-        """For `SchedulerLoad`."""
         policy = self.policy
         return {
             "lane_waiting": policy.waiting,
@@ -165,3 +191,18 @@ class SchedulerLane:
     def _forget(self, name: str) -> None:
         self._starts.pop(name, None)
         self._failed.discard(name)
+
+
+def _fits(request: Any) -> bool:
+    """Return whether the lane can compute a request's prompt; otherwise it is prefilled inline."""
+    return not (
+        # Its output so far may still be in flight.
+        request.num_preemptions
+        or request.prompt_embeds is not None
+        or request.mm_features
+        or request.lora_request is not None
+        or request.pooling_params is not None
+        or request.resumable
+        # Its whole prompt has to pass the sampler, for its log-probabilities.
+        or request.skip_reading_prefix_cache
+    )

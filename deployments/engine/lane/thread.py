@@ -1,60 +1,115 @@
-"""The worker's thread that computes prefills, chunk by chunk."""
+"""The worker's thread that computes prefills in chunks, and the lock that it shares with steps."""
 
 import queue
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lmcache.logging import init_logger
 
-from deployments.engine.lane.notes import Job, LaneNotes, LaneReport
-from deployments.engine.lane.turns import LaneEnds, Turns
+from deployments.engine.lane.scheduler_lane import Job, LaneNotes, LaneReport
 
 logger = init_logger(__name__)
 
-# A chunk takes no longer. Whoever ends goes on without it then: the thread is a daemon.
+# More than a chunk takes. An engine that ends waits no longer for it; the thread is a daemon.
 _CHUNK_S = 10.0
 
 
+class LaneEnds(Exception):
+    """The engine ends, and its lane with it."""
+
+
+class Turns:
+    """Lets the engine's step and the lane's chunk run the model one at a time.
+
+    vLLM keeps the forward pass's context in a variable of its module. On a GPU the lock is held
+    while kernels are launched, and these overlap. On a CPU it is held for the computation itself,
+    and with ``alternate`` steps and chunks take turns.
+    """
+
+    def __init__(self, alternate: bool) -> None:
+        self._alternate = alternate
+        self._changed = threading.Condition()
+        self._busy = False
+        self._chunk_waits = False
+        # Whether a step has passed since the last chunk.
+        self._chunk_is_next = False
+        self._over = False
+
+    @contextmanager
+    def step(self, ends: bool = True) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._busy and not (self._chunk_is_next and self._chunk_waits)
+            )
+            self._busy = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy = False
+                self._chunk_is_next = self._alternate and (ends or self._chunk_is_next)
+                self._changed.notify_all()
+
+    @contextmanager
+    def chunk(self) -> Iterator[None]:
+        """Hold the lock for a chunk, or raise `LaneEnds`."""
+        with self._changed:
+            self._chunk_waits = True
+            self._changed.wait_for(
+                lambda: (
+                    self._over or (not self._busy and (self._chunk_is_next or not self._alternate))
+                )
+            )
+            self._chunk_waits = self._chunk_is_next = False
+            if self._over:
+                self._changed.notify_all()
+                raise LaneEnds
+            self._busy = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+
 class Forward(Protocol):
-    """Computes chunks (`LaneForward`)."""
-
     def mark(self) -> Any:
-        """In the engine's thread: a mark behind all that its steps have launched."""
+        """Return a mark behind all that steps have launched; called in the engine's thread."""
 
-    def prepare(self) -> None:
-        """In the lane's thread, before anything else."""
+    def prepare(self) -> None: ...
 
     def follow(self, mark: Any) -> None:
-        """In the lane's thread: what comes next begins when what is before the mark is done."""
+        """Have the next chunk begin after what is before the mark; called in the lane's thread."""
 
     def compute(self, job: Job, start: int, end: int) -> Callable[[], None]:
-        """Launch a job's positions from ``start`` up to ``end``.
+        """Launch a job's positions from ``start`` up to ``end``; returns what waits for them.
 
-        Returns:
-            What to call, without the turn, to wait until they are computed.
+        The caller waits without holding the lock.
         """
 
 
 @dataclass(slots=True)
 class _Over:
     job: Job
-    # Up to where its KV is right.
+    # The first position whose KV was not computed.
     until: int
     error: bool = False
 
 
 class LaneThread:
-    """Computes jobs one after the other, and says which are over.
+    """Computes jobs one after the other, and reports which have ended.
 
-    A job that is given up while it is computed is over when its chunk is: until then its blocks
-    are written to. One that fails is over, too; the engine lives.
-
-    Args:
-        forward: what computes a chunk.
-        turns: when it may.
-        block_tokens: of the engine's blocks.
+    A job that is given up ends with its current chunk, which writes to its blocks. A job that fails
+    ends too, and the engine goes on.
     """
 
     def __init__(self, forward: Forward, turns: Turns, block_tokens: int) -> None:
@@ -62,10 +117,10 @@ class LaneThread:
         self._turns = turns
         self._block_tokens = block_tokens
         self._chunk_tokens = block_tokens
-        # Each with the mark behind the step with which it came.
+        # Each with the mark behind the step that it came with.
         self._jobs: queue.SimpleQueue[tuple[Job, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        # Known and not over, and those of them that nobody wants any more.
+        # Jobs that have not ended, and those of them that are given up.
         self._open: set[str] = set()
         self._given_up: set[str] = set()
         self._over: list[_Over] = []
@@ -74,11 +129,9 @@ class LaneThread:
         self._thread.start()
 
     def is_current(self) -> bool:
-        """Whether the caller is the lane."""
         return threading.get_ident() == self._thread.ident
 
     def begin(self, notes: LaneNotes) -> None:
-        """Take jobs in, and how long chunks may be."""
         self._chunk_tokens = notes.chunk_tokens
         for job in notes.jobs:
             with self._lock:
@@ -86,14 +139,11 @@ class LaneThread:
             self._jobs.put((job, self._forward.mark()))
 
     def give_up(self, request_ids: Collection[str]) -> None:
-        """Requests have ended; those whose jobs are not over yet want them no more."""
         with self._lock:
             self._given_up |= self._open.intersection(request_ids)
 
     def take(self) -> tuple[set[str], set[int], LaneReport | None]:
-        """Take what is new: requests that are over, their blocks that were not computed, and what
-        was.
-        """
+        """Return requests that have ended, their blocks that were not computed, and a report."""
         with self._lock:
             over, self._over = self._over, []
             computed, self._computed = self._computed, {}
@@ -107,7 +157,6 @@ class LaneThread:
         return {one.job.request_id for one in over}, missing, report
 
     def end(self) -> None:
-        """End, when the chunk under way is."""
         self._turns.end()
         self._jobs.put(None)
         self._thread.join(_CHUNK_S)
@@ -128,7 +177,7 @@ class LaneThread:
             while at < job.end and not self._is_given_up(job):
                 with self._turns.chunk():
                     if at == job.start:
-                        # On the stream that the chunk is launched on: it changes between steps.
+                        # Within the chunk's turn, since its stream changes between steps.
                         self._forward.follow(mark)
                     until = min(job.end, at + max(1, self._chunk_tokens))
                     wait = self._forward.compute(job, at, until)

@@ -1,5 +1,5 @@
 """vLLM's scheduler, made to know conversations (``engine_scheduler: conversation``).
 
-`scheduling.py` has the classes that vLLM makes; the others are their parts. `doors.py` lists what
-is used of vLLM 0.29 that is not public. The policies are `conserve.engine_scheduling`'s.
+`scheduling` has the classes that vLLM makes, and the other files their parts. `doors` lists what is
+used of vLLM 0.29 that is not public. The policies are in `conserve.engine_scheduling`.
 """

@@ -1,63 +1,78 @@
-"""Commands to the scheduler, from the process that has the engine's client.
+"""Commands from the process that has the engine's client to the scheduler in the engine's core.
 
-vLLM resolves a utility call by the name of an attribute of its ``EngineCore`` and runs it in that
-one's own thread, between two steps: so within half a millisecond in an idle engine, and a step in a
-busy one. A command that fails raises at its caller, and the engine goes on.
+vLLM's utility calls take the name of an attribute of ``EngineCore``, and run it in the core's own
+thread between two steps: after half a millisecond in an idle engine, after a step in a busy one.
+There is one such attribute here, which takes a `Command`. A command that fails raises at its
+caller, and the engine goes on.
 """
 
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
+import msgspec
+
+from conserve.direct import Notice
 from conserve.engine_scheduling import KINDS
-from deployments.engine.scheduler.counts import by_level
+from conserve.engine_scheduling.load import SchedulerLoad
+from conserve.wire import history_key
+from deployments.engine.scheduler.histories import Histories
+
+logger = logging.getLogger("ray.serve")
 
 _UTILITY = "conserve_command"
+# To release a history, all that the scheduler knows is searched. A thousand at a time would hold up
+# a step; between two commands the engine goes on.
+_AT_ONCE = 16
+
+
+class Pin(msgspec.Struct, frozen=True, tag=True):
+    """Keep the blocks of idle histories, each for its seconds from now on, by key."""
+
+    for_s: dict[str, float]
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Evict histories' blocks before all others; see `Histories.release`."""
+
+    keys: list[str]
+
+
+class Observe(msgspec.Struct, frozen=True, tag=True):
+    """Return a `SchedulerLoad`."""
+
+
+Command = Pin | Release | Observe
+
+
+# --- in the engine's core -------------------------------------------------------------------------
 
 
 def offer_commands() -> None:
     """Have this process's ``EngineCore`` obey commands."""
     from vllm.v1.engine.core import EngineCore
 
-    def command(core: Any, name: str, given: dict[str, Any]) -> Any:
-        return core.scheduler.conserve(name, given)
+    def command(core: Any, asked: Any) -> Any:
+        return obey(core.scheduler, msgspec.convert(asked, Command))
 
     setattr(EngineCore, _UTILITY, command)
 
 
-async def command(client: Any, name: str, **given: Any) -> Any:
-    """Have an ``AsyncLLM``'s scheduler obey a command.
-
-    Raises:
-        Exception: of vLLM's: it has failed there, or the engine is dead.
-    """
-    return await client.engine_core.call_utility_async(_UTILITY, name, given)
-
-
-def obey(scheduler: Any, name: str, given: dict[str, Any]) -> Any:
-    """Do what a command says.
-
-    - ``pin(for_s)``: keep idle histories for so long each, by key; returns how many blocks.
-    - ``release(keys, to)``: let histories go (`Histories.release`); returns how many blocks.
-    - ``cached(keys)``: how many tokens of each history's last turn the cache has now; of all where
-      ``keys`` is None.
-    - ``observe()``: what is with the scheduler, and what it has done.
-
-    Raises:
-        ValueError: there is no such command.
-    """
-    histories, now_s = scheduler.histories, scheduler.clock()
-    if name == "pin":
-        return sum(histories.pin(key, ttl_s, now_s) for key, ttl_s in given["for_s"].items())
-    if name == "release":
-        return sum(histories.release(key, given["to"]) for key in given["keys"])
-    if name == "cached":
-        keys = histories.keys() if given["keys"] is None else given["keys"]
-        return {key: histories.cached_tokens(key) for key in keys}
-    if name == "observe":
-        return _observed(scheduler, now_s)
-    raise ValueError(f"the scheduler knows no command {name!r}")
+def obey(scheduler: Any, command: Command) -> int | SchedulerLoad:
+    """Obey a command; returns how many blocks were pinned or released, or the load."""
+    histories: Histories = scheduler.histories
+    now_s: float = scheduler.clock()
+    match command:
+        case Pin(for_s):
+            return sum(histories.pin(key, hold_s, now_s) for key, hold_s in for_s.items())
+        case Release(keys):
+            return sum(histories.release(key) for key in keys)
+        case Observe():
+            return _observed(scheduler, now_s)
 
 
-def _observed(scheduler: Any, now_s: float) -> dict[str, Any]:
+def _observed(scheduler: Any, now_s: float) -> SchedulerLoad:
     levels, pool = scheduler.queue.levels, scheduler.kv_cache_manager.block_pool
     waiting = [*scheduler.waiting._heap, *scheduler.skipped_waiting._heap]
     running, counts = scheduler.running, scheduler.counts
@@ -65,20 +80,103 @@ def _observed(scheduler: Any, now_s: float) -> dict[str, Any]:
     for request in running:
         turn = scheduler.turns[request.request_id]
         kinds[turn.kind if request.is_prefill_chunk else "decode"] += 1
-    return {
-        "waiting": by_level((scheduler.level(one, now_s) for one in waiting), levels),
-        "running": by_level((scheduler.level(one, now_s) for one in running), levels),
-        "running_kinds": kinds,
-        "begun": dict(counts.begun),
-        "cut": dict(counts.cut),
-        "parts": counts.parts,
-        "preempted": list(counts.preempted),
-        "reclaimed_blocks": scheduler.histories.reclaimed_blocks,
-        "pinned_blocks": scheduler.histories.kept_blocks,
-        "free_blocks": pool.get_num_free_blocks(),
-        "blocks": pool.num_gpu_blocks - 1,
-        "tpot_s": scheduler.chunks.tpot_s,
-        "tpot_bound_s": scheduler.chunks.late_s,
-        "budget_tokens": scheduler.chunks.allowed_tokens(),
+    return SchedulerLoad(
+        waiting=_by_level((scheduler.level(one, now_s) for one in waiting), levels),
+        running=_by_level((scheduler.level(one, now_s) for one in running), levels),
+        running_kinds=kinds,
+        begun=dict(counts.begun),
+        cut=dict(counts.cut),
+        parts=counts.parts,
+        preempted=list(counts.preempted),
+        reclaimed_blocks=scheduler.histories.reclaimed_blocks,
+        pinned_blocks=scheduler.histories.kept_blocks,
+        free_blocks=pool.get_num_free_blocks(),
+        blocks=pool.num_gpu_blocks - 1,
+        tpot_s=scheduler.chunks.tpot_s,
+        tpot_bound_s=scheduler.chunks.late_s,
+        budget_tokens=scheduler.chunks.allowed_tokens(),
         **({} if scheduler.lane is None else scheduler.lane.observed()),
-    }
+    )
+
+
+def _by_level(levels: Iterable[int], number: int) -> list[int]:
+    found = [0] * number
+    for level in levels:
+        found[level] += 1
+    return found
+
+
+# --- in the replica -------------------------------------------------------------------------------
+
+
+class SchedulerClient:
+    """Calls the scheduler of one engine with ``engine_scheduler: conversation``.
+
+    No method waits for the scheduler: an answer comes between two steps, and a step may take longer
+    than the table waits for an engine's beat.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._load: SchedulerLoad | None = None
+        self._asks = False
+
+    def hear(self, notice: Notice) -> None:
+        """Release the histories that a notice of the table says are paused, or have ended."""
+        self.release(notice.given_up)
+        self.release(notice.ended)
+
+    def release(self, histories: Iterable[tuple[str, int]]) -> None:
+        keys = [history_key(history_id, incarnation) for history_id, incarnation in histories]
+        if keys:
+            self._begin(self._release(keys))
+
+    def hold(self, holds: Iterable[tuple[str, int, float]]) -> None:
+        for_s = {history_key(one, incarnation): hold_s for one, incarnation, hold_s in holds}
+        if for_s:
+            self._begin(self._hold(for_s))
+
+    def load(self) -> SchedulerLoad | None:
+        """Return the scheduler's last answer, once, and ask for another one for the next time."""
+        load, self._load = self._load, None
+        if not self._asks:
+            self._asks = True
+            self._begin(self._observe())
+        return load
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _command(self, command: Command) -> Any:
+        return await self._client.engine_core.call_utility_async(_UTILITY, command)
+
+    async def _observe(self) -> None:
+        try:
+            self._load = msgspec.convert(await self._command(Observe()), SchedulerLoad)
+        except Exception as error:
+            # Beats go on without it, and check by themselves whether the engine lives.
+            logger.warning("the engine's scheduler does not tell its load: %s", error)
+        finally:
+            self._asks = False
+
+    async def _hold(self, for_s: dict[str, float]) -> None:
+        keys = list(for_s)
+        try:
+            for at in range(0, len(keys), _AT_ONCE):
+                await self._command(Pin({key: for_s[key] for key in keys[at : at + _AT_ONCE]}))
+        except Exception as error:
+            # The scheduler then holds histories by its own averages.
+            logger.warning("the engine's scheduler did not hold %d histories: %s", len(keys), error)
+
+    async def _release(self, keys: list[str]) -> None:
+        try:
+            for at in range(0, len(keys), _AT_ONCE):
+                await self._command(Release(keys[at : at + _AT_ONCE]))
+        except Exception as error:
+            # Their blocks are evicted by themselves, later.
+            logger.warning(
+                "the engine's scheduler did not release %d histories: %s", len(keys), error
+            )

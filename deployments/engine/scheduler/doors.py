@@ -1,8 +1,7 @@
-"""Checks that this vLLM's internals are as the scheduler, which uses them, expects.
+"""Checks that this vLLM's internals are as the scheduler expects.
 
-vLLM says of its scheduler that its interface is not public. Wherever one of these has another
-signature, what is built on it is refused at start: an engine that schedules by a misunderstanding
-would be worse than none.
+vLLM says that its scheduler's interface is not public. Where one of these has another signature,
+the engine does not start, rather than schedule by a misunderstanding.
 """
 
 import inspect
@@ -49,7 +48,6 @@ def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
         ),
         (BlockPool.touch, "self blocks"),
         (BlockPool.free_blocks, "self ordered_blocks"),
-        (BlockPool.evict_blocks, "self block_ids"),
         (BlockPool.get_num_free_blocks, "self"),
         (FreeKVCacheBlockQueue.remove, "self block"),
         (FreeKVCacheBlockQueue.prepend_n, "self blocks"),
@@ -58,11 +56,7 @@ def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
 
 
 def require_doors() -> None:
-    """Make sure that this vLLM is as the scheduler expects it.
-
-    Raises:
-        RuntimeError: it is another one; in one line, what differs and what to do.
-    """
+    """Refuse a vLLM that is not as the scheduler expects, with a `RuntimeError` of one line."""
     import vllm
 
     try:
@@ -81,7 +75,7 @@ def require_doors() -> None:
 
 
 def differences(expected: Sequence[tuple[Callable[..., Any], str]]) -> list[str]:
-    """Which functions have other parameters than are expected, and which they have."""
+    """Return the functions whose parameters are not as expected, with those that they have."""
     return [
         f"{method.__qualname__}({', '.join(found)})"
         for method, names in expected

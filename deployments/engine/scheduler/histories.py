@@ -1,8 +1,8 @@
 """The histories that an engine knows, and whose blocks it keeps between turns.
 
-A block is kept as a running request keeps it: by its reference count. Nothing else in vLLM has to
-know. Keeping counts as use (``kv_cache_usage``), and makes `reset_prefix_cache` refuse, so all is
-let go first there.
+A block is kept as a running request keeps it, by its reference count, so nothing else in vLLM has
+to know. Kept blocks count as used (``kv_cache_usage``). They make `reset_prefix_cache` refuse, so
+all are freed before that.
 """
 
 import math
@@ -10,44 +10,33 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 from conserve.engine_scheduling import Pin, Retention
-from deployments.engine.scheduler.turn import Turn
+from deployments.engine.scheduler.turns import Turn
 
-To = Literal["tail", "front", "gone"]
-
-# Of so many it is known what their blocks are, and of so many blocks for each of the engine's; then
-# it is forgotten of those used longest ago of which nothing is kept.
+# Above so many histories, or hashes for each of the engine's blocks, the least recently used ones
+# of which nothing is kept are forgotten.
 _MOST = 4096
 _MOST_TIMES = 4
 
 
 @dataclass(slots=True)
 class _History:
-    # Of its last turn's full blocks: chained, so equal ones have equal beginnings.
+    # Hashes of its last turn's full blocks. They are chained: equal ones have equal beginnings.
     hashes: Sequence[bytes] = ()
-    # Kept, from its beginning on.
+    # The blocks that are kept, from its beginning on.
     blocks: list[Any] = field(default_factory=list)
     until_s: float = 0.0
     level: int = 0
     ended_s: float | None = None
-    # Turns that are here: those that wait, and those that run.
+    # Its turns in this engine that wait, and that run.
     waiting: int = 0
     running: int = 0
 
 
 class Histories:
-    """Keeps blocks of histories, and lets them go.
-
-    Args:
-        manager: vLLM's ``KVCacheManager``.
-        hash_block_tokens: tokens for which there is a hash each.
-        retention: how long, and who gives up first.
-
-    Attributes:
-        reclaimed_blocks: how many were given up before their time.
-    """
+    """Keeps blocks of histories between turns, and counts those given up before their time."""
 
     def __init__(self, manager: Any, hash_block_tokens: int, retention: Retention) -> None:
         self._manager = manager
@@ -57,39 +46,37 @@ class Histories:
         self._all: OrderedDict[str, _History] = OrderedDict()
         self._kept: set[str] = set()
         self._next_expiry_s = math.inf
-        # Of all histories together.
+        # How many all histories have together.
         self._hashes = 0
         self.reclaimed_blocks = 0
 
     # --- turns -------------------------------------------------------------------------------
 
     def comes(self, turn: Turn, now_s: float) -> None:
-        """A turn is here, and waits: what it goes on with is not let go now."""
         one = self._all.setdefault(turn.key, _History())
         if one.ended_s is not None and not one.waiting and not one.running:
             self._retention.returned(turn.key, now_s - one.ended_s)
         one.waiting += 1
 
     def runs(self, turn: Turn) -> None:
-        """It has begun to run, and has the blocks by itself."""
+        """Free what is kept for a turn that now holds the blocks itself."""
         one = self._all.get(turn.key)
         if one is not None:
             one.waiting = max(0, one.waiting - 1)
             one.running += 1
-            self._let_go(turn.key, one)
+            self._free_kept(turn.key, one)
 
     def waits_again(self, turn: Turn) -> None:
-        """It was preempted."""
         one = self._all.get(turn.key)
         if one is not None:
             one.running = max(0, one.running - 1)
             one.waiting += 1
 
     def ends(self, turn: Turn, request: Any, level: int, now_s: float) -> None:
-        """A turn is over, and its blocks are about to be freed: before that, they are kept."""
+        """Keep the blocks of a turn that has ended, before vLLM frees them."""
         one = self._all.setdefault(turn.key, _History())
         if not turn.runs:
-            # Cut while it waited. What was kept for it is kept as if it had not come.
+            # Cut while it waited. What is kept stays as if the turn had not come.
             one.waiting = max(0, one.waiting - 1)
             return
         one.running = max(0, one.running - 1)
@@ -107,13 +94,12 @@ class Histories:
     # --- giving way --------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> None:
-        """Let go what was kept until now."""
         if now_s < self._next_expiry_s:
             return
         for key in list(self._kept):
             one = self._all[key]
             if one.until_s <= now_s and not one.waiting:
-                self._let_go(key, one)
+                self._free_kept(key, one)
         self._next_expiry_s = min(
             (one.until_s for key in self._kept if not (one := self._all[key]).waiting),
             default=math.inf,
@@ -122,14 +108,7 @@ class Histories:
             self._next_expiry_s = min(self._next_expiry_s, now_s + 1.0)
 
     def give_up(self, blocks: int, now_s: float, but: str | None = None) -> bool:
-        """Give up so many kept blocks, of one history, its last ones first.
-
-        Args:
-            but: a history that gives up nothing: it is for it that others do.
-
-        Returns:
-            Whether there were any.
-        """
+        """Give up the last kept blocks of a history; returns whether there were any."""
         pins = {
             key: Pin(one.level, len(one.blocks), one.until_s, one.waiting > 0)
             for key in self._kept
@@ -148,16 +127,13 @@ class Histories:
 
     @property
     def keeps_any(self) -> bool:
-        """Whether there is anything to give up."""
         return bool(self._kept)
 
     @property
     def kept_blocks(self) -> int:
-        """How many blocks are kept, each once."""
         return len({block.block_id for key in self._kept for block in self._all[key].blocks})
 
     def free_without_kept(self) -> int:
-        """How many blocks are free, and would be if nothing were kept."""
         kept: dict[int, int] = {}
         for key in self._kept:
             for block in self._all[key].blocks:
@@ -169,11 +145,7 @@ class Histories:
     # --- commands ----------------------------------------------------------------------------
 
     def pin(self, key: str, ttl_s: float, now_s: float) -> int:
-        """Keep what is cached of an idle history for so long from now on.
-
-        Returns:
-            How many blocks that are.
-        """
+        """Keep what is cached of an idle history for so long; returns how many blocks that are."""
         one = self._all.get(key)
         if one is None or one.running:
             return 0
@@ -184,31 +156,20 @@ class Histories:
             self._kept.discard(key)
         return len(one.blocks)
 
-    def release(self, key: str, to: To) -> int:
-        """Let an idle history's blocks go.
+    def release(self, key: str) -> int:
+        """Have an idle history's blocks evicted next, but for those that other histories have.
 
-        Args:
-            to: ``tail``: they are cached, the newest of what is; ``front``: cached, and evicted
-                before all others; ``gone``: cached no more. Blocks that others' histories have too
-                are only let go.
-
-        Returns:
-            How many blocks it was done with. 0 where a turn is here: what runs is not released.
+        Returns how many; 0 if a turn of the history is here.
         """
         one = self._all.get(key)
         if one is None or one.running or one.waiting:
             return 0
-        released = len(one.blocks)
-        self._let_go(key, one)
-        if to == "tail":
-            return released
+        self._free_kept(key, one)
         blocks, tokens = self._cached(one)
         shared = self._shared_hashes(key) * self._hash_block_tokens
         if shared and tokens:
             blocks = blocks[math.ceil(len(blocks) * min(1.0, shared / tokens)) :]
         idle = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
-        if to == "gone":
-            self._pool.evict_blocks({block.block_id for block in idle})
         queue = self._pool.free_block_queue
         for block in idle:
             queue.remove(block)
@@ -218,22 +179,19 @@ class Histories:
         return len(idle)
 
     def release_all(self) -> None:
-        """Keep nothing."""
         for key in list(self._kept):
-            self._let_go(key, self._all[key])
+            self._free_kept(key, self._all[key])
 
     def cached_tokens(self, key: str) -> int:
-        """How much of a history, as its last turn left it, is in the cache: what is, not what was
-        said last."""
+        """Return how much of a history, as its last turn left it, the cache has now."""
         one = self._all.get(key)
         return 0 if one is None else self._cached(one)[1]
 
     def kept_for_s(self, key: str, now_s: float) -> float:
-        """How long what is kept of a history is kept yet; 0: nothing is."""
+        """Return for how long what is kept of a history stays kept."""
         return max(0.0, self._all[key].until_s - now_s) if key in self._kept else 0.0
 
     def keys(self) -> list[str]:
-        """Return the keys of all histories that are known."""
         return list(self._all)
 
     # --- inside ------------------------------------------------------------------------------
@@ -245,13 +203,13 @@ class Histories:
             self._kept.add(key)
             self._next_expiry_s = min(self._next_expiry_s, until_s)
 
-    def _let_go(self, key: str, one: _History) -> None:
+    def _free_kept(self, key: str, one: _History) -> None:
         blocks, one.blocks = one.blocks, []
         self._kept.discard(key)
         self._free(blocks)
 
     def _free(self, blocks: list[Any]) -> None:
-        # The first to be evicted first: a history's end.
+        # A history's end is evicted first.
         self._pool.free_blocks(reversed(blocks))
 
     def _blocks_of(self, request: Any) -> list[Any]:
@@ -267,7 +225,7 @@ class Histories:
         return _in_order(groups), int(tokens)
 
     def _shared_hashes(self, key: str) -> int:
-        """How many of a history's leading hashes another one has, too."""
+        """Return how many of a history's leading hashes another history has, too."""
         own, most = self._all[key].hashes, 0
         for other, one in self._all.items():
             if other == key:
@@ -275,7 +233,7 @@ class Histories:
             low, high = most, min(len(own), len(one.hashes))
             if high <= low or own[low] != one.hashes[low]:
                 continue
-            # They are chained: where two are equal, so are all before.
+            # They are chained, so where two are equal, all before them are.
             while low < high:
                 middle = (low + high) // 2
                 if own[middle] == one.hashes[middle]:
@@ -300,7 +258,7 @@ class Histories:
 
 
 def _in_order(groups: Sequence[Sequence[Any]]) -> list[Any]:
-    """Blocks that can be found again, of all kinds of layers, from the beginning on."""
+    """Return the blocks of all kinds of layers that can be found again, from the beginning on."""
     return [
         block
         for at_once in zip_longest(*groups)

@@ -1,8 +1,8 @@
-"""The scheduler itself: vLLM's two, each with what knows conversations over it.
+"""vLLM's two schedulers, made to know conversations.
 
-vLLM decides as before what a step can hold; it is told, through what it looks at anyway, in which
-order to look at calls (priorities), how long their chunks may be, and whom to preempt. What is
-answered does not depend on it: which tokens are computed together changes nothing of what they are.
+vLLM decides as before what a step can hold. Through what it looks at anyway it is told in which
+order to look at calls (priorities), how long their chunks may be, and which to preempt. Answers do
+not depend on it: which tokens are computed together does not change them.
 """
 
 import time
@@ -23,16 +23,12 @@ from conserve.engine_scheduling import (
 )
 from conserve.wire import kept, waited
 from deployments.engine.lane.scheduler_lane import SchedulerLane
-from deployments.engine.scheduler.commands import obey, offer_commands
-from deployments.engine.scheduler.counts import Counts
+from deployments.engine.scheduler.commands import offer_commands
 from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.scheduler.histories import Histories
-from deployments.engine.scheduler.parts import Parts
-from deployments.engine.scheduler.turn import Turn, turn_of
-from deployments.engine.scheduler.waits import Waits
+from deployments.engine.scheduler.turns import Counts, Parts, Turn, Waits, turn_of
 
-# Levels change with waiting and service, which take longer than that. A queue of thousands is not
-# to be sorted in every step.
+# Levels change more slowly than that, and sorting a queue of thousands in every step takes long.
 _RANKS_EVERY_S = 0.05
 # Beyond a block, a usual append.
 _APPEND_TOKENS = 128
@@ -40,36 +36,32 @@ _APPEND_TOKENS = 128
 _LEVEL = 1 << 32
 
 
-class ConversationScheduling:
-    """Is laid over vLLM's ``Scheduler``. Settings are ``additional_config["conserve"]``:
-    ``feedback``, ``chunks``, ``retention`` and ``lane`` have the arguments of `FeedbackQueue`,
-    `ChunkController`, `Retention` and `PrefillLane`, where they are not to be the defaults.
+class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types are not looked at.
+    """Schedules one step at a time, as on CPUs.
 
-    Attributes:
-        clock: whose time counts; monotonic.
-        lane: for long prefills, where the engine's connector has one.
+    Settings are ``additional_config["conserve"]``: ``feedback``, ``chunks``, ``retention`` and
+    ``lane`` have arguments of `FeedbackQueue`, `ChunkController`, `Retention` and `PrefillLane`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_doors()
         super().__init__(*args, **kwargs)
-        scheduler: Any = self
-        if scheduler.policy != SchedulingPolicy.PRIORITY:
-            raise ValueError("scheduling_policy: it has to be priority, by which calls are ordered")
-        if not scheduler.vllm_config.model_config.disable_cascade_attn:
-            # Blocks that are kept count as used by one more request than has them.
-            raise ValueError("disable_cascade_attn: it has to be true where blocks are kept")
-        given = (scheduler.vllm_config.additional_config or {}).get("conserve", {})
-        self._block_tokens = int(scheduler.block_size)
-        capacity_tokens = scheduler.cache_config.num_gpu_blocks * self._block_tokens
+        if self.policy != SchedulingPolicy.PRIORITY:
+            raise ValueError("scheduling_policy: set it to priority, by which calls are ordered")
+        if not self.vllm_config.model_config.disable_cascade_attn:
+            # Each kept block counts as used by one request more than has it.
+            raise ValueError("disable_cascade_attn: set it to true, since blocks are kept")
+        given = (self.vllm_config.additional_config or {}).get("conserve", {})
+        self._block_tokens = int(self.block_size)
+        capacity_tokens = self.cache_config.num_gpu_blocks * self._block_tokens
         self.queue = FeedbackQueue(capacity_tokens, **given.get("feedback", {}))
-        most = int(scheduler.max_num_scheduled_tokens)
+        most = int(self.max_num_scheduled_tokens)
         least = min(most, self._block_tokens + _APPEND_TOKENS)
         bounds = {"least_tokens": least, "most_tokens": most}
         self.chunks = ChunkController(**{**bounds, **given.get("chunks", {})})
         self.histories = Histories(
-            scheduler.kv_cache_manager,
-            int(scheduler.hash_block_size),
+            self.kv_cache_manager,
+            int(self.hash_block_size),
             Retention(**given.get("retention", {})),
         )
         self.parts = Parts(self, self._block_tokens)
@@ -77,72 +69,68 @@ class ConversationScheduling:
         self.clock: Callable[[], float] = time.monotonic
         self.turns: dict[str, Turn] = {}
         self._waits = Waits(self.turns)
-        # With layers of several kinds blocks cannot be counted so simply; and states of some have
-        # to end where vLLM says.
-        groups = len(scheduler.kv_cache_config.kv_cache_groups)
-        self._counts_blocks = groups == 1 and not scheduler.is_encoder_decoder
-        self._cuts = not scheduler.need_mamba_block_aligned_split
-        # A chunk that is no longer is a decode's.
-        self._decode_tokens = 1 + int(scheduler.num_spec_tokens)
+        # With several kinds of layers blocks cannot be counted so simply. Some kinds' states have
+        # to end where vLLM says, so their chunks are not cut.
+        groups = len(self.kv_cache_config.kv_cache_groups)
+        self._counts_blocks = groups == 1 and not self.is_encoder_decoder
+        self._cuts = not self.need_mamba_block_aligned_split
+        # A chunk of no more tokens than this is a decode's.
+        self._decode_tokens = 1 + int(self.num_spec_tokens)
         self.lane: SchedulerLane | None = None
-        # Given to the lane in this step; vLLM counts them as found by the connector.
+        # Tokens given to the lane in this step, which vLLM counts as found by the connector.
         self.passed_over_tokens = 0
-        if hasattr(scheduler.connector, "lane"):
+        if hasattr(self.connector, "lane"):
             self.lane = SchedulerLane(self, PrefillLane(**given.get("lane", {})))
-            scheduler.connector.lane = self.lane
+            self.connector.lane = self.lane
         self._rank_at_s = 0.0
         self._limit: int | None = None
         self._left = 0
-        # Left to those who wait on a better level than who runs, by level.
+        # Tokens left to requests that wait on a better level than a running one, by its level.
         self._left_to_waiting: list[int] = []
         self._decoding = False
-        # Steps under way: when each began, what it prefills and decodes, and on how many SMs.
+        # Steps in flight: when each began, prefill tokens, decodes, and SMs.
         self._steps: dict[int, tuple[float, int, int, int]] = {}
         self._updated_s = 0.0
-        scheduler.kv_cache_manager.allocate_slots = self._giving_way(
-            scheduler.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._giving_way(
+            self.kv_cache_manager.allocate_slots
         )
 
     # --- a step ------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """One step, with calls ordered, and prefills limited where somebody waits for them."""
         now_s = self.clock()
-        scheduler: Any = self
         self.histories.expire(now_s)
         self.parts.new_step()
         self._waits.new_step()
-        waits = bool(scheduler.waiting or scheduler.skipped_waiting)
+        waits = bool(self.waiting or self.skipped_waiting)
         ranks = waits and now_s >= self._rank_at_s
         if ranks:
             self._rank(now_s)
             self._rank_at_s = now_s + _RANKS_EVERY_S
         self._set_limit(waits, now_s)
-        output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        output = super().schedule(throttle_prefills)
         if ranks:
-            left_out = (*scheduler.waiting._heap, *scheduler.skipped_waiting._heap)
-            self._waits.look(scheduler, left_out, now_s)
+            left_out = (*self.waiting._heap, *self.skipped_waiting._heap)
+            self._waits.look(self, left_out, now_s)
         elif not waits:
             self._waits.nobody()
         if self.passed_over_tokens:
-            scheduler.connector_prefix_cache_stats.hits -= self.passed_over_tokens
+            self.connector_prefix_cache_stats.hits -= self.passed_over_tokens
             self.passed_over_tokens = 0
         self._note(output, now_s)
         return output
 
     @property
     def decodes(self) -> bool:
-        """Whether anybody does in this step."""
         return self._decoding
 
     def left_tokens(self) -> int:
-        """Return what is left of the step for the lane: a block at least, so that it goes on."""
-        scheduler: Any = self
-        most = int(scheduler.max_num_scheduled_tokens)
+        """Return the step's tokens that are left for the lane: at least a block, so it goes on."""
+        most = int(self.max_num_scheduled_tokens)
         return max(self._block_tokens, most if self._limit is None else self._left)
 
     def lane_served(self, request_id: str, tokens: int) -> None:
-        """The lane has computed so much more of a request's prompt."""
+        """Charge a request's history for what the lane has computed."""
         turn = self.turns.get(request_id)
         assert self.lane is not None
         start = self.lane.start_of(request_id)
@@ -152,22 +140,20 @@ class ConversationScheduling:
         turn.charged_tokens = max(turn.charged_tokens, start) + tokens
 
     def _set_limit(self, waits: bool, now_s: float) -> None:
-        scheduler: Any = self
-        running = scheduler.running
+        running = self.running
         self._decoding = any(not one.is_prefill_chunk for one in running)
         prefills = [one for one in running if one.is_prefill_chunk]
         if not self._cuts or not (prefills or waits) or not (self._decoding or waits):
             self._limit = None
             return
-        most = int(scheduler.max_num_scheduled_tokens)
+        most = int(self.max_num_scheduled_tokens)
         self._limit = self._left = self.chunks.allowed_tokens() if self._decoding else most
         self._left_to_waiting = [0] * (self.queue.levels + 1)
         if not prefills:
             return
-        # Those who decode first, so that a step that is full leaves none of them out; then as those
-        # who wait go.
+        # Decodes go first, so that a full step leaves none of them out. Then by level.
         running.sort(key=lambda one: self._rank_running(one, now_s))
-        if waits and len(running) < scheduler.max_num_running_reqs:
+        if waits and len(running) < self.max_num_running_reqs:
             self._leave_to_waiting()
 
     def _rank_running(self, request: Any, now_s: float) -> tuple[int, float]:
@@ -176,10 +162,9 @@ class ConversationScheduling:
         return self.level(request, now_s), request.arrival_time
 
     def _leave_to_waiting(self) -> None:
-        """How much of the step is left to those who wait on a better level than each."""
-        scheduler: Any = self
+        """Set how much of the step is left to requests that wait on a better level, by level."""
         wanted = self._left_to_waiting
-        for queue in (scheduler.waiting, scheduler.skipped_waiting):
+        for queue in (self.waiting, self.skipped_waiting):
             for request in queue._heap:
                 if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                     missing_tokens = self.turns[request.request_id].missing_tokens
@@ -188,7 +173,6 @@ class ConversationScheduling:
             wanted[level] += wanted[level - 1]
 
     def _note(self, output: Any, now_s: float) -> None:
-        scheduler: Any = self
         began: set[str] = {one.req_id for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         began.update(cached.resumed_req_ids)
@@ -197,7 +181,7 @@ class ConversationScheduling:
             if tokens <= self._decode_tokens and request_id not in began:
                 decodes += 1
                 continue
-            request, turn = scheduler.requests[request_id], self.turns[request_id]
+            request, turn = self.requests[request_id], self.turns[request_id]
             done = request.num_computed_tokens
             if request_id in began:
                 found_tokens = done - tokens
@@ -207,7 +191,7 @@ class ConversationScheduling:
                     self.lane.runs(request_id)
                 self._begins(request, turn, found_tokens, now_s)
             prefill_tokens += tokens
-            # What is computed again is no service that it asked for.
+            # What is computed again is not charged again.
             new = done - max(turn.charged_tokens, done - tokens)
             if new > 0:
                 self.queue.serve(turn.key, new, 0, now_s)
@@ -227,7 +211,6 @@ class ConversationScheduling:
             self.counts.begun[turn.kind] += 1
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Also note how long the step has taken."""
         now_s = self.clock()
         began_s, prefill_tokens, decodes, decode_sms = self._steps.pop(
             id(scheduler_output), (now_s, 0, 0, 0)
@@ -235,30 +218,27 @@ class ConversationScheduling:
         if self.lane is not None:
             prefill_tokens += self.lane.spent_tokens(model_runner_output)
         if decodes:
-            # With two under way the second begins when the first is over.
+            # With two in flight the second begins when the first has ended.
             lasted_s = now_s - max(began_s, self._updated_s)
             self.chunks.step(lasted_s, prefill_tokens, now_s)
             if self.lane is not None:
                 self.lane.stepped(lasted_s, decode_sms, now_s)
         self._updated_s = now_s
-        return super().update_from_output(  # type: ignore[misc]
-            scheduler_output, model_runner_output
-        )
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     # --- order -------------------------------------------------------------------------------
 
     def level(self, request: Any, now_s: float) -> int:
-        """A call's level now; 0 goes first."""
+        """Return a call's level now; level 0 goes first."""
         turn = self.turns[request.request_id]
         waited_s = 0.0 if request.status == RequestStatus.RUNNING else now_s - turn.since_s
         if self.lane is not None and self.lane.start_of(request.request_id) is not None:
-            # It has its blocks, and needs a place alone: nobody gains by its waiting.
+            # It has its blocks, and needs only a place: no other call gains if it waits.
             return 0
         return self.queue.level(turn.key, request.num_tokens, waited_s, now_s)
 
     def _rank(self, now_s: float) -> None:
-        scheduler: Any = self
-        for queue in (scheduler.waiting, scheduler.skipped_waiting):
+        for queue in (self.waiting, self.skipped_waiting):
             requests = list(queue._heap)
             levels = [self.level(one, now_s) for one in requests]
             if all(one.priority == level for one, level in zip(requests, levels, strict=True)):
@@ -270,10 +250,9 @@ class ConversationScheduling:
                 queue.add_request(request)
 
     def _rank_victims(self) -> None:
-        """vLLM preempts who has the highest priority number: the lowest level, then the largest."""
-        scheduler: Any = self
+        """Have vLLM, which preempts the highest priority, preempt the last level's largest."""
         now_s = self.clock()
-        for request in scheduler.running:
+        for request in self.running:
             blocks = -(-request.num_computed_tokens // self._block_tokens)
             self._charge_decodes(request, now_s)
             request.priority = self.level(request, now_s) * _LEVEL + blocks
@@ -286,19 +265,17 @@ class ConversationScheduling:
             turn.charged_tokens = request.num_computed_tokens
 
     def add_request(self, request: Any) -> None:
-        """Take a request in, at its level."""
         now_s = self.clock()
-        scheduler: Any = self
-        if request.request_id not in scheduler.requests:
+        if request.request_id not in self.requests:
             turn = self.turns[request.request_id] = turn_of(request, now_s)
             turn.missing_tokens = request.num_tokens
             if turn.is_known:
                 self.histories.comes(turn, now_s)
                 found_tokens = self.histories.cached_tokens(turn.key)
                 turn.missing_tokens = max(1, request.num_tokens - found_tokens)
-            # Whatever its client gave.
+            # It replaces what its client gave.
             request.priority = self.level(request, now_s)
-        super().add_request(request)  # type: ignore[misc]
+        super().add_request(request)
 
     def _preempt_request(
         self, request: Any, timestamp: float, drop_stale_output: bool = False
@@ -308,22 +285,20 @@ class ConversationScheduling:
         level = self.level(request, now_s)
         self.counts.preempted[level] += 1
         turn.since_s, turn.runs, turn.missing_tokens = now_s, False, request.num_tokens
-        # In the queue of those who wait it is compared by its level.
+        # The queue of waiting requests compares levels.
         request.priority = level
         if turn.is_known:
             self.histories.waits_again(turn)
-        super()._preempt_request(request, timestamp, drop_stale_output)  # type: ignore[misc]
+        super()._preempt_request(request, timestamp, drop_stale_output)
 
     # --- chunks ------------------------------------------------------------------------------
 
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """vLLM asks this for every chunk, before it finds room for it."""
+        """Return how long a chunk may be; vLLM asks before it looks for room for it."""
         tokens = int(
-            super()._reserve_prefill_lookahead(  # type: ignore[misc]
-                request, num_computed_tokens, num_new_tokens
-            )
+            super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         )
         if tokens <= self._decode_tokens:
             return tokens
@@ -344,12 +319,12 @@ class ConversationScheduling:
         if request.status == RequestStatus.RUNNING:
             level = self.level(request, self.clock())
             left_to_others = self._left_to_waiting[level]
-            # It never stands still for them.
+            # A block at least, so that it goes on.
             limit = min(limit, max(self._block_tokens, self._left - left_to_others))
         if tokens <= limit:
             return tokens
         if limit < self._block_tokens and self._left < (self._limit or 0):
-            # A part of a block is not worth a step's overhead, where others have had theirs.
+            # Others have had their chunks, and a part of a block is not worth a step's overhead.
             allowed = 0
         else:
             allowed = self.parts.whole_blocks(start, tokens, limit)
@@ -361,7 +336,7 @@ class ConversationScheduling:
     # --- room --------------------------------------------------------------------------------
 
     def _giving_way(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
-        """Let what is kept give way where there is no room, before anybody is preempted."""
+        """Give up kept blocks where there is no room, before a request is preempted."""
 
         def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
             if request.request_id == self.parts.current:
@@ -385,13 +360,12 @@ class ConversationScheduling:
         return allocate_slots
 
     def _would_fit(self, request: Any) -> bool:
-        """Whether a call that waits would find room if nothing were kept."""
+        """Return whether a waiting call would find room if nothing were kept."""
         if not self.histories.keeps_any:
             return False
         if not self._counts_blocks or request.request_id == self.parts.current:
             return True
-        scheduler: Any = self
-        hits = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
+        hits = self.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
         used = sum(int(block.ref_cnt > 0) for block in hits)
         need = -(-request.num_tokens // self._block_tokens) - used
         return bool(need <= self.histories.free_without_kept())
@@ -399,15 +373,13 @@ class ConversationScheduling:
     # --- ends --------------------------------------------------------------------------------
 
     def _free_request(self, request: Any, delay_free_blocks: bool = False) -> Any:
-        """Also answer what of its history stays, for how long, and what it has waited for."""
+        """Add to the answer what of its history stays, and what the turn waited for."""
         now_s, turn = self.clock(), self.turns[request.request_id]
         if not turn.runs:
             turn.waited_s += max(0.0, now_s - turn.since_s)
         if self.lane is not None:
             self.lane.over(request.request_id)
-        params, encoder_params = super()._free_request(  # type: ignore[misc]
-            request, delay_free_blocks
-        )
+        params, encoder_params = super()._free_request(request, delay_free_blocks)
         if turn.is_known:
             stays = kept(
                 self.histories.cached_tokens(turn.key), self.histories.kept_for_s(turn.key, now_s)
@@ -423,35 +395,23 @@ class ConversationScheduling:
             self.histories.ends(turn, request, level, now_s)
         else:
             self.queue.forget(turn.key)
-        super()._free_blocks(request)  # type: ignore[misc]
+        super()._free_blocks(request)
         del self.turns[request.request_id]
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Also let go what is kept, or it could not be done."""
+        """Free what is kept first, since kept blocks would make vLLM refuse."""
         self.histories.release_all()
-        return bool(
-            super().reset_prefix_cache(  # type: ignore[misc]
-                reset_running_requests, reset_connector
-            )
-        )
-
-    def conserve(self, name: str, given: dict[str, Any]) -> Any:
-        """Obey a command; see `commands`."""
-        return obey(self, name, given)
+        return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
 
 
-class ConversationScheduler(ConversationScheduling, Scheduler):  # type: ignore[misc]
-    """Schedules steps one at a time: on CPUs, always."""
+class AsyncConversationScheduler(ConversationScheduler, AsyncScheduler):  # type: ignore[misc]
+    """Schedules the next step while one runs, as on GPUs."""
 
 
-class AsyncConversationScheduler(ConversationScheduling, AsyncScheduler):  # type: ignore[misc]
-    """Schedules the next step while one runs: on GPUs."""
-
-
-def conversation_scheduler(*args: Any, **kwargs: Any) -> ConversationScheduling:
-    """Make vLLM's ``scheduler_cls``: by then vLLM knows which of both it needs."""
+def conversation_scheduler(*args: Any, **kwargs: Any) -> ConversationScheduler:
+    """Make vLLM's ``scheduler_cls``, which depends on its configuration."""
     offer_commands()
     asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
     return (AsyncConversationScheduler if asynchronous else ConversationScheduler)(*args, **kwargs)

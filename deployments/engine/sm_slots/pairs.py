@@ -1,46 +1,36 @@
-"""Decoding's and prefill's streams, for each place of the border between their SMs.
+"""Streams and CUDA graphs for each place of the border between decoding's SMs and prefill's.
 
-AgentServe (§III-C) makes contexts for ten slots before it serves, and rebinds threads to them in
-microseconds. Here an engine's ten slots are tenths of its lease: the border moves without a word to
-the ledger. What decides where it goes is `conserve.engine_scheduling.DecodeReserve`.
+AgentServe (section III-C) makes contexts for ten slots before it serves, and rebinds threads to
+them in microseconds. Here the ten slots are tenths of the engine's lease, so the ledger is not
+asked. `conserve.engine_scheduling.DecodeReserve` decides where the border goes.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hetero.gpu_layout import GRAPH_SETS_BYTES
 from hetero.sm_means import NoSms, SmMeans
 from hetero.sm_sides import Sides, sides
 from hetero.sm_units import SmSplit
 
 
 class Bound(NamedTuple):
-    """Tells where decoding and prefill run now.
-
-    Attributes:
-        decode_stream: of the worker's steps; None: as vLLM has it.
-        lane_stream: of prefills beside them; None: any stream.
-        decode_sms, lane_sms: how many SMs each stream has; 0 where that is not known.
-    """
+    """The streams that decoding and prefill run on now; None: vLLM's own, and any stream."""
 
     decode_stream: Any
     lane_stream: Any
     decode_sms: int
-    lane_sms: int
 
 
 class SlotPairs:
-    """An engine's pairs of streams; one thread, the one that runs its steps.
+    """An engine's pairs of streams, used by the thread that runs its steps.
 
-    Args:
-        means: what streams keep to SMs by; where it has no streams, the border cannot move.
-        split: of the GPU.
-        units: of the engine's lease.
-        wrap: makes torch's stream of a handle.
-        make_current: has the engine's steps run on a stream from now on.
+    ``wrap`` makes torch's stream of a handle, and ``make_current`` has steps run on one.
 
     Attributes:
-        sizes_sms: what decoding may have, the smallest first; the last is all of the lease. None
-            where nothing moves the border.
+        sizes_sms: how many SMs decoding may have, ascending; the last is the whole lease. Empty
+            where the border cannot move.
     """
 
     def __init__(
@@ -54,44 +44,34 @@ class SlotPairs:
         self._means = means
         self._wrap = wrap
         self._make_current = make_current
-        self._split = split
         self._places = () if split is None else sides(split, units)
         if self._places and means.stream(units) is None:
             self._places = ()
         self._streams: dict[range, Any] = {}
         for place in self._places:
-            # All that will ever be bound, now: that is what costs.
+            # All streams are made now, since making one takes long and binding does not.
             self._stream(place.decode)
             if place.prefill:
                 self._stream(place.prefill)
         self.sizes_sms = tuple(place.decode_sms for place in self._places)
-        self._bound = Bound(None, None, 0, 0)
+        self.bound = Bound(None, None, 0)
         if self._places:
-            # As the engine was loaded: whatever it has begun there comes before the first border.
-            self._bound = self._of(self._places[-1], self.sizes_sms[-1])
-
-    @property
-    def bound(self) -> Bound:
-        """Return what was bound last."""
-        return self._bound
+            # The engine was loaded on these, so that work comes before the first border.
+            self.bound = self._of(self._places[-1], self.sizes_sms[-1])
 
     def bind(self, decode_sms: int) -> Bound:
-        """Move the border, between two steps: decoding gets at least so many SMs.
+        """Move the border, between two steps, so that decoding has at least so many SMs, or all.
 
-        That is the smallest of its sizes with as many, and all if there is none; with 0 it is
-        prefill that has all. What either has begun on its former stream comes first on the new
-        one. Decoding's becomes the calling thread's current stream.
-
-        Where decoding has all, prefill's is the smallest it has: nobody is meant to be there, and
-        whoever is, shares.
+        With 0, prefill has all. Where decoding has all, prefill shares SMs. Work that either side
+        has begun comes first on its new stream, and decoding's becomes the thread's current one.
         """
         if not self._places:
-            return self._bound
+            return self.bound
         place = next(
             (one for one in self._places if one.decode_sms >= decode_sms), self._places[-1]
         )
         bound = self._of(place, decode_sms)
-        old, self._bound = self._bound, bound
+        old, self.bound = self.bound, bound
         for before, after in (
             (old.decode_stream, bound.decode_stream),
             (old.lane_stream, bound.lane_stream),
@@ -103,21 +83,15 @@ class SlotPairs:
         return bound
 
     def _of(self, place: Sides, decode_sms: int) -> Bound:
-        assert self._split is not None
         lane = place.prefill
         if decode_sms <= 0:
             lane = self._places[-1].decode
         elif not lane:
-            # The last of those that are not empty; a lease of one unit has none, and shares it.
+            # Prefill's smallest side. A lease of one unit has none, and shares its SMs.
             lane = next(
                 (one.prefill for one in reversed(self._places) if one.prefill), place.decode
             )
-        return Bound(
-            self._stream(place.decode),
-            self._stream(lane),
-            place.decode_sms,
-            self._split.sms_of(lane),
-        )
+        return Bound(self._stream(place.decode), self._stream(lane), place.decode_sms)
 
     def _stream(self, units: range) -> Any:
         if units not in self._streams:
@@ -132,7 +106,6 @@ _pairs: SlotPairs | None = None
 
 
 def provide(make: Callable[[], SlotPairs]) -> None:
-    """Say how this process's pairs are made, once somebody asks for them."""
     global _make, _pairs
     _make, _pairs = make, None
 
@@ -142,8 +115,80 @@ def _none() -> SlotPairs:
 
 
 def slot_pairs() -> SlotPairs:
-    """This worker's pairs; ones that cannot move where it has leased no SMs, or on a CPU."""
+    """Return this worker's pairs. They cannot move on a CPU, or where no SMs are leased."""
     global _pairs
     if _pairs is None:
         _pairs = _none() if _make is None else _make()
     return _pairs
+
+
+logger = logging.getLogger("vllm.conserve")
+
+
+class GraphSets:
+    """An engine's graphs, captured again for each smaller size of decoding's side, within a budget.
+
+    A graph runs on the SMs of the stream that it was captured on; vLLM captures on all of the
+    engine's. Used of vLLM 0.29: its runners' ``capture_model`` captures whatever has no graph, on
+    the current stream, and returns the bytes that it took. The graphs of the first runner, and of
+    both runners' pieces, are ``concrete_cudagraph_entries`` of each ``CUDAGraphWrapper``. Those of
+    the second are ``graphs`` of its ``cudagraph_manager``.
+    """
+
+    def __init__(self, runner: Any, pairs: SlotPairs, budget_bytes: int = GRAPH_SETS_BYTES) -> None:
+        self._runner = runner
+        self._pairs = pairs
+        self._budget_bytes = budget_bytes
+        self._holders = _holders(runner)
+        self._all = self._now = self._held()
+        self._sets: dict[int, list[dict[Any, Any]]] = {}
+
+    @property
+    def sizes_sms(self) -> tuple[int, ...]:
+        """Return the sizes with graphs of their own; others run on all of the engine's SMs."""
+        return tuple(self._sets)
+
+    def capture(self) -> None:
+        """Capture for each size, the smallest first, where the border is in calm."""
+        sizes_sms = self._pairs.sizes_sms
+        if not any(self._all) or not sizes_sms:
+            return
+        taken_bytes = most_bytes = 0
+        try:
+            for size_sms in sizes_sms[:-1]:
+                if taken_bytes + most_bytes > self._budget_bytes:
+                    break
+                self._pairs.bind(size_sms)
+                self._put([{} for _ in self._holders])
+                took_bytes = max(0, int(self._runner.capture_model()))
+                taken_bytes, most_bytes = taken_bytes + took_bytes, max(most_bytes, took_bytes)
+                self._sets[size_sms] = self._held()
+        finally:
+            self._pairs.bind(sizes_sms[-1])
+            self._put(self._all)
+        logger.info(
+            "CUDA graphs for %d of %d sizes of decoding's SMs, %.2f GiB more",
+            len(self._sets) + 1, len(sizes_sms), taken_bytes / 2**30,
+        )  # fmt: skip
+
+    def use(self, decode_sms: int) -> None:
+        graphs = self._sets.get(decode_sms, self._all)
+        if graphs is not self._now:
+            self._put(graphs)
+
+    def _held(self) -> list[dict[Any, Any]]:
+        return [getattr(holder, name) for holder, name in self._holders]
+
+    def _put(self, graphs: list[dict[Any, Any]]) -> None:
+        self._now = graphs
+        for (holder, name), one in zip(self._holders, graphs, strict=True):
+            setattr(holder, name, one)
+
+
+def _holders(runner: Any) -> list[tuple[Any, str]]:
+    """Return the objects that hold graphs, with their attributes' names, in a fixed order."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    found = [(one, "concrete_cudagraph_entries") for one in CUDAGraphWrapper._all_instances]
+    manager = getattr(runner, "cudagraph_manager", None)
+    return found if manager is None else [*found, (manager, "graphs")]

@@ -1,19 +1,18 @@
-"""vLLM's GPU worker, on the SMs that its engine has leased.
+"""vLLM's GPU worker, on the SMs that its engine has leased (``worker_cls``).
 
-vLLM makes it by its argument ``worker_cls``. Before the model is loaded it leases SMs from the
-node's actor, and makes a stream that keeps to them the current one of its thread, which runs all of
-the engine's steps: so whatever vLLM launches there keeps to them, and graphs do that are captured
-there (`captures`). Where it cannot be, the engine does not start: whoever asked for slots would not
-have them.
+Before the model is loaded, a stream that keeps to the leased SMs becomes the current one of the
+thread that runs all of the engine's steps. So whatever vLLM launches or captures there keeps to
+them. If that fails, the engine does not start.
 
 Used of vLLM 0.29: ``Worker.load_model`` comes after ``init_device`` and before any kernel of the
-model, in the thread of ``execute_model``; ``current_stream()`` of ``utils/torch_utils`` is what
-``torch.cuda.set_stream`` was given; ``main_stream`` of ``v1/worker/gpu/model_runner`` is a cached
-property, to which a step goes back when its outputs are copied. Streams that vLLM makes beside that
-one copy, and compute nothing, but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters and of some
-models.
+model, in the thread of ``execute_model``. ``current_stream()`` of ``utils/torch_utils`` is what
+``torch.cuda.set_stream`` was given. ``main_stream`` of ``v1/worker/gpu/model_runner`` is a cached
+property. Other streams of vLLM's only copy, but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters
+and of some models.
 """
 
+import dataclasses
+import inspect
 import logging
 from typing import Any
 
@@ -21,9 +20,9 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from deployments.engine.gpu_worker import GpuWorker
-from deployments.engine.sm_slots import pairs, said_of, told
-from deployments.engine.sm_slots.captures import capture_where_it_runs
-from deployments.engine.sm_slots.leasing import lease_slots
+from deployments.engine.lane.worker import LaneWorking
+from deployments.engine.sm_slots import pairs
+from deployments.engine.sm_slots.lease import lease_slots, said_of, told
 from hetero.gpus import UnknownGpu
 from hetero.green_contexts import SmsUnavailable
 from hetero.sm_means import means_of, mps_runs, prepare
@@ -34,8 +33,6 @@ logger = logging.getLogger("vllm.conserve")
 
 
 class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as untyped.
-    """A worker that leases SMs, and runs on those alone."""
-
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self._told = told(vllm_config)
         self._lease: SmLease | None = None
@@ -47,7 +44,6 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model, once the SMs are leased that it is to run on."""
         try:
             self._take_slots()
         except (SmsUnavailable, NoFreeSms, UnknownGpu) as error:
@@ -55,7 +51,6 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         super().load_model(**kwargs)
 
     def conserve_sm_lease(self) -> list[Any]:
-        """Return what was leased, for `LEASE_METHOD`."""
         assert self._lease is not None
         return said_of(self._lease)
 
@@ -67,8 +62,8 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         named = GpuWorker()
         named.device = device
         gpu = named.conserve_gpu_uuid()
-        # Whether the driver splits as the ledger does comes first: else a lease would be kept from
-        # others until this engine is missed.
+        # This checks that the driver splits as the ledger does. After a lease, a failure would keep
+        # the SMs from other engines until this one is missed.
         means = means_of(slots, device.index, self._why_no_contexts)
         lease = self._lease = lease_slots(gpu, **self._told)
         units = lease.units
@@ -94,7 +89,43 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         pairs.provide(lambda: pairs.SlotPairs(means, slots.split, units, wrap, self._make_current))
 
     def _make_current(self, stream: Any) -> None:
-        # vLLM has put its own in the place of torch's, to know of it.
+        # vLLM has replaced this function, to know the current stream.
         torch.cuda.set_stream(stream)
-        # The second of its runners remembers the first that it saw, and goes back to that.
+        # vLLM's second runner remembers its first stream, and goes back to it.
         self.model_runner.__dict__.pop("main_stream", None)
+
+
+class SlotLaneWorker(LaneWorking, SlotWorker):
+    """Overlaps steps and the lane's chunks, each on its side of the engine's SMs."""
+
+    def _capture_for_each_border(self) -> pairs.GraphSets | None:
+        graphs = pairs.GraphSets(self.model_runner, pairs.slot_pairs())
+        graphs.capture()
+        return graphs
+
+
+def capture_where_it_runs() -> None:
+    """Have this process capture CUDA graphs on its current stream. May be called repeatedly.
+
+    ``graph_capture`` of vLLM 0.29's ``distributed/parallel_state.py`` makes a context with a new
+    stream, which keeps to no SMs. So ``GraphCaptureContext`` is replaced.
+    """
+    from vllm.distributed import parallel_state
+    from vllm.utils.torch_utils import current_stream
+
+    made: Any = parallel_state.GraphCaptureContext
+    if hasattr(made, "__wrapped__"):
+        return
+    parameters = list(inspect.signature(parallel_state.graph_capture).parameters)
+    fields = [field.name for field in dataclasses.fields(made)]
+    if parameters != ["device", "graph_capture_context"] or fields != ["stream"]:
+        raise RuntimeError(
+            "sm_slots is made for vLLM 0.29, and this one captures CUDA graphs in another way: "
+            "adapt deployments/engine/sm_slots/worker.py to it, or leave sm_slots out"
+        )
+
+    def here(stream: Any) -> Any:
+        return made(current_stream())
+
+    here.__wrapped__ = made  # type: ignore[attr-defined]
+    parallel_state.GraphCaptureContext = here

@@ -18,7 +18,7 @@ from conserve.engines import engine_environment
 from conserve.settings import EMBEDDED_MODEL
 from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stored import hold_until_stored
-from deployments.engine.trial import forget
+from deployments.engine.warm_up import forget
 from tests.engines.lmcache.engine import arguments
 from tests.engines.lmcache.worker import say
 

@@ -217,7 +217,7 @@ def decoder(server: Server) -> Iterator[tuple[Any, Callable[[float], None]]]:
         ParallelStrategy,
     )
 
-    from deployments.engine.late_kv import LateKV
+    from deployments.engine.lmcache_client import LateKV
     from deployments.engine.lmcache_connector import ResilientMPConnector
 
     connector = object.__new__(ResilientMPConnector)

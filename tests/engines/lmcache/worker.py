@@ -74,7 +74,7 @@ def main(port: str, mode: str) -> None:
         elif does == "end":
             connector = object.__new__(ResilientMPConnector)
             connector.worker_adapter = adapter
-            connector.let_go()
+            connector.unmap()
         say(said)
 
 

@@ -118,7 +118,7 @@ def test_a_model_that_is_not_there_is_refused(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for model in ("/no/such/folder", "acme/no-such-model"):
         text = said(f"model={model}", device, status=2)
-        assert f"model: config.json of '{model}' is not to be had" in text
+        assert f"model: config.json of '{model}' cannot be read" in text
     text = said(f"model={tmp_path}", device, status=2)
     assert "config.json cannot be read: there is none" in text
     # On a cluster it may lie on other nodes.

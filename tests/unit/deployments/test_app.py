@@ -283,7 +283,7 @@ def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_fo
         assert arguments["kv_transfer_config"]["kv_connector"] == "ResilientMPConnector"
 
 
-@pytest.mark.parametrize(("gpu", "worker"), [(False, "cpu_worker"), (True, "gpu_worker")])
+@pytest.mark.parametrize(("gpu", "worker"), [(False, "cpu_worker"), (True, "worker")])
 def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) -> None:
     from deployments.app import llm_arguments
 
@@ -300,7 +300,7 @@ def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     from deployments.app import llm_arguments
-    from deployments.engine.lane.working import LaneWorking
+    from deployments.engine.lane.worker import LaneWorking
     from deployments.engine.sm_slots.worker import SlotWorker
 
     tiers = {"x": {"sm_slots": 7}}

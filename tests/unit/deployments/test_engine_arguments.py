@@ -46,7 +46,7 @@ def test_what_vllm_knows_none_of_is_refused_and_what_is_near_is_named() -> None:
         "max_modle_len": "vLLM has no such engine argument; did you mean max_model_len?",
         "kv_cache_dtypes": "vLLM has no such engine argument; did you mean kv_cache_dtype?",
         "zzz": "vLLM has no such engine argument",
-        "tool_call_parser": "vLLM knows none of this name; did you mean hermes?",
+        "tool_call_parser": "vLLM has none of this name; did you mean hermes?",
     }
 
 

@@ -63,7 +63,7 @@ def test_what_is_not_to_be_had_is_said(model: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelUnknown) as caught:
         model_shape(load({"model": model}))
-    assert f"config.json of {model!r} is not to be had" in str(caught.value)
+    assert f"config.json of {model!r} cannot be read" in str(caught.value)
     assert "download the model, and give its folder or its id" in str(caught.value)
 
 

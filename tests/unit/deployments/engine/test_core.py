@@ -1,19 +1,25 @@
-"""An engine's core: what its process loads first, and the memory that it leaves alone."""
+"""An engine's core: what its process loads first, memory that it leaves alone, its sockets."""
 
+import contextlib
 import multiprocessing
+import os
+import stat
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import zmq
 from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_open_zmq_ipc_path
 
 from deployments.engine import core
-from deployments.engine.core import allocate_untouched, core_loads_first
+from deployments.engine.core import allocate_untouched, core_loads_first, unnamed_afterwards
 from tests.unit.deployments.engine import loaded_first
 
 _SIZE = 2**28
@@ -79,3 +85,34 @@ def test_vllm_makes_its_kv_space_there() -> None:
     assert gpu_model_runner.allocate_kv_cache is utils.allocate_kv_cache
     names: Any = utils.allocate_kv_cache.__code__.co_names
     assert "zeros" in names
+
+
+def test_connections_outlive_the_name() -> None:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as two:
+        with unnamed_afterwards():
+            address = get_open_zmq_ipc_path()
+            one.bind(address)
+            two.connect(address)
+            two.send(b"before")
+            assert one.recv() == b"before"
+            path = Path(address.removeprefix("ipc://"))
+            assert path.is_socket()
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert not path.parent.exists()
+        for sender, receiver in ((one, two), (two, one)):
+            sender.send(b"after")
+            assert receiver.recv() == b"after"
+
+
+@pytest.mark.parametrize("before", [None, "/somewhere"])
+def test_the_folder_is_the_engines_own(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    name = "VLLM_RPC_BASE_PATH"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with contextlib.suppress(RuntimeError), unnamed_afterwards():
+        folder = Path(os.environ[name])
+        (folder / "socket").touch()
+        raise RuntimeError("the engine does not start")
+    assert not folder.exists()
+    assert os.environ.get(name) == before

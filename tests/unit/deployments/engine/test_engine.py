@@ -52,7 +52,7 @@ async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
 def test_an_engine_holds_what_vllm_has_counted(
     blocks: int, counted: int | None, expected: int
 ) -> None:
-    from deployments.engine.engine import capacity_tokens
+    from deployments.engine.kv_layers import capacity_tokens
 
     cache = SimpleNamespace(num_gpu_blocks=blocks, block_size=128, kv_cache_size_tokens=counted)
     assert capacity_tokens(cache) == expected
@@ -124,7 +124,7 @@ def _host_token_bytes(
     from transformers import CONFIG_MAPPING
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
-    from deployments.engine.engine import host_token_bytes
+    from deployments.engine.kv_layers import host_token_bytes
 
     own = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     read = ModelArchConfigConvertorBase(own, own)

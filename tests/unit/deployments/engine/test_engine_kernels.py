@@ -1,4 +1,4 @@
-"""The plugin that keeps GPU engines from kernels that their node cannot compile."""
+"""The plugin that keeps GPU engines from kernels that their node cannot compile, or load."""
 
 import inspect
 import logging
@@ -22,7 +22,12 @@ from vllm.v1.sample.ops.topk_topp_sampler import flashinfer_sampler_supported
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from deployments.engine import engine_kernels
-from deployments.engine.engine_kernels import KernelTools, kernel_environment, observe_tools
+from deployments.engine.engine_kernels import (
+    KernelTools,
+    kernel_environment,
+    observe_tools,
+    require_cuda_ops,
+)
 from tests.checkout import ROOT
 
 SAMPLER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -270,3 +275,19 @@ def test_vllm_itself_would_refuse_it_or_not_notice() -> None:
     source = inspect.getsource(VllmConfig._verify_kv_transfer_compat)
     assert '"PYTORCH_CUDA_ALLOC_CONF"' in source
     assert "PYTORCH_ALLOC_CONF" not in source
+
+
+def test_a_pytorch_that_they_do_not_load_with_is_refused_in_a_line() -> None:
+    """Really so here: it has no CUDA."""
+    with pytest.raises(RuntimeError) as refused:
+        require_cuda_ops()
+    (line,) = str(refused.value).splitlines()
+    # What does not fit, and what would.
+    assert "LMCache 0.5.6" in line
+    assert "PyTorch 2.13.0+cpu" in line
+    assert "Install torch==2.13.0" in line
+
+
+def test_where_they_load_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lmcache.cuda_ops", ModuleType("lmcache.cuda_ops"))
+    require_cuda_ops()

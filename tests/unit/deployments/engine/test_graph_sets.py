@@ -9,8 +9,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from deployments.engine.sm_slots.graph_sets import GraphSets
-from deployments.engine.sm_slots.pairs import Bound, SlotPairs
+from deployments.engine.sm_slots.pairs import Bound, GraphSets, SlotPairs
 from hetero.sm_means import NoSms
 
 SIZES_SMS = (16, 72, 132)
@@ -22,11 +21,11 @@ class Pairs:
     sizes_sms = SIZES_SMS
 
     def __init__(self) -> None:
-        self.bound = Bound(None, None, 132, 0)
+        self.bound = Bound(None, None, 132)
 
     def bind(self, decode_sms: int) -> Bound:
         size = next(one for one in SIZES_SMS if one >= decode_sms)
-        self.bound = Bound(None, None, size, 132 - size)
+        self.bound = Bound(None, None, size)
         return self.bound
 
 

@@ -235,7 +235,7 @@ class LateServer:
 
 def _decoder(server: LateServer) -> tuple[Any, list[float]]:
     """A decoder's connector, and its clock."""
-    from deployments.engine.late_kv import LateKV
+    from deployments.engine.lmcache_client import LateKV
     from deployments.engine.lmcache_connector import ResilientMPConnector
 
     connector = object.__new__(ResilientMPConnector)

@@ -21,9 +21,9 @@ from conserve.embedded import model_path
 from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.wire import Emitted
-from deployments.engine.body import TURN
 from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
+from deployments.engine.response_store import TURN
 
 PROMPT = [5, 6, 7]
 

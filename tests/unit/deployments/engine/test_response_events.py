@@ -12,8 +12,7 @@ from conserve.apis import RESPONSES
 from conserve.history import TurnKey
 from conserve.items import response_of
 from conserve.recognition.apis import answers_of
-from deployments.engine.body import TURN
-from deployments.engine.response_store import ResponseKeeper
+from deployments.engine.response_store import TURN, ResponseKeeper
 from tests.unit.deployments.engine.vllm_responses import CALL, RESPONSE_ID, Answered
 
 Json = dict[str, Any]

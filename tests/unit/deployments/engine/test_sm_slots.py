@@ -14,10 +14,11 @@ from vllm.utils import torch_utils
 from vllm.v1.worker.gpu_worker import Worker
 
 from conserve.settings import load
-from deployments.engine import sm_slots
-from deployments.engine.sm_slots import captures, lease_of, leasing, pairs, said_of, tell_worker
+from deployments.engine.sm_slots import lease as leasing
+from deployments.engine.sm_slots import pairs
+from deployments.engine.sm_slots.lease import SLOT_WORKER, lease_of, said_of, tell_worker, told
 from deployments.engine.sm_slots.pairs import SlotPairs, slot_pairs
-from deployments.engine.sm_slots.worker import SlotWorker
+from deployments.engine.sm_slots.worker import SlotWorker, capture_where_it_runs
 from hetero import green_contexts, sm_means
 from hetero.gpus import UnknownGpu
 from hetero.green_contexts import GreenContexts
@@ -89,7 +90,7 @@ def test_the_two_sides_never_share_an_sm(current: Callable[[], Stream]) -> None:
         decode = driver.streams[bound.decode_stream.handle]
         lane = driver.streams[bound.lane_stream.handle]
         assert (len(decode), len(lane)) == (size, 132 - size)
-        assert (bound.decode_sms, bound.lane_sms) == (size, 132 - size)
+        assert bound.decode_sms == size
         assert decode.isdisjoint(lane)
         assert current() is bound.decode_stream
 
@@ -142,7 +143,7 @@ def test_where_no_stream_keeps_to_sms_the_border_does_not_move(means: Any) -> No
     split = h100().split if isinstance(means, MpsPercentage) else None
     made = SlotPairs(means, split, range(16), Stream, torch.cuda.set_stream)
     assert made.sizes_sms == ()
-    assert made.bind(40) == (None, None, 0, 0)
+    assert made.bind(40) == (None, None, 0)
 
 
 def test_an_engine_on_a_cpu_has_pairs_that_do_not_move(unpatched: None) -> None:
@@ -188,8 +189,8 @@ def test_graphs_are_captured_where_they_are_to_run(
         monkeypatch.setattr(parallel_state, name, _Group)
     with parallel_state.graph_capture(torch.device("cpu")) as context:
         assert context.stream is not current()  # As vLLM has it.
-    captures.capture_where_it_runs()
-    captures.capture_where_it_runs()
+    capture_where_it_runs()
+    capture_where_it_runs()
     for _ in range(2):  # Wherever it runs by then.
         torch.cuda.set_stream(Stream())  # type: ignore[arg-type]
         entered.clear()
@@ -208,7 +209,7 @@ def test_a_vllm_that_captures_in_another_way_is_refused(
 
     monkeypatch.setattr(parallel_state, "GraphCaptureContext", Another)
     with pytest.raises(RuntimeError, match=r"made for vLLM 0\.29.*leave sm_slots out"):
-        captures.capture_where_it_runs()
+        capture_where_it_runs()
 
 
 # --- the worker ------------------------------------------------------------------------------
@@ -288,8 +289,7 @@ def vllms(monkeypatch: pytest.MonkeyPatch, current: Callable[[], Stream]) -> lis
 
 
 def a_worker(engine_id: str = "decoder", slots: int = 7) -> SlotWorker:
-    extra: dict[str, Any] = {"lmcache.mp.port": 7610}
-    tell_worker(extra, slots, engine_id, "the node's")
+    extra = {"lmcache.mp.port": 7610, **tell_worker(slots, engine_id, "the node's")}
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
     return SlotWorker(config, local_rank=0)
 
@@ -420,10 +420,10 @@ def test_vllm_takes_the_worker_by_its_name() -> None:
 
     from deployments.engine.gpu_worker import EXTENSION
 
-    worker = resolve_obj_by_qualname(sm_slots.SLOT_WORKER)
+    worker = resolve_obj_by_qualname(SLOT_WORKER)
     extension = resolve_obj_by_qualname(EXTENSION)
     assert issubclass(worker, Worker)
-    assert hasattr(worker, sm_slots.LEASE_METHOD)
+    assert hasattr(worker, "conserve_sm_lease")
     own = [name for name in dir(extension) if not name.startswith("__")]
     assert [name for name in own if hasattr(worker, name)] == []
 
@@ -438,7 +438,7 @@ def test_only_an_engine_with_slots_on_a_gpu_has_another_worker(
     config = llm_arguments("decoder", settings, settings.decoders, gpu)
     environment = config["runtime_env"]["env_vars"]
     if gpu and slots:
-        assert config["engine_kwargs"]["worker_cls"] == sm_slots.SLOT_WORKER
+        assert config["engine_kwargs"]["worker_cls"] == SLOT_WORKER
         assert environment["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] == "1"
     else:
         assert "worker_cls" not in config["engine_kwargs"]
@@ -449,15 +449,14 @@ def test_an_engine_tells_its_worker_beside_what_the_connector_needs() -> None:
     from ray.serve.llm import LLMConfig
 
     from deployments.app import llm_arguments
-    from deployments.engine.engine import _use_server, _use_slots
-    from deployments.node.lmcache_server import Address
+    from deployments.engine.engine import _tell_connector
 
     settings = load({"tiers": {"x": {"sm_slots": 7}}, "decoders.tier": "x"})
     config = LLMConfig(**llm_arguments("decoder", settings, settings.decoders, True))
-    _use_server(config, Address("127.0.0.1", 7610, 7611))
-    _use_slots(config, 7, "decoder#1", "the node's")
+    _tell_connector(config, {"lmcache.mp.port": 7610})
+    _tell_connector(config, tell_worker(7, "decoder#1", "the node's"))
     transfer = SimpleNamespace(**config.engine_kwargs["kv_transfer_config"])
-    assert sm_slots.told(SimpleNamespace(kv_transfer_config=transfer)) == {
+    assert told(SimpleNamespace(kv_transfer_config=transfer)) == {
         "slots": 7, "engine_id": "decoder#1", "node_actor": "the node's",
     }  # fmt: skip
     assert transfer.kv_connector_extra_config["lmcache.mp.port"] == 7610

@@ -15,8 +15,7 @@ from conserve.recognition import Beginning
 from conserve.recognition.apis import heard
 from conserve.settings import Settings
 from conserve.tenants import Caller, Limits
-from deployments.engine.body import TURN
-from deployments.engine.response_store import ResponseKeeper, ResponseStore
+from deployments.engine.response_store import TURN, ResponseKeeper, ResponseStore
 from deployments.router import answer
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.request import ClientRequest, read_request

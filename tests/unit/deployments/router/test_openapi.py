@@ -14,7 +14,7 @@ from conserve.apis import MESSAGES, TOKEN_PATHS, TURN_PATHS
 from conserve.hints import NAMES
 from conserve.identity import AGENT_HEADERS, FINAL_HEADER, HEADERS
 from conserve.settings import Settings
-from deployments.engine.described import describe
+from deployments.engine.http_server import describe
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.openapi import document
 from deployments.router.upstream import EngineUnreachable, Upstream

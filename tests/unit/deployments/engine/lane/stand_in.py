@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.engine.lane.notes import Job
-from deployments.engine.lane.turns import Turns
+from deployments.engine.lane.scheduler_lane import Job
+from deployments.engine.lane.thread import Turns
 from tests.unit.deployments.engine.lane.engine import require_empty
 from tests.unit.deployments.engine.scheduler.stand_in import StandIn
 

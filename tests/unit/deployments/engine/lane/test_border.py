@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from deployments.engine.lane import working
-from deployments.engine.lane.notes import Job, LaneNotes
-from deployments.engine.lane.stream import lane_stream
-from deployments.engine.lane.thread import LaneThread
-from deployments.engine.lane.turns import Turns
-from deployments.engine.lane.working import LaneWorking
+from deployments.engine.lane import worker as working
+from deployments.engine.lane.scheduler_lane import Job, LaneNotes
+from deployments.engine.lane.thread import LaneThread, Turns
+from deployments.engine.lane.worker import LaneWorking, lane_stream
 from deployments.engine.sm_slots import pairs
 from deployments.engine.sm_slots.pairs import Bound
 from tests.unit.deployments.engine.lane.stand_in import LaneStandIn
@@ -30,12 +28,12 @@ class Pairs:
     sizes_sms = SIZES_SMS
 
     def __init__(self) -> None:
-        self.bound = Bound("all", "least", 100, 10)
+        self.bound = Bound("all", "least", 100)
         self.asked: list[int] = []
 
     def bind(self, decode_sms: int) -> Bound:
         self.asked.append(decode_sms)
-        self.bound = Bound(f"steps {decode_sms}", f"lane {decode_sms}", decode_sms, 0)
+        self.bound = Bound(f"steps {decode_sms}", f"lane {decode_sms}", decode_sms)
         return self.bound
 
 

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 
+from deployments.engine.scheduler.commands import Observe, Pin, Release, obey
 from tests.unit.deployments.engine.scheduler.stand_in import StandIn, words
 
 POLICIES = {
@@ -65,15 +66,11 @@ def play(engine: StandIn, seed: int, conversations: int = 10, turns: int = 6) ->
             seen.turns += 1
         if chance.random() < 0.05 and (keys := scheduler.histories.keys()):
             key = chance.choice(keys)
-            what = chance.choice(("tail", "front", "gone", "pin", "cached", "observe"))
-            if what == "pin":
-                scheduler.conserve("pin", {"for_s": {key: 2.0}})
-            elif what == "cached":
-                scheduler.conserve("cached", {"keys": None})
-            elif what == "observe":
-                scheduler.conserve("observe", {})
-            else:
-                seen.released += scheduler.conserve("release", {"keys": [key], "to": what})
+            command = chance.choice((Release([key]), Pin({key: 2.0}), Observe()))
+            done = obey(scheduler, command)
+            if isinstance(command, Release):
+                assert isinstance(done, int)
+                seen.released += done
         if not engine.live and due:
             engine.now_s = max(engine.now_s, min(due)[0])
         for request in engine.step():

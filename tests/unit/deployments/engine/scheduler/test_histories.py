@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from conserve.engine_scheduling import SchedulerLoad
 from conserve.wire import KEPT
+from deployments.engine.scheduler.commands import Observe, Pin, Release, obey
 from tests.unit.deployments.engine.scheduler.stand_in import BLOCK_TOKENS, StandIn, words
 
 CHANCE = random.Random(1)
@@ -15,13 +17,19 @@ def tokens(blocks: int) -> list[int]:
     return words(CHANCE, blocks * BLOCK_TOKENS)
 
 
-def command(engine: StandIn, name: str, **given: Any) -> Any:
-    return engine.scheduler.conserve(name, given)
+def load(engine: StandIn) -> SchedulerLoad:
+    found = obey(engine.scheduler, Observe())
+    assert isinstance(found, SchedulerLoad)
+    return found
+
+
+def release(engine: StandIn, *keys: str) -> Any:
+    return obey(engine.scheduler, Release(list(keys)))
 
 
 def cached_blocks(engine: StandIn, *keys: str) -> list[int]:
-    found = command(engine, "cached", keys=list(keys))
-    return [found[key] // BLOCK_TOKENS for key in keys]
+    histories = engine.scheduler.histories
+    return [histories.cached_tokens(key) // BLOCK_TOKENS for key in keys]
 
 
 def held(hold_s: float, blocks: int = 41, kind: str = "sync") -> StandIn:
@@ -54,10 +62,10 @@ def test_vllm_by_itself_has_lost_it() -> None:
 def test_what_is_kept_goes_when_its_time_is_over() -> None:
     engine = held(2.0)
     engine.turn("mine", tokens(10))
-    assert command(engine, "observe")["pinned_blocks"] == 10
+    assert load(engine).pinned_blocks == 10
     engine.now_s += 2.1
     engine.turn("other", tokens(1), last=True)
-    assert command(engine, "observe")["pinned_blocks"] == 0
+    assert load(engine).pinned_blocks == 0
     # It is cached all the same, until somebody needs the room.
     assert cached_blocks(engine, "mine") == [10]
 
@@ -68,7 +76,7 @@ def test_what_is_kept_gives_way_before_anybody_is_preempted_and_the_least_worth_
     engine.turn("first", tokens(8))
     engine.turn("served", tokens(8))
     engine.turn("third", tokens(8))
-    assert command(engine, "observe")["free_blocks"] == 16
+    assert load(engine).free_blocks == 16
     engine.turn("needs", tokens(20), last=True)
     assert not engine.preempted
     # Just enough, of its end, and of nobody else.
@@ -97,45 +105,34 @@ def test_a_turn_that_waits_keeps_its_history() -> None:
     engine.add("mine.2", [*history, *tokens(1)], 4, "mine")
     engine.now_s += 10.0
     engine.scheduler.histories.expire(engine.now_s)
-    assert command(engine, "observe")["pinned_blocks"] == 8
+    assert load(engine).pinned_blocks == 8
     # Cut while it waited, its history is kept no longer than before.
     engine.abort("mine.2")
     engine.now_s += 2.0
     engine.step()
     engine.turn("other", tokens(1), last=True)
-    assert command(engine, "observe")["pinned_blocks"] == 0
+    assert load(engine).pinned_blocks == 0
     engine.require_no_leak()
 
 
 def test_released_to_the_front_it_is_evicted_before_what_is_older() -> None:
-    engine = held(1_000.0)
+    engine = held(0.0)
     for key in ("old", "middle", "new"):
         engine.turn(key, tokens(8))
-    assert command(engine, "release", keys=["old", "middle"], to="tail") == 16
-    assert command(engine, "release", keys=["new"], to="front") == 8
+    assert release(engine, "new") == 8
     engine.turn("needs", tokens(22), last=True)
     assert cached_blocks(engine, "old", "middle") == [8, 8]
     # No longer known: nothing is said of it.
-    assert "new" not in command(engine, "cached", keys=None)
+    known = engine.scheduler.histories.keys()
+    assert "new" not in known
 
 
-def test_gone_is_not_found_by_anybody() -> None:
-    engine = held(1_000.0)
-    history = engine.turn("mine", tokens(8))
-    assert command(engine, "release", keys=["mine"], to="gone") == 8
-    engine.add("again", [*history, *tokens(1)], 4, "mine")
-    engine.drain()
-    assert engine.cached["again"] == 0
-    engine.require_no_leak()
-
-
-@pytest.mark.parametrize("to", ["front", "gone"])
-def test_what_others_have_too_stays(to: str) -> None:
+def test_what_others_have_too_stays() -> None:
     engine = held(1_000.0)
     system = tokens(5)
     engine.turn("one", [*system, *tokens(3)])
     engine.turn("two", [*system, *tokens(6)])
-    assert command(engine, "release", keys=["one"], to=to) == 3
+    assert release(engine, "one") == 3
     assert cached_blocks(engine, "two") == [11]
     engine.require_no_leak()
 
@@ -144,10 +141,10 @@ def test_a_history_with_a_turn_is_not_released() -> None:
     engine = held(1_000.0)
     history = engine.turn("mine", tokens(8))
     engine.add("mine.2", [*history, *tokens(1)], 50, "mine")
-    assert command(engine, "release", keys=["mine"], to="gone") == 0
+    assert release(engine, "mine") == 0
     engine.step()
-    assert command(engine, "release", keys=["mine"], to="gone") == 0
-    assert command(engine, "pin", for_s={"mine": 9.0}) == 0
+    assert release(engine, "mine") == 0
+    assert obey(engine.scheduler, Pin({"mine": 9.0})) == 0
     engine.drain()
     assert not engine.wrong
 
@@ -155,11 +152,11 @@ def test_a_history_with_a_turn_is_not_released() -> None:
 def test_pinned_by_command_it_is_kept_for_so_long() -> None:
     engine = held(0.0)
     engine.turn("mine", tokens(8))
-    assert command(engine, "pin", for_s={"mine": 1_000.0}) == 8
+    assert obey(engine.scheduler, Pin({"mine": 1_000.0})) == 8
     for other in range(6):
         engine.turn(f"other{other}", tokens(12), last=True)
     assert cached_blocks(engine, "mine") == [8]
-    assert command(engine, "pin", for_s={"nobody": 1.0}) == 0
+    assert obey(engine.scheduler, Pin({"nobody": 1.0})) == 0
     engine.require_no_leak()
 
 
@@ -174,27 +171,20 @@ def test_a_turns_end_says_what_stays_of_its_history() -> None:
     assert engine.said["nobodys"] is None
 
 
-def test_an_unknown_command_fails_and_nothing_else_does() -> None:
-    engine = held(1.0)
-    with pytest.raises(ValueError, match="no command 'dance'"):
-        command(engine, "dance")
-    engine.turn("mine", tokens(2))
-
-
 def test_of_long_ended_histories_no_more_is_known_than_four_times_the_engine_holds() -> None:
     engine = held(0.0)
     for number in range(60):
         engine.turn(f"one{number}", tokens(12))
-    known = command(engine, "cached", keys=None)
+    known = engine.scheduler.histories.keys()
     # Of 41 blocks.
     assert 12 * len(known) <= 4 * 41 < 12 * (len(known) + 1)
     assert "one59" in known
     assert "one0" not in known
     # Released, they count no longer.
     for key in known:
-        command(engine, "release", keys=[key], to="gone")
-    assert command(engine, "cached", keys=None) == {}
+        release(engine, key)
+    assert engine.scheduler.histories.keys() == []
     for number in range(60):
         engine.turn(f"two{number}", tokens(12))
-    assert len(command(engine, "cached", keys=None)) == len(known)
+    assert len(engine.scheduler.histories.keys()) == len(known)
     engine.require_no_leak()

@@ -49,13 +49,13 @@ def test_a_token_in_the_wrong_place_is_found(kind: str) -> None:
 def test_a_block_that_is_kept_for_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from deployments.engine.scheduler.histories import Histories
 
-    let_go = Histories._let_go
+    free_kept = Histories._free_kept
 
     def forgetful(self: Histories, key: str, one: object) -> None:
         one.blocks = one.blocks[1:]  # type: ignore[attr-defined]
-        let_go(self, key, one)  # type: ignore[arg-type]
+        free_kept(self, key, one)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Histories, "_let_go", forgetful)
+    monkeypatch.setattr(Histories, "_free_kept", forgetful)
     with pytest.raises(AssertionError, match=r"leaked|never end"):
         play(StandIn(policies=POLICIES), 0)
 

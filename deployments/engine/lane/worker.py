@@ -1,32 +1,31 @@
-"""One chunk of a prompt through the model, beside vLLM's own steps.
+"""vLLM's worker on a GPU with a lane, and how one chunk of a prompt passes through the model.
 
-It builds what vLLM's model runner builds for a batch of one request, with attention metadata
-builders of its own: those of the runner have buffers that the step under way uses. Internals of
-vLLM 0.29 that are used: the runner's ``model``, ``attn_groups`` and ``device``,
+`LaneForward` builds what vLLM's model runner builds for a batch of one request. It has attention
+metadata builders of its own, since the runner's have buffers that the current step uses. Internals
+of vLLM 0.29 that are used: the runner's ``model``, ``attn_groups`` and ``device``,
 ``CommonAttentionMetadata`` and ``set_forward_context``.
 """
 
 import contextlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu_worker import Worker
 
-from deployments.engine.lane.notes import Job
-from deployments.engine.lane.stream import lane_stream, plain_stream
+from deployments.engine.lane.scheduler_lane import Job
+from deployments.engine.lane.thread import Turns
+from deployments.engine.sm_slots.pairs import GraphSets, slot_pairs
 
 
 class LaneForward:
-    """Computes chunks with an engine's model, on the lane's stream, never as a CUDA graph.
-
-    Args:
-        runner: vLLM's model runner, its model loaded and its KV there.
-        vllm_config: the engine's.
-    """
+    """Computes chunks with an engine's model, on the lane's stream, never as a CUDA graph."""
 
     def __init__(self, runner: Any, vllm_config: Any) -> None:
         self._runner = runner
@@ -43,12 +42,11 @@ class LaneForward:
             self._groups.append((own, kernel_tokens))
 
     def prepare(self) -> None:
-        """Set what CUDA keeps for each thread as it is in the engine's."""
         if self._plain is not None:
             torch.cuda.set_device(self._device)
 
     def mark(self) -> Any:
-        """An event behind all that was launched on the steps' stream; None on a CPU."""
+        """Return an event behind all that was launched on the steps' stream; None on a CPU."""
         if self._plain is None:
             return None
         event = torch.cuda.Event()
@@ -56,12 +54,11 @@ class LaneForward:
         return event
 
     def follow(self, mark: Any) -> None:
-        """Steps that are launched may still read, or write, blocks that are the lane's now."""
+        """Wait for launched steps, which may still read or write blocks that are the lane's now."""
         if mark is not None:
             lane_stream(self._plain).wait_event(mark)
 
     def compute(self, job: Job, start: int, end: int) -> Callable[[], None]:
-        """Launch the positions from ``start`` up to ``end`` of a job's prompt."""
         stream = lane_stream(self._plain)
         on_stream = torch.cuda.stream(stream) if stream else contextlib.nullcontext()
         with torch.inference_mode(), on_stream:
@@ -91,11 +88,11 @@ class LaneForward:
     def _metadata(
         self, job: Job, start: int, end: int, positions: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Attention metadata and slots (int64, [end - start]), each by layer."""
+        """Return attention metadata and slots (int64, [end - start]), each by layer."""
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
         count = end - start
-        # On the host, as int32: [requests + 1], and [requests] twice.
+        # int32 on the host: [requests + 1], [requests] and [requests].
         begins = torch.tensor([0, count], dtype=torch.int32)
         length = torch.tensor([end], dtype=torch.int32)
         before = torch.tensor([start], dtype=torch.int32)
@@ -126,9 +123,61 @@ class LaneForward:
         return metadata, slots
 
     def _table(self, job: Job, kernel_tokens: int) -> torch.Tensor:
-        """The request's blocks as kernels count them: int32, [1, blocks]."""
+        """Return the request's blocks in the kernel's block size: int32, [1, blocks]."""
         ids = torch.tensor([list(job.block_ids)], dtype=torch.int32)
         parts = self._block_tokens // kernel_tokens
         if parts > 1:
             ids = (ids[:, :, None] * parts + torch.arange(parts, dtype=torch.int32)).flatten(1)
         return ids.to(self._device)
+
+
+def plain_stream(device: Any) -> Any:
+    """Return a stream whose kernels share all SMs with the decodes'; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    return torch.cuda.Stream(device)
+
+
+def lane_stream(plain: Any) -> Any:
+    """Return the stream of the lane's SMs, or the plain one where there is no border.
+
+    Call it within a chunk's turn, since the border moves between steps.
+    """
+    return slot_pairs().bound.lane_stream or plain
+
+
+class LaneWorking:
+    _turns: Turns | None = None
+    _graphs: GraphSets | None = None
+
+    def compile_or_warm_up_model(self) -> Any:
+        worker: Any = self
+        took = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if self._turns is None:
+            self._graphs = self._capture_for_each_border()
+            turns = self._turns = Turns(alternate=worker.device.type == "cpu")
+            forward = LaneForward(worker.model_runner, worker.vllm_config)
+            get_kv_transfer_group().start_lane(forward, turns)
+        return took
+
+    def _capture_for_each_border(self) -> GraphSets | None:
+        return None
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Move the border between the step's SMs and the lane's, then run the step."""
+        with self._turns.step() if self._turns else nullcontext():
+            notes = getattr(scheduler_output.kv_connector_metadata, "lane", None)
+            if notes is not None and notes.decode_sms is not None:
+                bound = slot_pairs().bind(notes.decode_sms)
+                if self._graphs is not None:
+                    self._graphs.use(bound.decode_sms)
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """End a step in its turn, since a drafter would run the model here."""
+        with self._turns.step(ends=False) if self._turns else nullcontext():
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+
+
+class LaneWorker(LaneWorking, Worker):  # type: ignore[misc]  # vLLM's types are not looked at.
+    """vLLM's worker on a GPU (``worker_cls``): overlaps steps and the lane's chunks."""

@@ -4,10 +4,18 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+from vllm.v1.engine.core import EngineCore
+
 from conserve.direct import Notice
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.wire import history_key
-from deployments.engine.scheduler.client import SchedulerClient
+from deployments.engine.scheduler.commands import (
+    Command,
+    Release,
+    SchedulerClient,
+    offer_commands,
+)
 from tests.unit.deployments.engine.scheduler.stand_in import StandIn
 
 
@@ -22,16 +30,20 @@ class Core:
         self.asked = 0
         self.released: list[int] = []
 
-    async def call_utility_async(self, method: str, name: str, given: dict[str, Any]) -> Any:
+    async def call_utility_async(self, method: str, command: Command) -> Any:
         assert method == "conserve_command"
+        offer_commands()
         if self.fails:
             raise RuntimeError("the engine is dead")
         if self.goes_on is not None:
             self.asked += 1
             await self.goes_on.wait()
-        if name == "release":
-            self.released.append(len(given["keys"]))
-        return self._engine.scheduler.conserve(name, given)
+        if isinstance(command, Release):
+            self.released.append(len(command.keys))
+        # As vLLM passes what it does not know the type of.
+        asked = msgspec.msgpack.decode(msgspec.msgpack.encode(command))
+        said = EngineCore.conserve_command(SimpleNamespace(scheduler=self._engine.scheduler), asked)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(said))
 
 
 async def said(client: SchedulerClient) -> SchedulerLoad:
@@ -105,7 +117,7 @@ def test_a_thousand_that_end_at_once_leave_the_engine_time_for_steps() -> None:
     async def scenario() -> None:
         core = Core(StandIn())
         client = SchedulerClient(SimpleNamespace(engine_core=core))
-        client.release([(f"c{number}", 1) for number in range(1000)], "front")
+        client.release([(f"c{number}", 1) for number in range(1000)])
         await asyncio.sleep(0.1)
         assert sum(core.released) == 1000
         assert max(core.released) <= 16

@@ -4,7 +4,7 @@ import pytest
 
 from conserve.placement import Step
 from deployments.engine.load import LoadMeter
-from deployments.engine.trial import forget, try_handoff
+from deployments.engine.warm_up import forget, try_handoff
 
 TOKENS = 1_500
 COMPUTE_S, STORE_S, REQUEST_S = 2.0, 0.3, 0.05

@@ -1,0 +1,110 @@
+"""The HTTP server of an engine: vLLM's own app, with what ConServe changes and adds.
+
+Routers send turns straight to it, so a token passes one process between the engine and the client.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import uvicorn
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from conserve.apis import TOKEN_PATHS, TURN_PATHS
+from conserve.direct import Desk
+from conserve.holdings import Holdings
+from conserve.settings import Settings
+from conserve.tokenizing import TokenCache
+from deployments.engine.check import RequestCheck, make_checkable
+from deployments.engine.cut_calls import tell_of_cut_calls
+from deployments.engine.messages import answer_as_anthropic
+from deployments.engine.observer import TurnObserver, told_of_caches
+from deployments.engine.refusals import explain_refusals
+from deployments.engine.response_store import ResponseKeeper
+from deployments.engine.tokenizing import keep_tokens
+
+_DESCRIBED = (*TURN_PATHS, *TOKEN_PATHS)
+
+
+class EngineHttp:
+    """Serves one engine's turns by vLLM's HTTP app, which has not served anything yet."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        client: Any,
+        tasks: tuple[str, ...],
+        settings: Settings,
+        holdings: Holdings,
+        desk: Desk,
+        has_more: Callable[[], None],
+    ) -> None:
+        describe(app)
+        state = app.state
+        tell_of_cut_calls(
+            state.openai_serving_chat,
+            state.anthropic_serving_messages,
+            state.openai_serving_responses,
+        )
+        explain_refusals(app)
+        answer_as_anthropic(state.anthropic_serving_messages, told_of_caches)
+        renderer = state.online_renderer
+        keyed = settings.keys_file is not None
+        self.tokens: TokenCache | None = keep_tokens(
+            renderer, settings.tokenizer_cache_mb, salted_only=keyed
+        )
+        make_checkable(client, renderer, tasks)
+        keeper = ResponseKeeper(app, settings.response_store_mb)
+        self._observer = TurnObserver(keeper, holdings, desk, has_more, settings.volatile_text)
+        assert settings.engine_host is not None
+        self._host = settings.engine_host
+        self._serving: asyncio.Task[None] | None = None
+        self.url = ""
+
+    @property
+    def engine_ends(self) -> bool:
+        """Return whether the engine has been told to end, as a turn has found out."""
+        return self._observer.ending
+
+    @property
+    def has_ended(self) -> bool:
+        return self._serving is not None and self._serving.done()
+
+    async def listen(self) -> None:
+        host = ray.util.get_node_ip_address() if self._host == "node" else self._host
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind((host, 0))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                RequestCheck(self._observer),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=3600,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        # The replica's own process handles signals.
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            if task.done():
+                task.result()
+                raise RuntimeError(f"the engine's HTTP server did not start on {host}")
+            await asyncio.sleep(0.01)
+        self._serving = task
+        self.url = f"http://{host}:{listener.getsockname()[1]}"
+
+
+def describe(app: FastAPI) -> None:
+    """Make the document at `/openapi.json`, for which routers ask, before the first turn.
+
+    FastAPI would make it at its first request, of all of vLLM's paths, and block all streams for 3
+    s.
+    """
+    routes = [route for route in app.routes if getattr(route, "path", None) in _DESCRIBED]
+    app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=routes)

@@ -1,0 +1,167 @@
+"""Warms an engine up at its start, and tries what handing a prompt over costs it.
+
+A prompt that is handed over is stored, looked up and loaded, and its end is computed again. An
+engine tries that alone: it computes a prompt as a prefiller would, forgets it, and takes it back.
+Engines start side by side, so the same prompt may take twice as long a second later. What a
+prompt's iterations took is therefore left out, and the fastest of several loads counts.
+"""
+
+import asyncio
+import functools
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+
+from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
+from deployments.engine.load import LoadMeter
+from deployments.messages import EngineInfo
+
+logger = logging.getLogger("ray.serve")
+
+WARM_UP_TIMEOUT_S = 300.0
+# None is whole chunks of LMCache's.
+TRIED_TOKENS = (300, 1_500)
+_LOADS = 3
+_FORGETTING_TRIES = 20
+_FORGETTING_PAUSE_S = 0.01
+
+
+class WarmUp:
+    """Sends an engine turns of its own, by HTTP."""
+
+    def __init__(self, client: Any, meter: LoadMeter, info: EngineInfo, model: str) -> None:
+        self._client = client
+        self._meter = meter
+        self._info = info
+        self._model = model
+
+    async def run(self) -> tuple[tuple[int, float], ...]:
+        """Serve a few turns, since the first of each kind takes many times as long.
+
+        They are a prompt of several chunks, then the same with more appended (a prefix found in the
+        cache), then some at the same time. Returns `EngineInfo.handoffs`.
+        """
+        started_s = time.monotonic()
+        # A word is roughly a token. The prompt is unlike any client's, so no client finds its KV.
+        words = min(600, self._info.max_model_len // 4)
+        prompts = [f"{self._info.id} " + "warm up " * (words // 2)]
+        prompts.append(prompts[0] + "again " * (words // 4))
+        timeout = aiohttp.ClientTimeout(WARM_UP_TIMEOUT_S)
+        async with aiohttp.ClientSession(self._info.url, timeout=timeout) as session:
+            for prompt in prompts:
+                await self._turn(session, prompt)
+            self._meter.forget()
+            more = (f"{prompt} {number}" for number in range(2) for prompt in prompts)
+            await asyncio.gather(*(self._turn(session, prompt) for prompt in more))
+            handoffs = await self._try_lengths(session)
+        lasted_s = time.monotonic() - started_s
+        logger.info("%s %s warm after %.1f s", self._info.role, self._info.id, lasted_s)
+        return handoffs
+
+    async def _try_lengths(self, session: aiohttp.ClientSession) -> tuple[tuple[int, float], ...]:
+        """Compute prompts of several lengths, here and as if they were handed over.
+
+        The table learns from their iterations what work takes before the first turn comes.
+        """
+        most = self._info.max_model_len // 2
+        # Other roles neither store nor load, or keep the blocks that they store for a while.
+        hands_over = self._client.vllm_config.kv_transfer_config.kv_role == "kv_both"
+        handoffs = []
+        for tokens in sorted({min(tokens, most) for tokens in TRIED_TOKENS}):
+            ask = functools.partial(self._prompt, session)
+            compute = functools.partial(ask, "", self._ids("here", tokens))
+            if not hands_over:
+                await compute()
+                continue
+            away = self._ids("away", tokens)
+            store = functools.partial(ask, PREFILL_PREFIX, away)
+            load = functools.partial(ask, "", away)
+            cost_s = await try_handoff(self._client, self._meter, compute, store, load, tokens)
+            if cost_s is not None:
+                handoffs.append((tokens, cost_s))
+        if hands_over:
+            costs = ", ".join(f"{cost_s:.3f} s for {tokens} tokens" for tokens, cost_s in handoffs)
+            known = costs or "nothing known"
+            logger.info("%s %s: handing over costs %s", self._info.role, self._info.id, known)
+        return tuple(handoffs)
+
+    def _ids(self, name: str, tokens: int) -> list[int]:
+        size = self._client.vllm_config.model_config.get_vocab_size()
+        draw = random.Random(f"{self._info.id} {name} {tokens}")
+        # The first and last ones of a vocabulary may be special.
+        return [draw.randrange(size // 4, size // 2) for _ in range(tokens)]
+
+    async def _prompt(self, session: aiohttp.ClientSession, prefix: str, ids: list[int]) -> None:
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1}
+        await _post(session, prefix + "/v1/completions", body)
+
+    async def _turn(self, session: aiohttp.ClientSession, prompt: str) -> None:
+        chat = {"model": self._model, "messages": [{"role": "user", "content": prompt}]}
+        # A model without a chat template refuses the first two, and is warmed up by the third.
+        await _post(session, CHECK_PREFIX + "/v1/chat/completions", chat)
+        streamed = {**chat, "max_tokens": 8, "stream": True}
+        await _post(session, "/v1/chat/completions", streamed)
+        completion = {"model": self._model, "prompt": prompt, "max_tokens": 4}
+        await _post(session, "/v1/completions", completion)
+
+
+async def _post(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> None:
+    async with session.post(path, json=body) as response:
+        await response.read()
+        if response.status >= 500:
+            raise RuntimeError(f"the engine failed a request of its own ({response.status})")
+
+
+async def try_handoff(
+    client: Any,
+    meter: LoadMeter,
+    compute: Callable[[], Awaitable[None]],
+    store: Callable[[], Awaitable[None]],
+    load: Callable[[], Awaitable[None]],
+    tokens: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> float | None:
+    """Return the seconds by which a prompt takes longer when it is handed over.
+
+    The engine computes a prompt of ``tokens`` tokens, computes and stores another one, forgets it
+    and loads it. None if no load has found anything.
+    """
+    here_s = await _beside_steps_s(meter, compute, clock)
+    away_s = await _beside_steps_s(meter, store, clock)
+    loads_s = []
+    for _ in range(_LOADS):
+        if not await forget(client):
+            continue
+        before, began_s = meter.prompt_tokens, clock()
+        await load()
+        # Keys are found some milliseconds after a prompt is stored: until then it is computed.
+        if meter.prompt_tokens - before < tokens:
+            loads_s.append(clock() - began_s)
+    if not loads_s:
+        return None
+    return max(0.0, away_s - here_s) + min(loads_s)
+
+
+async def _beside_steps_s(
+    meter: LoadMeter, ask: Callable[[], Awaitable[None]], clock: Callable[[], float]
+) -> float:
+    """Return the seconds that a request takes beside its iterations."""
+    before_s, began_s = meter.steps_s, clock()
+    await ask()
+    return clock() - began_s - (meter.steps_s - before_s)
+
+
+async def forget(client: Any) -> bool:
+    """Have an ``AsyncLLM`` forget its prefix cache; returns whether it has.
+
+    It refuses while a request has blocks, which one that is stored keeps until the next step.
+    """
+    for _ in range(_FORGETTING_TRIES):
+        if await client.reset_prefix_cache():
+            return True
+        await asyncio.sleep(_FORGETTING_PAUSE_S)
+    return False
