@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import order
-from benchmarks.experiments.suite import memory
 from benchmarks.order import Alternation, orders, told
+from experiments.suite import memory
 
 
 @given(

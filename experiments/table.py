@@ -1,0 +1,472 @@
+"""How fast the conversation table decides, and what a live conversation costs in memory.
+
+``python -m experiments.table`` fills a `ConversationTable` to each size and then lets
+conversations come and go at random, as they would with that many alive. One core, no Ray: this
+is what the table's actor computes for a turn, not what a call to it costs.
+
+Every size runs in a fresh process, so that memory is its own, and the sizes take turns for several
+rounds, so that a busy machine slows all of them alike; medians are reported.
+
+A cycle is one short-lived conversation: ``release`` of a random live one, then ``bind``,
+``prefilled`` and ``advance`` of a new one in its place. Ids and digests are made outside of the
+measured time and are fresh objects for every call, as they are when they come over the network:
+near at hand for the caller, but equal at most to what the table keeps.
+"""
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from conserve.console import new_console
+from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable
+from conserve.histories.kinship import Opening
+from conserve.history import TurnKey, TurnStats
+from conserve.pausing import Pausing
+from conserve.placement import ConversationPlacement
+from conserve.recognition import Chain, Digest, chain_of
+
+TARGET_CYCLES_PER_S = 50_000
+TARGET_BYTES = 1_000
+TARGET_SLOWDOWN = 1.5
+
+_DECODERS = 8
+_PREFILLERS = 2
+# Far from full: a table that refuses would look fast.
+# Of a conversation, at most: a prompt and its answer.
+_MOST_TOKENS = 61_000
+_IDLE_TIMEOUT_S = 1800.0
+
+_DEFAULT_SIZES = (1_000, 100_000, 1_000_000)
+# Fewer than so many do not fill the memory that is taken at once.
+_MEASURABLE = 50_000
+_BATCH = 2_000
+_LATENCY_SAMPLES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One size, measured once.
+
+    Attributes:
+        cycles_per_s: conversations that came and went in a second.
+        cycle_p50_us, cycle_p99_us: duration of single cycles. The slowdown is told from the median,
+            which neither other processes nor the collector's pauses move much.
+        begin_us, recognise_us: median latency of the call, for a random live conversation.
+        chain_ms: median time in which a router makes the digests of a turn of 501 messages.
+        bytes_each: growth of the resident memory for each live conversation.
+        gc_pause_ms: duration of a full run of Python's cyclic garbage collector, with all of them
+            alive.
+        cycles_per_s_frozen: the same as `cycles_per_s`, after ``gc.freeze()``.
+        fill_s: how long the table took to fill.
+    """
+
+    size: int
+    cycles_per_s: float
+    cycle_p50_us: float
+    cycle_p99_us: float
+    begin_us: float
+    recognise_us: float
+    chain_ms: float
+    bytes_each: float
+    gc_pause_ms: float
+    cycles_per_s_frozen: float
+    fill_s: float
+
+
+# --- One size, in a process of its own ------------------------------------------------------------
+
+
+def measure(size: int, seconds: float, pausing: bool = False) -> Sample:
+    """Fill a table to ``size`` live conversations and measure it for about ``seconds``.
+
+    Args:
+        pausing: whether the table keeps account of what engines have, as it does where idle
+            conversations are paused; none is here.
+    """
+    population = _Population(size, random.Random(size), pausing)
+    gc.collect()
+    before_bytes = _resident_bytes()
+    started_s = time.perf_counter()
+    table = population.fill()
+    fill_s = time.perf_counter() - started_s
+    gc.collect()
+    bytes_each = (_resident_bytes() - before_bytes) / size
+
+    started_s = time.perf_counter()
+    gc.collect()
+    gc_pause_s = time.perf_counter() - started_s
+
+    cycles_per_s, cycle_p50_s, cycle_p99_s = population.cycles(table, seconds)
+    begin_s = population.begin_latency(table)
+    recognise_s = population.recognise_latency(table)
+    gc.freeze()
+    frozen_cycles_per_s, _, _ = population.cycles(table, seconds / 3)
+    if len(table) != size or table.reasoning:
+        raise RuntimeError("the table lost count; this measurement means nothing")
+    return Sample(
+        size=size,
+        cycles_per_s=cycles_per_s,
+        cycle_p50_us=cycle_p50_s * 1e6,
+        cycle_p99_us=cycle_p99_s * 1e6,
+        begin_us=begin_s * 1e6,
+        recognise_us=recognise_s * 1e6,
+        chain_ms=_chain_s() * 1e3,
+        bytes_each=bytes_each,
+        gc_pause_ms=gc_pause_s * 1e3,
+        cycles_per_s_frozen=frozen_cycles_per_s,
+        fill_s=fill_s,
+    )
+
+
+_Newcomer = tuple[str, str, str, TurnStats, tuple[Digest, ...], Opening]
+
+
+class _Population:
+    """The live conversations, kept in 8 bytes each: ids and digests follow from a number.
+
+    So looking for a victim does not bring the table's own objects into the processor's caches.
+    """
+
+    def __init__(self, size: int, random_: random.Random, pausing: bool) -> None:
+        self._random = random_
+        self._pausing = pausing
+        self._alive = array("q", range(size))
+        self._next = size
+        self._clock_s = 1_700_000_000.0
+
+    def fill(self) -> ConversationTable:
+        table = ConversationTable(
+            ConversationPlacement(),
+            _IDLE_TIMEOUT_S,
+            first_id=1_700_000_000_000,
+            pausing=Pausing() if self._pausing else None,
+        )
+        # With some room left, and so none that an engine would keep what has ended in for ever.
+        capacity_tokens = _MOST_TOKENS * len(self._alive) // _DECODERS
+        for i in range(_DECODERS):
+            table.add_decoder(f"decoder#{i}", max(capacity_tokens, _MOST_TOKENS))
+        for i in range(_PREFILLERS):
+            table.add_prefiller(f"prefiller#{i}")
+        for number in self._alive:
+            self._arrive(table, *self._newcomer(number))
+        return table
+
+    def cycles(self, table: ConversationTable, seconds: float) -> tuple[float, float, float]:
+        """Cycles a second; the median and the 99th percentile of a cycle in seconds."""
+        each: list[float] = []
+        clock = time.perf_counter
+        total_s = 0.0
+        while total_s < seconds:
+            batch = [self._replacement() for _ in range(_BATCH)]
+            began_s = clock()
+            last_s = began_s
+            for victim, newcomer in batch:
+                table.release(victim)
+                self._arrive(table, *newcomer)
+                now_s = clock()
+                each.append(now_s - last_s)
+                last_s = now_s
+            total_s += last_s - began_s
+        percentiles = statistics.quantiles(each, n=100)
+        return len(each) / total_s, percentiles[49], percentiles[98]
+
+    def begin_latency(self, table: ConversationTable) -> float:
+        """Median seconds of ``begin`` for a known conversation; its turn is ended unmeasured."""
+
+        def turn(number: int) -> Callable[[], None]:
+            history_id = _conversation_id(number)
+            return lambda: _consume(table.begin(history_id, self._clock_s))
+
+        def end(number: int) -> None:
+            conversation = table.get(_conversation_id(number))
+            assert conversation is not None
+            decoder_id = conversation.decoder_id or ""
+            tails = (_digest(number),)
+            table.advance(conversation.newest_turn, decoder_id, self._stats(), tails, self._clock_s)
+
+        return self._latency(turn, end)
+
+    def recognise_latency(self, table: ConversationTable) -> float:
+        """Median seconds of ``recognise`` for a turn whose second end is a tail."""
+        size = 2 * self._next
+
+        def turn(number: int) -> Callable[[], None]:
+            chain = Chain(_digest(~number), None, [_digest(-number - size), _digest(number)])
+            return lambda: _consume(table.recognise(chain))
+
+        return self._latency(turn, lambda number: None)
+
+    def _latency(
+        self, call: Callable[[int], Callable[[], None]], after: Callable[[int], None]
+    ) -> float:
+        clock = time.perf_counter
+        seen = []
+        left = min(_LATENCY_SAMPLES, 20 * len(self._alive))
+        while left > 0:
+            # They are distinct: a second visit to a conversation would find it in the caches.
+            chosen = self._random.sample(self._alive, min(_BATCH, len(self._alive), left))
+            left -= len(chosen)
+            for number, run in [(number, call(number)) for number in chosen]:
+                began_s = clock()
+                run()
+                seen.append(clock() - began_s)
+                after(number)
+        return statistics.median(seen)
+
+    def _replacement(self) -> tuple[str, "_Newcomer"]:
+        slot = self._random.randrange(len(self._alive))
+        victim = _conversation_id(self._alive[slot])
+        self._alive[slot] = self._next
+        self._next += 1
+        return victim, self._newcomer(self._alive[slot])
+
+    def _newcomer(self, number: int) -> "_Newcomer":
+        # Three calls over the network bring the id three times.
+        return (
+            _conversation_id(number),
+            _conversation_id(number),
+            _conversation_id(number),
+            self._stats(),
+            (_digest(number),),
+            Opening(Chain(_digest(~number), None, (), ends_with_root=True)),
+        )
+
+    def _stats(self) -> TurnStats:
+        prompt_tokens = self._random.randrange(1_000, 60_000)
+        return TurnStats(
+            prompt_tokens, self._random.randrange(1, 900), 0, prompt_tokens // 256 * 256
+        )
+
+    def _arrive(
+        self,
+        table: ConversationTable,
+        id_at_bind: str,
+        id_at_prefilled: str,
+        id_at_advance: str,
+        stats: TurnStats,
+        tails: tuple[Digest, ...],
+        opening: Opening,
+    ) -> None:
+        self._clock_s += 1e-4
+        placement = table.bind(id_at_bind, stats.prompt_tokens, self._clock_s, None, opening)
+        assert placement is not None
+        conversation = table.get(id_at_bind)
+        assert conversation is not None
+        # Plus nothing: an equal number, but not the table's own object.
+        incarnation, turn_id = conversation.incarnation + 0, conversation.running[-1] + 0
+        table.prefilled(TurnKey(id_at_prefilled, incarnation, turn_id))
+        self._clock_s += 1e-4
+        turn = TurnKey(id_at_advance, incarnation, turn_id)
+        table.advance(turn, placement.decoder_id, stats, tails, self._clock_s)
+
+
+def _chain_s() -> float:
+    """Median seconds to make the digests of a chat of 501 messages, tool calls among them."""
+    messages: list[dict[str, object]] = [{"role": "system", "content": "word " * 1000}]
+    for number in range(125):
+        call = {"name": "look_up", "arguments": json.dumps({"number": number})}
+        calls = [{"id": f"call-{number}", "type": "function", "function": call}]
+        messages += [
+            {"role": "user", "content": f"{number} " + "word " * 60},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": f"call-{number}", "content": "word " * 120},
+            {"role": "assistant", "content": f"{number} " + "word " * 40},
+        ]
+    seen = []
+    for _ in range(50):
+        began_s = time.perf_counter()
+        chain_of(messages, most_ends=64)
+        seen.append(time.perf_counter() - began_s)
+    return statistics.median(seen)
+
+
+def _conversation_id(number: int) -> str:
+    # Ids look as `conserve.identity.new_id` makes them. The factor scatters neighbours.
+    return f"conv-{number * 0x9E3779B97F4A7C15F39CC0605 % 2**96:024x}"
+
+
+def _digest(number: int) -> Digest:
+    return (number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % 2**128).to_bytes(16, "big")
+
+
+def _consume(found: object) -> None:
+    if found is None:
+        raise RuntimeError("a live conversation was not found; this measurement means nothing")
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- All sizes, in turns --------------------------------------------------------------------------
+
+
+def run(
+    sizes: Sequence[int], seconds: float, rounds: int, console: Console, pausing: bool = False
+) -> list[Sample]:
+    """Measure every size in ``rounds`` rounds; medians, in the order of ``sizes``."""
+    samples: dict[int, list[Sample]] = {size: [] for size in sizes}
+    with Progress(console=console) as progress:
+        # Filling dominates, so progress is counted in conversations.
+        task = progress.add_task("", total=rounds * sum(sizes))
+        for round_ in range(1, rounds + 1):
+            for size in sizes:
+                progress.update(task, description=f"round {round_}: {size:,} conversations")
+                samples[size].append(_in_own_process(size, seconds, pausing))
+                progress.advance(task, size)
+    return [_median(samples[size]) for size in sizes]
+
+
+def _in_own_process(size: int, seconds: float, pausing: bool) -> Sample:
+    command = [sys.executable, "-m", "experiments.table"]
+    command += ["--measure", str(size), "--seconds", str(seconds)]
+    command += ["--pausing"] if pausing else []
+    # The table's actor runs with the same memory settings; see `MEMORY_ENVIRONMENT`.
+    environment = {**os.environ, **MEMORY_ENVIRONMENT}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600, env=environment)
+    return Sample(**json.loads(done.stdout))
+
+
+def _median(samples: Sequence[Sample]) -> Sample:
+    rows = [asdict(sample) for sample in samples]
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    size = samples[0].size
+    return replace(samples[0], **{**medians, "size": size})
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A target, and what was measured against it."""
+
+    what: str
+    target: str
+    measured: str
+    met: bool
+
+
+def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
+    """Each target against the worst of the sizes."""
+    slowest = min(sample.cycles_per_s for sample in samples)
+    largest = max(sample.bytes_each for sample in samples if sample.size >= _MEASURABLE)
+    by_size = sorted(samples, key=lambda sample: sample.size)
+    slowdown = by_size[-1].cycle_p50_us / by_size[0].cycle_p50_us
+    return [
+        Verdict(
+            "cycles a second, any size",
+            f">= {TARGET_CYCLES_PER_S:,}",
+            f"{slowest:,.0f}",
+            slowest >= TARGET_CYCLES_PER_S,
+        ),
+        Verdict(
+            "bytes a conversation, any size",
+            f"< {TARGET_BYTES:,}",
+            f"{largest:,.0f}",
+            largest < TARGET_BYTES,
+        ),
+        Verdict(
+            f"median cycle, {by_size[-1].size:,} against {by_size[0].size:,}",
+            f"<= {TARGET_SLOWDOWN:g}x",
+            f"{slowdown:.2f}x",
+            slowdown <= TARGET_SLOWDOWN,
+        ),
+    ]
+
+
+def _show(samples: Sequence[Sample], results: Sequence[Verdict], console: Console) -> None:
+    figures = Table(
+        title="Conversation table, one core",
+        caption="medians; frozen: cycles/s after gc.freeze()",
+        box=SIMPLE_HEAD,
+    )
+    columns: dict[str, Callable[[Sample], str]] = {
+        "live": lambda sample: f"{sample.size:,}",
+        "cycles\n/s": lambda sample: f"{sample.cycles_per_s:,.0f}",
+        "p50\nus": lambda sample: f"{sample.cycle_p50_us:.1f}",
+        "p99\nus": lambda sample: f"{sample.cycle_p99_us:.1f}",
+        "begin\nus": lambda sample: f"{sample.begin_us:.2f}",
+        "recog.\nus": lambda sample: f"{sample.recognise_us:.2f}",
+        "chain\nms": lambda sample: f"{sample.chain_ms:.1f}",
+        "bytes\neach": lambda sample: (
+            f"{sample.bytes_each:,.0f}" if sample.size >= _MEASURABLE else "-"
+        ),
+        "full gc\nms": lambda sample: f"{sample.gc_pause_ms:,.1f}",
+        "frozen\n/s": lambda sample: f"{sample.cycles_per_s_frozen:,.0f}",
+    }
+    for heading in columns:
+        figures.add_column(heading, justify="right", no_wrap=True)
+    for sample in samples:
+        figures.add_row(*(cell(sample) for cell in columns.values()))
+    console.print(figures)
+    targets = Table(title="Targets")
+    for heading in ("what", "target", "measured", "verdict"):
+        targets.add_column(heading)
+    for result in results:
+        verdict = "[green]met[/]" if result.met else "[red]missed[/]"
+        targets.add_row(result.what, result.target, result.measured, verdict)
+    console.print(targets)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark; the exit status is 0 whatever the verdicts."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=_DEFAULT_SIZES, metavar="N",
+        help="live conversations (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=1.2, help="of cycles a size and round (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument(
+        "--pausing", action="store_true", help="with the account that pausing needs"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there too")
+    parser.add_argument("--measure", type=int, metavar="N", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.measure is not None:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        print(json.dumps(asdict(measure(options.measure, options.seconds, options.pausing))))
+        return
+    if max(options.sizes) < _MEASURABLE:
+        parser.error(f"one of the sizes must be at least {_MEASURABLE}, to measure memory")
+    if min(options.sizes) < 2 or options.rounds < 1 or options.seconds <= 0:
+        parser.error("sizes must be at least 2, rounds at least 1, seconds positive")
+    console = new_console(least_width=100)
+    samples = run(options.sizes, options.seconds, options.rounds, console, options.pausing)
+    results = verdicts(samples)
+    _show(samples, results, console)
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps(
+                {
+                    "sizes": [asdict(sample) for sample in samples],
+                    "targets": [asdict(result) for result in results],
+                },
+                indent=2,
+            )
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
