@@ -1,7 +1,5 @@
 """Measures what others feel of a large append that is prefilled at home, or by elastic placement.
 
-    python -m experiments.appends [--rounds 10] [--tokens 8000] [--json PATH]
-
 One application with elastic placement (one prefiller, one decoder, float32, 512 tokens in a step),
 and before it two routers, one of which never asks where a turn that appends much is prefilled. On
 the decoder others' answers are streamed all the time. In each round, through each router in random
@@ -11,27 +9,20 @@ turn's own TTFT, what its decoder took over, and whether it gave the same answer
 Ratios are medians over rounds, with a bootstrap interval of 95 %.
 """
 
-import argparse
 import asyncio
-import json
 import random
-import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import aiohttp
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from benchmarks.peers.pinning import autogroup_warning, engine_processes, pin
-from conserve.console import new_console
+from benchmarks.peers.pinning import engine_processes, pin
 from conserve.settings import Settings
 from experiments import doors
+from experiments.agents import Answer, Message, ask, clients, end, words
 from experiments.doors import Door
-from experiments.warm import MODEL, WORDS, paired_ratio, percentile
+from experiments.harness import Experiment, percentile, ratio_cells, rounds
 
 HOME, WHEREVER = "at home", "wherever all wait least"
 _SETTINGS = (
@@ -65,52 +56,16 @@ class Appended:
     answers: list[str] = field(default_factory=list)
 
 
-@dataclass
-class Answer:
-    """An answer as it is streamed.
-
-    Attributes:
-        engine: where its conversation lives; empty before it has begun.
-        arrivals_s: of its parts that have text.
-    """
-
-    engine: str = ""
-    text: str = ""
-    arrivals_s: list[float] = field(default_factory=list)
-
-
 async def say(
-    session: aiohttp.ClientSession,
-    url: str,
-    name: str,
-    messages: list[Any],
-    tokens: int,
-    answer: Answer,
-) -> Answer:
-    """Have a conversation's messages answered; the answer, which grows meanwhile."""
-    body = {
-        "model": MODEL,
-        "messages": messages,
-        "max_tokens": tokens,
-        "min_tokens": tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        # The same prompts come through each router, and none finds what another has left.
-        "cache_salt": name,
-    }
+    session: aiohttp.ClientSession, url: str, name: str, messages: list[Message], tokens: int,
+    answer: Answer | None = None,
+) -> Answer:  # fmt: skip
+    """Have a conversation's messages answered.
+
+    The same prompts come through each router, and by its salt none finds what another has left.
+    """
     headers = {"X-Conversation-Id": name}
-    async with session.post(url + "/v1/chat/completions", json=body, headers=headers) as response:
-        if response.status != 200:
-            raise RuntimeError(f"{url}: {response.status} {await response.text()}")
-        answer.engine = response.headers["x-conserve-decoder"]
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    if text := choice["delta"].get("content"):
-                        answer.text += text
-                        answer.arrivals_s.append(time.perf_counter())
-    return answer
+    return await ask(session, url, messages, tokens, headers, answer=answer, cache_salt=name)
 
 
 class Others:
@@ -134,7 +89,7 @@ class Others:
         while not all(answer.arrivals_s for answer in self._answers):
             await asyncio.sleep(0.05)
             self.require_all()
-        engines = {answer.engine for answer in self._answers}
+        engines = {lives_on(answer) for answer in self._answers}
         if len(engines) > 1:
             raise RuntimeError("the others live on several engines; start again with fewer")
         return engines.pop()
@@ -166,152 +121,111 @@ class Others:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class Appending:
-    """Turns that append much, where the others live."""
-
-    def __init__(
-        self, session: aiohttp.ClientSession, others: Others, options: argparse.Namespace
-    ) -> None:
-        self._session = session
-        self._others = others
-        self._options = options
-
-    async def measure(self, url: str, mark: str, round_: int, result: Appended | None) -> None:
-        """One such turn through a router.
-
-        Args:
-            mark: tells the conversations of different routers apart.
-            round_: says what is appended.
-            result: gets what is found; None: it does not count.
-        """
-        rng = random.Random(f"{self._options.seed}-{round_}")
-
-        def prompt(tokens: int) -> dict[str, str]:
-            return {"role": "user", "content": " ".join(rng.choices(WORDS, k=tokens))}
-
-        first, more = prompt(_FIRST_TOKENS), prompt(self._options.tokens)
-        name, answer = await self._begin(url, f"{mark}-{round_}", first)
-        messages = [first, {"role": "assistant", "content": answer.text}, more]
-        sent_s = time.perf_counter()
-        answer = await say(self._session, url, name, messages, _ANSWER_TOKENS, Answer())
-        first_s = answer.arrivals_s[0]
-        gaps_s = self._others.gaps_s(sent_s, first_s)
-        self._others.require_all()
-        async with self._session.get(f"{url}/v1/conversations/{name}") as response:
-            seen = await response.json()
-        await self._end(url, name)
-        if result is not None:
-            result.ttft_s.append(first_s - sent_s)
-            result.others_p95_s.append(percentile(gaps_s, 0.95))
-            result.others_most_s.append(max(gaps_s))
-            result.taken_tokens.append(int(seen["last_turn"]["lmcache_tokens"]))
-            result.answers.append(answer.text)
-
-    async def _begin(self, url: str, name: str, first: dict[str, str]) -> tuple[str, Answer]:
-        """A conversation where the others live; its name, and its first answer."""
-        wanted = await self._others.engine()
-        for number in range(_MOST_TRIES):
-            own = f"{name}-{number}"
-            answer = await say(self._session, url, own, [first], _ANSWER_TOKENS, Answer())
-            if answer.engine == wanted:
-                return own, answer
-            await self._end(url, own)
-            await asyncio.sleep(_AGAIN_S)
-        raise RuntimeError(f"of {_MOST_TRIES} conversations none came to where the others live")
-
-    async def _end(self, url: str, name: str) -> None:
-        async with self._session.delete(f"{url}/v1/conversations/{name}") as response:
-            await response.read()
+def lives_on(answer: Answer) -> str:
+    """Return the engine on which an answer's conversation lives."""
+    return answer.headers["x-conserve-decoder"]
 
 
-async def measure(
-    urls: dict[str, str], options: argparse.Namespace, progress: Progress
-) -> dict[str, Appended]:
+async def begin(
+    session: aiohttp.ClientSession, url: str, name: str, first: Message, engine: str
+) -> tuple[str, Answer]:
+    """Begin a conversation on an engine; returns its name, and its first answer."""
+    for number in range(_MOST_TRIES):
+        own = f"{name}-{number}"
+        answer = await say(session, url, own, [first], _ANSWER_TOKENS)
+        if lives_on(answer) == engine:
+            return own, answer
+        await end(session, url, own)
+        await asyncio.sleep(_AGAIN_S)
+    raise RuntimeError(f"of {_MOST_TRIES} conversations none came to where the others live")
+
+
+async def measure(experiment: Experiment, urls: Mapping[str, str]) -> dict[str, Appended]:
     """Alternate the routers, round after round, after one that does not count."""
-    order = random.Random(options.seed)
+    options = experiment.options
     results = {name: Appended() for name in urls}
-    task = progress.add_task("rounds", total=options.rounds)
-    timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with clients(timeout_s=None) as session:
         others = Others(session, urls[HOME], options.others)
         try:
-            appending = Appending(session, others, options)
-            for round_ in range(options.rounds + 1):
-                names = list(urls)
-                order.shuffle(names)
-                for name in names:
-                    mark = f"door{list(urls).index(name)}"
-                    result = results[name] if round_ else None
-                    await appending.measure(urls[name], mark, round_, result)
-                if round_:
-                    progress.advance(task)
+            order = rounds(urls, options.rounds, options.seed, warm_up=1)
+            for number, name in experiment.track(order, "rounds"):
+                rng = random.Random(f"{options.seed}-{number}")
+                mark = f"door{list(urls).index(name)}-{number}"
+                result = results[name] if number >= 0 else Appended()
+                await append(session, urls[name], mark, rng, options.tokens, others, result)
         finally:
             await others.stop()
     return results
 
 
-def report(results: dict[str, Appended], tokens: int, console: Console) -> None:
+async def append(
+    session: aiohttp.ClientSession,
+    url: str,
+    mark: str,
+    rng: random.Random,
+    tokens: int,
+    others: Others,
+    result: Appended,
+) -> None:
+    """Have a conversation append so many tokens, where the others live."""
+    first = {"role": "user", "content": words(rng, _FIRST_TOKENS)}
+    more = {"role": "user", "content": words(rng, tokens)}
+    name, answer = await begin(session, url, mark, first, await others.engine())
+    messages = [first, {"role": "assistant", "content": answer.text}, more]
+    answer = await say(session, url, name, messages, _ANSWER_TOKENS)
+    gaps_s = others.gaps_s(answer.sent_s, answer.arrivals_s[0])
+    others.require_all()
+    async with session.get(f"{url}/v1/conversations/{name}") as response:
+        seen = await response.json()
+    await end(session, url, name)
+    result.ttft_s.append(answer.ttft_s)
+    result.others_p95_s.append(percentile(gaps_s, 0.95))
+    result.others_most_s.append(max(gaps_s))
+    result.taken_tokens.append(int(seen["last_turn"]["lmcache_tokens"]))
+    result.answers.append(answer.text)
+
+
+def report(results: dict[str, Appended], experiment: Experiment) -> None:
     """Print a table with ratios to the turns that are prefilled at home."""
     home = results[HOME]
-    table = Table(title=f"{tokens:,} tokens appended, medians over rounds, milliseconds")
-    table.add_column("prefilled", no_wrap=True)
-    for column in (
-        *("others' p95", "ratio", "95 %", "longest", "ratio", "95 %"),
-        *("its TTFT", "ratio", "95 %", "taken over", "same answers"),
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for name, found in results.items():
-        cells = []
+        row = [name]
         for mine, theirs in (
             (found.others_p95_s, home.others_p95_s),
             (found.others_most_s, home.others_most_s),
             (found.ttft_s, home.ttft_s),
         ):
-            ratio, low, high = paired_ratio(mine, theirs)
-            cells += [
-                f"{percentile(mine, 0.5) * 1000:.1f}",
-                f"{ratio:.2f}",
-                "" if found is home else f"{low:.2f}-{high:.2f}",
-            ]
+            row += [f"{percentile(mine, 0.5) * 1000:.1f}", *ratio_cells(mine, theirs)]
         same = sum(mine == theirs for mine, theirs in zip(found.answers, home.answers, strict=True))
         taken_tokens = percentile(found.taken_tokens, 0.5)
-        table.add_row(name, *cells, f"{taken_tokens:,.0f}", f"{same} of {len(found.answers)}")
-    console.print(table)
+        rows.append([*row, f"{taken_tokens:,.0f}", f"{same} of {len(found.answers)}"])
+    columns = ["prefilled", "others' p95", "ratio", "95 %", "longest", "ratio", "95 %"]
+    columns += ["its TTFT", "ratio", "95 %", "taken over", "same answers"]
+    tokens = experiment.options.tokens
+    title = f"{tokens:,} tokens appended, medians over rounds, milliseconds"
+    experiment.show(title, columns, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=8_000, help="that a turn appends")
-    parser.add_argument("--others", type=int, default=4, help="answers that are streamed meanwhile")
-    parser.add_argument(
-        "--cores", metavar="0,1", help="cores to pin engines to, one each, as if they were apart"
-    )
-    parser.add_argument("--json", type=Path, help="file for everything that was measured")
-    parser.add_argument("--door", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--home", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the experiment."""
+    experiment = Experiment("appends", __doc__, width=150, rounds=10, seed=1, cores=True)
+    experiment.option("--tokens", 8_000, "that a turn appends")
+    experiment.option("--others", 4, "answers that are streamed meanwhile")
+    experiment.hidden("--door", type=int)
+    experiment.hidden("--home", action="store_true")
+    options = experiment.parse(arguments)
     if options.door is not None:
         # A router reads `parking` for nothing but this.
         doors.serve(options.door, Settings(placement="elastic", parking=not options.home))
         return
-    console = new_console(least_width=150)
-    if options.cores is not None and (problem := autogroup_warning()):
-        console.print(f"[yellow]{problem}[/yellow]", highlight=False)
-    both = [Door(HOME, 8191, ("--home",)), Door(WHEREVER, 8192)]
-    folder = doors.new_folder("appends")
-    module = "experiments.appends"
-    with doors.opened(module, both, folder, console, _SETTINGS) as urls:
+    both = [Door(HOME, ("--home",)), Door(WHEREVER)]
+    with doors.opened(experiment, both, *_SETTINGS) as urls:
         if options.cores is not None:
-            pin(engine_processes(), [int(core) for core in options.cores.split(",")])
-        with Progress(console=console) as progress:
-            results = asyncio.run(measure(urls, options, progress))
-        report(results, options.tokens, console)
-    if options.json:
-        found = {name: asdict(one) for name, one in results.items()}
-        options.json.write_text(json.dumps(found) + "\n")
+            pin(engine_processes(), [int(core) for core in options.cores])
+        results = asyncio.run(measure(experiment, urls))
+    report(results, experiment)
+    experiment.save(results)
 
 
 if __name__ == "__main__":

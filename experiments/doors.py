@@ -1,50 +1,32 @@
-"""Routers of one application that differ in one thing, measured in turn.
+"""Routers of one application that differ in one thing, so that this is all that is measured.
 
-Each is a process of its own before the same conversation table and engines, so that what differs
-between them is all that is measured.
+Each is a process of its own, before the same conversation table and engines.
 """
 
-import argparse
 import contextlib
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import ray
 import uvicorn
-from rich.console import Console
-from rich.progress import Progress
 
-from conserve.console import new_console
 from conserve.launch import Launch
 from conserve.settings import Settings
 from deployments.loopback import find_on_loopback
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableClient
-from experiments import warm
+from experiments.harness import Experiment
 
-_APPLICATION = "http://127.0.0.1:8000"
-_DOOR_START_S = 120.0
+_START_S = 120.0
+_FIRST_PORT = 8191
 
 
-@dataclass(frozen=True, slots=True)
-class Door:
-    """A router.
-
-    Attributes:
-        name: in tables.
-        port: on loopback.
-        arguments: what its process is started with beside its port.
-        headers: what requests to it carry.
-    """
+class Door(NamedTuple):
+    """A router: its name in tables, and what its process is started with beside its port."""
 
     name: str
-    port: int
     arguments: Sequence[str] = ()
-    headers: Mapping[str, str] | None = None
 
 
 class RunningTable(TableClient):
@@ -80,74 +62,26 @@ def serve(port: int, settings: Settings, make: Callable[..., FrontDoor] = FrontD
     )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every experiment with doors, which it passes on to them."""
-    warm.add_options(parser)
-    parser.add_argument("--door", type=int, help=argparse.SUPPRESS)
-
-
 @contextlib.contextmanager
 def opened(
-    module: str,
-    doors: Sequence[Door],
-    folder: Path,
-    console: Console,
-    settings: Sequence[str] = (),
+    experiment: Experiment, doors: Sequence[Door], *settings: str
 ) -> Iterator[dict[str, str]]:
     """Have the application and the doors up for the time of a ``with`` block; the doors' URLs.
 
+    A door's process runs the experiment, which has a hidden option ``--door PORT``.
+
     Args:
-        module: what a door's process runs, with ``--door PORT``.
-        folder: for logs.
-        settings: of the application, beside ``decoders=1``.
+        settings: of the application.
     """
-    application = Launch(["decoders=1", *settings], folder / "conserve.log")
-    processes = [_process(module, door, folder) for door in doors]
-    urls = {door.name: f"http://127.0.0.1:{door.port}" for door in doors}
-    try:
-        with console.status(f"starting the application (logs: {folder})"):
-            application.__enter__()
-            application.wait_until_serving(_APPLICATION, 1, 1)
-            for process, url in zip(processes, urls.values(), strict=True):
-                process.__enter__()
-                process.wait_until_serving(url, 1, 1, timeout_s=_DOOR_START_S)
+    urls = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(experiment.serving(*settings))
+        for port, door in enumerate(doors, _FIRST_PORT):
+            command = [sys.executable, "-m", experiment.module, "--door", str(port)]
+            process = Launch([], experiment.log(door.name), None, [*command, *door.arguments])
+
+            def wait(url: str, process: Launch = process) -> None:
+                process.wait_until_serving(url, 1, 1, timeout_s=_START_S)
+
+            urls[door.name] = stack.enter_context(experiment.up(process, door.name, wait, port))
         yield urls
-    finally:
-        for process in (*processes, application):
-            process.stop()
-
-
-def compare(module: str, doors: Sequence[Door], folder: Path, options: argparse.Namespace) -> None:
-    """Measure warm turns through doors, and print what was found.
-
-    Args:
-        module, folder: as for `opened`.
-        doors: the first is what ratios are to.
-        options: as of `add_options`.
-    """
-    console = new_console(least_width=130)
-    headers = {door.name: door.headers for door in doors if door.headers is not None}
-    with opened(module, doors, folder, console) as urls:
-        with Progress(console=console) as progress:
-            results = warm.measure(
-                urls,
-                options.rounds,
-                warm.loads(options),
-                progress,
-                options.seed,
-                headers,
-                warm.size(options),
-            )
-        warm.report(results, console, doors[0].name)
-    if options.json:
-        warm.write_json(options.json, options, results, doors[0].name)
-
-
-def new_folder(name: str) -> Path:
-    """A temporary folder for logs."""
-    return Path(tempfile.mkdtemp(prefix=f"conserve-{name}-"))
-
-
-def _process(module: str, door: Door, folder: Path) -> Launch:
-    command = [sys.executable, "-m", module, "--door", str(door.port), *door.arguments]
-    return Launch([], folder / f"{door.name.replace(' ', '-')}.log", None, command)

@@ -1,7 +1,5 @@
 """Measures what an engine's scheduler that knows conversations changes, against vLLM's own.
 
-    python -m experiments.engine [--rounds 3] [--away UNITS] [--json PATH]
-
 One engine with the embedded model, in this process, stepped by hand; between runs its scheduler is
 replaced, so that all compare on the same model and KV. Times are CPU seconds of this process: other
 programs on the machine do not count, and there is one thread. How fast it is differs all the same,
@@ -20,22 +18,17 @@ first. In each round, in random order:
 Answers are greedy, and have to be the same under each scheduler.
 """
 
-import argparse
-import json
 import os
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
-from rich.table import Table
-
-from conserve.console import new_console
 from conserve.wire import scheduled_turn
+from experiments.harness import Experiment, percentile, rounds
 
 VLLM, OURS, NO_AGEING = "vllm", "conversation", "conversation, no ageing"
 # The model is small, and so are its prompts: what counts as much is so, too.
@@ -177,16 +170,10 @@ class Engine:
         return ended
 
     def turn(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        tokens: int,
-        key: str,
-        last: bool = False,
-        resume_s: float | None = None,
+        self, name: str, prompt: Sequence[int], tokens: int, key: str, **told: Any
     ) -> list[int]:
-        """A turn alone; its prompt and answer."""
-        self.add(name, prompt, tokens, key, last, resume_s)
+        """Run a turn alone; returns its prompt and answer."""
+        self.add(name, prompt, tokens, key, **told)
         while name not in self.step():
             pass
         return [*prompt, *self.answers[name]]
@@ -258,19 +245,19 @@ def long_beside_decodes(engine: Engine, scheduler: str) -> dict[str, float]:
         for _ in range(10):
             engine.step()
     to_s = engine.now_s()
-    gaps_s = sorted(
+    gaps_s = [
         after - before
         for number in range(4)
         for before, after in pairwise(engine.times_s[f"decode{number}"])
         if before >= from_s and after <= to_s
-    )
+    ]
     firsts_s = [engine.first_s(f"long{number}") for number in range(3)]
     while len(engine.answers["decode0"]) < 500:
         engine.step()
     return {
-        "gap p50 s": gaps_s[len(gaps_s) // 2],
-        "gap p95 s": gaps_s[int(0.95 * len(gaps_s))],
-        "gap longest s": gaps_s[-1],
+        "gap p50 s": percentile(gaps_s, 0.5),
+        "gap p95 s": percentile(gaps_s, 0.95),
+        "gap longest s": max(gaps_s),
         "TTFT s": mean(firsts_s),
     }
 
@@ -304,56 +291,50 @@ SCENES: dict[str, tuple[Scene, tuple[str, ...]]] = {
     "found again": (found_again, (VLLM, OURS)),
     "nothing presses": (nothing_presses, (VLLM, OURS)),
 }
+# A scene's figures by scheduler and name, one a round.
+Figures = dict[str, dict[str, list[float]]]
 
 
-def measure(
-    rounds: int, scenes: Sequence[str], away_units: float = 4.0, seed: int = 0
-) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Each scene's figures under each scheduler, one a round.
+def measure(experiment: Experiment, scenes: Sequence[str]) -> dict[str, Figures]:
+    """Return each scene's figures.
 
     Raises:
         RuntimeError: an answer is another one under another scheduler.
     """
-    engine, chance = Engine(), random.Random(seed)
-    engine.away_units = away_units
+    options, engine = experiment.options, Engine()
+    engine.away_units = options.away
     engine.begin(VLLM)
     engine.turn("warm up", words(0, 500), 8, "warm up")
     engine.turn("unit", words(1, 1_000), 1, "unit")
     engine.unit_s = engine.first_s("unit")
-    seen: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for round_number in range(rounds):
+    seen: dict[str, Figures] = {scene: {one: {} for one in SCENES[scene][1]} for scene in scenes}
+    for round_number in experiment.track(range(options.rounds), "rounds"):
         for scene in scenes:
             play, schedulers = SCENES[scene]
             answers: dict[str, list[int]] | None = None
-            for scheduler in chance.sample(schedulers, len(schedulers)):
+            for _, scheduler in rounds(schedulers, 1, round_number):
                 figures = play(engine, scheduler)
                 if answers is not None and answers != engine.answers:
                     raise RuntimeError(f"{scene}: {scheduler} gives other answers")
                 answers = dict(engine.answers)
                 for name, value in figures.items():
-                    of = seen.setdefault(scene, {}).setdefault(scheduler, {})
-                    of.setdefault(name, []).append(value)
-        new_console().print(f"round {round_number + 1} of {rounds} is done")
+                    seen[scene][scheduler].setdefault(name, []).append(value)
     return seen
 
 
-def show(seen: dict[str, dict[str, dict[str, list[float]]]]) -> None:
-    """Medians over rounds, and of each round's ratio to vLLM's the median and quartiles."""
-    console = new_console(least_width=100)
+def show(seen: dict[str, Figures], experiment: Experiment) -> None:
+    """Print medians over rounds, and of each round's ratio to vLLM's the median and quartiles."""
     for scene, schedulers in seen.items():
-        table = Table(title=scene)
-        table.add_column("")
-        for scheduler in schedulers:
-            table.add_column(scheduler, justify="right")
+        rows = []
         for name, theirs in schedulers[VLLM].items():
-            cells = []
+            row = [name]
             for scheduler, figures in schedulers.items():
                 cell = f"{median(figures[name]):.4g}"
                 if scheduler != VLLM and all(theirs):
                     cell += f" (x {_ratios(figures[name], theirs)})"
-                cells.append(cell)
-            table.add_row(name, *cells)
-        console.print(table)
+                row.append(cell)
+            rows.append(row)
+        experiment.show(scene, ["", *schedulers], rows)
 
 
 def _ratios(ours: list[float], theirs: list[float]) -> str:
@@ -365,22 +346,16 @@ def _ratios(ours: list[float], theirs: list[float]) -> str:
     return shown
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--away", type=float, default=4.0, metavar="UNITS",
-        help="between turns of light and heavy conversations, in prefills of 1,000 tokens",
-    )  # fmt: skip
-    parser.add_argument("--scene", choices=SCENES, help="this one alone (default: all)")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    scenes = list(SCENES) if options.scene is None else [options.scene]
-    seen = measure(options.rounds, scenes, options.away)
-    seen = {scene: {one: seen[scene][one] for one in SCENES[scene][1]} for scene in seen}
-    show(seen)
-    if options.json:
-        options.json.write_text(json.dumps(seen, indent=1) + "\n")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the experiment."""
+    experiment = Experiment("engine", __doc__, rounds=3)
+    about = "between turns of light and heavy conversations, in prefills of 1,000 tokens"
+    experiment.option("--away", 4.0, about, metavar="UNITS")
+    experiment.option("--scene", None, "this one alone", choices=SCENES)
+    options = experiment.parse(arguments)
+    seen = measure(experiment, list(SCENES) if options.scene is None else [options.scene])
+    show(seen, experiment)
+    experiment.save(seen)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
 """Measures what keys cost: warm turns with a key, against the same without any.
 
-    python -m experiments.keys [--rounds 40] [--json PATH]
-
 One application (one prefiller, one decoder), and before it two routers that differ in nothing but
-the key file. They are measured in turn, as `experiments.warm` says. The tenant has every
-limit, and reaches none.
+the key file. They are measured in turn, as `experiments/warm.py` says. The tenant has every limit,
+and reaches none.
 """
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
-from experiments import doors
+from experiments import doors, warm
 from experiments.doors import Door
 
+OFF, ON = "no keys", "keys"
 _DAY = "2026-01-01"
 
 
@@ -26,19 +25,21 @@ def make_keys(path: Path) -> str:
     return key
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    doors.add_options(parser)
-    parser.add_argument("--keys-file", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the experiment."""
+    experiment = warm.experiment("keys", __doc__)
+    experiment.hidden("--door", type=int)
+    experiment.hidden("--keys-file")
+    options = experiment.parse(arguments)
     if options.door is not None:
         doors.serve(options.door, Settings(keys_file=options.keys_file))
         return
-    folder = doors.new_folder("keys")
-    path = folder / "keys.json"
-    headers = {"Authorization": f"Bearer {make_keys(path)}"}
-    with_keys = Door("keys", 8192, ("--keys-file", str(path)), headers)
-    doors.compare("experiments.keys", [Door("no keys", 8191), with_keys], folder, options)
+    path = experiment.logs / "keys.json"
+    headers = {ON: {"Authorization": f"Bearer {make_keys(path)}"}}
+    both = [Door(OFF), Door(ON, ("--keys-file", str(path)))]
+    with doors.opened(experiment, both) as urls:
+        systems = [warm.System(name, url, headers.get(name, {})) for name, url in urls.items()]
+        warm.compare(experiment, systems)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,34 @@
 """Measures what it saves that later turns ask nobody: routers that remember histories or do not.
 
-    python -m experiments.later_turns [--rounds 40] [--hogs 0 2] [--json PATH]
-
 One application (one prefiller, one decoder), and before it two routers that differ in nothing but
 their memory: one has every turn placed by the table, which hears of its begin and end; the other
-sends later turns straight to their decoder. They are measured in turn, as
-`experiments.warm` says.
+sends later turns straight to their decoder. They are measured in turn, as `experiments/warm.py`
+says.
 """
 
-import argparse
+from collections.abc import Sequence
 from functools import partial
 
 from conserve.direct import Homes
 from conserve.settings import Settings
 from deployments.router.frontdoor import FrontDoor
-from experiments import doors
+from experiments import doors, warm
 from experiments.doors import Door
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    doors.add_options(parser)
-    parser.add_argument("--forgets", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the experiment."""
+    experiment = warm.experiment("later_turns", __doc__)
+    experiment.hidden("--door", type=int)
+    experiment.hidden("--forgets", action="store_true")
+    options = experiment.parse(arguments)
     if options.door is not None:
         homes = Homes(0 if options.forgets else 1000)
         doors.serve(options.door, Settings(), partial(FrontDoor, homes=homes))
         return
-    asks = Door("asks the table", 8191, ("--forgets",))
-    doors.compare(
-        "experiments.later_turns",
-        [asks, Door("asks nobody", 8192)],
-        doors.new_folder("later-turns"),
-        options,
-    )
+    both = [Door("asks the table", ("--forgets",)), Door("asks nobody")]
+    with doors.opened(experiment, both) as urls:
+        warm.compare(experiment, [warm.System(name, url) for name, url in urls.items()])
 
 
 if __name__ == "__main__":

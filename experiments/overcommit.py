@@ -1,7 +1,5 @@
 """Agents whose histories are several times what engines can hold: throughput, and what is found.
 
-    python -m experiments.overcommit [--times 1,2,3,4] [--out FOLDER]
-
 One system after the other is started, each with the same engines and room for the same KV. So many
 agents work at a time that their histories take that room once, twice and so on: each sends a long
 first prompt, then turns that append a little, with gaps between as tools take, and when it has made
@@ -10,37 +8,20 @@ are output tokens a second, and the share of what a later turn repeats that no e
 (by ``usage``). A turn that is refused counts, and is sent again a second later.
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
-import random
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import Progress, TaskID
-from rich.table import Table
-
 from benchmarks.peers import Options, PeerUnavailable, start
 from benchmarks.peers.plan import CONVERSATION_HEADER
-from conserve.console import new_console
-from conserve.launch import Launch
-from experiments.warm import MODEL, percentile
+from experiments.agents import Agent, Shape, clients
+from experiments.harness import Experiment, figure, numbers, percentile
 
 PORT = 8000
-URL = f"http://127.0.0.1:{PORT}"
 CONSERVE, UNPARKED, PINNED = "conserve", "parking-off", "pausing-off"
 RAY, ROUTER, BARE = "ray_serve_llm", "vllm_router", "vllm"
 SYSTEMS = (CONSERVE, UNPARKED, PINNED, RAY, ROUTER, BARE)
@@ -49,31 +30,15 @@ _BLOCK_TOKENS = 128
 # vLLM refuses a longer one than its KV space can hold.
 _MAX_MODEL_LEN = 4096
 _RETRY_S = 1.0
-_WORDS = ("open", "close", "read", "write", "file", "class", "return", "import", "value", "index")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Tells what an agent does: a first prompt, turns that append to it, and its tools' time.
-
-    Lengths are in words, of about a token each, but for `output_tokens`.
-    """
-
-    first_words: int = 1500
-    later_words: int = 100
-    output_tokens: int = 24
-    turns: int = 8
-    gap_s: float = 1.0
-
-    @property
-    def mean_tokens(self) -> int:
-        """How long a history is, halfway."""
-        return self.first_words + (self.later_words + self.output_tokens) * self.turns // 2
+SHAPE = Shape(first_words=1500, later_words=100, output_tokens=24, turns=8)
+_GAP_S = 1.0
+# How long a history is, halfway.
+MEAN_TOKENS = SHAPE.first_words + (SHAPE.later_words + SHAPE.output_tokens) * SHAPE.turns // 2
 
 
 @dataclass(slots=True)
 class Level:
-    """Tells what was seen of a system with so many agents.
+    """What was seen of a system with so many agents.
 
     Attributes:
         seconds: for how long it was looked at.
@@ -118,125 +83,70 @@ class Level:
             self.found_tokens += min(repeated_tokens, details.get("cached_tokens") or 0)
 
 
-@dataclass(slots=True)
-class Window:
-    """When it is counted: `level` is None before."""
-
-    level: Level | None = None
-
-
-class Agent:
-    """One client: a conversation after another, until it is stopped.
+class Watch:
+    """Has agents work, and counts what they do for a while.
 
     Args:
-        header: by which the system tells conversations apart.
+        shape: of their conversations.
+        gap_s: mean time between an agent's turns.
     """
 
-    def __init__(
-        self, session: aiohttp.ClientSession, shape: Shape, seed: str, header: str
-    ) -> None:
-        self._session = session
-        self._header = header
+    def __init__(self, shape: Shape = SHAPE, gap_s: float = _GAP_S) -> None:
         self._shape = shape
-        self._rng = random.Random(seed)
-        self._seed = seed
+        self._gap_s = gap_s
+        self._level: Level | None = None
 
-    async def work(self, window: Window) -> None:
-        """Make turns for ever; those that end while it is counted are."""
-        number = 0
-        await asyncio.sleep(self._rng.uniform(0, self._shape.gap_s))
-        while True:
-            number += 1
-            messages: list[dict[str, str]] = []
-            before = 0
-            for turn in range(self._shape.turns):
-                words = self._shape.later_words if turn else self._shape.first_words
-                prompt = " ".join(self._rng.choice(_WORDS) for _ in range(words))
-                messages.append({"role": "user", "content": prompt})
-                content, before = await self._turn(
-                    f"{self._seed}-{number}", messages, before, window
-                )
-                messages.append({"role": "assistant", "content": content})
-                await asyncio.sleep(self._rng.expovariate(1 / self._shape.gap_s))
-
-    async def _turn(
-        self,
-        name: str,
-        messages: list[dict[str, str]],
-        before: int,
-        window: Window,
-    ) -> tuple[str, int]:
-        tokens = self._shape.output_tokens
-        body = {
-            "model": MODEL,
-            "messages": messages,
-            "max_tokens": tokens,
-            "min_tokens": tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
-        headers = {self._header: name}
-        began_s = time.perf_counter()
-        while True:
-            async with self._session.post(
-                URL + "/v1/chat/completions", json=body, headers=headers
-            ) as response:
-                answer = await response.json(content_type=None)
-            here = window.level
-            if response.status == 200:
-                usage = answer["usage"]
-                if here is not None:
-                    here.add(usage, before, time.perf_counter() - began_s)
-                return answer["choices"][0]["message"]["content"], usage["total_tokens"]
-            if here is not None:
-                here.refused[response.status] = here.refused.get(response.status, 0) + 1
-            await asyncio.sleep(_RETRY_S)
-
-
-async def measure(
-    counts: Sequence[int],
-    shape: Shape,
-    settle_s: float,
-    seconds: float,
-    seed: int,
-    header: str,
-    advance: Callable[[], None],
-) -> list[Level]:
-    """One number of agents after the other; the first ``settle_s`` of each are not counted."""
-    levels = []
-    timeout = aiohttp.ClientTimeout(total=600)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        for count in counts:
-            window = Window()
-            names = (f"{seed}-{count}-{n}" for n in range(count))
-            agents = [Agent(session, shape, name, header) for name in names]
-            tasks = [asyncio.ensure_future(agent.work(window)) for agent in agents]
-            _, working = await asyncio.wait(tasks, timeout=settle_s)
-            window.level = Level(count, seconds)
+    async def measure(
+        self, url: str, header: str, count: int, settle_s: float, seconds: float, seed: int
+    ) -> Level:
+        """Have so many agents work; the first ``settle_s`` are not counted."""
+        async with clients() as session:
+            agents = [
+                Agent(session, url, f"{seed}-{count}-{n}", self._shape, header=header,
+                      on_refused=self._refused)
+                for n in range(count)
+            ]  # fmt: skip
+            self._level, level = None, Level(count, seconds)
+            tasks = [asyncio.ensure_future(self._work(agent)) for agent in agents]
+            _, working = await asyncio.wait(
+                tasks, timeout=settle_s, return_when=asyncio.FIRST_EXCEPTION
+            )
+            self._level = level
             if len(working) == len(tasks):
                 _, working = await asyncio.wait(tasks, timeout=seconds)
             for task in working:
                 task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-            for error in ended:
-                # An agent works for ever: one that does not, has failed.
-                if not isinstance(error, asyncio.CancelledError):
-                    raise error if isinstance(error, BaseException) else AssertionError(error)
-            levels.append(window.level)
-            advance()
-    return levels
+            # An agent works for ever: one that does not, has failed.
+            for failed in set(tasks) - working:
+                failed.result()
+            await asyncio.gather(*working, return_exceptions=True)
+        return level
+
+    async def _work(self, agent: Agent) -> None:
+        await asyncio.sleep(agent.rng.uniform(0, self._gap_s))
+        while True:
+            before, began_s = agent.held_tokens, time.perf_counter()
+            answer = await agent.turn(stream=False, stream_options=None)
+            if self._level is not None:
+                took_s = time.perf_counter() - began_s
+                self._level.add(answer.usage, before, took_s)
+            await asyncio.sleep(agent.rng.expovariate(1 / self._gap_s))
+
+    async def _refused(self, status: int) -> None:
+        if self._level is not None:
+            self._level.refused[status] = self._level.refused.get(status, 0) + 1
+        await asyncio.sleep(_RETRY_S)
 
 
 @contextlib.contextmanager
-def serving(system: str, blocks: int, logs: Path, report: Callable[[str], None]) -> Iterator[str]:
+def serving(experiment: Experiment, system: str, blocks: int) -> Iterator[tuple[str, str]]:
     """Have a system up for the time of a ``with`` block.
 
     Args:
         blocks: of KV, of each engine; a bare engine has those of two.
 
     Yields:
-        The header by which it tells conversations apart.
+        Its URL, and the header by which it tells conversations apart.
 
     Raises:
         PeerUnavailable: it cannot run here.
@@ -245,54 +155,49 @@ def serving(system: str, blocks: int, logs: Path, report: Callable[[str], None])
     if system in _SETTINGS:
         own = [f"engine.{name}={value}" for name, value in engine.items()]
         # Its one decoder alone holds histories: whether a prefiller hosts some is not in question.
-        arguments = ["decoders=1", "placement=conversation", f"port={PORT}", *own]
-        arguments += _SETTINGS[system]
-        with Launch(arguments, logs / f"{system}.log") as launch:
-            report(f"starting {system}")
-            launch.wait_until_serving(URL, 1, 1)
-            yield CONVERSATION_HEADER
+        settings = ("placement=conversation", *own, *_SETTINGS[system])
+        with experiment.serving(*settings, port=PORT, name=system) as url:
+            yield url, CONVERSATION_HEADER
         return
     if system == BARE:
         engine["num_gpu_blocks_override"] *= 2
-    options = Options(engines=2, engine=engine, port=PORT, logs=logs)
-    with start(system, options, report) as peer:
-        yield peer.session_header or CONVERSATION_HEADER
+    options = Options(engines=2, engine=engine, port=PORT, logs=experiment.logs)
+    with start(system, options, experiment.console.print) as peer:
+        yield f"http://127.0.0.1:{PORT}", peer.session_header or CONVERSATION_HEADER
 
 
-def report(found: dict[str, list[Level]], room_tokens: int, shape: Shape, console: Console) -> None:
+def report(found: dict[str, list[Level]], room_tokens: int, experiment: Experiment) -> None:
     """Print the table."""
-    table = Table(title=f"agents beyond what a decoder holds ({room_tokens:,} tokens)")
-    table.add_column("system", no_wrap=True)
-    columns = (
-        "agents", "times its room", "output tokens/s", "of once", "found", "turn p50", "p95",
-        "refused",
-    )  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    rows: list[list[str]] = []
     for system, levels in found.items():
         for level in levels:
-            turns = level.latency_s
-            table.add_row(
-                system if level is levels[0] else "",
-                str(level.agents),
-                f"{level.agents * shape.mean_tokens / room_tokens:.1f}",
-                f"{level.tokens_per_s:.1f}",
-                f"{level.tokens_per_s / levels[0].tokens_per_s:.2f}"
-                if levels[0].output_tokens
-                else "",
-                f"{level.found:.1%}" if level.repeated_tokens else "",
-                f"{percentile(turns, 0.5):.2f} s" if turns else "",
-                f"{percentile(turns, 0.95):.2f} s" if turns else "",
-                str(sum(level.refused.values())),
+            turns, first = level.latency_s, levels[0]
+            of_once = (
+                f"{level.tokens_per_s / first.tokens_per_s:.2f}" if first.output_tokens else ""
             )
-        table.add_section()
-    console.print(table)
+            rows.append(
+                [
+                    system if level is first else "",
+                    str(level.agents),
+                    f"{level.agents * MEAN_TOKENS / room_tokens:.1f}",
+                    f"{level.tokens_per_s:.1f}",
+                    of_once,
+                    f"{level.found:.1%}" if level.repeated_tokens else "",
+                    *(f"{percentile(turns, q):.2f} s" if turns else "" for q in (0.5, 0.95)),
+                    str(sum(level.refused.values())),
+                ]
+            )
+        rows.append([])
+    columns = ["system", "agents", "times its room", "output tokens/s", "of once", "found"]
+    columns += ["turn p50", "p95", "refused"]
+    title = f"agents beyond what a decoder holds ({room_tokens:,} tokens)"
+    experiment.show(title, columns, rows)
 
 
 def draw(found: dict[str, list[Level]], path: Path) -> None:
     """Draw throughput, and what is found, against the number of agents."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    throughput, hits = figure.subplots(1, 2)
+    picture = figure(9, 3.6)
+    throughput, hits = picture.subplots(1, 2)
     for (system, levels), marker in zip(found.items(), "osD^Pv", strict=False):
         agents = [level.agents for level in levels]
         throughput.plot(agents, [one.tokens_per_s for one in levels], marker=marker, label=system)
@@ -307,57 +212,45 @@ def draw(found: dict[str, list[Level]], path: Path) -> None:
         axes.set_xlabel("agents at work")
         axes.set_xticks(sorted({one.agents for levels in found.values() for one in levels}))
         axes.grid(alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=len(found), frameon=False)
-    figure.savefig(path, dpi=130)
+    picture.legend(loc="outside upper center", ncols=len(found), frameon=False)
+    picture.savefig(path, dpi=130)
 
 
-def _say(progress: Progress, task: TaskID, text: str) -> None:
-    progress.update(task, description=text)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--times", default="1,2,3,4", help="histories, in times a decoder's room")
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--blocks", type=int, default=96, help="of KV of each engine")
-    parser.add_argument("--settle", type=float, default=20.0, help="seconds, of each number")
-    parser.add_argument("--seconds", type=float, default=60.0, help="that are counted after that")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="folder for a picture and what was measured")
-    options = parser.parse_args()
-    console = new_console(least_width=110)
-    logs = Path(tempfile.mkdtemp(prefix="conserve-overcommit-"))
-    shape, room_tokens = Shape(), options.blocks * _BLOCK_TOKENS
-    counts = [
-        max(1, round(float(times) * room_tokens / shape.mean_tokens))
-        for times in options.times.split(",")
-    ]
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the experiment."""
+    experiment = Experiment("overcommit", __doc__, width=110, seed=1)
+    experiment.option("--times", "1,2,3,4", "histories, in times a decoder's room",
+                      type=numbers, metavar="N,...")  # fmt: skip
+    experiment.option("--systems", ",".join(SYSTEMS))
+    experiment.option("--blocks", 96, "of KV of each engine")
+    experiment.option("--settle", 20.0, "seconds, of each number")
+    experiment.option("--seconds", 60.0, "that are counted after that")
+    options = experiment.parse(arguments)
+    room_tokens = options.blocks * _BLOCK_TOKENS
+    counts = [max(1, round(times * room_tokens / MEAN_TOKENS)) for times in options.times]
     chosen = options.systems.split(",")
     if unknown := set(chosen) - set(SYSTEMS):
-        parser.error(f"--systems: no {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
+        known = ", ".join(SYSTEMS)
+        experiment.parser.error(f"--systems: no {', '.join(sorted(unknown))}; there are {known}")
     found: dict[str, list[Level]] = {}
-    with Progress(console=console) as progress:
-        for name in chosen:
-            task = progress.add_task(name, total=len(counts))
-            say = partial(_say, progress, task)
-            try:
-                with serving(name, options.blocks, logs, say) as header:
-                    say(name)
-                    found[name] = asyncio.run(
-                        measure(
-                            counts, shape, options.settle, options.seconds, options.seed, header,
-                            partial(progress.advance, task),
+    for name in chosen:
+        try:
+            with serving(experiment, name, options.blocks) as (url, header):
+                found[name] = [
+                    asyncio.run(
+                        Watch().measure(
+                            url, header, count, options.settle, options.seconds, options.seed
                         )
-                    )  # fmt: skip
-            except PeerUnavailable as error:
-                console.print(f"{name}: {error}", style="yellow")
-    report(found, room_tokens, shape, console)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        draw(found, options.out / "overcommit.png")
-        told = {name: [asdict(level) for level in levels] for name, levels in found.items()}
-        (options.out / "overcommit.json").write_text(json.dumps(told) + "\n")
-        console.print(f"Picture and numbers are in {options.out}.")
+                    )
+                    for count in experiment.track(counts, name)
+                ]
+        except PeerUnavailable as error:
+            experiment.console.print(f"{name}: {error}", style="yellow")
+    report(found, room_tokens, experiment)
+    experiment.save(found)
+    if path := experiment.file("png"):
+        draw(found, path)
+        experiment.console.print(f"Picture and numbers are in {path.parent}.")
 
 
 if __name__ == "__main__":

@@ -1,32 +1,22 @@
-"""How fast the simulator is, and how much memory it takes.
+"""Measures how fast the simulator is, and how much memory it takes.
 
-``python -m experiments.simulator`` simulates conversations of the preset ``conserve``
-until so many turns are over, on clusters of several sizes, each in a process of its own, on one
-core. What is measured is all of it: drawing the conversations, placing them, the engines, and the
-metrics.
+Conversations of the preset ``conserve`` are simulated until so many turns are over, on clusters of
+several sizes, each in a process of its own, on one core. What is measured is all of it: drawing the
+conversations, placing them, the engines, and the metrics.
 """
 
-import argparse
-import json
-import os
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from autoscale.capacity.profile import load_profile
 from benchmarks.metrics import Tally
 from benchmarks.simulate.run import EngineCounts, make_system, serve
 from benchmarks.workloads import PRESETS, Arrivals, synthetic
-from conserve.console import new_console
+from experiments.harness import Experiment, answer, at_least_1, on_one_core
 
 TARGET_TURNS = 1_000_000
 TARGET_S = 120.0
@@ -40,8 +30,8 @@ _TURNS_EACH = 10
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatorSample:
-    """Tells what one run took.
+class Sample:
+    """What one run took.
 
     Attributes:
         cpu_s: processor time, workload included; what one core alone would take.
@@ -55,11 +45,19 @@ class SimulatorSample:
     peak_bytes: int
     simulated_s: float
 
+    @property
+    def verdict(self) -> str:
+        """Whether it meets the target, where it is large enough to say."""
+        # The last conversations' lengths decide how many turns they are, to a few in a thousand.
+        if self.turns < 0.99 * TARGET_TURNS:
+            return "-"
+        in_time = self.cpu_s * TARGET_TURNS / self.turns < TARGET_S
+        return "[green]met[/]" if in_time and self.peak_bytes < TARGET_BYTES else "[red]missed[/]"
 
-def measure(turns: int, prefillers: int) -> SimulatorSample:
+
+def measure(turns: int, prefillers: int) -> Sample:
     """Simulate about so many turns on ``prefillers`` times four engines."""
     began_s = time.process_time()
-    profile = load_profile(_PROFILE)
     workload = synthetic(
         PRESETS["conserve"],
         conversations=max(1, turns // _TURNS_EACH),
@@ -68,14 +66,14 @@ def measure(turns: int, prefillers: int) -> SimulatorSample:
     )
     tally = Tally()
     engines = EngineCounts(prefillers, _DECODERS_EACH * prefillers)
-    cluster = serve(make_system("conserve", profile, engines), workload, tally.add)
-    completed = tally.result().turns["completed"]
-    if completed != workload.counts["turns"]:
+    system = make_system("conserve", load_profile(_PROFILE), engines)
+    cluster = serve(system, workload, tally.add)
+    completed, expected = tally.result().turns["completed"], workload.counts["turns"]
+    if completed != expected:
         raise RuntimeError(
-            f"{completed} of {workload.counts['turns']} turns completed; this measurement means "
-            "nothing"
+            f"{completed} of {expected} turns completed; this measurement means nothing"
         )
-    return SimulatorSample(
+    return Sample(
         engines=(1 + _DECODERS_EACH) * prefillers,
         turns=completed,
         cpu_s=time.process_time() - began_s,
@@ -84,87 +82,53 @@ def measure(turns: int, prefillers: int) -> SimulatorSample:
     )
 
 
-def run(turns: Sequence[int], prefillers: Sequence[int], console: Console) -> list[SimulatorSample]:
-    """Measure every size on every cluster, one after the other."""
-    cases = [(count, size) for size in prefillers for count in turns]
-    samples = []
-    with Progress(console=console) as progress:
-        task = progress.add_task("", total=sum(count for count, _ in cases))
-        for count, size in cases:
-            progress.update(task, description=f"{count:,} turns, {4 * size} engines")
-            samples.append(_in_own_process(count, size))
-            progress.advance(task, count)
-    return samples
-
-
-def _in_own_process(turns: int, prefillers: int) -> SimulatorSample:
-    command = [sys.executable, "-m", "experiments.simulator", "--measure", str(turns)]
-    command += ["--prefillers", str(prefillers)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=3600)
-    return SimulatorSample(**json.loads(done.stdout))
-
-
-def show(samples: Sequence[SimulatorSample], console: Console) -> None:
-    """Print the figures, and the verdict on the target where a sample is large enough."""
-    table = Table(title="Simulator, one core", box=SIMPLE_HEAD)
-    for heading in ("engines", "turns", "CPU s", "turns/s", "peak MB", "simulated s", "target"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for sample in samples:
-        table.add_row(
-            str(sample.engines),
-            f"{sample.turns:,}",
-            f"{sample.cpu_s:.1f}",
-            f"{sample.turns / sample.cpu_s:,.0f}",
-            f"{sample.peak_bytes / 1e6:,.0f}",
-            f"{sample.simulated_s:,.0f}",
-            _verdict(sample),
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the experiment; the exit status is 0 whatever the verdict."""
+    experiment = Experiment("simulator", __doc__)
+    experiment.option(
+        "--turns",
+        [100_000, 1_000_000],
+        "about so many",
+        type=at_least_1,
+    )
+    about = "with three decoders each"
+    experiment.option(
+        "--prefillers",
+        [1, 10],
+        about,
+        type=at_least_1,
+    )
+    experiment.hidden("--measure", type=int)
+    options = experiment.parse(arguments)
+    if options.measure is not None:
+        on_one_core()
+        answer(measure(options.measure, options.prefillers[0]))
+        return
+    cases = [(turns, size) for size in options.prefillers for turns in options.turns]
+    samples = [
+        Sample(**experiment.in_own_process("--measure", turns, "--prefillers", size))
+        for turns, size in experiment.track(cases)
+    ]
+    rows = [
+        (
+            str(one.engines),
+            f"{one.turns:,}",
+            f"{one.cpu_s:.1f}",
+            f"{one.turns / one.cpu_s:,.0f}",
+            f"{one.peak_bytes / 1e6:,.0f}",
+            f"{one.simulated_s:,.0f}",
+            one.verdict,
         )
-    console.print(table)
-    console.print(
+        for one in samples
+    ]
+    columns = ("engines", "turns", "CPU s", "turns/s", "peak MB", "simulated s", "target")
+    experiment.show("Simulator, one core", columns, rows, names=0, box=SIMPLE_HEAD)
+    experiment.console.print(
         f"Target: {TARGET_TURNS:,} turns in less than {TARGET_S:g} s "
         f"and {TARGET_BYTES / 1e9:g} GB.",
         highlight=False,
     )
-
-
-def _verdict(sample: SimulatorSample) -> str:
-    # The last conversations' lengths decide how many turns they are, to a few in a thousand.
-    if sample.turns < 0.99 * TARGET_TURNS:
-        return "-"
-    in_time = sample.cpu_s * TARGET_TURNS / sample.turns < TARGET_S
-    return "[green]met[/]" if in_time and sample.peak_bytes < TARGET_BYTES else "[red]missed[/]"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark; the exit status is 0 whatever the verdict."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.simulator",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--turns", type=int, nargs="+", default=(100_000, 1_000_000), metavar="N",
-        help="about so many (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prefillers", type=int, nargs="+", default=(1, 10), metavar="N",
-        help="with three decoders each (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there too")
-    parser.add_argument("--measure", type=int, metavar="N", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if min(options.prefillers) < 1 or min(options.turns) < 1:
-        parser.error("turns and prefillers must be at least 1")
-    if options.measure is not None:
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-        print(json.dumps(asdict(measure(options.measure, options.prefillers[0]))))
-        return
-    console = new_console(least_width=100)
-    samples = run(options.turns, options.prefillers, console)
-    show(samples, console)
-    if options.json is not None:
-        found = {"samples": [asdict(sample) for sample in samples]}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    experiment.save(samples)
 
 
 if __name__ == "__main__":

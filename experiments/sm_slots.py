@@ -1,4 +1,4 @@
-"""How fast the ledger of SM slots leases: ``python -m experiments.sm_slots``.
+"""Measures how fast the ledger of SM slots leases.
 
 One GPU of 132 SMs (steps of 8), four owners that come and go at random. An operation is a lease,
 a rebinding, a move of the border between two leases, or a release; one that is refused for want
@@ -7,15 +7,12 @@ of CPU time, which other work on the machine does not lengthen. No Ray: a call t
 costs more.
 """
 
-import argparse
 import random
-import statistics
 import time
+from collections.abc import Sequence
+from statistics import mean, median
 
-from rich.progress import track
-from rich.table import Table
-
-from conserve.console import new_console
+from experiments.harness import Experiment
 from hetero.sm_slots import NoFreeSms, SmSlotLedger
 from hetero.sm_units import SmSlots, sm_granularity
 
@@ -26,7 +23,7 @@ _GPU = "GPU-0"
 
 
 def run(operations: int, rng: random.Random) -> tuple[float, float]:
-    """Operations per CPU second of one run, and the share of them that was refused."""
+    """Return operations per CPU second of one run, and the share of them that was refused."""
     gpu = SmSlots(132, sm_granularity((9, 0)))
     ledger = SmSlotLedger({_GPU: gpu})
     # Drawn before: the ledger's time is asked for.
@@ -52,37 +49,23 @@ def run(operations: int, rng: random.Random) -> tuple[float, float]:
     return operations / spent_s, refused / operations
 
 
-def main() -> None:
-    """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--operations", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the experiment."""
+    experiment = Experiment("sm_slots", __doc__, rounds=7)
+    experiment.option("--operations", 100_000)
+    options = experiment.parse(arguments)
     rng = random.Random(0)
-    console = new_console()
-    rounds = track(range(options.rounds), "measuring", console=console, transient=True)
-    runs = [run(options.operations, rng) for _ in rounds]
+    runs = [run(options.operations, rng) for _ in experiment.track(range(options.rounds))]
     rates = [rate for rate, _ in runs]
-    table = Table(title="Ledger of SM slots, one core")
-    for column in (
-        "rounds",
-        "operations per CPU second, median",
-        "slowest",
-        "fastest",
-        "refused",
-        "target",
-    ):
-        table.add_column(column, justify="right")
-    median = statistics.median(rates)
-    table.add_row(
-        f"{len(rates)}",
-        f"{median:,.0f}",
-        f"{min(rates):,.0f}",
-        f"{max(rates):,.0f}",
-        f"{statistics.mean(share for _, share in runs):.0%}",
-        f">= {TARGET_PER_S:,}: {'met' if median >= TARGET_PER_S else 'missed'}",
-    )
-    console.print(table)
+    middle = median(rates)
+    refused = mean(share for _, share in runs)
+    verdict = f">= {TARGET_PER_S:,}: {'met' if middle >= TARGET_PER_S else 'missed'}"
+    row = [str(len(rates)), *(f"{rate:,.0f}" for rate in (middle, min(rates), max(rates)))]
+    columns = ["rounds", "operations per CPU second, median", "slowest", "fastest"]
+    columns += ["refused", "target"]
+    title = "Ledger of SM slots, one core"
+    experiment.show(title, columns, [[*row, f"{refused:.0%}", verdict]], names=0)
+    experiment.save([{"per_s": rate, "refused": share} for rate, share in runs])
 
 
 if __name__ == "__main__":

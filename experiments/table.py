@@ -1,8 +1,8 @@
-"""How fast the conversation table decides, and what a live conversation costs in memory.
+"""Measures how fast the conversation table decides, and what a live conversation costs in memory.
 
-``python -m experiments.table`` fills a `ConversationTable` to each size and then lets
-conversations come and go at random, as they would with that many alive. One core, no Ray: this
-is what the table's actor computes for a turn, not what a call to it costs.
+A `ConversationTable` is filled to each size, and then conversations come and go at random, as they
+would with that many alive. One core, no Ray: this is what the table's actor computes for a turn,
+not what a call to it costs.
 
 Every size runs in a fresh process, so that memory is its own, and the sizes take turns for several
 rounds, so that a busy machine slows all of them alike; medians are reported.
@@ -13,32 +13,27 @@ measured time and are fresh objects for every call, as they are when they come o
 near at hand for the caller, but equal at most to what the table keeps.
 """
 
-import argparse
 import gc
 import json
 import os
 import random
-import statistics
-import subprocess
-import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from conserve.console import new_console
 from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.history import TurnKey, TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
 from conserve.recognition import Chain, Digest, chain_of
+from experiments.harness import Experiment, answer, at_least_1, on_one_core
 
 TARGET_CYCLES_PER_S = 50_000
 TARGET_BYTES = 1_000
@@ -46,12 +41,10 @@ TARGET_SLOWDOWN = 1.5
 
 _DECODERS = 8
 _PREFILLERS = 2
-# Far from full: a table that refuses would look fast.
 # Of a conversation, at most: a prompt and its answer.
 _MOST_TOKENS = 61_000
 _IDLE_TIMEOUT_S = 1800.0
 
-_DEFAULT_SIZES = (1_000, 100_000, 1_000_000)
 # Fewer than so many do not fill the memory that is taken at once.
 _MEASURABLE = 50_000
 _BATCH = 2_000
@@ -60,7 +53,7 @@ _LATENCY_SAMPLES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One size, measured once.
+    """What one size was measured to take.
 
     Attributes:
         cycles_per_s: conversations that came and went in a second.
@@ -92,7 +85,7 @@ class Sample:
 
 
 def measure(size: int, seconds: float, pausing: bool = False) -> Sample:
-    """Fill a table to ``size`` live conversations and measure it for about ``seconds``.
+    """Fill a table to ``size`` live conversations, and measure it for about ``seconds``.
 
     Args:
         pausing: whether the table keeps account of what engines have, as it does where idle
@@ -182,7 +175,7 @@ class _Population:
                 each.append(now_s - last_s)
                 last_s = now_s
             total_s += last_s - began_s
-        percentiles = statistics.quantiles(each, n=100)
+        percentiles = quantiles(each, n=100)
         return len(each) / total_s, percentiles[49], percentiles[98]
 
     def begin_latency(self, table: ConversationTable) -> float:
@@ -226,7 +219,7 @@ class _Population:
                 run()
                 seen.append(clock() - began_s)
                 after(number)
-        return statistics.median(seen)
+        return median(seen)
 
     def _replacement(self) -> tuple[str, "_Newcomer"]:
         slot = self._random.randrange(len(self._alive))
@@ -292,7 +285,7 @@ def _chain_s() -> float:
         began_s = time.perf_counter()
         chain_of(messages, most_ends=64)
         seen.append(time.perf_counter() - began_s)
-    return statistics.median(seen)
+    return median(seen)
 
 
 def _conversation_id(number: int) -> str:
@@ -317,70 +310,29 @@ def _resident_bytes() -> int:
 # --- All sizes, in turns --------------------------------------------------------------------------
 
 
-def run(
-    sizes: Sequence[int], seconds: float, rounds: int, console: Console, pausing: bool = False
-) -> list[Sample]:
-    """Measure every size in ``rounds`` rounds; medians, in the order of ``sizes``."""
-    samples: dict[int, list[Sample]] = {size: [] for size in sizes}
-    with Progress(console=console) as progress:
-        # Filling dominates, so progress is counted in conversations.
-        task = progress.add_task("", total=rounds * sum(sizes))
-        for round_ in range(1, rounds + 1):
-            for size in sizes:
-                progress.update(task, description=f"round {round_}: {size:,} conversations")
-                samples[size].append(_in_own_process(size, seconds, pausing))
-                progress.advance(task, size)
-    return [_median(samples[size]) for size in sizes]
-
-
-def _in_own_process(size: int, seconds: float, pausing: bool) -> Sample:
-    command = [sys.executable, "-m", "experiments.table"]
-    command += ["--measure", str(size), "--seconds", str(seconds)]
-    command += ["--pausing"] if pausing else []
-    # The table's actor runs with the same memory settings; see `MEMORY_ENVIRONMENT`.
-    environment = {**os.environ, **MEMORY_ENVIRONMENT}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600, env=environment)
-    return Sample(**json.loads(done.stdout))
-
-
-def _median(samples: Sequence[Sample]) -> Sample:
-    rows = [asdict(sample) for sample in samples]
-    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    size = samples[0].size
-    return replace(samples[0], **{**medians, "size": size})
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A target, and what was measured against it."""
-
-    what: str
-    target: str
-    measured: str
-    met: bool
-
-
-def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
-    """Each target against the worst of the sizes."""
+def verdicts(samples: Sequence[Sample]) -> list[tuple[str, str, str, bool]]:
+    """Return each target, what was measured against it in the worst of the sizes, and whether it is
+    met."""
     slowest = min(sample.cycles_per_s for sample in samples)
     largest = max(sample.bytes_each for sample in samples if sample.size >= _MEASURABLE)
     by_size = sorted(samples, key=lambda sample: sample.size)
-    slowdown = by_size[-1].cycle_p50_us / by_size[0].cycle_p50_us
+    low, high = by_size[0], by_size[-1]
+    slowdown = high.cycle_p50_us / low.cycle_p50_us
     return [
-        Verdict(
+        (
             "cycles a second, any size",
             f">= {TARGET_CYCLES_PER_S:,}",
             f"{slowest:,.0f}",
             slowest >= TARGET_CYCLES_PER_S,
         ),
-        Verdict(
+        (
             "bytes a conversation, any size",
             f"< {TARGET_BYTES:,}",
             f"{largest:,.0f}",
             largest < TARGET_BYTES,
         ),
-        Verdict(
-            f"median cycle, {by_size[-1].size:,} against {by_size[0].size:,}",
+        (
+            f"median cycle, {high.size:,} against {low.size:,}",
             f"<= {TARGET_SLOWDOWN:g}x",
             f"{slowdown:.2f}x",
             slowdown <= TARGET_SLOWDOWN,
@@ -388,84 +340,58 @@ def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
     ]
 
 
-def _show(samples: Sequence[Sample], results: Sequence[Verdict], console: Console) -> None:
-    figures = Table(
-        title="Conversation table, one core",
-        caption="medians; frozen: cycles/s after gc.freeze()",
-        box=SIMPLE_HEAD,
-    )
-    columns: dict[str, Callable[[Sample], str]] = {
-        "live": lambda sample: f"{sample.size:,}",
-        "cycles\n/s": lambda sample: f"{sample.cycles_per_s:,.0f}",
-        "p50\nus": lambda sample: f"{sample.cycle_p50_us:.1f}",
-        "p99\nus": lambda sample: f"{sample.cycle_p99_us:.1f}",
-        "begin\nus": lambda sample: f"{sample.begin_us:.2f}",
-        "recog.\nus": lambda sample: f"{sample.recognise_us:.2f}",
-        "chain\nms": lambda sample: f"{sample.chain_ms:.1f}",
-        "bytes\neach": lambda sample: (
-            f"{sample.bytes_each:,.0f}" if sample.size >= _MEASURABLE else "-"
-        ),
-        "full gc\nms": lambda sample: f"{sample.gc_pause_ms:,.1f}",
-        "frozen\n/s": lambda sample: f"{sample.cycles_per_s_frozen:,.0f}",
-    }
-    for heading in columns:
-        figures.add_column(heading, justify="right", no_wrap=True)
-    for sample in samples:
-        figures.add_row(*(cell(sample) for cell in columns.values()))
-    console.print(figures)
-    targets = Table(title="Targets")
-    for heading in ("what", "target", "measured", "verdict"):
-        targets.add_column(heading)
-    for result in results:
-        verdict = "[green]met[/]" if result.met else "[red]missed[/]"
-        targets.add_row(result.what, result.target, result.measured, verdict)
-    console.print(targets)
+_COLUMNS: dict[str, Callable[[Sample], str]] = {
+    "live": lambda one: f"{one.size:,}",
+    "cycles\n/s": lambda one: f"{one.cycles_per_s:,.0f}",
+    "p50\nus": lambda one: f"{one.cycle_p50_us:.1f}",
+    "p99\nus": lambda one: f"{one.cycle_p99_us:.1f}",
+    "begin\nus": lambda one: f"{one.begin_us:.2f}",
+    "recog.\nus": lambda one: f"{one.recognise_us:.2f}",
+    "chain\nms": lambda one: f"{one.chain_ms:.1f}",
+    "bytes\neach": lambda one: f"{one.bytes_each:,.0f}" if one.size >= _MEASURABLE else "-",
+    "full gc\nms": lambda one: f"{one.gc_pause_ms:,.1f}",
+    "frozen\n/s": lambda one: f"{one.cycles_per_s_frozen:,.0f}",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark; the exit status is 0 whatever the verdicts."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.table",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", default=_DEFAULT_SIZES, metavar="N",
-        help="live conversations (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seconds", type=float, default=1.2, help="of cycles a size and round (%(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument(
-        "--pausing", action="store_true", help="with the account that pausing needs"
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there too")
-    parser.add_argument("--measure", type=int, metavar="N", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    """Run the experiment; the exit status is 0 whatever the verdicts."""
+    experiment = Experiment("table", __doc__, rounds=3)
+    sizes = [1_000, 100_000, 1_000_000]
+    experiment.option("--sizes", sizes, "live conversations", type=at_least_1, metavar="N")
+    experiment.option("--seconds", 1.2, "of cycles a size and round")
+    add = experiment.parser.add_argument
+    add("--pausing", action="store_true", help="with the account that pausing needs")
+    experiment.hidden("--measure", type=int)
+    options = experiment.parse(arguments)
     if options.measure is not None:
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-        print(json.dumps(asdict(measure(options.measure, options.seconds, options.pausing))))
+        on_one_core()
+        answer(measure(options.measure, options.seconds, options.pausing))
         return
     if max(options.sizes) < _MEASURABLE:
-        parser.error(f"one of the sizes must be at least {_MEASURABLE}, to measure memory")
-    if min(options.sizes) < 2 or options.rounds < 1 or options.seconds <= 0:
-        parser.error("sizes must be at least 2, rounds at least 1, seconds positive")
-    console = new_console(least_width=100)
-    samples = run(options.sizes, options.seconds, options.rounds, console, options.pausing)
+        experiment.parser.error(f"one size must be at least {_MEASURABLE}, to measure memory")
+    if min(options.sizes) < 2 or options.seconds <= 0:
+        experiment.parser.error("sizes must be at least 2, seconds positive")
+    found: dict[int, list[dict[str, Any]]] = {size: [] for size in options.sizes}
+    more = ["--seconds", options.seconds, *(["--pausing"] if options.pausing else [])]
+    for size in experiment.track(options.sizes * options.rounds):
+        # The table's actor runs with the same memory settings; see `MEMORY_ENVIRONMENT`.
+        sample = experiment.in_own_process("--measure", size, *more, environment=MEMORY_ENVIRONMENT)
+        found[size].append(sample)
+    samples = [
+        Sample(**{name: median(one[name] for one in ones) for name in ones[0]} | {"size": size})
+        for size, ones in found.items()
+    ]
+    experiment.show(
+        "Conversation table, one core",
+        list(_COLUMNS),
+        [[cell(one) for cell in _COLUMNS.values()] for one in samples],
+        names=0, caption="medians; frozen: cycles/s after gc.freeze()", box=SIMPLE_HEAD,
+    )  # fmt: skip
     results = verdicts(samples)
-    _show(samples, results, console)
-    if options.json is not None:
-        options.json.write_text(
-            json.dumps(
-                {
-                    "sizes": [asdict(sample) for sample in samples],
-                    "targets": [asdict(result) for result in results],
-                },
-                indent=2,
-            )
-            + "\n"
-        )
+    rows = [(*said, "[green]met[/]" if met else "[red]missed[/]") for *said, met in results]
+    experiment.show("Targets", ("what", "target", "measured", "verdict"), rows, names=4)
+    experiment.save({"sizes": samples, "targets": results})
 
 
 if __name__ == "__main__":

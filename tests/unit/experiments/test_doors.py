@@ -1,6 +1,7 @@
 """Doors: that two of an experiment differ in one thing alone, and requests carry what they need."""
 
-import sys
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import uvicorn
 from conserve.settings import Settings
 from conserve.tenants import KeyRing
 from deployments.router.frontdoor import FrontDoor
-from experiments import doors, keys, later_turns
+from experiments import doors, keys, later_turns, warm
 
 pytestmark = pytest.mark.usefixtures("ray_as_before")
 
@@ -25,36 +26,47 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
 
 
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What would be compared."""
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Experiments and their doors that would be opened."""
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(doors, "compare", lambda *arguments: seen.append(arguments))
+
+    @contextlib.contextmanager
+    def record(*arguments: Any) -> Iterator[dict[str, str]]:
+        seen.append(arguments)
+        yield {door.name: f"http://{door.name}" for door in arguments[1]}
+
+    monkeypatch.setattr(doors, "opened", record)
     return seen
 
 
-def _run(monkeypatch: pytest.MonkeyPatch, module: Any, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["experiment", *arguments])
-    module.main()
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[list[warm.System]]:
+    """What would be compared."""
+    seen: list[list[warm.System]] = []
+    monkeypatch.setattr(warm, "compare", lambda experiment, systems: seen.append(systems))
+    return seen
 
 
 def test_doors_differ_in_their_keys_alone(
     served: list[tuple[Any, dict[str, Any]]],
-    compared: list[tuple[Any, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+    opened: list[tuple[Any, ...]],
+    compared: list[list[warm.System]],
 ) -> None:
-    _run(monkeypatch, keys)
-    ((module, both, folder, _),) = compared
-    assert module == keys.__name__
+    keys.main([])
+    ((experiment, both),) = opened
+    assert experiment.module == keys.__name__
     for door in both:
-        _run(monkeypatch, keys, "--door", "1", *door.arguments)
+        keys.main(["--door", "1", *door.arguments])
     (off, how), (on, same) = served
     assert how == same
     assert isinstance(off, FrontDoor)
     assert isinstance(on, FrontDoor)
     assert off._settings.keys_file is None
     assert on._settings.model_copy(update={"keys_file": None}) == off._settings
-    key = both[1].headers["Authorization"].removeprefix("Bearer ")
-    caller = KeyRing(folder / "keys.json", 0.0).find(key, 0.0)
+    ((bare, with_keys),) = compared
+    assert bare == warm.System("no keys", "http://no keys")
+    key = with_keys.headers["Authorization"].removeprefix("Bearer ")
+    caller = KeyRing(experiment.logs / "keys.json", 0.0).find(key, 0.0)
     assert caller is not None
     # All are set, so that all are looked at.
     assert None not in [getattr(caller.limits, name) for name in caller.limits.__struct_fields__]
@@ -62,7 +74,8 @@ def test_doors_differ_in_their_keys_alone(
 
 def test_doors_differ_in_their_memory_alone(
     served: list[tuple[Any, dict[str, Any]]],
-    compared: list[tuple[Any, ...]],
+    opened: list[tuple[Any, ...]],
+    compared: list[list[warm.System]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[Settings, Any]] = []
@@ -71,10 +84,11 @@ def test_doors_differ_in_their_memory_alone(
         made.append((settings, homes))
 
     monkeypatch.setattr(later_turns, "FrontDoor", make)
-    _run(monkeypatch, later_turns)
-    ((_, both, _, _),) = compared
+    later_turns.main([])
+    ((_, both),) = opened
+    assert [one.name for one in compared[0]] == [door.name for door in both]
     for door in both:
-        _run(monkeypatch, later_turns, "--door", "1", *door.arguments)
+        later_turns.main(["--door", "1", *door.arguments])
     (settings, forgets), (same, remembers) = made
     assert settings == same
     assert served[0] == served[1]

@@ -9,9 +9,11 @@ from aiohttp import web
 from rich.console import Console
 
 from experiments import overcommit
-from experiments.overcommit import Level, Shape, draw, measure, report
+from experiments.agents import Shape
+from experiments.harness import Experiment
+from experiments.overcommit import Level, Watch, draw, report
 
-SHAPE = Shape(first_words=40, later_words=10, output_tokens=5, turns=3, gap_s=0.002)
+SHAPE = Shape(first_words=40, later_words=10, output_tokens=5, turns=3)
 
 
 def usage(prompt: int, cached: int) -> dict[str, object]:
@@ -60,7 +62,7 @@ def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overcommit, "_RETRY_S", 0.001)
 
 
-async def run(server: Server, monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> list[Level]:
+async def run(server: Server, counts: list[int]) -> list[Level]:
     application = web.Application()
     application.router.add_post("/v1/chat/completions", server.answer)
     runner = web.AppRunner(application)
@@ -68,17 +70,20 @@ async def run(server: Server, monkeypatch: pytest.MonkeyPatch, counts: list[int]
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     assert runner.addresses
-    monkeypatch.setattr(overcommit, "URL", f"http://127.0.0.1:{runner.addresses[0][1]}")
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
-        return await measure(counts, SHAPE, 0.05, 0.5, 1, "X-Conversation-Id", lambda: None)
+        watch = Watch(SHAPE, gap_s=0.002)
+        return [
+            await watch.measure(url, "X-Conversation-Id", count, 0.05, 0.5, 1) for count in counts
+        ]
     finally:
         await runner.cleanup()
 
 
 @pytest.mark.usefixtures("retries_at_once")
-def test_agents_make_their_turns_and_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_make_their_turns_and_begin_anew() -> None:
     server = Server()
-    levels = asyncio.run(run(server, monkeypatch, [2, 5]))
+    levels = asyncio.run(run(server, [2, 5]))
     assert [level.agents for level in levels] == [2, 5]
     for level in levels:
         assert level.latency_s
@@ -92,11 +97,11 @@ def test_agents_make_their_turns_and_begin_anew(monkeypatch: pytest.MonkeyPatch)
     assert {tuple(turns) for turns in made.values() if len(turns) == 3} == {(40, 55, 70)}
 
 
-def test_an_agent_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_fails_ends_the_run() -> None:
     server = Server()
     server.fails = True
     with pytest.raises((ValueError, aiohttp.ClientError)):
-        asyncio.run(run(server, monkeypatch, [2]))
+        asyncio.run(run(server, [2]))
 
 
 def test_the_table_and_the_picture_show_each_system(tmp_path: Path) -> None:
@@ -107,8 +112,9 @@ def test_the_table_and_the_picture_show_each_system(tmp_path: Path) -> None:
         ]
 
     found = {"conserve": levels(1000, 950), "vllm": levels(1000, 0)}
-    console = Console(width=110, record=True)
-    report(found, 12_288, SHAPE, console)
+    experiment = Experiment("overcommit", None)
+    experiment.console = console = Console(width=110, record=True)
+    report(found, 12_288, experiment)
     shown = console.export_text()
     assert "12,288 tokens" in shown
     (second,) = (line for line in shown.splitlines() if " 95.0 " in line)
@@ -117,4 +123,4 @@ def test_the_table_and_the_picture_show_each_system(tmp_path: Path) -> None:
     draw(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
     # A system of which nothing came is shown, too.
-    report({"vllm": [Level(6, 10.0)]}, 12_288, SHAPE, console)
+    report({"vllm": [Level(6, 10.0)]}, 12_288, experiment)

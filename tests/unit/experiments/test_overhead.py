@@ -8,7 +8,9 @@ import pytest
 from conserve.engines import engine_arguments, engine_environment, flags
 from conserve.launch import Launch
 from conserve.settings import EMBEDDED_MODEL
-from experiments import overhead, warm
+from experiments import overhead
+from experiments.agents import MODEL
+from experiments.harness import Experiment
 
 
 @pytest.fixture
@@ -27,10 +29,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, 
 
 
 def test_the_engine_is_the_same_behind_every_system(
-    started: list[tuple[list[str], dict[str, str]]], tmp_path: Path
+    started: list[tuple[list[str], dict[str, str]]],
 ) -> None:
-    overhead._bare_engine(tmp_path / "bare.log")
-    overhead._ray_serve_llm(tmp_path / "ray.log")
+    overhead.bare_engine(Experiment("overhead", None))
+    overhead.ray_serve_llm(Experiment("overhead", None))
     (bare, bare_environment), (ray, _) = started
     *_, builder, port, _, arguments = ray
     (config,) = json.loads(arguments)["llm_configs"]
@@ -43,16 +45,16 @@ def test_the_engine_is_the_same_behind_every_system(
     environment = engine_environment(EMBEDDED_MODEL, gpu=False)
     assert bare_environment == config["runtime_env"]["env_vars"] == environment
 
-    assert bare[bare.index("--served-model-name") + 1] == warm.MODEL
-    assert config["model_loading_config"]["model_id"] == warm.MODEL
+    assert bare[bare.index("--served-model-name") + 1] == MODEL
+    assert config["model_loading_config"]["model_id"] == MODEL
     assert bare[bare.index("--port") + 1] == "8191"
     assert (builder, port) == ("build_openai_app", "8192")
 
 
 def test_ray_serve_llm_has_its_usual_ingress_and_yields_to_nobody(
-    started: list[tuple[list[str], dict[str, str]]], tmp_path: Path
+    started: list[tuple[list[str], dict[str, str]]],
 ) -> None:
-    overhead._ray_serve_llm(tmp_path / "ray.log")
+    overhead.ray_serve_llm(Experiment("overhead", None))
     ((command, environment),) = started
     assert environment == {"HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"}
     assert "benchmarks.peers.ray_app" in command

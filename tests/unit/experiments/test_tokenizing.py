@@ -10,7 +10,7 @@ from experiments import tokenizing
 
 def test_a_later_turn_is_measured_in_both_ways() -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(model_path()))
-    found = tokenizing.measure(tokenizer, tokenizing._Chats(0), 30_000, rounds=1)
+    found = tokenizing.measure(tokenizer, tokenizing.Chats(0), 30_000, rounds=1)
     assert found["tokens"] > 10_000
     assert found["pieces"] > 3
     assert min(found[name] for name in ("rendered", "whole", "first", "next")) > 0
@@ -21,4 +21,4 @@ def test_other_tokens_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenCache, "tokens", lambda *given: tokens(*given)[1:])
     tokenizer = AutoTokenizer.from_pretrained(str(model_path()))
     with pytest.raises(RuntimeError, match="tokens of the whole"):
-        tokenizing.measure(tokenizer, tokenizing._Chats(0), 10_000, rounds=1)
+        tokenizing.measure(tokenizer, tokenizing.Chats(0), 10_000, rounds=1)

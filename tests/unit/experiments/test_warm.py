@@ -1,22 +1,17 @@
 """Warm turns: how systems take turns under a load, and how they are compared."""
 
-import argparse
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from rich.progress import Progress
 
 from benchmarks.hogs import hogs
 from experiments import warm
-from experiments.warm import Load, WarmTurns, paired_ratio
-
-
-def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
-    ratio, low, high = paired_ratio([1.5, 2.2, 4.4], [1.0, 2.0, 4.0])
-    assert ratio == pytest.approx(1.1)
-    assert (low, high) == pytest.approx((1.1, 1.5))
+from experiments.agents import Agent, Answer
+from experiments.warm import Load, System, WarmTurns
 
 
 def test_a_round_counts_by_its_medians() -> None:
@@ -36,53 +31,48 @@ def test_hogs_compute_while_a_block_runs_and_no_longer() -> None:
     assert not any(process.is_running() for process in started)
 
 
-def test_turns_are_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    words: list[int] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Agent]:
+    """The agents whose warm turns were made, each turn a second long; two with the system b."""
+    seen: list[Agent] = []
 
-    async def turn(self: warm.ChatAgent, length: int, samples: WarmTurns | None) -> None:
-        words.append(length)
-        assert self._size.output_tokens == 8
-        if samples is not None:
-            samples.add(WarmTurns([1.0], [0.1], [0.01]))
+    async def prepare(self: Agent) -> None:
+        return
 
-    monkeypatch.setattr(warm.ChatAgent, "_turn", turn)
-    parser = argparse.ArgumentParser()
-    warm.add_options(parser)
-    options = parser.parse_args(["--rounds", "1", "--first-words", "9000", "--output-tokens", "8"])
-    size = warm.size(options)
-    with Progress() as progress:
-        warm.measure({"A": "a"}, 1, [Load(1)], progress, 0, size=size)
-    assert words[0] == 9000
-    assert set(words[1:]) == {30, 9000}
-    assert warm.size(parser.parse_args([])) == warm.USUAL
+    async def warm_turn(self: Agent) -> Answer:
+        seen.append(self)
+        took_s = 2.0 if self._url == "b" else 1.0
+        return Answer({}, 0.0, took_s, [0.1, took_s])
+
+    monkeypatch.setattr(Agent, "prepare", prepare)
+    monkeypatch.setattr(Agent, "warm_turn", warm_turn)
+    return seen
 
 
-def test_systems_take_turns_under_each_load(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    taken: list[str] = []
+def test_turns_are_as_long_as_it_is_told(made: list[Agent]) -> None:
+    experiment = warm.experiment("warm", None)
+    experiment.parse(["--rounds", "1", "--first-words", "9000", "--output-tokens", "8"])
+    asyncio.run(warm.measure(experiment, [System("A", "a")], Load(1)))
+    assert (made[0]._shape.first_words, made[0]._shape.output_tokens) == (9000, 8)
+    experiment.parse([])
+    assert (experiment.options.first_words, experiment.options.output_tokens) == (400, 64)
 
-    async def turn(self: warm.ChatAgent, words: int, samples: WarmTurns | None) -> None:
-        if samples is not None:
-            taken.append(self._url)
-            samples.add(WarmTurns([2.0 if self._url == "b" else 1.0], [0.1], [0.01]))
 
-    monkeypatch.setattr(warm.ChatAgent, "_turn", turn)
-    parser = argparse.ArgumentParser()
-    warm.add_options(parser)
-    options = parser.parse_args(["--rounds", "3", "--clients", "1", "2", "--hogs", "0", "1"])
-    loads = warm.loads(options)
-    assert [str(load) for load in loads] == [
-        "1 client", "2 clients", "1 client, 1 CPU hog", "2 clients, 1 CPU hog"
-    ]  # fmt: skip
-    with Progress() as progress:
-        results = warm.measure({"A": "a", "B": "b"}, options.rounds, loads, progress, options.seed)
-    assert list(results) == loads
+def test_systems_take_turns_under_each_load(made: list[Agent], tmp_path: Path) -> None:
+    experiment = warm.experiment("warm", None)
+    experiment.parse(
+        ["--rounds", "3", "--clients", "1", "2", "--hogs", "0", "1", "--out", str(tmp_path)]
+    )
+    warm.compare(experiment, [System("A", "a"), System("B", "b")])
     # Four turns of each, one after the other, and two rounds to warm up before each load's three.
+    taken = [agent._url for agent in made]
     rounds = [taken[n : n + 8] for n in range(0, len(taken), 8)]
     assert len(rounds) == 4 * 5
     assert all(sorted(one) == ["a"] * 4 + ["b"] * 4 for one in rounds)
     assert all(len(set(one[:4])) == 1 for one in rounds)
-    warm.write_json(tmp_path / "found.json", options, results, "A")
-    found = json.loads((tmp_path / "found.json").read_text())
+    found: dict[str, Any] = json.loads((tmp_path / "warm.json").read_text())
+    assert list(found["ratios"]) == [
+        "1 client", "2 clients", "1 client, 1 CPU hog", "2 clients, 1 CPU hog"
+    ]  # fmt: skip
     assert found["ratios"][str(Load(2, 1))] == {"A": [1.0, 1.0, 1.0], "B": [2.0, 2.0, 2.0]}
+    assert len(found["samples"]["1 client"]["B"]["latency_s"]) == 12
