@@ -1,21 +1,22 @@
-"""Compare tiers' tokens per joule on one workload; prints tables, and draws a picture."""
+"""Compares tokens per joule of homogeneous and heterogeneous tiers, on stand-in GPUs.
 
-import argparse
+What is modelled: how long the work takes and what it draws (`model`). What is measured: that caps
+are set, hold and are put back, and how many joules are accounted to whom, by the very code that a
+node's actor runs, through nvidia-ml-py, on stand-in GPUs (`rig`).
+"""
+
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from benchmarks.records import Script
 from benchmarks.selection import Selection
-from conserve.console import new_console
 from experiments.energy.model import Machine, ModelledRun, Speed, Step
 from experiments.energy.rig import Accounted, Draw, Rig, Tier
+from experiments.harness import Experiment, figure
 from hetero.power import Cap
 
 PAPERS_GAIN = 0.2275
@@ -53,6 +54,11 @@ class AccountedRun:
     outcome: ModelledRun
     accounted: Accounted
 
+    @property
+    def tokens_per_j(self) -> float:
+        """Tokens of every turn's whole prompt and of its output, over the joules accounted."""
+        return self.outcome.tokens / self.accounted.total_j
+
 
 def run(
     setup: Setup, selection: Selection, draw: Draw, rig: Rig, progress: Progress
@@ -67,28 +73,18 @@ def run(
         "prefill": Tier("prefiller", (_PREFILLER,), cap if setup.prefiller else None),
         "decode": Tier("decoder", _DECODERS, cap if setup.decoders else None),
     }
-    task = progress.add_task(setup.name, total=selection.conversations)
+    arrivals = progress.track(selection.workload(), selection.conversations, description=setup.name)
 
     def steps() -> Iterator[tuple[float, dict[str, Step], dict[str, int]]]:
-        arrived = 0
-
-        def plan() -> Iterator[tuple[float, Script]]:
-            nonlocal arrived
-            for arrival in selection.workload():
-                arrived += 1
-                yield arrival
-
-        for now_s, did in machine.run(plan(), _STEP_S):
-            progress.update(task, completed=arrived)
+        for now_s, did in machine.run(arrivals, _STEP_S):
             yield now_s, did, machine.computed_tokens()
 
     accounted = rig.account(tiers, draw, steps(), _STEP_S)
-    progress.remove_task(task)
     return AccountedRun(setup, machine.outcome, accounted)
 
 
 def modelled_j(outcome: ModelledRun, draw: Draw, setup: Setup) -> float:
-    """Joules that the GPUs use by the model's busy seconds, without a meter."""
+    """Return the joules that the GPUs use by the model's busy seconds, without a meter."""
     total_j = 0.0
     for name, busy in outcome.busy.items():
         capped = setup.prefiller if name == _PREFILLER else setup.decoders
@@ -100,44 +96,15 @@ def modelled_j(outcome: ModelledRun, draw: Draw, setup: Setup) -> float:
     return total_j
 
 
-def gains(runs: list[AccountedRun], draws: list[Draw]) -> list[tuple[Draw, float]]:
-    """How many more tokens a joule the heterogeneous setup gives, for each assumed draw."""
-    homogeneous, heterogeneous = runs[0], runs[1]
+def gains(runs: Sequence[AccountedRun], draws: Sequence[Draw]) -> list[tuple[Draw, float]]:
+    """Return how many more tokens a joule the heterogeneous setup gives, for each assumed draw."""
     found = []
     for draw in draws:
-        per_j = [
-            run.outcome.tokens / modelled_j(run.outcome, draw, run.setup)
-            for run in (homogeneous, heterogeneous)
-        ]
-        found.append((draw, per_j[1] / per_j[0] - 1))
+        homogeneous, heterogeneous = (
+            run.outcome.tokens / modelled_j(run.outcome, draw, run.setup) for run in runs[:2]
+        )
+        found.append((draw, heterogeneous / homogeneous - 1))
     return found
-
-
-def show(runs: list[AccountedRun], draws: list[tuple[Draw, float]], console: Console) -> None:
-    """Print the tables."""
-    table = Table(title="Stand-in GPUs under a modelled load, metered by the node's keeper")
-    table.add_column("")
-    for run in runs:
-        table.add_column(run.setup.name, justify="right")
-    for label, value in _ROWS.items():
-        table.add_row(label, *(value(run, runs[0]) for run in runs))
-    console.print(table)
-    outcome = runs[0].outcome
-    console.print(
-        f"{len(outcome.turn_s):,} turns, {outcome.tokens:,} tokens of whole prompts and outputs, "
-        f"{sum(outcome.computed_tokens.values()):,} computed, {outcome.duration_s:,.0f} s. "
-        "Limits after the end: "
-        + ", ".join(f"{limit:.0f} W" for run in runs for limit in sorted(run.accounted.after_w))
-        + "."
-    )
-    sweep = Table(
-        title=f"Modelled: gain by what an uncapped decode draws (paper: {PAPERS_GAIN:+.2%})"
-    )
-    for column in ("decode draws, W", "idle, W", "gain"):
-        sweep.add_column(column, justify="right")
-    for draw, gain in draws:
-        sweep.add_row(f"{draw.decode_w:.0f}", f"{draw.idle_w:.0f}", f"{gain:+.2%}")
-    console.print(sweep)
 
 
 _ROWS: dict[str, Callable[[AccountedRun, AccountedRun], str]] = {
@@ -153,32 +120,69 @@ _ROWS: dict[str, Callable[[AccountedRun, AccountedRun], str]] = {
     "tokens computed/J": lambda run, _: f"{run.accounted.tokens_per_j:.2f}",
     "  on the prefill tier": lambda run, _: f"{run.accounted.tier_tokens_per_j['prefill']:.2f}",
     "  on the decode tier": lambda run, _: f"{run.accounted.tier_tokens_per_j['decode']:.2f}",
-    "prompt and output tokens/J": lambda run, _: f"{_tokens_per_j(run):.1f}",
-    "  gain": lambda run, first: f"{_tokens_per_j(run) / _tokens_per_j(first) - 1:+.2%}",
+    "prompt and output tokens/J": lambda run, _: f"{run.tokens_per_j:.1f}",
+    "  gain": lambda run, first: f"{run.tokens_per_j / first.tokens_per_j - 1:+.2%}",
     "TTFT of turn 1, p95, s": lambda run, _: f"{_p95(run.outcome.ttft1_s):.2f}",
     "turn latency, p95, s": lambda run, _: f"{_p95(run.outcome.turn_s):.2f}",
 }
-
-
-def _tokens_per_j(run: AccountedRun) -> float:
-    """Tokens of every turn's whole prompt and of its output, over the joules accounted."""
-    return run.outcome.tokens / run.accounted.total_j
 
 
 def _p95(values: list[float]) -> float:
     return statistics.quantiles(values, n=20)[-1]
 
 
-def main() -> None:
+def show(
+    runs: Sequence[AccountedRun], swept: Sequence[tuple[Draw, float]], experiment: Experiment
+) -> None:
+    """Print the tables."""
+    title = "Stand-in GPUs under a modelled load, metered by the node's keeper"
+    rows = [(label, *(cell(run, runs[0]) for run in runs)) for label, cell in _ROWS.items()]
+    experiment.show(title, ["", *(run.setup.name for run in runs)], rows, wrap=True)
+    outcome = runs[0].outcome
+    limits = [f"{limit:.0f} W" for run in runs for limit in sorted(run.accounted.after_w)]
+    experiment.console.print(
+        f"{len(outcome.turn_s):,} turns, {outcome.tokens:,} tokens of whole prompts and outputs, "
+        f"{sum(outcome.computed_tokens.values()):,} computed, {outcome.duration_s:,.0f} s. "
+        f"Limits after the end: {', '.join(limits)}."
+    )
+    title = f"Modelled: gain by what an uncapped decode draws (paper: {PAPERS_GAIN:+.2%})"
+    rows = [(f"{one.decode_w:.0f}", f"{one.idle_w:.0f}", f"{gain:+.2%}") for one, gain in swept]
+    experiment.show(title, ("decode draws, W", "idle, W", "gain"), rows, names=0)
+
+
+def draw_sweep(swept: Sequence[tuple[Draw, float]], path: Path) -> None:
+    """Draw the gain over what decode draws: a line for each idle power, and the paper's figure."""
+    from matplotlib.ticker import PercentFormatter
+
+    picture = figure(6.4, 4.0)
+    axes = picture.add_subplot()
+    idles_w = sorted({draw.idle_w for draw, _ in swept})
+    for idle_w, colour, marker in zip(idles_w, ("#0072B2", "#D55E00"), "os", strict=False):
+        points = [(draw.decode_w, gain) for draw, gain in swept if draw.idle_w == idle_w]
+        label = f"idle {idle_w:.0f} W"
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
+    axes.axhline(PAPERS_GAIN, color="#000000", linestyle=(0, (5, 2)), linewidth=1.2)
+    note = f"the paper: {PAPERS_GAIN:+.2%}"
+    axes.annotate(note, (200, PAPERS_GAIN), (0, 4), textcoords="offset points")
+    axes.set_xlabel("power of decode without a cap (W, assumed)")
+    axes.set_ylabel("tokens per joule, capped against uncapped")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_title("Decoders capped at 200 W of 300 W: modelled gain")
+    axes.grid(visible=True, color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right")
+    picture.savefig(path, dpi=150)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run each setup on the same workload."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--conversations", type=int, default=400)
-    parser.add_argument("--rate", type=float, default=1.5, help="conversations/s")
-    parser.add_argument("--data", type=Path, help="folder of recorded sessions, to replay them")
-    parser.add_argument("--decode-w", type=float, default=300.0, help="draw of uncapped decode")
-    parser.add_argument("--idle-w", type=float, default=30.0)
-    parser.add_argument("--picture", type=Path, help="where to draw the sweep")
-    options = parser.parse_args()
+    experiment = Experiment("energy", __doc__, data=True)
+    experiment.option("--conversations", 400)
+    experiment.option("--rate", 1.5, "conversations/s")
+    experiment.option("--decode-w", 300.0, "draw of uncapped decode")
+    experiment.option("--idle-w", 30.0)
+    options = experiment.parse(arguments)
     selection = Selection("synthetic", options.conversations, rate_per_s=options.rate)
     if options.data is not None:
         # The paper's engines hold 300k tokens, and people answer late.
@@ -186,8 +190,10 @@ def main() -> None:
             selection, kind="recorded", data=options.data, max_context_tokens=32_768, max_gap_s=60.0
         )
     draw = Draw(idle_w=options.idle_w, decode_w=options.decode_w)
-    console = new_console()
-    with tempfile.TemporaryDirectory() as folder, Progress(console=console) as progress:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Progress(console=experiment.console, transient=True) as progress,
+    ):
         rig = Rig(Path(folder))
         runs = [run(setup, selection, draw, rig, progress) for setup in SETUPS]
     draws = [
@@ -196,12 +202,11 @@ def main() -> None:
         for decode_w in range(200, 301, 20)
     ]
     swept = gains(runs, draws)
-    show(runs, swept, console)
-    if options.picture is not None:
-        from experiments.energy.picture import draw_sweep
-
-        draw_sweep(swept, PAPERS_GAIN, options.picture)
-        console.print(f"Picture: {options.picture}")
+    show(runs, swept, experiment)
+    experiment.save({"gains": swept})
+    if path := experiment.file("png"):
+        draw_sweep(swept, path)
+        experiment.console.print(f"Picture: {path}")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,16 @@ class Point:
     tools: str = "remote"
 
 
+POINTS = [
+    Point(gpu, model, paradigm, agents, tools)
+    for tools in TOOLS
+    for gpu in GPUS
+    for model in MODELS
+    for paradigm in ("react", "plan-and-execute")
+    for agents in AGENTS
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Tells what came out of one run, over all turns.

@@ -10,10 +10,17 @@ from rich.console import Console
 
 from autoscale.capacity.profile import load_profile
 from benchmarks.records import TurnRequest
-from experiments.elastic import __main__ as command
-from experiments.elastic.measure import Cell, Figures, measure
-from experiments.elastic.scenes import SCENES, session_s
-from experiments.elastic.show import over_best, show_against_best
+from experiments import elastic as command
+from experiments.elastic import (
+    SCENES,
+    Cell,
+    Figures,
+    measure,
+    over_best,
+    session_s,
+    show_against_best,
+)
+from experiments.harness import Experiment
 
 _SMALL = replace(SCENES[0], conversations=6, engines=("1:1",), loads=(0.3,))
 
@@ -65,8 +72,9 @@ def test_scenes_of_other_loads_are_in_the_columns_of_theirs() -> None:
         for load in loads
         for system in ("collocated", "elastic")
     ]
-    console = Console(file=io.StringIO(), width=100)
-    show_against_best(found, console)
+    experiment = Experiment("elastic", None)
+    experiment.console = console = Console(file=io.StringIO(), width=100)
+    show_against_best(found, experiment)
     assert isinstance(console.file, io.StringIO)
     lines = {
         line.split()[1]: line for line in console.file.getvalue().splitlines() if "1:1" in line

@@ -7,11 +7,12 @@ import pytest
 from benchmarks.simulate.inside.loop import Loop
 from benchmarks.workloads import Arrivals
 from conserve.admission import Ticket
+from experiments.claims import Claim
 from experiments.engine_papers import agentserve, mars
-from experiments.engine_papers.admission import SmallestFirst
-from experiments.engine_papers.claims import Claim, ratios
+from experiments.engine_papers.__main__ import ratios
+from experiments.engine_papers.mars import SmallestFirst
 from experiments.engine_papers.programs import Program, Tools, Turn, draw
-from experiments.scale.scenes import regime
+from experiments.scale import regime
 
 
 @pytest.mark.parametrize("name", mars.VOLUMES_TOKENS)

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulate.run import EngineCounts
-from experiments.scale import __main__ as command
-from experiments.scale.claims import claims
-from experiments.scale.measure import Figures, Run, measure
-from experiments.scale.scenes import CLOSED, CONTENDERS, REGIMES
+from experiments import scale as command
+from experiments.scale import CLOSED, CONTENDERS, REGIMES, Figures, Run, claims, measure
 
 _LABELS = {one.label: one for one in CONTENDERS}
 
@@ -60,15 +58,15 @@ def test_claims_are_ratios_of_what_was_simulated() -> None:
         _figures("ILR-1", "attained", 0.5, program_s=60.0),
         _figures("ILR-1", "pausing", 0.5, program_s=40.0),
     ]
-    by = {one.what: one for one in claims(found) if one.simulated}
+    by = {one.what: one for one in claims(found) if one.ratios}
     serving = by["ThunderAgent over vLLM, 96 programs"]
-    assert serving.simulated == {"quick tools": 1.5}
-    assert serving.comes_out == "1 of 1"
+    assert serving.ratios == {"quick tools": 1.5}
+    assert (serving.comes_out, serving.simulated) == ("1 of 1", "1.50 (quick tools)")
     own = by["parking over the best of the others, 96 programs"]
-    assert own.simulated == {"quick tools": 0.5}
+    assert own.ratios == {"quick tools": 0.5}
     assert own.comes_out == "0 of 1"
     mars = next(one for what, one in by.items() if what.startswith("pausing: programs"))
-    assert mars.simulated == {"ILR-1 at 0.5/s": 1.5}
+    assert mars.ratios == {"ILR-1 at 0.5/s": 1.5}
     assert not any("rollout" in what for what in by)
 
 
