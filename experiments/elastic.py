@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import inf, nan
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +24,7 @@ from benchmarks.records import Answer, TurnRecord
 from benchmarks.selection import Selection
 from benchmarks.simulate.run import Baseline, EngineCounts, make_system, simulate
 from benchmarks.workloads import Workload
-from experiments.harness import Experiment, figure, numbers
+from experiments.harness import Experiment, figure, group, numbers, pivot
 
 _NOTHING_SAID = Answer("")
 # Of a nominal engine: see `session_s`.
@@ -290,45 +291,35 @@ _COLOURS = {
 
 def show(found: Sequence[Figures], experiment: Experiment) -> None:
     """Print, for each scene, what came out, and ratios to collocated engines."""
-    for scene in dict.fromkeys(one.scene for one in found):
-        of_it = [one for one in found if one.scene == scene]
-
-        def print_table(
-            what: str, cell: Callable[[Sequence[Figures]], str],
-            of_it: Sequence[Figures] = of_it, scene: str = scene,
-        ) -> None:  # fmt: skip
-            rows = [
-                (engines, system, *map(cell, by_load.values()))
-                for engines, system, by_load in _rows(of_it)
-            ]
-            _table(f"{scene}: {what}", of_it, rows, experiment)
-
-        print_table("TTFET p50, p95 in s; last-turn TBT p95 in ms; refused", _absolute)
+    for scene, of_it in group(found, lambda one: one.scene).items():
+        title = f"{scene}: TTFET p50, p95 in s; last-turn TBT p95 in ms; refused"
+        _table(title, of_it, _absolute, experiment)
         if all(one.system != _BASE for one in of_it):
-            print_table(
-                "TTFET over five times the unloaded one, or refused",
-                lambda ones: f"{fmean(one.over_slo for one in ones):.1%}",
-            )
-            continue
-        print_table(
-            "TTFET p95 and last-turn TBT p95, over collocated",
-            lambda ones, of_it=of_it: _relative(ones, of_it),  # type: ignore[misc]
-        )
+            title = f"{scene}: TTFET over five times the unloaded one, or refused"
+            _table(title, of_it, _late, experiment)
+        else:
+            title = f"{scene}: TTFET p95 and last-turn TBT p95, over collocated"
+            _table(title, of_it, partial(_relative, found=of_it), experiment)
 
 
 def show_against_best(found: Sequence[Figures], experiment: Experiment) -> None:
     """Print how far `elastic` is behind the best of the others, or ahead; alone, and as shipped."""
     for system in _OTHERS:
-        compared = [one for one in found if one.system == system]
-        if not compared:
-            continue
-        loads = sorted({one.load for one in compared})
-        rows = []
-        for engines, scene, by_load in _rows(compared, by_scene=True):
-            shown = {load: _over_best(ones, found) for load, ones in by_load.items()}
-            rows.append((engines, scene, *(shown.get(load, "") for load in loads)))
-        title = f"{system}: TTFET p95 over the best of the others', means over seeds"
-        _table(title, compared, rows, experiment)
+        if compared := [one for one in found if one.system == system]:
+            title = f"{system}: TTFET p95 over the best of the others', means over seeds"
+            cell = partial(_over_best, found=found)
+            _table(title, compared, cell, experiment, lambda one: one.scene)
+
+
+def _table(
+    title: str,
+    found: Sequence[Figures],
+    cell: Callable[[list[Figures]], str],
+    experiment: Experiment,
+    name: Callable[[Figures], str] = lambda one: one.system,
+) -> None:
+    columns, rows = pivot(found, lambda one: (one.engines, name(one)), lambda one: one.load, cell)
+    experiment.show(title, ["engines", "", *columns], rows, names=2, box=SIMPLE_HEAD)
 
 
 def over_best(ones: Sequence[Figures], found: Iterable[Figures]) -> float:
@@ -375,7 +366,8 @@ def draw(found: Sequence[Figures], path: Path) -> None:
         for column, engines in enumerate(layouts):
             panel = axes[row, column]
             here = [one for one in compared if (one.scene, one.engines) == (scene, engines)]
-            for _, system, by_load in _rows(here):
+            for system, of_it in group(here, lambda one: one.system).items():
+                by_load = dict(sorted(group(of_it, lambda one: one.load).items()))
                 loads = list(by_load)
                 ratios = [_ratios(ones, here) for ones in by_load.values()]
                 look = {"color": _COLOURS[system], "marker": "o", "markersize": 3}
@@ -397,6 +389,10 @@ def draw(found: Sequence[Figures], path: Path) -> None:
 def _over_best(ones: Sequence[Figures], found: Sequence[Figures]) -> str:
     ratio = over_best(ones, found)
     return "refuses" if ratio == inf else f"{ratio:.2f}" if ratio else "alone"
+
+
+def _late(ones: Sequence[Figures]) -> str:
+    return f"{fmean(one.over_slo for one in ones):.1%}"
 
 
 def _absolute(ones: Sequence[Figures]) -> str:
@@ -441,25 +437,6 @@ def _gmean(ratios: Sequence[float]) -> float:
 def _same(one: Figures, other: Figures) -> bool:
     """Whether both systems had the same conversations."""
     return one.key[:-1] == other.key[:-1]
-
-
-def _rows(
-    found: Sequence[Figures], by_scene: bool = False
-) -> Iterator[tuple[str, str, dict[float, list[Figures]]]]:
-    """Yield engines, system (or scene), and for each load what came out by seed."""
-    rows: dict[tuple[str, str], dict[float, list[Figures]]] = {}
-    for one in found:
-        row = rows.setdefault((one.engines, one.scene if by_scene else one.system), {})
-        row.setdefault(one.load, []).append(one)
-    for (engines, name), by_load in rows.items():
-        yield engines, name, dict(sorted(by_load.items()))
-
-
-def _table(
-    title: str, found: Sequence[Figures], rows: Sequence[Sequence[str]], experiment: Experiment
-) -> None:
-    columns = ["engines", "", *(f"{load:g}" for load in sorted({one.load for one in found}))]
-    experiment.show(title, columns, rows, names=2, box=SIMPLE_HEAD)
 
 
 def _measure_all(cells: Sequence[Cell], experiment: Experiment) -> list[Figures]:

@@ -20,8 +20,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -30,6 +31,7 @@ from conserve.launch import Launch
 
 _Case = TypeVar("_Case")
 _Found = TypeVar("_Found")
+_Key = TypeVar("_Key")
 _BOOTSTRAP_DRAWS = 2000
 _PORT = 8000
 
@@ -104,6 +106,11 @@ class Experiment:
             if problem := autogroup_warning():
                 self.console.print(f"[yellow]{problem}[/yellow]", highlight=False)
         return self.options
+
+    def fail(self, error: Exception, status: int) -> NoReturn:
+        """End the program, with one line that says why."""
+        self.console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
+        raise SystemExit(status)
 
     # --- Systems ----------------------------------------------------------------------------------
 
@@ -236,6 +243,31 @@ def table(
         else:
             made.add_section()
     return made
+
+
+def group(found: Iterable[_Found], key: Callable[[_Found], _Key]) -> dict[_Key, list[_Found]]:
+    """Return what was found by a key, in the order of the keys' first appearance."""
+    by: dict[_Key, list[_Found]] = {}
+    for one in found:
+        by.setdefault(key(one), []).append(one)
+    return by
+
+
+def pivot(
+    found: Sequence[_Found],
+    row: Callable[[_Found], tuple[str, ...]],
+    column: Callable[[_Found], str | float],
+    cell: Callable[[list[_Found]], str],
+) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows of a table of what was found; numbers in headings rise."""
+    columns: list[Any] = list(group(found, column))
+    if not any(isinstance(one, str) for one in columns):
+        columns.sort()
+    rows = []
+    for names, ones in group(found, row).items():
+        by = group(ones, column)
+        rows.append([*names, *(cell(by[one]) if one in by else "" for one in columns)])
+    return [one if isinstance(one, str) else f"{one:g}" for one in columns], rows
 
 
 def figure(width: float, height: float) -> Any:

@@ -30,7 +30,7 @@ from benchmarks.workloads import (
     synthetic,
 )
 from experiments.claims import Claim, show_claims
-from experiments.harness import Experiment, figure, numbers
+from experiments.harness import Experiment, figure, group, numbers, pivot
 
 # As in ConServe's paper; the others have four collocated engines.
 _CLOSED_ENGINES = EngineCounts(prefillers=1, decoders=3)
@@ -393,39 +393,37 @@ _COLOURS = {
 
 def show(found: Sequence[Figures], experiment: Experiment) -> None:
     """Print tables for each scene: a row for each system, a column for each load."""
-    for scene in dict.fromkeys(one.scene for one in found):
-        of_it = [one for one in found if one.scene == scene]
-
-        def print_table(
-            what: str, cell: Callable[[Figures], str], unit: str = "",
-            of_it: Sequence[Figures] = of_it, scene: str = scene,
-        ) -> None:  # fmt: skip
-            loads = list(dict.fromkeys(one.load for one in of_it))
-            rows = []
-            for system in dict.fromkeys(one.system for one in of_it):
-                cells = {one.load: cell(one) for one in of_it if one.system == system}
-                rows.append([system, *(cells.get(load, "-") for load in loads)])
-            columns = ["system", *(f"{load:g}{unit}" for load in loads)]
-            experiment.show(f"{scene}: {what}", columns, rows, box=SIMPLE_HEAD)
-
-        if _arrives(scene):
-            print_table("a program's mean time, its tools' included, and hits", _latency, "/s")
-            continue
-        print_table(
-            "output tokens/s, and of what is repeated, what was found",
-            lambda one: f"{one.tokens_per_s:,.0f} {one.found:4.0%}",
-        )
-        print_table(
-            "steps/min, and a turn's mean latency",
-            lambda one: f"{one.steps_per_min:,.0f} {one.latency_s:5.1f} s",
-        )
-        if any(one.failed for one in of_it):
-            print_table("turns refused", lambda one: f"{one.failed:,}")
+    for scene, ones in group(found, lambda one: one.scene).items():
+        tables = _OPEN if _arrives(scene) else _CLOSED
+        for (title, unit), cell in tables.items():
+            columns, rows = pivot(
+                ones,
+                lambda one: (one.system,),
+                lambda one, unit=unit: f"{one.load:g}{unit}",  # type: ignore[misc]
+                lambda ones, cell=cell: cell(ones[0]),  # type: ignore[misc]
+            )
+            if title != _REFUSED or any(one.failed for one in ones):
+                experiment.show(f"{scene}: {title}", ["system", *columns], rows, box=SIMPLE_HEAD)
 
 
 def _latency(one: Figures) -> str:
     shown = "-" if one.program_s is None else f"{one.program_s:,.0f} s {one.found:4.0%}"
     return shown + (f", {one.failed} failed" if one.failed else "")
+
+
+_REFUSED = "turns refused"
+# What tables have in their titles, and behind their columns' loads; and of what is in their cells.
+_Tables = dict[tuple[str, str], Callable[[Figures], str]]
+_OPEN: _Tables = {("a program's mean time, its tools' included, and hits", "/s"): _latency}
+_CLOSED: _Tables = {
+    ("output tokens/s, and of what is repeated, what was found", ""): lambda one: (
+        f"{one.tokens_per_s:,.0f} {one.found:4.0%}"
+    ),
+    ("steps/min, and a turn's mean latency", ""): lambda one: (
+        f"{one.steps_per_min:,.0f} {one.latency_s:5.1f} s"
+    ),
+    (_REFUSED, ""): lambda one: f"{one.failed:,}",
+}
 
 
 def _arrives(scene: str) -> bool:

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 
 from experiments.claims import Claim, show_claims
 from experiments.engine_papers import agentserve, mars
-from experiments.harness import Experiment, at_least_1
+from experiments.harness import Experiment, at_least_1, group, pivot
 
 # Mechanisms are left out at these: without admission a run takes a hundred times as long.
 _WITHOUT_AT = (
@@ -137,26 +137,27 @@ def claims_of_agentserve(found: Sequence[agentserve.Outcome]) -> Iterable[Claim]
 
 def show_mars(found: Sequence[mars.Outcome], experiment: Experiment) -> None:
     """Print programs' mean times, and what MARS's strongest baseline takes of ConServe's."""
-    columns = ["", *(system.name for system in mars.SYSTEMS)]
-    columns += ["best of three / conserve", "with packing"]
-    for gpu in dict.fromkeys(one.point.gpu for one in found):
-        on_it = [one for one in found if one.point.gpu == gpu]
-        gains = ratios(on_it, mean_s, _BASELINES, mars.OURS.name)
-        packed = ratios(on_it, mean_s, _BASELINES, mars.PACKED.name)
-        rows = []
-        for point, gain in gains.items():
-            row = [f"{point.regime}, {point.rate_per_s:g}/s"]
-            for system in mars.SYSTEMS:
-                ones = [one for one in on_it if (one.point, one.system) == (point, system.name)]
-                row.append(f"{fmean(map(mean_s, ones)):,.0f} {fmean(o.found for o in ones):.0%}")
-            rows.append([*row, f"{gain:.2f}", f"{packed[point]:.2f}"])
+    for gpu, on_it in group(found, lambda one: one.point.gpu).items():
+        columns, rows = pivot(
+            on_it,
+            lambda one: (f"{one.point.regime}, {one.point.rate_per_s:g}/s",),
+            lambda one: one.system,
+            lambda ones: f"{fmean(map(mean_s, ones)):,.0f} {fmean(one.found for one in ones):.0%}",
+        )
+        for system, heading in (
+            (mars.OURS, "best of three / conserve"), (mars.PACKED, "with packing"),
+        ):  # fmt: skip
+            columns.append(heading)
+            gains = ratios(on_it, mean_s, _BASELINES, system.name).values()
+            for row, gain in zip(rows, gains, strict=True):
+                row.append(f"{gain:.2f}")
         title = f"MARS's workloads, {gpu}: a program's mean time in s; what was found"
-        experiment.show(title, columns, rows, wrap=True, box=SIMPLE_HEAD)
+        experiment.show(title, ["", *columns], rows, wrap=True, box=SIMPLE_HEAD)
 
 
 def show_without(found: Sequence[mars.Outcome], experiment: Experiment) -> None:
     """Print mean times without a mechanism, over those with all of them."""
-    points = list(dict.fromkeys(one.point for one in found))
+    points = group(found, lambda one: one.point)
     rows = []
     for system in mars.WITHOUT:
         losses = ratios(found, mean_s, [system.name], mars.OURS.name)
@@ -169,24 +170,23 @@ def show_without(found: Sequence[mars.Outcome], experiment: Experiment) -> None:
 def show_agentserve(found: Sequence[agentserve.Outcome], experiment: Experiment) -> None:
     """Print latencies at the most agents."""
     most = max(one.point.agents for one in found)
-    columns = ["", *(system.name for system in agentserve.SYSTEMS)]
-    for tools in dict.fromkeys(one.point.tools for one in found):
-        here = [one for one in found if (one.point.tools, one.point.agents) == (tools, most)]
-        rows = []
-        for point in dict.fromkeys(one.point for one in here):
-            paradigm = {"react": "ReAct"}.get(point.paradigm, "P&E")
-            row = [f"{point.gpu}, {point.model}, {paradigm}"]
-            for system in agentserve.SYSTEMS:
-                ones = [one for one in here if (one.point, one.system) == (point, system.name)]
-                p50_ms, p95_ms, tpot_ms = (
-                    1e3 * fmean(map(_VALUES[name], ones))
-                    for name in (_TTFT_P50, _TTFT_P95, _TPOT_P95)
-                )
-                row.append(f"{p50_ms:,.0f} / {p95_ms:,.0f}, {tpot_ms:.1f}")
-            rows.append(row)
+    with_most = [one for one in found if one.point.agents == most]
+
+    def cell(ones: Sequence[agentserve.Outcome]) -> str:
+        p50_ms, p95_ms, tpot_ms = (
+            1e3 * fmean(map(_VALUES[name], ones)) for name in (_TTFT_P50, _TTFT_P95, _TPOT_P95)
+        )
+        return f"{p50_ms:,.0f} / {p95_ms:,.0f}, {tpot_ms:.1f}"
+
+    def row(one: agentserve.Outcome) -> tuple[str]:
+        paradigm = "ReAct" if one.point.paradigm == "react" else "P&E"
+        return (f"{one.point.gpu}, {one.point.model}, {paradigm}",)
+
+    for tools, here in group(with_most, lambda one: one.point.tools).items():
+        columns, rows = pivot(here, row, lambda one: one.system, cell)
         workloads = f"AgentServe's workloads, {most} agents, {tools} tools"
         title = f"{workloads}: TTFT p50 / p95 and TPOT p95, ms"
-        experiment.show(title, columns, rows, wrap=True, box=SIMPLE_HEAD)
+        experiment.show(title, ["", *columns], rows, wrap=True, box=SIMPLE_HEAD)
 
 
 def _run(case: tuple[Callable[..., Any], Any, Any, int]) -> Any:

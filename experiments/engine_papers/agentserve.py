@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.simulate.inside.blocks import Blocks
-from benchmarks.simulate.inside.call import Call
 from benchmarks.simulate.inside.conversations import ConversationScheduler, Parts
 from benchmarks.simulate.inside.costs import (
     A5000,
@@ -21,11 +20,10 @@ from benchmarks.simulate.inside.costs import (
 )
 from benchmarks.simulate.inside.engine import Engine
 from benchmarks.simulate.inside.lane import LaneEngine
-from benchmarks.simulate.inside.loop import Loop
 from benchmarks.simulate.inside.scheduler import Scheduler
 from benchmarks.simulate.inside.sm_share import FedBackShare, FixedShare
 from benchmarks.workloads import PRESETS, Arrivals, Latency, Shape, Spread
-from experiments.engine_papers.programs import Program, draw
+from experiments.engine_papers.programs import Live, Program, Sessions, draw
 
 GPUS = {"A5000": A5000, "5090": RTX_5090}
 MODELS = {"Qwen2.5-3B": QWEN25_3B, "Qwen2.5-7B": QWEN25_7B, "Llama-3-8B": LLAMA3_8B}
@@ -131,64 +129,44 @@ def shape_of(point: Point) -> Shape:
     return replace(PRESETS[point.paradigm], output_tokens=outputs, tool_latency=TOOLS[point.tools])
 
 
-class Box:
+class Box(Sessions):
     """One engine, and agents that have one session after the other."""
 
     def __init__(self, system: System, gpu: Gpu, model: Model, agents: int) -> None:
-        self.loop = Loop()
+        # Tools run elsewhere, and no agent runs two.
+        super().__init__(cores=agents)
         costs = Steps(gpu, model)
         late_s = _BOUND_TIMES * costs.step_s(1, 3_000)
         blocks = Blocks(costs.capacity_tokens // 16)
-        scheduler: Scheduler
+        scheduler = Scheduler(blocks, system.step_tokens)
         if system.ours:
             parts = Parts(chunking={"late_s": late_s})
             scheduler = ConversationScheduler(blocks, system.step_tokens, parts=parts)
-        else:
-            scheduler = Scheduler(blocks, system.step_tokens)
-        self.engine: Engine | LaneEngine
         if system.lane is None:
-            self.engine = Engine(self.loop, scheduler, costs, self._ended)
+            self.engine = Engine(self.loop, scheduler, costs, self.turn_ends)
         else:
-            share: FixedShare | FedBackShare = FixedShare()
-            if system.lane == "fed back":
-                share = FedBackShare(late_s)
-            self.engine = LaneEngine(self.loop, scheduler, costs, self._ended, share)
+            share = FedBackShare(late_s) if system.lane == "fed back" else FixedShare()
+            self.engine = LaneEngine(self.loop, scheduler, costs, self.turn_ends, share)
         self._agents = agents
         self._programs: deque[Program] = deque()
-        self._live: dict[str, tuple[Program, int, int]] = {}
-        self.calls: list[tuple[Call, bool]] = []
 
     def serve(self, programs: Sequence[Program]) -> None:
         """Have the agents do all of them."""
         self._programs.extend(programs)
-        for _ in range(min(self._agents, len(programs))):
+        for _ in range(self._agents):
             self._next_session()
         self.loop.run()
 
     def _next_session(self) -> None:
         if self._programs:
             program = self._programs.popleft()
-            self._live[program.key] = program, 0, 0
-            self._next_turn(program.key)
+            self.live[program.key] = Live(program)
+            self.turn(program.key)
 
-    def _next_turn(self, key: str) -> None:
-        program, number, context = self._live[key]
-        turn = program.turns[number]
-        context += turn.append_tokens
-        self._live[key] = program, number, context + turn.output_tokens
-        call = Call(key, context, turn.output_tokens, last=number + 1 == len(program.turns))
-        self.calls.append((call, number == 0))
-        self.engine.submit(call)
-
-    def _ended(self, call: Call) -> None:
-        program, number, context = self._live[call.key]
-        tool_s = program.turns[number].tool_s
-        if number + 1 == len(program.turns):
-            self.engine.scheduler.forget(call.key)
-            self._next_session()
-            return
-        self._live[call.key] = program, number + 1, context
-        self.loop.at(self.loop.now_s + tool_s, self._next_turn, call.key)
+    def ended(self, key: str) -> None:
+        """The agent has its next session."""
+        self.engine.scheduler.forget(key)
+        self._next_session()
 
 
 def run(system: System, point: Point, seed: int) -> Outcome:

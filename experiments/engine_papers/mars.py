@@ -1,13 +1,12 @@
 """MARS's evaluation (section 6): programs that arrive at a node with one engine and tools' CPUs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
 
 from benchmarks.simulate.inside.blocks import Blocks
-from benchmarks.simulate.inside.call import Call
 from benchmarks.simulate.inside.conversations import (
     ConversationScheduler,
     Parts,
@@ -20,7 +19,7 @@ from benchmarks.simulate.inside.loop import Loop
 from benchmarks.simulate.inside.scheduler import Scheduler
 from benchmarks.workloads import Arrivals
 from conserve.admission import Levels, LineOrder, Pressure, Ticket, WaitingLine, Window
-from experiments.engine_papers.programs import Program, Tools, draw
+from experiments.engine_papers.programs import Live, Program, Sessions, draw
 from experiments.scale import regime
 
 # Mean tokens of all prompts of a program together (section 6.1).
@@ -241,79 +240,55 @@ class ControlPlane:
 # --- One engine, and tools ------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Live:
-    program: Program
-    turn: int = 0
-    context_tokens: int = 0
-    ended_s: float = field(default=-1.0)
-
-
-class Node:
-    """One engine, tools' CPUs, and programs that go from one to the other."""
+class Node(Sessions):
+    """One engine, tools' CPUs, and programs that arrive."""
 
     def __init__(self, system: System, gpu: Gpu, cores: int, block_tokens: int = 16) -> None:
-        self.loop = Loop()
+        super().__init__(cores)
         steps = Steps(gpu, QWEN3_CODER_30B)
         blocks = Blocks(steps.capacity_tokens // block_tokens, block_tokens)
-        self.scheduler: Scheduler
-        if system.parts is None:
-            self.scheduler = Scheduler(blocks)
-        else:
+        self.scheduler = Scheduler(blocks)
+        if system.parts is not None:
             self.scheduler = ConversationScheduler(blocks, parts=system.parts)
-        self.engine = Engine(self.loop, self.scheduler, steps, self._turn_ends)
-        self.tools = Tools(self.loop, cores)
-        self.control = None
+        self.engine: Engine = Engine(self.loop, self.scheduler, steps, self.turn_ends)
+        self.control: ControlPlane | None = None
         if system.admits:
             self.control = ControlPlane(
                 self.loop,
                 self.scheduler,
                 lambda: self.tools.pressure,
-                self._begin,
+                self.turn,
                 packs=system.packs,
             )
-        self._live: dict[str, _Live] = {}
+        # Nobody tells baselines what comes; ours go by what clients of ConServe may say.
+        self.tells_last = system.admits and system.parts is not None
 
     def serve(self, programs: Sequence[Program]) -> list[float]:
         """Serve programs to their ends; how long each took."""
         for program in programs:
-            self._live[program.key] = _Live(program)
+            self.live[program.key] = Live(program)
             self.loop.at(program.arrives_s, self._arrives, program)
         self.loop.run()
-        return [one.ended_s - one.program.arrives_s for one in self._live.values()]
+        return [one.ended_s - one.program.arrives_s for one in self.live.values()]
 
     def _arrives(self, program: Program) -> None:
         if self.control is not None:
             self.control.enter(program.key, program.turns[0].append_tokens)
         else:
-            self._begin(program.key)
+            self.turn(program.key)
 
-    def _begin(self, key: str) -> None:
-        one = self._live[key]
-        turn = one.program.turns[one.turn]
-        one.context_tokens += turn.append_tokens
-        last = one.turn + 1 == len(one.program.turns)
-        arrived_s = one.program.arrives_s
+    def turn(self, key: str) -> None:
+        """A program's next turn comes, and the control plane hears how long its history gets."""
+        super().turn(key)
         if self.control is not None:
-            self.control.grown(key, one.context_tokens + turn.output_tokens)
-        # Nobody tells baselines what comes; ours go by what clients of ConServe may say.
-        said = last and isinstance(self.scheduler, ConversationScheduler) and self.control
-        self.engine.submit(
-            Call(key, one.context_tokens, turn.output_tokens, arrived_s, last=bool(said))
-        )
+            call, _ = self.calls[-1]
+            self.control.grown(key, call.prompt_tokens + call.output_tokens)
 
-    def _turn_ends(self, call: Call) -> None:
-        one = self._live[call.key]
-        turn = one.program.turns[one.turn]
-        one.context_tokens += turn.output_tokens
-        one.turn += 1
-        if one.turn < len(one.program.turns):
-            self.tools.run(turn.tool_s, lambda: self._begin(call.key))
-            return
-        one.ended_s = self.loop.now_s
+    def ended(self, key: str) -> None:
+        """The control plane may let others in."""
         if self.control is not None:
-            self.scheduler.forget(call.key)
-            self.control.left(call.key)
+            self.scheduler.forget(key)
+            self.control.left(key)
 
 
 def run(system: System, point: Point, seed: int, cores: int = CORES) -> Outcome:

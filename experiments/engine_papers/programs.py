@@ -1,10 +1,14 @@
 """Programs: conversations whose turns are made by the ends of the turns, and tools, before them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.simulate.inside.call import Call
+from benchmarks.simulate.inside.engine import Engine
+from benchmarks.simulate.inside.lane import LaneEngine
 from benchmarks.simulate.inside.loop import Loop
 from benchmarks.workloads import Arrivals, Shape
 
@@ -93,3 +97,68 @@ class Tools:
             seconds, next_then = self._waiting.pop(0)
             self._loop.at(self._loop.now_s + seconds, self._ends, next_then)
         then()
+
+
+@dataclass(slots=True)
+class Live:
+    """A program that has come.
+
+    Attributes:
+        turn: the number of its next turn, from 0.
+        context_tokens: its history, the answer to a running turn not included.
+        ended_s: when its last turn ended; negative before.
+    """
+
+    program: Program
+    turn: int = 0
+    context_tokens: int = 0
+    ended_s: float = -1.0
+
+
+class Sessions(ABC):
+    """Programs that go from one engine to their tools and back.
+
+    Args:
+        cores: that tools run on.
+
+    Attributes:
+        engine: the engine, which calls `turn_ends`.
+        tells_last: whether the engine is told that a call is its program's last one.
+        calls: all calls, and whether each is its program's first one.
+    """
+
+    engine: Engine | LaneEngine
+
+    def __init__(self, cores: int) -> None:
+        self.loop = Loop()
+        self.tools = Tools(self.loop, cores)
+        self.tells_last = True
+        self.live: dict[str, Live] = {}
+        self.calls: list[tuple[Call, bool]] = []
+
+    def turn(self, key: str) -> None:
+        """A program's next turn comes."""
+        one = self.live[key]
+        turn, turns = one.program.turns[one.turn], len(one.program.turns)
+        one.context_tokens += turn.append_tokens
+        last = self.tells_last and one.turn + 1 == turns
+        came_s = one.program.arrives_s
+        call = Call(key, one.context_tokens, turn.output_tokens, came_s, last=last)
+        self.calls.append((call, one.turn == 0))
+        self.engine.submit(call)
+
+    def turn_ends(self, call: Call) -> None:
+        """A turn ends; its tool runs, and then the next turn comes."""
+        one = self.live[call.key]
+        turn = one.program.turns[one.turn]
+        one.context_tokens += turn.output_tokens
+        one.turn += 1
+        if one.turn < len(one.program.turns):
+            self.tools.run(turn.tool_s, lambda: self.turn(call.key))
+            return
+        one.ended_s = self.loop.now_s
+        self.ended(call.key)
+
+    @abstractmethod
+    def ended(self, key: str) -> None:
+        """A program has ended."""

@@ -1,11 +1,11 @@
-"""The systems that are up: started on ports of their own, watched, and stopped."""
+"""The systems that are compared: which they are, what memory they take, and those that are up."""
 
 import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,10 +13,100 @@ from typing import Self
 import psutil
 
 from benchmarks.client import Endpoint
+from benchmarks.peers import PEERS, Options
 from benchmarks.peers.apart import Apart, start_apart
 from benchmarks.peers.plan import free_port
-from experiments.suite.memory import Room
-from experiments.suite.systems import Variant
+
+_GB = 1e9
+# Left to what else the machine does, of all its memory.
+_SPARE = 0.05
+SYSTEMS = (
+    "conserve",
+    "elastic",
+    "collocated",
+    "per_turn",
+    "full_disaggregation",
+    "ray_serve_llm",
+    "ray_pd",
+    "vllm",
+)
+# It gives the rates, and the bounds that others are held to.
+FIRST = "conserve"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A system as it is measured: its name in reports, the peer, and how that is started."""
+
+    name: str
+    peer: str
+    options: Options
+
+
+def names(text: str, *, alone: bool = False) -> list[str]:
+    """Names of systems, ConServe's first.
+
+    Args:
+        alone: whether they are measured without it, where it is not among them.
+
+    Raises:
+        ValueError: there is no such system.
+    """
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in found if name not in PEERS]:
+        raise ValueError(f"systems: no {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+    return list(dict.fromkeys(found if alone else [FIRST, *found]))
+
+
+def variants(systems: list[str], wrong_rates: list[float], options: Options) -> list[Variant]:
+    """Each system once, ``per_turn`` once for each share of wrong decisions."""
+    found = []
+    for system in systems:
+        if system != "per_turn":
+            found.append(Variant(system, system, options))
+            continue
+        for rate in wrong_rates:
+            own = replace(options, wrong_decision_rate=rate)
+            found.append(Variant(f"{system}-{100 * rate:g}", system, own))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is known of memory before another system is started.
+
+    Attributes:
+        total_bytes: the machine's memory.
+        free_bytes: what of it processes can still have.
+        up_bytes: what each system that is up has now.
+        most_bytes: the most that any system was seen to have so far, at any time. Every other one,
+            up or not, is taken to come to that, since all have the same engines.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    up_bytes: Sequence[int]
+    most_bytes: int
+
+    @property
+    def left_bytes(self) -> float:
+        """Return what is left for more systems once those that are up have grown."""
+        grow = sum(max(0, self.most_bytes - now) for now in self.up_bytes)
+        return self.free_bytes - grow - _SPARE * self.total_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether one more system has room."""
+        return self.left_bytes >= self.most_bytes
+
+    def told(self) -> str:
+        """Say what was seen, in a sentence."""
+        verdict = "so one more fits" if self.fits else "so no more fit"
+        return (
+            f"{self.free_bytes / _GB:.1f} GB of memory are free beside {len(self.up_bytes)} "
+            f"system{'s' * (len(self.up_bytes) != 1)}, and one was seen to take "
+            f"{self.most_bytes / _GB:.1f} GB: {verdict}"
+        )
 
 
 class Fleet:

@@ -10,8 +10,7 @@ from benchmarks.driver import DriveOptions
 from benchmarks.measure import MeasurementSettings, measure
 from benchmarks.peers import Options
 from benchmarks.selection import Selection
-from experiments.suite.fleet import Fleet
-from experiments.suite.systems import Variant
+from experiments.suite.fleet import Fleet, Variant
 from tests.engines.applications import START_S
 
 pytestmark = pytest.mark.usefixtures("machine_alone")

@@ -1,32 +1,45 @@
 """The comparison of several systems: who is up with whom, what is run, and what is made of it."""
 
+import io
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.compare import compare
 from benchmarks.peers import Options, Peer, PeerUnavailable
 from benchmarks.report import read_report
 from experiments.suite import fleet, turns
-from experiments.suite.__main__ import cli
-from experiments.suite.memory import Room
+from experiments.suite.__main__ import main
+from experiments.suite.fleet import Room
 from tests.unit.benchmarks.stub import Stub, served
 
 GB = 10**9
 
 
-def _run(out: Path, *more: str) -> Any:
+class Result(NamedTuple):
+    """The end of a run, and what it printed."""
+
+    exit_code: int
+    output: str
+
+
+def _run(out: Path, *more: str) -> Result:
     arguments = ["--out", str(out), "--conversations", "2", "--rounds", "2"]
     arguments += ["--scale-tokens", "0.01", "--scale-gaps", "0", "--shares", "1", *more]
-    return CliRunner().invoke(cli, arguments, env={"NO_COLOR": "1"})
+    output, exit_code = io.StringIO(), 0
+    with redirect_stdout(output), redirect_stderr(output):
+        try:
+            main(arguments)
+        except SystemExit as error:
+            exit_code = int(error.code or 0)
+    return Result(exit_code, output.getvalue())
 
 
 @dataclass
@@ -266,10 +279,10 @@ def test_room_is_what_is_left_once_all_have_grown(
             ["--systems", "vllm", "--against", "ray_pd"],
             "against: ray_pd is not among conserve, vllm",
         ),
-        (["--shares", "a"], "shares: 'a' is not numbers"),
-        (["--rates", "1,b"], "rates: '1,b' is not numbers"),
+        (["--shares", "a"], "--shares: 'a': give numbers from 0"),
+        (["--rates", "1,b"], "--rates: '1,b': give numbers from 0"),
         (["--rates", "1", "--systems", "vllm"], "against: conserve is not among vllm"),
-        (["--shares", "-1"], "shares: '-1' has a number below 0"),
+        (["--shares=-1"], "--shares: '-1': give numbers from 0"),
         (["--wrong-decision-rates", "2"], "wrong_decision_rate: 2.0 is not from 0 to 1"),
         (["--data", "/nowhere"], "/nowhere: there is no such file or folder"),
         (["--cores", "0,0"], "cores: 1 different ones for 2 engines"),
