@@ -5,7 +5,6 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Print each experiment's name and what it measures."""
     here = Path(__file__).parent
     for path in sorted([*here.glob("*.py"), *here.glob("*/__main__.py")]):
         text = path.read_text()

@@ -69,17 +69,14 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first part."""
         return self.arrivals_s[0] - self.sent_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between parts."""
         return [later - earlier for earlier, later in pairwise(self.arrivals_s)]
 
     @property
     def text(self) -> str:
-        """The answer's text."""
         said = (
             choice.get("delta") or choice["message"]
             for event in self._events()
@@ -150,7 +147,6 @@ async def ask(
 async def end(
     session: aiohttp.ClientSession, url: str, name: str, headers: Mapping[str, str] | None = None
 ) -> None:
-    """End a conversation."""
     async with session.delete(f"{url}/v1/conversations/{name}", headers=headers) as response:
         await response.read()
 

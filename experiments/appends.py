@@ -115,7 +115,6 @@ class Others:
         ]
 
     async def stop(self) -> None:
-        """Leave them."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -208,7 +207,6 @@ def report(results: dict[str, Appended], experiment: Experiment) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment."""
     experiment = Experiment("appends", __doc__, width=150, rounds=10, seed=1, cores=True)
     experiment.option("--tokens", 8_000, "that a turn appends")
     experiment.option("--others", 4, "answers that are streamed meanwhile")

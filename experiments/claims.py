@@ -1,4 +1,4 @@
-"""What papers claim, beside what came out here."""
+"""Claims of papers, beside what came out here."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,6 @@ class Claim:
 
     @property
     def comes_out(self) -> str:
-        """Say in how many workloads."""
         return f"{sum(value >= self.reached for value in self._values)} of {len(self.ratios)}"
 
     @property

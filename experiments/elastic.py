@@ -66,7 +66,6 @@ class Scene:
     loads: tuple[float, ...] = LOADS
 
     def selection(self, rate_per_s: float, seed: int, data: Path | None) -> Selection:
-        """The conversations."""
         if not self.recorded:
             return Selection("synthetic", self.conversations, rate_per_s=rate_per_s, seed=seed)
         return Selection(
@@ -196,7 +195,6 @@ class Figures:
 
     @property
     def key(self) -> tuple[str, str, float, int, str]:
-        """What was simulated."""
         return self.scene, self.engines, self.load, self.seed, self.system
 
 
@@ -459,7 +457,6 @@ def _measure_all(cells: Sequence[Cell], experiment: Experiment) -> list[Figures]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment; the exit status is 0 whatever comes out."""
     experiment = Experiment("elastic", __doc__, width=140, data=True)
     experiment.option("--seeds", "0,1", type=numbers, metavar="N,...")
     experiment.option("--engines", ",".join(ENGINES), "prefillers to decoders", metavar="P:D,...")

@@ -92,7 +92,6 @@ class Engine:
         self._core = self._engine.engine_core.engine_core
 
     def now_s(self) -> float:
-        """Its time."""
         return time.process_time() + self.slept_s
 
     def begin(
@@ -276,7 +275,6 @@ def found_again(engine: Engine, scheduler: str) -> dict[str, float]:
 
 
 def nothing_presses(engine: Engine, scheduler: str) -> dict[str, float]:
-    """Warm turns, one at a time."""
     engine.begin(scheduler)
     history = engine.turn("warm", words(3, 900), 20, "mine")
     for number in range(15):
@@ -347,7 +345,6 @@ def _ratios(ours: list[float], theirs: list[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment."""
     experiment = Experiment("engine", __doc__, rounds=3)
     about = "between turns of light and heavy conversations, in prefills of 1,000 tokens"
     experiment.option("--away", 4.0, about, metavar="UNITS")

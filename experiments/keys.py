@@ -26,7 +26,6 @@ def make_keys(path: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment."""
     experiment = warm.experiment("keys", __doc__)
     experiment.hidden("--door", type=int)
     experiment.hidden("--keys-file")

@@ -17,7 +17,6 @@ from experiments.doors import Door
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment."""
     experiment = warm.experiment("later_turns", __doc__)
     experiment.hidden("--door", type=int)
     experiment.hidden("--forgets", action="store_true")

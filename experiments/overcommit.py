@@ -38,7 +38,7 @@ MEAN_TOKENS = SHAPE.first_words + (SHAPE.later_words + SHAPE.output_tokens) * SH
 
 @dataclass(slots=True)
 class Level:
-    """What was seen of a system with so many agents.
+    """Figures of a system with so many agents.
 
     Attributes:
         seconds: for how long it was looked at.
@@ -59,7 +59,6 @@ class Level:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens a second."""
         return self.output_tokens / self.seconds
 
     @property
@@ -167,7 +166,6 @@ def serving(experiment: Experiment, system: str, blocks: int) -> Iterator[tuple[
 
 
 def report(found: dict[str, list[Level]], room_tokens: int, experiment: Experiment) -> None:
-    """Print the table."""
     rows: list[list[str]] = []
     for system, levels in found.items():
         for level in levels:
@@ -217,7 +215,6 @@ def draw(found: dict[str, list[Level]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment."""
     experiment = Experiment("overcommit", __doc__, width=110, seed=1)
     experiment.option("--times", "1,2,3,4", "histories, in times a decoder's room",
                       type=numbers, metavar="N,...")  # fmt: skip

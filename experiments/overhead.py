@@ -31,7 +31,6 @@ _ENGINE_ARGUMENTS = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len"
 
 
 def bare_engine(experiment: Experiment) -> Launch:
-    """Return vLLM's own server."""
     source = model_source(EMBEDDED_MODEL)
     command = server_command(source, MODEL, _BARE_PORT, _ENGINE_ARGUMENTS)
     environment = engine_environment(EMBEDDED_MODEL, gpu=False)
@@ -83,7 +82,6 @@ def _answering(launch: Launch, name: str) -> Callable[[str], None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment."""
     experiment = warm.experiment("overhead", __doc__)
     add = experiment.parser.add_argument
     add("--without-ray-serve-llm", action="store_true")

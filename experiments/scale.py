@@ -181,7 +181,6 @@ class Arriving:
     programs: int = 300
 
     def workload(self, rate_per_s: float, seed: int) -> Workload:
-        """The programs, as they arrive."""
         return synthetic(
             self.shape,
             conversations=self.programs,
@@ -245,7 +244,6 @@ class Run:
 
 
 def measure(run: Run) -> Figures:
-    """Simulate."""
     records: list[TurnRecord] = []
     scene, profile = run.scene, load_profile(PROFILE)
     cluster = make_cluster(_system(run.contender, profile, run.engines), records.extend)
@@ -455,7 +453,6 @@ def draw(found: Sequence[Figures], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment; the exit status is 0 whatever comes out."""
     experiment = Experiment("scale", __doc__, width=118, seed=0, data=True)
     about = "how many programs at a time; 0: none"
     experiment.option("--programs", "24,48,96,120,144", about, type=numbers, metavar="N,...")

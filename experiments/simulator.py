@@ -31,7 +31,7 @@ _TURNS_EACH = 10
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one run took.
+    """One run's time and memory.
 
     Attributes:
         cpu_s: processor time, workload included; what one core alone would take.
@@ -83,7 +83,6 @@ def measure(turns: int, prefillers: int) -> Sample:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment; the exit status is 0 whatever the verdict."""
     experiment = Experiment("simulator", __doc__)
     experiment.option(
         "--turns",

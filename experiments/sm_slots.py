@@ -50,7 +50,6 @@ def run(operations: int, rng: random.Random) -> tuple[float, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment."""
     experiment = Experiment("sm_slots", __doc__, rounds=7)
     experiment.option("--operations", 100_000)
     options = experiment.parse(arguments)

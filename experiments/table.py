@@ -53,7 +53,7 @@ _LATENCY_SAMPLES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one size was measured to take.
+    """The measurements of one size.
 
     Attributes:
         cycles_per_s: conversations that came and went in a second.
@@ -65,7 +65,6 @@ class Sample:
         gc_pause_ms: duration of a full run of Python's cyclic garbage collector, with all of them
             alive.
         cycles_per_s_frozen: the same as `cycles_per_s`, after ``gc.freeze()``.
-        fill_s: how long the table took to fill.
     """
 
     size: int
@@ -78,7 +77,6 @@ class Sample:
     bytes_each: float
     gc_pause_ms: float
     cycles_per_s_frozen: float
-    fill_s: float
 
 
 # --- One size, in a process of its own ------------------------------------------------------------
@@ -94,22 +92,16 @@ def measure(size: int, seconds: float, pausing: bool = False) -> Sample:
     population = _Population(size, random.Random(size), pausing)
     gc.collect()
     before_bytes = _resident_bytes()
-    started_s = time.perf_counter()
-    table = population.fill()
-    fill_s = time.perf_counter() - started_s
+    population.fill()
     gc.collect()
     bytes_each = (_resident_bytes() - before_bytes) / size
-
-    started_s = time.perf_counter()
-    gc.collect()
-    gc_pause_s = time.perf_counter() - started_s
-
-    cycles_per_s, cycle_p50_s, cycle_p99_s = population.cycles(table, seconds)
-    begin_s = population.begin_latency(table)
-    recognise_s = population.recognise_latency(table)
+    gc_pause_s = _timed_s(gc.collect)
+    cycles_per_s, cycle_p50_s, cycle_p99_s = population.cycles(seconds)
+    begin_s = population.begin_latency()
+    recognise_s = population.recognise_latency()
     gc.freeze()
-    frozen_cycles_per_s, _, _ = population.cycles(table, seconds / 3)
-    if len(table) != size or table.reasoning:
+    frozen_cycles_per_s, _, _ = population.cycles(seconds / 3)
+    if len(population.table) != size or population.table.reasoning:
         raise RuntimeError("the table lost count; this measurement means nothing")
     return Sample(
         size=size,
@@ -122,7 +114,6 @@ def measure(size: int, seconds: float, pausing: bool = False) -> Sample:
         bytes_each=bytes_each,
         gc_pause_ms=gc_pause_s * 1e3,
         cycles_per_s_frozen=frozen_cycles_per_s,
-        fill_s=fill_s,
     )
 
 
@@ -137,29 +128,27 @@ class _Population:
 
     def __init__(self, size: int, random_: random.Random, pausing: bool) -> None:
         self._random = random_
-        self._pausing = pausing
         self._alive = array("q", range(size))
         self._next = size
         self._clock_s = 1_700_000_000.0
-
-    def fill(self) -> ConversationTable:
-        table = ConversationTable(
+        self.table = ConversationTable(
             ConversationPlacement(),
             _IDLE_TIMEOUT_S,
             first_id=1_700_000_000_000,
-            pausing=Pausing() if self._pausing else None,
+            pausing=Pausing() if pausing else None,
         )
         # With some room left, and so none that an engine would keep what has ended in for ever.
-        capacity_tokens = _MOST_TOKENS * len(self._alive) // _DECODERS
+        capacity_tokens = _MOST_TOKENS * size // _DECODERS
         for i in range(_DECODERS):
-            table.add_decoder(f"decoder#{i}", max(capacity_tokens, _MOST_TOKENS))
+            self.table.add_decoder(f"decoder#{i}", max(capacity_tokens, _MOST_TOKENS))
         for i in range(_PREFILLERS):
-            table.add_prefiller(f"prefiller#{i}")
-        for number in self._alive:
-            self._arrive(table, *self._newcomer(number))
-        return table
+            self.table.add_prefiller(f"prefiller#{i}")
 
-    def cycles(self, table: ConversationTable, seconds: float) -> tuple[float, float, float]:
+    def fill(self) -> None:
+        for number in self._alive:
+            self._arrive(*self._newcomer(number))
+
+    def cycles(self, seconds: float) -> tuple[float, float, float]:
         """Cycles a second; the median and the 99th percentile of a cycle in seconds."""
         each: list[float] = []
         clock = time.perf_counter
@@ -169,8 +158,8 @@ class _Population:
             began_s = clock()
             last_s = began_s
             for victim, newcomer in batch:
-                table.release(victim)
-                self._arrive(table, *newcomer)
+                self.table.release(victim)
+                self._arrive(*newcomer)
                 now_s = clock()
                 each.append(now_s - last_s)
                 last_s = now_s
@@ -178,36 +167,35 @@ class _Population:
         percentiles = quantiles(each, n=100)
         return len(each) / total_s, percentiles[49], percentiles[98]
 
-    def begin_latency(self, table: ConversationTable) -> float:
+    def begin_latency(self) -> float:
         """Median seconds of ``begin`` for a known conversation; its turn is ended unmeasured."""
 
         def turn(number: int) -> Callable[[], None]:
             history_id = _conversation_id(number)
-            return lambda: _consume(table.begin(history_id, self._clock_s))
+            return lambda: _consume(self.table.begin(history_id, self._clock_s))
 
         def end(number: int) -> None:
-            conversation = table.get(_conversation_id(number))
+            conversation = self.table.get(_conversation_id(number))
             assert conversation is not None
-            decoder_id = conversation.decoder_id or ""
+            decoder_id, stats = conversation.decoder_id or "", self._stats()
             tails = (_digest(number),)
-            table.advance(conversation.newest_turn, decoder_id, self._stats(), tails, self._clock_s)
+            self.table.advance(conversation.newest_turn, decoder_id, stats, tails, self._clock_s)
 
         return self._latency(turn, end)
 
-    def recognise_latency(self, table: ConversationTable) -> float:
+    def recognise_latency(self) -> float:
         """Median seconds of ``recognise`` for a turn whose second end is a tail."""
         size = 2 * self._next
 
         def turn(number: int) -> Callable[[], None]:
             chain = Chain(_digest(~number), None, [_digest(-number - size), _digest(number)])
-            return lambda: _consume(table.recognise(chain))
+            return lambda: _consume(self.table.recognise(chain))
 
         return self._latency(turn, lambda number: None)
 
     def _latency(
         self, call: Callable[[int], Callable[[], None]], after: Callable[[int], None]
     ) -> float:
-        clock = time.perf_counter
         seen = []
         left = min(_LATENCY_SAMPLES, 20 * len(self._alive))
         while left > 0:
@@ -215,9 +203,7 @@ class _Population:
             chosen = self._random.sample(self._alive, min(_BATCH, len(self._alive), left))
             left -= len(chosen)
             for number, run in [(number, call(number)) for number in chosen]:
-                began_s = clock()
-                run()
-                seen.append(clock() - began_s)
+                seen.append(_timed_s(run))
                 after(number)
         return median(seen)
 
@@ -247,7 +233,6 @@ class _Population:
 
     def _arrive(
         self,
-        table: ConversationTable,
         id_at_bind: str,
         id_at_prefilled: str,
         id_at_advance: str,
@@ -256,16 +241,16 @@ class _Population:
         opening: Opening,
     ) -> None:
         self._clock_s += 1e-4
-        placement = table.bind(id_at_bind, stats.prompt_tokens, self._clock_s, None, opening)
+        placement = self.table.bind(id_at_bind, stats.prompt_tokens, self._clock_s, None, opening)
         assert placement is not None
-        conversation = table.get(id_at_bind)
+        conversation = self.table.get(id_at_bind)
         assert conversation is not None
         # Plus nothing: an equal number, but not the table's own object.
         incarnation, turn_id = conversation.incarnation + 0, conversation.running[-1] + 0
-        table.prefilled(TurnKey(id_at_prefilled, incarnation, turn_id))
+        self.table.prefilled(TurnKey(id_at_prefilled, incarnation, turn_id))
         self._clock_s += 1e-4
         turn = TurnKey(id_at_advance, incarnation, turn_id)
-        table.advance(turn, placement.decoder_id, stats, tails, self._clock_s)
+        self.table.advance(turn, placement.decoder_id, stats, tails, self._clock_s)
 
 
 def _chain_s() -> float:
@@ -280,12 +265,13 @@ def _chain_s() -> float:
             {"role": "tool", "tool_call_id": f"call-{number}", "content": "word " * 120},
             {"role": "assistant", "content": f"{number} " + "word " * 40},
         ]
-    seen = []
-    for _ in range(50):
-        began_s = time.perf_counter()
-        chain_of(messages, most_ends=64)
-        seen.append(time.perf_counter() - began_s)
-    return median(seen)
+    return median(_timed_s(lambda: chain_of(messages, most_ends=64)) for _ in range(50))
+
+
+def _timed_s(run: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    run()
+    return time.perf_counter() - began_s
 
 
 def _conversation_id(number: int) -> str:
@@ -355,7 +341,6 @@ _COLUMNS: dict[str, Callable[[Sample], str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment; the exit status is 0 whatever the verdicts."""
     experiment = Experiment("table", __doc__, rounds=3)
     sizes = [1_000, 100_000, 1_000_000]
     experiment.option("--sizes", sizes, "live conversations", type=at_least_1, metavar="N")

@@ -52,7 +52,6 @@ async def measure(experiment: Experiment, url: str, keys: dict[str, str]) -> dic
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment."""
     experiment = Experiment("tenants", __doc__, rounds=30, seed=1)
     experiment.option("--words", 2000, "of a prompt, about a token each")
     experiment.parse(arguments)

@@ -39,7 +39,6 @@ class Chats:
         self._rng = random.Random(seed)
 
     def history(self, characters: int) -> list[Message]:
-        """Return messages of so many characters together."""
         messages = [self._message("system", _SYSTEM_CHARACTERS)]
         left = characters - _SYSTEM_CHARACTERS
         while left > 0:
@@ -100,7 +99,6 @@ def measure(tokenizer: Any, chats: Chats, characters: int, rounds: int) -> dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment."""
     experiment = Experiment("tokenizing", __doc__, rounds=9, seed=0)
     experiment.option("--model", EMBEDDED_MODEL, "a folder, or a Hugging Face id")
     options = experiment.parse(arguments)

@@ -191,7 +191,6 @@ async def measure(
 
 
 def report(seen: dict[str, Seen], experiment: Experiment) -> None:
-    """Print the table."""
     rows = []
     for name, one in seen.items():
         more, low, high = (1000 * value for value in one.more_s(seen[NONE]))
@@ -203,7 +202,6 @@ def report(seen: dict[str, Seen], experiment: Experiment) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment."""
     experiment = Experiment("unkind", __doc__, width=110, rounds=10, seed=1)
     experiment.option("--seconds", 4.0, "of each kind in each round")
     experiment.option("--agents", 2)

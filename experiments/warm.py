@@ -64,7 +64,6 @@ class WarmTurns:
         self.tbt_s += answer.gaps_s
 
     def add(self, turns: "WarmTurns") -> None:
-        """A round's turns."""
         self.latency_s += turns.latency_s
         self.ttft_s += turns.ttft_s
         self.tbt_s += turns.tbt_s

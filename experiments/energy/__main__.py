@@ -63,7 +63,6 @@ class AccountedRun:
 def run(
     setup: Setup, selection: Selection, draw: Draw, rig: Rig, progress: Progress
 ) -> AccountedRun:
-    """Serve the workload once."""
     machine = Machine(
         {_PREFILLER: _CAPPED if setup.prefiller else Speed()},
         dict.fromkeys(_DECODERS, _CAPPED if setup.decoders else Speed()),
@@ -134,7 +133,6 @@ def _p95(values: list[float]) -> float:
 def show(
     runs: Sequence[AccountedRun], swept: Sequence[tuple[Draw, float]], experiment: Experiment
 ) -> None:
-    """Print the tables."""
     title = "Stand-in GPUs under a modelled load, metered by the node's keeper"
     rows = [(label, *(cell(run, runs[0]) for run in runs)) for label, cell in _ROWS.items()]
     experiment.show(title, ["", *(run.setup.name for run in runs)], rows, wrap=True)
@@ -176,7 +174,6 @@ def draw_sweep(swept: Sequence[tuple[Draw, float]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run each setup on the same workload."""
     experiment = Experiment("energy", __doc__, data=True)
     experiment.option("--conversations", 400)
     experiment.option("--rate", 1.5, "conversations/s")

@@ -61,7 +61,6 @@ class Accounted:
 
     @property
     def total_j(self) -> float:
-        """Energy accounted to all roles."""
         return sum(self.role_j.values())
 
 

@@ -48,7 +48,6 @@ def ratios(
 
 
 def mean_s(one: mars.Outcome) -> float:
-    """Return programs' mean time."""
     return one.mean_s
 
 
@@ -168,7 +167,6 @@ def show_without(found: Sequence[mars.Outcome], experiment: Experiment) -> None:
 
 
 def show_agentserve(found: Sequence[agentserve.Outcome], experiment: Experiment) -> None:
-    """Print latencies at the most agents."""
     most = max(one.point.agents for one in found)
     with_most = [one for one in found if one.point.agents == most]
 
@@ -195,7 +193,6 @@ def _run(case: tuple[Callable[..., Any], Any, Any, int]) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the experiment; the exit status is 0 whatever comes out."""
     experiment = Experiment("engine_papers", __doc__, width=150)
     experiment.option("--seeds", 2, "how many", type=at_least_1, metavar="N")
     options = experiment.parse(arguments)

@@ -124,7 +124,6 @@ class Outcome:
 
 
 def shape_of(point: Point) -> Shape:
-    """Its conversations'."""
     outputs = OUTPUTS[point.paradigm, point.model]
     return replace(PRESETS[point.paradigm], output_tokens=outputs, tool_latency=TOOLS[point.tools])
 
@@ -151,7 +150,6 @@ class Box(Sessions):
         self._programs: deque[Program] = deque()
 
     def serve(self, programs: Sequence[Program]) -> None:
-        """Have the agents do all of them."""
         self._programs.extend(programs)
         for _ in range(self._agents):
             self._next_session()
@@ -164,13 +162,11 @@ class Box(Sessions):
             self.turn(program.key)
 
     def ended(self, key: str) -> None:
-        """The agent has its next session."""
         self.engine.scheduler.forget(key)
         self._next_session()
 
 
 def run(system: System, point: Point, seed: int) -> Outcome:
-    """One run."""
     count = _SESSIONS_EACH * point.agents
     programs = draw(shape_of(point), count, Arrivals("together"), seed)
     box = Box(system, GPUS[point.gpu], MODELS[point.model], point.agents)

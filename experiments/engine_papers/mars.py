@@ -131,11 +131,9 @@ class SmallestFirst:
         self._tickets: dict[str, Ticket] = {}
 
     def join(self, ticket: Ticket) -> None:
-        """Somebody begins to wait."""
         self._tickets[ticket.history_id] = ticket
 
     def leave(self, ticket: Ticket, *, went: bool) -> None:
-        """Somebody waits no longer."""
         del self._tickets[ticket.history_id]
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
@@ -145,7 +143,6 @@ class SmallestFirst:
         return iter(ordered)
 
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:
-        """Nobody holds anybody up."""
         return False
 
 
@@ -187,7 +184,6 @@ class ControlPlane:
         self.longest_wait_s = 0.0
 
     def enter(self, key: str, prompt_tokens: int) -> None:
-        """A program comes."""
         self.line.join(key, prompt_tokens, self._loop.now_s)
         self._admit()
 
@@ -196,7 +192,6 @@ class ControlPlane:
         self._held_tokens[key] = tokens
 
     def left(self, key: str) -> None:
-        """A program has ended."""
         del self._held_tokens[key]
         self._admit()
 
@@ -285,14 +280,12 @@ class Node(Sessions):
             self.control.grown(key, call.prompt_tokens + call.output_tokens)
 
     def ended(self, key: str) -> None:
-        """The control plane may let others in."""
         if self.control is not None:
             self.scheduler.forget(key)
             self.control.left(key)
 
 
 def run(system: System, point: Point, seed: int, cores: int = CORES) -> Outcome:
-    """One run."""
     arrivals = Arrivals("poisson", point.rate_per_s, seed)
     programs = draw(regime(VOLUMES_TOKENS[point.regime]), point.programs, arrivals, seed)
     node = Node(system, GPUS[point.gpu], cores)

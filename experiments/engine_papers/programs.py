@@ -37,7 +37,6 @@ class Program:
 
     @property
     def prompts_tokens(self) -> int:
-        """Return the length of all its prompts together."""
         context = total = 0
         for turn in self.turns:
             context += turn.append_tokens
@@ -84,7 +83,6 @@ class Tools:
         return min(1.0, self.at_work / self._cores)
 
     def run(self, seconds: float, then: Callable[[], None]) -> None:
-        """Have one run."""
         self.at_work += 1
         if self.at_work > self._cores:
             self._waiting.append((seconds, then))

@@ -33,7 +33,6 @@ from experiments.suite.turns import Comparing, Measured, Plan, Unavailable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure each system, and compare them."""
     begun_s = time.monotonic()
     experiment = Experiment("suite", __doc__, rounds=5, seed=0, data=True, cores=True)
     experiment.parser.set_defaults(out=Path("bench-results/suite"))

@@ -73,7 +73,7 @@ def variants(systems: list[str], wrong_rates: list[float], options: Options) -> 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is known of memory before another system is started.
+    """Memory, as it is seen before another system is started.
 
     Attributes:
         total_bytes: the machine's memory.
@@ -96,7 +96,6 @@ class Room:
 
     @property
     def fits(self) -> bool:
-        """Whether one more system has room."""
         return self.left_bytes >= self.most_bytes
 
     def told(self) -> str:
@@ -136,7 +135,6 @@ class Fleet:
 
     @property
     def up(self) -> list[str]:
-        """Names of the systems that are up."""
         return list(self._up)
 
     def endpoint(self, name: str) -> Endpoint:
