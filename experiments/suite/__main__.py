@@ -82,6 +82,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         OSError: the folder for results cannot be made.
     """
     data, rates_per_s = options.data, options.rates or ()
+    if options.engines < 2:
+        raise ValueError(f"engines: {options.engines} is too few; give at least 2")
     peers = Options(
         engines=options.engines,
         model=options.model,

@@ -285,6 +285,7 @@ def test_room_is_what_is_left_once_all_have_grown(
         (["--shares=-1"], "--shares: '-1': give numbers from 0"),
         (["--wrong-decision-rates", "2"], "wrong_decision_rate: 2.0 is not from 0 to 1"),
         (["--data", "/nowhere"], "/nowhere: there is no such file or folder"),
+        (["--engines", "1"], "engines: 1 is too few; give at least 2"),
         (["--cores", "0,0"], "cores: 1 different ones for 2 engines"),
     ],
 )
