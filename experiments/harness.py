@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from rich.markup import escape
 from rich.progress import track
@@ -154,7 +154,7 @@ class Experiment:
     def in_own_process(
         self, *arguments: object, environment: Mapping[str, str] | None = None
     ) -> Any:
-        """Run this experiment once more, with other arguments; returns what `answer` gets there."""
+        """Run this experiment once more, with other arguments; returns what `answer` measures."""
         done = subprocess.run(
             [sys.executable, "-m", self.module, *map(str, arguments)],
             check=True, stdout=subprocess.PIPE, timeout=3600,
@@ -174,10 +174,33 @@ class Experiment:
     # --- Results ----------------------------------------------------------------------------------
 
     def show(
-        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], **more: Any
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        *,
+        names: int = 1,
+        wrap: bool = False,
+        **more: Any,
     ) -> None:
-        """Print a table, as `table` makes it."""
-        self.console.print(table(title, columns, rows, **more))
+        """Print a table.
+
+        Args:
+            rows: cells; an empty row draws a line.
+            names: how many columns, from the left, hold names; others' numbers are to the right.
+            wrap: whether long cells are wrapped where the console is narrow.
+            more: what `rich.table.Table` takes.
+        """
+        table = Table(title=title, **more)
+        for number, heading in enumerate(columns):
+            side: Literal["left", "right"] = "left" if number < names else "right"
+            table.add_column(heading, justify=side, no_wrap=not wrap)
+        for row in rows:
+            if row:
+                table.add_row(*row)
+            else:
+                table.add_section()
+        self.console.print(table)
 
     def file(self, ending: str) -> Path | None:
         """Return a file for results, in a folder that is made; None without ``--out``."""
@@ -193,14 +216,10 @@ class Experiment:
             path.write_text(json.dumps(found, default=asdict, indent=1) + "\n")
 
 
-def answer(found: Any) -> None:
-    """Print what `Experiment.in_own_process` returns in the process that started this one."""
-    print(json.dumps(found, default=asdict))
-
-
-def on_one_core() -> None:
-    """Keep this process to the last of its cores."""
+def answer(measure: Callable[[], Any]) -> None:
+    """Measure on one core, and print what `Experiment.in_own_process` returns where it started."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    print(json.dumps(measure(), default=asdict))
 
 
 def rounds(names: Iterable[str], count: int, seed: int, warm_up: int = 0) -> list[tuple[int, str]]:
@@ -215,34 +234,6 @@ def rounds(names: Iterable[str], count: int, seed: int, warm_up: int = 0) -> lis
         for number in range(-warm_up, count)
         for name in order.sample(known, len(known))
     ]
-
-
-def table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    names: int = 1,
-    wrap: bool = False,
-    **more: Any,
-) -> Table:
-    """Return a table.
-
-    Args:
-        rows: cells; an empty row draws a line.
-        names: how many columns, from the left, hold names; the others' numbers are to the right.
-        wrap: whether long cells are wrapped where the console is narrow.
-        more: what `rich.table.Table` takes.
-    """
-    made = Table(title=title, **more)
-    for number, heading in enumerate(columns):
-        made.add_column(heading, justify="left" if number < names else "right", no_wrap=not wrap)
-    for row in rows:
-        if row:
-            made.add_row(*row)
-        else:
-            made.add_section()
-    return made
 
 
 def group(found: Iterable[_Found], key: Callable[[_Found], _Key]) -> dict[_Key, list[_Found]]:

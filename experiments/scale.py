@@ -389,19 +389,9 @@ _COLOURS = {
 }
 
 
-def show(found: Sequence[Figures], experiment: Experiment) -> None:
-    """Print tables for each scene: a row for each system, a column for each load."""
-    for scene, ones in group(found, lambda one: one.scene).items():
-        tables = _OPEN if _arrives(scene) else _CLOSED
-        for (title, unit), cell in tables.items():
-            columns, rows = pivot(
-                ones,
-                lambda one: (one.system,),
-                lambda one, unit=unit: f"{one.load:g}{unit}",  # type: ignore[misc]
-                lambda ones, cell=cell: cell(ones[0]),  # type: ignore[misc]
-            )
-            if title != _REFUSED or any(one.failed for one in ones):
-                experiment.show(f"{scene}: {title}", ["system", *columns], rows, box=SIMPLE_HEAD)
+def _arrives(scene: str) -> bool:
+    """Whether a scene is one of MARS's regimes, and no closed loop."""
+    return scene.startswith("ILR")
 
 
 def _latency(one: Figures) -> str:
@@ -409,24 +399,39 @@ def _latency(one: Figures) -> str:
     return shown + (f", {one.failed} failed" if one.failed else "")
 
 
-_REFUSED = "turns refused"
-# What tables have in their titles, and behind their columns' loads; and of what is in their cells.
-_Tables = dict[tuple[str, str], Callable[[Figures], str]]
-_OPEN: _Tables = {("a program's mean time, its tools' included, and hits", "/s"): _latency}
-_CLOSED: _Tables = {
-    ("output tokens/s, and of what is repeated, what was found", ""): lambda one: (
+_Cell = Callable[[Figures], str]
+_OPEN: dict[str, _Cell] = {"a program's mean time, its tools' included, and hits": _latency}
+_CLOSED: dict[str, _Cell] = {
+    "output tokens/s, and of what is repeated, what was found": lambda one: (
         f"{one.tokens_per_s:,.0f} {one.found:4.0%}"
     ),
-    ("steps/min, and a turn's mean latency", ""): lambda one: (
+    "steps/min, and a turn's mean latency": lambda one: (
         f"{one.steps_per_min:,.0f} {one.latency_s:5.1f} s"
     ),
-    (_REFUSED, ""): lambda one: f"{one.failed:,}",
 }
+_REFUSED: dict[str, _Cell] = {"turns refused": lambda one: f"{one.failed:,}"}
 
 
-def _arrives(scene: str) -> bool:
-    """Whether a scene is one of MARS's regimes, and no closed loop."""
-    return scene.startswith("ILR")
+def show(found: Sequence[Figures], experiment: Experiment) -> None:
+    """Print tables for each scene: a row for each system, a column for each load."""
+    for scene, ones in group(found, lambda one: one.scene).items():
+        tables, unit = (_OPEN, "/s") if _arrives(scene) else (_CLOSED, "")
+        if not _arrives(scene) and any(one.failed for one in ones):
+            tables = tables | _REFUSED
+        for title, cell in tables.items():
+            _show(f"{scene}: {title}", ones, unit, cell, experiment)
+
+
+def _show(
+    title: str, ones: Sequence[Figures], unit: str, cell: _Cell, experiment: Experiment
+) -> None:
+    columns, rows = pivot(
+        ones,
+        lambda one: (one.system,),
+        lambda one: f"{one.load:g}{unit}",
+        lambda here: cell(here[0]),
+    )
+    experiment.show(title, ["system", *columns], rows, box=SIMPLE_HEAD)
 
 
 def draw(found: Sequence[Figures], path: Path) -> None:

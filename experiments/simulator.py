@@ -16,7 +16,7 @@ from autoscale.capacity.profile import load_profile
 from benchmarks.metrics import Tally
 from benchmarks.simulate.run import EngineCounts, make_system, serve
 from benchmarks.workloads import PRESETS, Arrivals, synthetic
-from experiments.harness import Experiment, answer, at_least_1, on_one_core
+from experiments.harness import Experiment, answer, at_least_1
 
 TARGET_TURNS = 1_000_000
 TARGET_S = 120.0
@@ -100,8 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     experiment.hidden("--measure", type=int)
     options = experiment.parse(arguments)
     if options.measure is not None:
-        on_one_core()
-        answer(measure(options.measure, options.prefillers[0]))
+        answer(lambda: measure(options.measure, options.prefillers[0]))
         return
     cases = [(turns, size) for size in options.prefillers for turns in options.turns]
     samples = [

@@ -33,7 +33,7 @@ from conserve.history import TurnKey, TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
 from conserve.recognition import Chain, Digest, chain_of
-from experiments.harness import Experiment, answer, at_least_1, on_one_core
+from experiments.harness import Experiment, answer, at_least_1
 
 TARGET_CYCLES_PER_S = 50_000
 TARGET_BYTES = 1_000
@@ -350,8 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     experiment.hidden("--measure", type=int)
     options = experiment.parse(arguments)
     if options.measure is not None:
-        on_one_core()
-        answer(measure(options.measure, options.seconds, options.pausing))
+        answer(lambda: measure(options.measure, options.seconds, options.pausing))
         return
     if max(options.sizes) < _MEASURABLE:
         experiment.parser.error(f"one size must be at least {_MEASURABLE}, to measure memory")
