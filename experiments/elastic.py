@@ -334,10 +334,10 @@ def over_best(ones: Sequence[Figures], found: Iterable[Figures]) -> float:
         Where none has a p95, since more than a twentieth were refused by each: 1, or if it refused
         more than another, infinite; 0 where it alone has one.
     """
-    others: dict[str, list[Figures]] = {}
-    for other in found:
-        if other.system in _OTHERS[ones[0].system] and any(_same(one, other) for one in ones):
-            others.setdefault(other.system, []).append(other)
+    names = _OTHERS[ones[0].system]
+    rivals = [other for other in found if other.system in names]
+    compared = [other for other in rivals if any(_same(one, other) for one in ones)]
+    others = group(compared, lambda one: one.system)
     best_s = min((_ttfet_s(each) for each in others.values()), default=nan)
     own_s = _ttfet_s(ones)
     if own_s == best_s == inf:

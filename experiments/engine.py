@@ -57,7 +57,6 @@ class Engine:
     added_s: dict[str, float] = field(default_factory=dict)
     times_s: dict[str, list[float]] = field(default_factory=dict)
     found: dict[str, int] = field(default_factory=dict)
-    preempted: int = 0
 
     def __post_init__(self) -> None:
         os.environ.update(
@@ -133,7 +132,7 @@ class Engine:
         made.clock = self.now_s
         self._core.scheduler = made
         self.answers, self.added_s, self.times_s = {}, {}, {}
-        self.found, self.preempted = {}, 0
+        self.found = {}
 
     def add(
         self,

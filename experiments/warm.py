@@ -7,19 +7,37 @@ another's in the same round, with a bootstrap interval of 95 %.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.hogs import hogs
 from experiments.agents import USUAL, Agent, Shape, clients
 from experiments.harness import Experiment, paired_ratio, percentile, ratio_cells, rounds
 
 # Turns of one system in one round, over all its clients.
 ROUND_TURNS = 4
 _WARM_UP_ROUNDS = 2
+
+
+@contextlib.contextmanager
+def hogs(count: int) -> Iterator[None]:
+    """Keep so many processes computing for the time of a ``with`` block.
+
+    Each takes as much of a core as the operating system gives to one more process.
+    """
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
 
 
 class Load(NamedTuple):

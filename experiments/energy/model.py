@@ -38,7 +38,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An engine's work in one step, in seconds; it is idle for the rest."""
+    """Tells what an engine did in one step, in seconds; idle for the rest."""
 
     prefill_s: float
     decode_s: float
@@ -89,19 +89,18 @@ class _Engine:
             else:
                 left_s -= work_s
                 prefilled.append(turn)
+        prefill_s = step_s - left_s
         answered: list[_Turn] = []
-        step = Step(step_s - left_s, 0.0)
-        if self.decoding and left_s:
-            each = DECODE_TOKENS_PER_S / len(self.decoding)
-            rate = min(ALONE_TOKENS_PER_S, each) / self.speed.decode
-            longest_s = max(turn.left_tokens for turn in self.decoding) / rate
-            for turn in self.decoding:
-                turn.left_tokens -= rate * left_s
-            answered = [turn for turn in self.decoding if turn.left_tokens <= 0]
-            self.decoding = [turn for turn in self.decoding if turn.left_tokens > 0]
-            step = Step(step.prefill_s, min(left_s, longest_s))
-        self.busy = Step(self.busy.prefill_s + step.prefill_s, self.busy.decode_s + step.decode_s)
-        return step, prefilled, answered
+        running = len(self.decoding)
+        if not running or not left_s:
+            return Step(prefill_s, 0.0), prefilled, answered
+        rate = min(ALONE_TOKENS_PER_S, DECODE_TOKENS_PER_S / running) / self.speed.decode
+        longest_s = max(turn.left_tokens for turn in self.decoding) / rate
+        for turn in self.decoding:
+            turn.left_tokens -= rate * left_s
+        answered = [turn for turn in self.decoding if turn.left_tokens <= 0]
+        self.decoding = [turn for turn in self.decoding if turn.left_tokens > 0]
+        return Step(prefill_s, min(left_s, longest_s)), prefilled, answered
 
 
 @dataclass(slots=True)
@@ -164,11 +163,11 @@ class Machine:
             now_s += step_s
             steps = {}
             for name, engine in self._prefillers.items():
-                steps[name], done, _ = engine.step(step_s)
+                steps[name], done, _ = self._stepped(engine, step_s)
                 for turn in done:
                     self._hand_off(turn)
             for name, engine in self._decoders.items():
-                steps[name], done, answered = engine.step(step_s)
+                steps[name], done, answered = self._stepped(engine, step_s)
                 for turn in done:
                     self._start_decoding(engine, turn, now_s)
                 for turn in answered:
@@ -177,12 +176,21 @@ class Machine:
         engines = self._prefillers | self._decoders
         self.outcome.duration_s = now_s
         self.outcome.busy = {name: engine.busy for name, engine in engines.items()}
-        self.outcome.computed_tokens = self.computed_tokens()
+        self.outcome.computed_tokens = {
+            name: engine.computed_tokens for name, engine in engines.items()
+        }
 
     def computed_tokens(self) -> dict[str, int]:
         """Tokens that each engine has taken on so far, to prefill or to decode."""
         engines = self._prefillers | self._decoders
         return {name: engine.computed_tokens for name, engine in engines.items()}
+
+    def _stepped(self, engine: _Engine, step_s: float) -> tuple[Step, list[_Turn], list[_Turn]]:
+        step, done, answered = engine.step(step_s)
+        engine.busy = Step(
+            engine.busy.prefill_s + step.prefill_s, engine.busy.decode_s + step.decode_s
+        )
+        return step, done, answered
 
     def _ask(self, script: Script, at_s: float) -> None:
         request = script.next(None)

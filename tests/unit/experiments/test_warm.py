@@ -8,10 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.hogs import hogs
 from experiments import warm
 from experiments.agents import Agent, Answer
-from experiments.warm import Load, System, WarmTurns
+from experiments.warm import Load, System, WarmTurns, hogs
 
 
 def test_a_round_counts_by_its_medians() -> None:
