@@ -47,7 +47,7 @@ class Refused(RuntimeError):
 
 @dataclass(slots=True)
 class Answer:
-    """An answer, as far as it has come. It is parsed when somebody asks, after the clock stopped.
+    """An answer, as far as it has come. It is parsed on demand, when the clock has stopped.
 
     Attributes:
         headers: the response's; empty before it has begun.

@@ -37,8 +37,8 @@ ENGINES: dict[str, EngineCounts] = {
 }
 LOADS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.3)
 _FEWER = (0.3, 0.7, 1.0, 1.3)
-# Placements alone; and with what `conserve serve` starts beside: who is idle makes room, and comes
-# back from host memory.
+# Placements alone; and as `conserve serve` has them: idle histories make room, and come back from
+# host memory.
 _PLACED = ("conserve", "collocated", "affinity", "elastic")
 _PARKING = ("parking", "collocated_parking", "elastic_parking")
 
@@ -89,7 +89,7 @@ SCENES: tuple[Scene, ...] = (
     # So many, since of 400 twenty are slower than the p95, and it moves by 8 % with the seed.
     Scene("paper, A40", "a40-qwen3-0.6b", 2_000),
     Scene("paper, H100", "h100-qwen3-8b", 2_000, loads=_FEWER),
-    # Affinity turns nobody away, so here nobody else does.
+    # Affinity refuses no conversation, so here no other system does.
     Scene(
         "paper, A40, endless line",
         "a40-qwen3-0.6b",

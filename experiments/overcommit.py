@@ -199,7 +199,7 @@ def draw(found: dict[str, list[Level]], path: Path) -> None:
     for (system, levels), marker in zip(found.items(), "osD^Pv", strict=False):
         agents = [level.agents for level in levels]
         throughput.plot(agents, [one.tokens_per_s for one in levels], marker=marker, label=system)
-        # Of those who made no later turn there is nothing to say.
+        # Without later turns there is no share.
         seen = [one for one in levels if one.repeated_tokens]
         hits.plot([one.agents for one in seen], [100 * one.found for one in seen], marker=marker)
     throughput.set_ylabel("output tokens a second")

@@ -110,16 +110,16 @@ class Outcome:
 
 # --- Its control plane: which programs are at work (section 4.2), by `conserve.admission` ---------
 
-# Those in front that are looked at for one who fits, as in `conserve.admission.admission`.
+# So many tickets in front are tried for one that fits, as in `conserve.admission.admission`.
 _TRIED = 8
 _LOOK_S = 1.0
-# Nobody gives up here.
+# No program gives up here.
 _PATIENCE_S = 1e9
 
 
 class SmallestFirst:
     """MARS's packing of the line (algorithm 1, PackQueue): the shortest prompt first, while CPUs
-    are overloaded the longest. Who does not fit is overtaken. Nothing keeps long ones from
+    are overloaded the longest. A ticket that does not fit is overtaken. Nothing keeps long ones from
     starving.
 
     Args:
@@ -137,7 +137,7 @@ class SmallestFirst:
         del self._tickets[ticket.history_id]
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
-        """Yield those who wait, who goes first first."""
+        """Yield the waiting tickets, in admission order."""
         reverse = self._cpu_overloaded()
         ordered = sorted(self._tickets.values(), key=lambda one: one.prompt_tokens, reverse=reverse)
         return iter(ordered)
@@ -150,7 +150,7 @@ class ControlPlane:
     """Lets programs in while there is room for their prompts, and by `Window`.
 
     Room is what the table counts: the histories of all that are in, as long as they are by now,
-    against the engine's KV. Who is in stays in.
+    against the engine's KV. A program that was let in stays in.
 
     Args:
         scheduler: of the engine, whose KV and recomputed tokens are looked at.
@@ -211,7 +211,7 @@ class ControlPlane:
             return None
         room = blocks.total * blocks.block_tokens - sum(self._held_tokens.values())
         for tried, ticket in enumerate(self.line.tickets(now_s)):
-            # Who is alone goes, whatever its prompt.
+            # A program alone is let in, whatever its prompt.
             if ticket.prompt_tokens <= room or not self._held_tokens:
                 return ticket
             if tried + 1 == _TRIED or self.line.holds_up(ticket, now_s):
@@ -255,7 +255,7 @@ class Node(Sessions):
                 self.turn,
                 packs=system.packs,
             )
-        # Nobody tells baselines what comes; ours go by what clients of ConServe may say.
+        # Baselines are told of no last call; ours go by what clients of ConServe may say.
         self.tells_last = system.admits and system.parts is not None
 
     def serve(self, programs: Sequence[Program]) -> list[float]:

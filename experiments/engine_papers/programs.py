@@ -65,7 +65,7 @@ def draw(shape: Shape, programs: int, arrivals: Arrivals, seed: int) -> list[Pro
 
 
 class Tools:
-    """The CPUs on which tools run, one each; who finds none free waits in line.
+    """The CPUs on which tools run, one each; a tool that finds none free is queued.
 
     Attributes:
         at_work: tools that run or wait.

@@ -185,7 +185,7 @@ class Fleet:
         return Room(machine.total, machine.available, up_bytes, self._most_bytes)
 
     def idle_cores(self, seconds: float) -> dict[str, float]:
-        """How many cores each system keeps busy while nobody asks anything of it."""
+        """How many cores each system keeps busy without requests."""
         before = {name: apart.cpu_s() for name, (apart, _) in self._up.items()}
         begun_s = time.monotonic()
         time.sleep(seconds)

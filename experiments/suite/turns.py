@@ -50,7 +50,7 @@ class Measured:
         group: its number; what comes later with the same number takes its place.
         why: why they took turns as they did.
         reports: by rate, each rate's in the same order; the first system is what ratios are to.
-        idle_cores: how many cores each that was up kept busy while nobody asked it anything.
+        idle_cores: how many cores each that was up kept busy without requests.
     """
 
     group: int
@@ -205,7 +205,7 @@ class Comparing:
             self._tell(f"{self._plan.rounds} rounds of {names} at {rate_per_s:.3g}/s")
             settings = self._settings(variants, rate_per_s)
             if len(variants) == 1:
-                # With nobody to take turns with, it has all conversations in one run.
+                # Alone it takes no turns, so it has all conversations in one run.
                 count = self._plan.rounds * settings.selection.conversations
                 alone = replace(settings.selection, conversations=count)
                 settings = replace(settings, selection=alone)
