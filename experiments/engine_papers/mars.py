@@ -119,8 +119,7 @@ _PATIENCE_S = 1e9
 
 class SmallestFirst:
     """MARS's packing of the line (algorithm 1, PackQueue): the shortest prompt first, while CPUs
-    are overloaded the longest. A ticket that does not fit is overtaken. Nothing keeps long ones from
-    starving.
+    are overloaded the longest. A ticket that does not fit is overtaken, and may wait for ever.
 
     Args:
         cpu_overloaded: whether CPUs are, now.
