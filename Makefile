@@ -34,9 +34,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint lines format bench \
-	bench-overhead bench-later-turns bench-appends bench-engine bench-engine-papers bench-keys bench-overcommit \
-	bench-tenants bench-unkind bench-table bench-energy bench-sm-slots \
-	bench-simulator bench-scale bench-elastic test-agents \
+	bench-overhead bench-scale bench-elastic experiment test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
 	test-all test-compatibility test-cpus test-fuzz test-gpu test-gpu-here test-long test-peers \
 	test-vision test-cluster clean
@@ -145,52 +143,19 @@ format: $(INSTALLED) ## Format the code and mend what can be mended by itself
 	@$(BIN)/ruff format .
 
 bench: $(INSTALLED) ## Compare with the peers, on two cores (DATA=folder of recorded sessions)
-	@$(BIN)/python -m benchmarks.experiments.suite --cores 0,1 $(if $(DATA),--data '$(DATA)') $(ARGS)
+	@$(BIN)/python -m experiments.suite --cores 0,1 $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
-	@$(BIN)/python -m benchmarks.experiments.overhead $(ARGS)
-
-bench-later-turns: $(INSTALLED) ## Measure what asking nobody saves a warm turn: two routers before the same engines
-	@$(BIN)/python -m benchmarks.experiments.later_turns $(ARGS)
-
-bench-appends: $(INSTALLED) ## Measure what others feel of a large append, at home and elsewhere, on two cores
-	@$(BIN)/python -m benchmarks.experiments.appends --cores 0,1 $(ARGS)
-
-bench-engine: $(INSTALLED) ## Compare the scheduler that knows conversations with vLLM's own, on one engine (minutes)
-	@$(BIN)/python -m benchmarks.experiments.engine $(ARGS)
-
-bench-engine-papers: $(INSTALLED) ## Simulate one engine from the inside on MARS's and AgentServe's workloads, beside their claims (minutes)
-	@$(BIN)/python -m benchmarks.experiments.engine_papers $(ARGS)
-
-bench-keys: $(INSTALLED) ## Measure what keys cost a warm turn: two routers before the same engines
-	@$(BIN)/python -m benchmarks.experiments.keys $(ARGS)
-
-bench-overcommit: $(INSTALLED) $(PEERS) ## Have agents work whose histories are four times what engines hold
-	@$(BIN)/python -m benchmarks.experiments.overcommit $(ARGS)
-
-bench-tenants: $(INSTALLED) ## Measure whether a tenant can tell from time what another has sent
-	@$(BIN)/python -m benchmarks.experiments.tenants $(ARGS)
-
-bench-unkind: $(INSTALLED) ## Measure what clients that do their worst cost the others
-	@$(BIN)/python -m benchmarks.experiments.unkind $(ARGS)
-
-bench-table: $(INSTALLED) ## Measure the conversation table: decisions a second, bytes each
-	@$(BIN)/python -m benchmarks.experiments.table $(ARGS)
-
-bench-energy: $(INSTALLED) ## Compare tiers' tokens per joule, on stand-in GPUs
-	@$(BIN)/python -m benchmarks.experiments.energy $(ARGS)
-
-bench-sm-slots: $(INSTALLED) ## Measure the ledger of SM slots: operations a second
-	@$(BIN)/python -m benchmarks.experiments.sm_slots $(ARGS)
-
-bench-simulator: $(INSTALLED) ## Measure the simulator: a million turns in how long, and how much memory
-	@$(BIN)/python -m benchmarks.experiments.simulator $(ARGS)
+	@$(BIN)/python -m experiments.overhead $(ARGS)
 
 bench-scale: $(INSTALLED) ## Simulate other systems' rules at the papers' scale (DATA=folder of recorded sessions)
-	@$(BIN)/python -m benchmarks.experiments.scale $(if $(DATA),--data '$(DATA)') $(ARGS)
+	@$(BIN)/python -m experiments.scale $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 bench-elastic: $(INSTALLED) ## Simulate where prefills run, elastic and otherwise (DATA=folder of recorded sessions)
-	@$(BIN)/python -m benchmarks.experiments.elastic $(if $(DATA),--data '$(DATA)') $(ARGS)
+	@$(BIN)/python -m experiments.elastic $(if $(DATA),--data '$(DATA)') $(ARGS)
+
+experiment: $(INSTALLED) $(if $(filter overcommit,$(NAME)),$(PEERS)) ## Run a measurement of experiments/ (NAME=table ARGS='--rounds 5'; without NAME: list them)
+	@$(BIN)/python -m experiments$(if $(NAME),.$(NAME)) $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 clean: ## Remove .venv, .venv-gpu, caches and build products
 	rm -rf $(VENV) $(GPU_VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,10 +7,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 from tests.checkout import ROOT
 
-LINTER = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LINTER = PROJECT["tool"]["importlinter"]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,8 @@ def test_the_floors_are_kept(copy: Path) -> None:
         ("deployments/node/node.py", "import deployments.engine.engine"),
         ("benchmarks/driver.py", "import deployments.messages"),
         ("benchmarks/peers/plan.py", "import conserve_cli.main"),
+        ("benchmarks/measure.py", "import experiments.table"),
+        ("conserve_cli/bench.py", "import experiments.table"),
     ],
 )
 def test_an_import_that_goes_up_a_floor_fails_the_lint(copy: Path, file: str, line: str) -> None:
@@ -74,6 +78,12 @@ def test_an_import_that_goes_up_a_floor_fails_the_lint(copy: Path, file: str, li
     assert f"{importer} -> {line.removeprefix('import ')}" in done.stdout
 
 
+def test_the_wheel_has_no_experiments() -> None:
+    wheel = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {name.partition(".")[0] for name in find_packages(str(ROOT), include=wheel)}
+    assert packages == set(LINTER["root_packages"]) - {"experiments"}
+
+
 def test_contributing_says_of_each_package_what_it_may_import() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| `(\w+)/` \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE)
@@ -86,6 +96,6 @@ def test_contributing_says_of_each_package_what_it_may_import() -> None:
         for number, floor in enumerate(floors)
         for package in floor
     }
-    # Held by a contract of its own; `experiments/` and `peers/` may.
+    # Held by a contract of its own; `peers/` may.
     wanted["benchmarks"].remove("deployments")
     assert said == wanted

@@ -7,11 +7,10 @@ import pytest
 
 from benchmarks.compare import compare
 from benchmarks.driver import DriveOptions
-from benchmarks.experiments.suite.fleet import Fleet
-from benchmarks.experiments.suite.systems import Variant
 from benchmarks.measure import MeasurementSettings, measure
 from benchmarks.peers import Options
 from benchmarks.selection import Selection
+from experiments.suite.fleet import Fleet, Variant
 from tests.engines.applications import START_S
 
 pytestmark = pytest.mark.usefixtures("machine_alone")

@@ -3,14 +3,11 @@
 import doctest
 from collections import Counter
 from itertools import pairwise
-from types import ModuleType
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import order
-from benchmarks.experiments.suite import memory
 from benchmarks.order import Alternation, orders, told
 
 
@@ -55,8 +52,7 @@ def test_reports_say_the_order() -> None:
     assert told(None) is None
 
 
-@pytest.mark.parametrize("module", [order, memory])
-def test_the_documented_examples(module: ModuleType) -> None:
-    result = doctest.testmod(module)
+def test_the_documented_examples() -> None:
+    result = doctest.testmod(order)
     assert result.attempted >= 1
     assert result.failed == 0

@@ -69,7 +69,7 @@ def test_simulate() -> None:
 
 
 def test_experiments() -> None:
-    lines = _piped("benchmarks.experiments.sm_slots", "--operations", "200", "--rounds", "1")
+    lines = _piped("experiments.sm_slots", "--operations", "200", "--rounds", "1")
     (head,) = [line for line in lines if "operations per CPU second, median" in line]
     assert len(head) > 80
 
@@ -90,7 +90,7 @@ def test_a_terminal_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert new_console(least_width=110).width == 110
 
 
-@pytest.mark.parametrize("package", ["benchmarks", "conserve_cli"])
+@pytest.mark.parametrize("package", ["benchmarks", "conserve_cli", "experiments"])
 def test_no_program_makes_a_console_of_its_own(package: str) -> None:
     made = [
         str(path.relative_to(ROOT))

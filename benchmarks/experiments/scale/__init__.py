@@ -1,4 +1,0 @@
-"""ConServe and other systems at the scale of the papers, simulated.
-
-python -m benchmarks.experiments.scale [--data FOLDER] [--programs 24,48,96,120,144] [--out FOLDER]
-"""

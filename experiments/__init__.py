@@ -1,0 +1,1 @@
+"""Measurements that docs cite: `make experiment NAME=table`. They are no part of the wheel."""

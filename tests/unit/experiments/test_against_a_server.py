@@ -1,0 +1,138 @@
+"""Experiments on real engines, played against a server that only looks like one."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import appends, overhead, tenants, unkind, warm
+from experiments.harness import Experiment
+from tests.unit.experiments.chat import Chat
+
+
+def test_a_tenant_sends_what_it_should(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    chat = Chat()
+
+    @contextlib.contextmanager
+    def serving(self: Experiment, *settings: str) -> Iterator[str]:
+        assert settings == (f"keys_file={self.logs / 'keys.json'}",)
+        yield "url"
+
+    async def measure(experiment: Experiment, _: str, keys: dict[str, str]) -> Any:
+        return await chat.serve(lambda url: measured(experiment, url, keys))
+
+    measured = tenants.measure
+    monkeypatch.setattr(Experiment, "serving", serving)
+    monkeypatch.setattr(tenants, "measure", measure)
+    tenants.main(["--rounds", "2", "--words", "20", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "tenants.json").read_text())
+    assert {name: len(times) for name, times in found["times_s"].items()} == dict.fromkeys(
+        (tenants.UNSENT, tenants.OTHERS, tenants.OWN), 2
+    )
+    assert found["ratios"][tenants.UNSENT] == [1.0, 1.0, 1.0]
+    # Three rounds, one of them to warm up; each a first prompt and three probes, which are ended.
+    assert len(chat.seen) == len(set(chat.ended)) == 12
+    for number in range(0, 12, 4):
+        first, *probes = chat.seen[number : number + 4]
+        said = [
+            (one.headers["Authorization"] == first.headers["Authorization"],
+             one.body["messages"] == first.body["messages"])
+            for one in probes
+        ]  # fmt: skip
+        assert sorted(said) == [(False, False), (False, True), (True, True)]
+
+
+def test_what_is_appended_is_measured_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = Chat()
+    # One conversation in three comes to where the others are not.
+    chat.decoders = ["decoder#0", "decoder#0", "decoder#0", "prefiller#0"]
+    monkeypatch.setattr(appends, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(appends, "_OTHERS_TOKENS", 3_000)
+    experiment = Experiment("appends", None, rounds=2, seed=1)
+    experiment.option("--tokens", 50)
+    experiment.option("--others", 2)
+    experiment.parse([])
+
+    async def play(url: str) -> dict[str, appends.Appended]:
+        return await appends.measure(experiment, {appends.HOME: url, appends.WHEREVER: url})
+
+    found = chat.run(play)
+    assert list(found) == [appends.HOME, appends.WHEREVER]
+    for one in found.values():
+        assert len(one.ttft_s) == len(one.others_p95_s) == 2
+        assert all(
+            0 < p95 <= most for p95, most in zip(one.others_p95_s, one.others_most_s, strict=True)
+        )
+        assert one.taken_tokens == [128, 128]
+    assert found[appends.HOME].answers == found[appends.WHEREVER].answers
+    appended = [one for one in chat.seen if len(one.body["messages"]) == 3]
+    assert len(appended) == 6
+    assert {len(one.body["messages"][2]["content"].split()) for one in appended} == {50}
+    assert {one.body["cache_salt"] == one.conversation for one in chat.seen} == {True}
+    assert any(name not in {one.conversation for one in appended} for name in chat.ended)
+
+
+def test_unkind_clients_send_beside_agents_and_stop() -> None:
+    chat = Chat()
+    experiment = Experiment("unkind", None, rounds=1, seed=1)
+    for flag, value in (("--seconds", 0.3), ("--agents", 2), ("--connections", 2)):
+        experiment.option(flag, value)
+    experiment.parse([])
+    bad = unkind.Unkind("/v1/chat/completions", b'{"messages": []}')
+
+    async def play(url: str) -> dict[str, unkind.Seen]:
+        return await unkind.measure(experiment, url, {"bad": bad})
+
+    seen = chat.run(play)
+    assert set(seen) == {unkind.NONE, "bad"}
+    assert set(seen["bad"].answers) == {"400"}
+    assert not seen[unkind.NONE].answers
+    assert all(len(one.p95_s) == 1 and one.p95_s[0] > 0 for one in seen.values())
+    unkind.report(seen, experiment)
+
+
+def test_no_unkind_body_is_longer_than_the_router_takes() -> None:
+    kinds = unkind.kinds(10**6)
+    lengths = {name: len(kinds[name].body or b"") for name in kinds}
+    assert 10**6 - 2_000 < lengths["longest text"] <= 10**6
+    assert 10**6 - 2_000 < lengths["most arrays, unbounded"] <= 10**6
+
+
+def test_every_system_is_up_and_compared_with_the_bare_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[tuple[str, int, tuple[str, ...]]] = []
+    compared: list[warm.System] = []
+
+    @contextlib.contextmanager
+    def up(self: Experiment, launch: Any, name: str, wait: Any, port: int) -> Iterator[str]:
+        started.append((name, port, ()))
+        yield f"url of {name}"
+
+    @contextlib.contextmanager
+    def serving(
+        self: Experiment, *settings: str, port: int = 8000, name: str = "ConServe"
+    ) -> Iterator[str]:
+        started.append((name, port, settings[2:]))
+        yield f"url of {name}"
+
+    monkeypatch.setattr(Experiment, "up", up)
+    monkeypatch.setattr(Experiment, "serving", serving)
+    monkeypatch.setattr(warm, "compare", lambda _, systems: compared.extend(systems))
+    overhead.main(["--beside", "pausing=off"])
+    assert started == [
+        (overhead.BARE, 8191, ()),
+        ("ConServe", 8000, ()),
+        ("ConServe, pausing=off", 8193, ("pausing=off",)),
+        (overhead.RAY, 8192, ()),
+    ]
+    assert [one.name for one in compared] == [
+        overhead.BARE, overhead.CONSERVE, overhead.RAY, "ConServe, pausing=off",
+    ]  # fmt: skip
+    assert all(one.url == f"url of {one.name}" for one in compared)
+    compared.clear()
+    overhead.main(["--without-ray-serve-llm"])
+    assert [one.name for one in compared] == [overhead.BARE, overhead.CONSERVE]
