@@ -68,6 +68,7 @@ class Clients(ABC, Generic[OpenT]):
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._number = count()
         self._under_way: dict[str, OpenT] = {}
+        self._arriving = False
         # Of a closed loop: who begins when somebody ends.
         self._next_programs: Iterator[tuple[float, Script]] = iter(())
         self._longest_tokens = min(
@@ -86,8 +87,28 @@ class Clients(ABC, Generic[OpenT]):
         Raises:
             SimulationError: a turn of it does not say how long it is.
         """
+        self.start(plan)
+        self.advance(inf)
+
+    def start(self, plan: Iterable[tuple[float, Script]]) -> None:
+        """Have a plan's conversations arrive while time goes on (`advance`)."""
         self._next_arrival(iter(plan))
-        self._run_until(inf)
+
+    def advance(self, until_s: float) -> None:
+        """Let happen what happens until then.
+
+        Raises:
+            SimulationError: a turn does not say how long it is.
+        """
+        events = self._events
+        while events and events[0][0] <= until_s:
+            now_s, _, act, what = heappop(events)
+            act(now_s, what)
+
+    @property
+    def open(self) -> bool:
+        """Whether a conversation is under way, or is still to arrive."""
+        return bool(self._under_way) or self._arriving
 
     def run_programs(
         self,
@@ -109,7 +130,7 @@ class Clients(ABC, Generic[OpenT]):
         self._next_programs = iter(plan)
         for number, (_, script) in enumerate(islice(self._next_programs, programs)):
             self._later(ramp_s * number / programs, self._begin, script)
-        self._run_until(until_s)
+        self.advance(until_s)
         if self._events:
             self.ended_s = until_s
         for one in self._under_way.values():
@@ -154,12 +175,6 @@ class Clients(ABC, Generic[OpenT]):
 
     # --- Time ---------------------------------------------------------------------------------
 
-    def _run_until(self, until_s: float) -> None:
-        events = self._events
-        while events and events[0][0] <= until_s:
-            now_s, _, act, what = heappop(events)
-            act(now_s, what)
-
     def _later(self, at_s: float, act: Callable[[float, Any], None], what: object) -> None:
         heappush(self._events, (at_s, next(self._number), act, what))
 
@@ -200,6 +215,7 @@ class Clients(ABC, Generic[OpenT]):
 
     def _next_arrival(self, plan: Iterator[tuple[float, Script]]) -> None:
         arriving = next(plan, None)
+        self._arriving = arriving is not None
         if arriving is not None:
             at_s, script = arriving
             self._later(at_s, self._arrive, (script, plan))

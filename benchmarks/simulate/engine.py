@@ -46,6 +46,7 @@ class SimulatedEngine:
 
     Attributes:
         busy_prefill_s, busy_decode_s: how long it ran steps with and without a prefill.
+        computed_tokens: prefilled or decoded.
         active_tokens: KV of turns that run or are prefilled, what they share once.
         idle_tokens: KV of conversations between turns, and shared prefixes that no turn holds.
         evicted_tokens, preemptions: idle KV dropped, and number of turns sent back to be computed
@@ -101,6 +102,7 @@ class SimulatedEngine:
         self._changing = False
         self.busy_prefill_s = 0.0
         self.busy_decode_s = 0.0
+        self.computed_tokens = 0
         self.active_tokens = 0
         self.idle_tokens = 0
         self.evicted_tokens = 0
@@ -147,6 +149,13 @@ class SimulatedEngine:
         """How many turns wait or run here."""
         running = len(self._prefilling) + len(self._completing) + len(self._decoding)
         return len(self._waiting) + running
+
+    def busy_s(self, now_s: float) -> tuple[float, float]:
+        """Return `busy_prefill_s` and `busy_decode_s` with the steps under way as far as they are."""
+        running_s = now_s - self._began_s if self._under_way else 0.0
+        if self._has_prefill:
+            return self.busy_prefill_s + running_s, self.busy_decode_s
+        return self.busy_prefill_s, self.busy_decode_s + running_s
 
     def pin(self, conversation: str, until_s: float) -> None:
         """Keep a conversation's idle KV until then, unless turns that run need its room."""
@@ -199,6 +208,7 @@ class SimulatedEngine:
             self._step += steps
             self._kv_tokens += grown
             self.active_tokens += grown
+            self.computed_tokens += grown
             finishes, step = self._finishes, self._step
             while finishes and finishes[0][0] <= step:
                 _, number, work = heappop(finishes)
@@ -324,6 +334,7 @@ class SimulatedEngine:
             chunk = min(work.left_tokens, room_tokens)
             pairs = chunk * (chunk + 2 * work.past_tokens)
             added_s += costs.per_token_s * chunk + costs.per_pair_s * pairs
+            self.computed_tokens += chunk
             self._chunk_tokens += chunk
             self._chunk_pairs += pairs
             work.past_tokens += chunk
