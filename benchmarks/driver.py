@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks import gpus
 from benchmarks.client import Client, Endpoint, EndpointError, with_model
 from benchmarks.counters import rise
+from benchmarks.machine import gpu_energy_j
 from benchmarks.records import Script, TurnRecord
 
 ArrivalPlan = Iterable[tuple[float, Script]]
@@ -232,7 +232,7 @@ class _Driver:
         )
 
     def _energy_j(self) -> float | None:
-        return gpus.energy_j() if self._endpoint.is_here else None
+        return gpu_energy_j() if self._endpoint.is_here else None
 
     async def _until(
         self,

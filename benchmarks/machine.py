@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import gpus
+from hetero.nvml import GpuLost, NoDriver, NotSupported, Nvml
 
 # Each under the names of the distributions that it comes in.
 _PACKAGES = {
@@ -35,11 +35,38 @@ def environment() -> dict[str, Any]:
             "cpu": _cpu_model(),
             "cores": os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
-            "gpus": gpus.names(),
+            "gpus": gpu_names(),
             "system": platform.platform(),
         },
         "git_commit": _git_commit(),
     }
+
+
+def gpu_names() -> list[str]:
+    """The models of this machine's GPUs; empty without an NVIDIA driver."""
+    try:
+        with Nvml() as nvml:
+            return [gpu.name for gpu in nvml.inventory()]
+    except NoDriver:
+        return []
+
+
+def gpu_energy_j() -> float | None:
+    """Return what all GPUs of this machine have used since their driver was loaded, in joules.
+
+    None without an NVIDIA driver, or where a GPU does not count it (those before Volta).
+
+    Raises:
+        hetero.nvml.NvmlError: the driver fails in another way.
+    """
+    try:
+        with Nvml() as nvml:
+            if lost := nvml.lost():
+                raise GpuLost(f"GPUs {lost} do not answer: the energy of this machine is not known")
+            used_j = [nvml.energy_j(gpu.uuid) for gpu in nvml.inventory()]
+    except (NoDriver, NotSupported):
+        return None
+    return sum(used_j) if used_j else None
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:

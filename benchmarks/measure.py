@@ -10,10 +10,9 @@ from benchmarks.client import Endpoint, with_model
 from benchmarks.driver import DriveOptions, Progress, Run, drive, unloaded
 from benchmarks.metrics import evaluate
 from benchmarks.objectives import Objectives, Reference, reference
-from benchmarks.order import Alternation, orders
 from benchmarks.records import TurnRecord
 from benchmarks.report import Report, make_report
-from benchmarks.rounds import alternate, pooled
+from benchmarks.rounds import Alternation, alternate, orders, pooled
 from benchmarks.selection import Selection
 from benchmarks.workloads import Workload, WorkloadError
 

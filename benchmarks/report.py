@@ -18,7 +18,7 @@ from benchmarks.latencies import LABELS, Samples, samples
 from benchmarks.machine import environment
 from benchmarks.metrics import Result, evaluate
 from benchmarks.objectives import Objectives, Reference
-from benchmarks.order import Alternation, told
+from benchmarks.rounds import Alternation, told
 
 _FORMAT = 1
 _DIGITS = 6
@@ -40,7 +40,7 @@ class Report:
         arrivals: pattern, ``rate_per_s`` (None where there is none) and ``concurrency``.
         options: everything else that was set.
         environment: see `benchmarks.machine.environment`; and ``alternation``, where systems took
-            turns: see `benchmarks.order.Alternation`.
+            turns: see `benchmarks.rounds.Alternation`.
         samples: every latency by conversation, seconds.
         unloaded: the reference that bounds and goodput are relative to.
         unloaded_violations: by how much the unloaded run itself violates the bounds, which a

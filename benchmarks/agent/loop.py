@@ -4,7 +4,7 @@ With the official client, against any server of OpenAI's API that parses tool ca
 
     client = openai.AsyncOpenAI(base_url="http://127.0.0.1:8000/v1", api_key="unused")
     complete = client_complete(client, "conserve-embedded", extra_headers={...})
-    transcript = await run_agent(complete, messages, schemas, toolbox.run, on_turn=print)
+    transcript = await run_agent(complete, messages, schemas, toolbox.run)
 
 ``messages`` begin with the system prompt and the user's question. What the server said beside the
 message (usage, ids, headers) is in each turn's ``info``.
@@ -43,21 +43,16 @@ RunTool = Callable[[Call], Value]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request to the model, and the tools that it called.
+    """One reply of the model, and what its calls came to.
 
     Attributes:
-        number: counted from 1.
-        reply: what the model said.
-        calls: the calls that it made; None for one whose arguments were no JSON object.
+        calls: None for one whose arguments were no JSON object.
         results: what each tool said, as the model is told it.
-        duration_s: how long the model took.
     """
 
-    number: int
     reply: Reply
     calls: tuple[Call | None, ...]
     results: tuple[str, ...]
-    duration_s: float
 
 
 @dataclass(slots=True)
@@ -101,42 +96,43 @@ async def run_agent(
     schemas: Sequence[Schema],
     run_tool: RunTool,
     *,
-    on_turn: Callable[[Turn], None] | None = None,
     max_turns: int = MAX_TURNS,
 ) -> Transcript:
     """Have a model work on the last message until it answers without a call.
 
     Args:
-        run_tool: carries out a call; if it raises ToolError the model is told, and may go on.
-        on_turn: called with each turn when its tools have run.
         max_turns: after so many turns the agent is stopped.
 
     Raises:
         Exception: whatever ``complete`` raises.
     """
     transcript = Transcript(list(messages))
-    for number in range(1, max_turns + 1):
-        started_s = time.perf_counter()
+    for _ in range(max_turns):
         reply = await complete(transcript.messages, schemas)
-        duration_s = time.perf_counter() - started_s
-        transcript.messages.append(reply.message)
-        calls: list[Call | None] = []
-        results: list[str] = []
-        for asked in reply.message.get("tool_calls") or []:
-            call, result = carried_out(run_tool, asked["function"])
-            calls.append(call)
-            results.append(result)
-            transcript.messages.append(
-                {"role": "tool", "tool_call_id": asked["id"], "content": result}
-            )
-        turn = Turn(number, reply, tuple(calls), tuple(results), duration_s)
-        transcript.turns.append(turn)
-        if on_turn is not None:
-            on_turn(turn)
+        calls, results = go_on(transcript.messages, reply.message, run_tool)
+        transcript.turns.append(Turn(reply, tuple(calls), tuple(results)))
         if not calls:
             transcript.answer = str(reply.message.get("content") or "")
             break
     return transcript
+
+
+def go_on(
+    messages: list[Message], message: Message, run_tool: RunTool
+) -> tuple[list[Call | None], list[str]]:
+    """Append a model's message, and what the tools that it calls make of it.
+
+    Returns:
+        The calls, None for one whose arguments are no JSON object; and what the model is told.
+    """
+    messages.append(message)
+    calls, results = [], []
+    for asked in message.get("tool_calls") or []:
+        call, result = _carried_out(run_tool, asked["function"])
+        calls.append(call)
+        results.append(result)
+        messages.append({"role": "tool", "tool_call_id": asked["id"], "content": result})
+    return calls, results
 
 
 def score(task: Task, transcript: Transcript) -> Score:
@@ -198,15 +194,7 @@ def _append(calls: dict[int, Message], part: Any) -> None:
         function["arguments"] += part.function.arguments or ""
 
 
-def carried_out(run_tool: RunTool, function: Message) -> tuple[Call | None, str]:
-    """Carry out a call that a message asks for.
-
-    Args:
-        function: its ``name`` and its ``arguments``, as the model wrote them.
-
-    Returns:
-        The call, None where the arguments are no JSON object; and what the model is to be told.
-    """
+def _carried_out(run_tool: RunTool, function: Message) -> tuple[Call | None, str]:
     try:
         arguments = json.loads(function["arguments"])
     except ValueError as error:

@@ -20,8 +20,7 @@ from typing import IO, Any
 
 import psutil
 
-from benchmarks.peers.options import Options
-from benchmarks.peers.plan import PeerUnavailable
+from benchmarks.peers.plan import Options, PeerUnavailable
 from benchmarks.peers.running import Peer, start
 
 # A Serve application and its Ray end within some 45 seconds; one that does not is ended.

@@ -11,7 +11,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import httpx
@@ -19,6 +19,7 @@ import httpx
 from benchmarks.selection import DEFAULT_VOCABULARY
 
 SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+SLO_MULTIPLE = 5.0
 _STREAM_TOKENS = 1000
 _PROMPT_TOKENS = 16
 _TIMEOUT_S = 120.0
@@ -42,7 +43,7 @@ async def iterations(
 
     Returns:
         Points (tokens prefilled in an iteration, its median seconds), and the median seconds of a
-        decode step without load; both are what `collocated.largest_chunk` takes.
+        decode step without load; both are what `largest_chunk` takes.
 
     Raises:
         httpx.HTTPError: the server fails or refuses.
@@ -95,3 +96,33 @@ async def iterations(
             with contextlib.suppress(asyncio.CancelledError):
                 await stream
     return points, step_s
+
+
+def largest_chunk(
+    points: Iterable[tuple[int, float]], decode_step_s: float, multiple: float = SLO_MULTIPLE
+) -> int:
+    """The paper's rule for a collocated engine's chunk, from measured iterations.
+
+    The chunk counts if all smaller ones stay within the bound too, so that one lucky
+    measurement does not decide.
+
+    Args:
+        points: tokens of a chunk, and seconds of an iteration that computes it.
+        decode_step_s: seconds of a decode step without load.
+        multiple: how many decode steps an iteration may take.
+
+    Raises:
+        ValueError: no points, or not even the smallest chunk stays within the bound.
+    """
+    if decode_step_s <= 0:
+        raise ValueError(f"decode_step_s: {decode_step_s:g} is not positive")
+    largest = 0
+    for tokens, step_s in sorted(points):
+        if step_s > multiple * decode_step_s:
+            break
+        largest = tokens
+    if not largest:
+        raise ValueError(
+            f"no chunk stays within {multiple:g} x {decode_step_s:g} s; measure smaller ones"
+        )
+    return largest

@@ -1,16 +1,122 @@
-"""Describes as data how to run one peer; `benchmarks.peers.running` carries it out."""
+"""A peer as data: the options that all of them share, and how one is run (`running` does it)."""
 
+import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from benchmarks import machine
+from conserve import engines
+from conserve.settings import EMBEDDED_MODEL, Settings, SettingsError, load
 from deployments.node.lmcache_server import free_port as free_listening_port
 
 # What `conserve bench` sends by itself. A peer that can be told a name is told this one.
 CONVERSATION_HEADER = "X-Conversation-Id"
+# The paper fixes its per-turn baseline's rate of wrong decisions at this (section 5.1).
+DEFAULT_WRONG_DECISION_RATE = 0.1
 
 _given: set[int] = set()
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a start.
+
+    Attributes:
+        engines: engine replicas in all. Systems that disaggregate have one prefiller of them.
+        model: path or Hugging Face id; ``embedded`` needs no download.
+        engine: vLLM engine arguments, over the defaults of `engine_arguments`.
+        port: the server's port on loopback.
+        cores: one CPU core an engine, to which its processes are pinned; None: not pinned.
+        device: ``auto`` is ``gpu`` where NVIDIA's driver has a GPU.
+        logs: folder for logs; None: a temporary one.
+        wrong_decision_rate: share of later turns sent to a prefiller (``per_turn`` alone).
+        chunk_tokens: most tokens an engine computes in a step (``collocated``);
+            None: their default for the device.
+        timeout_s: longest wait for the peer to be up and warm.
+
+    Raises:
+        ValueError: a value is not usable; the message says which and why.
+    """
+
+    engines: int = 2
+    model: str = EMBEDDED_MODEL
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    port: int = 8000
+    cores: tuple[int, ...] | None = None
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    logs: Path | None = None
+    wrong_decision_rate: float = DEFAULT_WRONG_DECISION_RATE
+    chunk_tokens: int | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.engines <= 1024:
+            raise ValueError(f"engines: {self.engines} is not from 1 to 1024")
+        if not 1024 <= self.port <= 65535:
+            raise ValueError(f"port: {self.port} is not from 1024 to 65535")
+        if not 0 <= self.wrong_decision_rate <= 1:
+            raise ValueError(f"wrong_decision_rate: {self.wrong_decision_rate} is not from 0 to 1")
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens: {self.chunk_tokens} is not positive")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s: {self.timeout_s:g} is not positive")
+        if self.device not in ("auto", "cpu", "gpu"):
+            raise ValueError(f"device: {self.device!r} is not auto, cpu or gpu")
+        if self.cores is not None:
+            _check_cores(self.cores, self.engines)
+        try:
+            self._settings()
+        except SettingsError as error:
+            raise ValueError(" ".join(str(error).split())) from None
+        try:
+            json.dumps(dict(self.engine))
+        except TypeError as error:
+            raise ValueError(f"engine: {error}") from None
+
+    @property
+    def gpu(self) -> bool:
+        """Whether engines run on GPUs."""
+        return bool(machine.gpu_names()) if self.device == "auto" else self.device == "gpu"
+
+    @property
+    def served_model(self) -> str:
+        """The name under which every peer serves the model: the one that ConServe gives it."""
+        return self._settings().model_id
+
+    @property
+    def model_source(self) -> str:
+        """Return where engines load the model from."""
+        return engines.model_source(self.model)
+
+    def _settings(self) -> Settings:
+        return load({"model": self.model, "engine": dict(self.engine)})
+
+
+def _check_cores(cores: tuple[int, ...], engines: int) -> None:
+    # Where this process may run, its children may.
+    usable = os.sched_getaffinity(0)
+    if len(set(cores)) != engines:
+        raise ValueError(f"cores: {len(set(cores))} different ones for {engines} engines")
+    if missing := set(cores) - usable:
+        raise ValueError(f"cores: {sorted(missing)} are not among {sorted(usable)}")
+
+
+def engine_arguments(options: Options) -> dict[str, Any]:
+    """vLLM's arguments for every engine of every peer: those that ConServe starts its own with."""
+    return {
+        **engines.engine_arguments(options.model, options.gpu),
+        "enable_prefix_caching": True,
+        **options.engine,
+    }
+
+
+def engine_environment(options: Options) -> dict[str, str]:
+    """The environment of every engine of every peer, again as ConServe has it."""
+    return engines.engine_environment(options.model, options.gpu)
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,24 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, islice
 from math import inf
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from benchmarks.counters import ServerFigures
 from benchmarks.records import Answer, Script, TurnRecord, TurnRequest
 from benchmarks.simulate.costs import Costs
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
+from benchmarks.simulate.rivals import Program
 from benchmarks.simulate.system import SimulationError, System
+from conserve.history import TurnKey
 
 _NOTHING_SAID = Answer("")
 
 
+@dataclass(eq=False, slots=True)
 class Open:
     """A conversation under way.
 
@@ -23,21 +27,25 @@ class Open:
         request: its turn under way, or the next one.
         records: its turns that are over.
         sent_s: when its last turn was sent.
+        program: what a rival sees of it.
+        key: the conversation table's, for the turn under way.
+        decoder: where it is bound.
+        found_tokens: of the turn's prompt, found in any cache.
+        parks: whether the turn under way leaves its KV in host memory.
     """
 
-    __slots__ = ("records", "request", "script", "sent_s")
+    script: Script
+    request: TurnRequest
+    program: Program
+    key: TurnKey
+    records: list[TurnRecord] = field(default_factory=list)
+    sent_s: float = 0.0
+    decoder: SimulatedEngine | None = None
+    found_tokens: int = 0
+    parks: bool = False
 
-    def __init__(self, script: Script, request: TurnRequest) -> None:
-        self.script = script
-        self.request = request
-        self.records: list[TurnRecord] = []
-        self.sent_s = 0.0
 
-
-OpenT = TypeVar("OpenT", bound=Open)
-
-
-class Clients(ABC, Generic[OpenT]):
+class Clients(ABC):
     """One run of one system: its clients, and the events of all that it comprises.
 
     A subclass serves turns (`_serve`), and tells when they are over (`_completed`, `_refuse`).
@@ -67,7 +75,7 @@ class Clients(ABC, Generic[OpenT]):
         self._gaps = gaps
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._number = count()
-        self._under_way: dict[str, OpenT] = {}
+        self._under_way: dict[str, Open] = {}
         self._arriving = False
         # Of a closed loop: who begins when somebody ends.
         self._next_programs: Iterator[tuple[float, Script]] = iter(())
@@ -162,15 +170,11 @@ class Clients(ABC, Generic[OpenT]):
         """Return what a live system would have counted."""
 
     @abstractmethod
-    def _open(self, script: Script, request: TurnRequest) -> OpenT:
-        """A conversation that has arrived."""
-
-    @abstractmethod
-    def _serve(self, one: OpenT, prompt_tokens: int, now_s: float) -> None:
+    def _serve(self, one: Open, prompt_tokens: int, now_s: float) -> None:
         """Have the turn answered that a client sends now."""
 
     @abstractmethod
-    def _closed(self, one: OpenT, now_s: float) -> None:
+    def _closed(self, one: Open, now_s: float) -> None:
         """A conversation has ended."""
 
     # --- Time ---------------------------------------------------------------------------------
@@ -229,13 +233,14 @@ class Clients(ABC, Generic[OpenT]):
         request = script.next(None)
         if request is not None:
             self.arrived += 1
-            one = self._under_way[script.conversation] = self._open(script, request)
+            id = script.conversation
+            one = self._under_way[id] = Open(script, request, Program(id), TurnKey(id, 0, 0))
             self._later(now_s + self._gap_s(request), self._send, one)
 
     def _gap_s(self, request: TurnRequest) -> float:
         return request.gap_s if self._gaps else 0.0
 
-    def _send(self, now_s: float, one: OpenT) -> None:
+    def _send(self, now_s: float, one: Open) -> None:
         """Send a conversation's next turn."""
         one.sent_s = now_s
         request = one.request
@@ -252,14 +257,14 @@ class Clients(ABC, Generic[OpenT]):
             return
         self._serve(one, prompt_tokens, now_s)
 
-    def _reusable(self, one: OpenT) -> int:
+    def _reusable(self, one: Open) -> int:
         """Tokens that the prompt shares with the one before; all of that one, where not said."""
         if one.request.reused_tokens is not None:
             return one.request.reused_tokens
         return one.records[-1].prompt_tokens if one.records else 0
 
     def _completed(
-        self, one: OpenT, work: EngineTurn, server: str, now_s: float, found_tokens: int = 0
+        self, one: Open, work: EngineTurn, server: str, now_s: float, found_tokens: int = 0
     ) -> None:
         """A turn is over: record it, and have its client go on.
 
@@ -295,7 +300,7 @@ class Clients(ABC, Generic[OpenT]):
             one.request = following
             self._later(now_s + self._gap_s(following), self._send, one)
 
-    def _refuse(self, one: OpenT, now_s: float, error: str) -> None:
+    def _refuse(self, one: Open, now_s: float, error: str) -> None:
         """Have a turn fail, and its conversation with it."""
         one.records.append(
             TurnRecord(
@@ -314,7 +319,7 @@ class Clients(ABC, Generic[OpenT]):
         self.turns += 1
         self._close(one, now_s)
 
-    def _close(self, one: OpenT, now_s: float) -> None:
+    def _close(self, one: Open, now_s: float) -> None:
         self.ended_s = now_s
         del self._under_way[one.script.conversation]
         self._closed(one, now_s)

@@ -10,24 +10,26 @@ Not simulated: engines that fail.
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
 
 import msgspec
 
 from benchmarks.counters import ServerFigures
-from benchmarks.records import Script, TurnRecord, TurnRequest
+from benchmarks.records import SharedPrefix, TurnRecord
 from benchmarks.simulate.clients import Clients, Open
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
-from benchmarks.simulate.kv_use import KvUse
-from benchmarks.simulate.openings import opening
 from benchmarks.simulate.system import System
 from conserve.admission import Admission, Admitted, FirstCome, Levels, QueueFull, Ticket, Window
 from conserve.conversations import ConversationTable
+from conserve.costs import TERMS, SpaceTimeCosts
 from conserve.direct import LARGE_TOKENS
+from conserve.histories.kinship import Opening
 from conserve.history import TurnKey, TurnStats
 from conserve.pausing import Pausing
 from conserve.pausing.host import HostMemory
 from conserve.placement import Step, make_policy
+from conserve.recognition import Chain
 
 # None of the clients is idle for longer than its gaps, and no turn is lost.
 _NEVER_S = 1e12
@@ -38,23 +40,7 @@ _NOISE_SEED = 31
 _TRIED_TOKENS = (512, 4_096)
 
 
-class _Open(Open):
-    """A conversation under way."""
-
-    __slots__ = ("decoder", "found_tokens", "key", "parks")
-
-    def __init__(self, script: Script, request: TurnRequest) -> None:
-        super().__init__(script, request)
-        self.decoder: SimulatedEngine | None = None
-        # The table's key for the turn under way.
-        self.key = TurnKey(script.conversation, 0, 0)
-        # Tokens of the turn's prompt that were found in any cache.
-        self.found_tokens = 0
-        # Whether the turn under way leaves its KV in host memory.
-        self.parks = False
-
-
-class Cluster(Clients[_Open]):
+class Cluster(Clients):
     """One run of one system that is built as ConServe is: see `Clients`."""
 
     def __init__(
@@ -84,7 +70,7 @@ class Cluster(Clients[_Open]):
         window = Window(follows_kv=system.host_tokens > 0) if system.pausing else None
         self._admission = Admission(self.table, system.queue_limit, timeout_s, order, window)
         self._looks = False
-        self._in_line: dict[str, tuple[_Open, Ticket]] = {}
+        self._in_line: dict[str, tuple[Open, Ticket]] = {}
         self.decoders = {
             (name := f"decoder-{i}"): self._engine(name, costs, self._answered)
             for i, costs in enumerate(system.decoders)
@@ -131,10 +117,7 @@ class Cluster(Clients[_Open]):
             shared_found_tokens=self.shared_found_tokens(),
         )
 
-    def _open(self, script: Script, request: TurnRequest) -> _Open:
-        return _Open(script, request)
-
-    def _serve(self, one: _Open, prompt_tokens: int, now_s: float) -> None:
+    def _serve(self, one: Open, prompt_tokens: int, now_s: float) -> None:
         """Have a turn answered: where its conversation is bound, or is bound now."""
         one.found_tokens = 0
         self._tell_again(now_s)
@@ -180,7 +163,7 @@ class Cluster(Clients[_Open]):
 
     # --- Placement ----------------------------------------------------------------------------
 
-    def _place(self, one: _Open, prompt_tokens: int, now_s: float) -> None:
+    def _place(self, one: Open, prompt_tokens: int, now_s: float) -> None:
         conversation = one.script.conversation
         begins = opening(conversation, one.request.shared, first=not one.records)
         try:
@@ -195,7 +178,7 @@ class Cluster(Clients[_Open]):
         else:
             self._start(one, answer, now_s)
 
-    def _start(self, one: _Open, admitted: Admitted, now_s: float) -> None:
+    def _start(self, one: Open, admitted: Admitted, now_s: float) -> None:
         """Have the first turn prefilled where it was placed."""
         placement = admitted.placement
         # Otherwise two scripts have one id.
@@ -254,7 +237,7 @@ class Cluster(Clients[_Open]):
 
     # --- Prefills and handoffs ----------------------------------------------------------------
 
-    def _work(self, one: _Open) -> EngineTurn:
+    def _work(self, one: Open) -> EngineTurn:
         request = one.request
         return EngineTurn(
             one.script.conversation,
@@ -265,7 +248,7 @@ class Cluster(Clients[_Open]):
             shared=request.shared,
         )
 
-    def _submit_to_decoder(self, one: _Open, now_s: float) -> None:
+    def _submit_to_decoder(self, one: Open, now_s: float) -> None:
         """Have a decoder answer a turn; what it has dropped it takes from host memory."""
         decoder = one.decoder
         assert decoder is not None
@@ -286,7 +269,7 @@ class Cluster(Clients[_Open]):
         one.parks = self._parks(one)
         self._submit(work, decoder, now_s, after_s)
 
-    def _parks(self, one: _Open) -> bool:
+    def _parks(self, one: Open) -> bool:
         """Whether a turn that goes to its decoder now leaves its KV in host memory."""
         conversation = self.table.get(one.script.conversation)
         assert conversation is not None
@@ -303,7 +286,7 @@ class Cluster(Clients[_Open]):
         chunk = self.system.handoff_chunk_tokens
         return tokens // chunk * chunk
 
-    def _prefill_later(self, one: _Open, prefiller: SimulatedEngine, now_s: float) -> None:
+    def _prefill_later(self, one: Open, prefiller: SimulatedEngine, now_s: float) -> None:
         """Prefill a later turn on a prefiller; its history is brought first, if there is any."""
         work = EngineTurn(
             one.script.conversation,
@@ -325,8 +308,7 @@ class Cluster(Clients[_Open]):
 
     def _prefilled(self, work: EngineTurn, prefiller: SimulatedEngine, now_s: float) -> None:
         """A prefiller is done with a turn: the KV goes to the conversation's decoder."""
-        one = work.turn
-        assert isinstance(one, _Open)
+        one: Open = work.turn
         assert one.decoder is not None
         if prefiller is one.decoder:
             # It hosts the conversation.
@@ -364,8 +346,7 @@ class Cluster(Clients[_Open]):
 
     def _answered(self, work: EngineTurn, decoder: SimulatedEngine, now_s: float) -> None:
         """A decoder is done with a turn."""
-        one = work.turn
-        assert isinstance(one, _Open)
+        one: Open = work.turn
         id = work.conversation
         stats = TurnStats(
             work.prompt_tokens,
@@ -388,14 +369,78 @@ class Cluster(Clients[_Open]):
         if self._admission.line:
             self._admit(now_s)
 
-    def _refuse(self, one: _Open, now_s: float, error: str) -> None:
+    def _refuse(self, one: Open, now_s: float, error: str) -> None:
         super()._refuse(one, now_s, error)
         if self._admission.line:
             self._admit(now_s)
 
-    def _closed(self, one: _Open, now_s: float) -> None:
+    def _closed(self, one: Open, now_s: float) -> None:
         id = one.script.conversation
         self.table.release(id)
         self._kv_use.look(now_s)
         if one.decoder is not None and not self.system.keeps_ended:
             one.decoder.forget(id)
+
+
+class KvUse:
+    """Has the costs counted of the decoders of a table; the class is the live system's.
+
+    Args:
+        capacity_tokens: of each decoder, by its id.
+    """
+
+    def __init__(self, table: ConversationTable, capacity_tokens: Mapping[str, int]) -> None:
+        self._table = table
+        self._costs = SpaceTimeCosts()
+        for decoder_id, tokens in capacity_tokens.items():
+            self._costs.add(decoder_id, tokens, 0.0)
+
+    def look(self, now_s: float) -> None:
+        """Something was bound, released or paused."""
+        for decoder_id, decoder in self._table.decoders.items():
+            self._costs.look(decoder_id, decoder.held_tokens, now_s)
+
+    def begin(self, turn: TurnKey, now_s: float) -> None:
+        """A turn has begun, by the table."""
+        history = self._table.get(turn.history_id)
+        assert history is not None
+        assert history.decoder_id is not None
+        self.look(now_s)
+        tokens, had_tokens = history.held_tokens, history.last_tokens
+        self._costs.begin(turn, history.decoder_id, tokens, had_tokens, now_s)
+
+    def prefilled(self, turn: TurnKey, computed_tokens: int) -> None:
+        """A prefiller has computed so much for a turn."""
+        self._costs.prefilled(turn, computed_tokens)
+
+    def end(self, turn: TurnKey, stats: TurnStats, now_s: float) -> None:
+        """A turn has ended; the table has still to be told."""
+        self._costs.end(turn, stats, now_s)
+
+    def shares(self, now_s: float) -> dict[str, float]:
+        """Return each term's share of all decoders' KV space until now; empty of no time."""
+        self.look(now_s)
+        of_decoders = [self._costs.terms(decoder_id) for decoder_id in self._costs.decoders]
+        total = math.fsum(math.fsum(terms.values()) for terms in of_decoders)
+        if not total:
+            return {}
+        return {term: math.fsum(one[term] for one in of_decoders) / total for term in TERMS}
+
+
+def opening(conversation: str, shared: tuple[SharedPrefix, ...], first: bool) -> Opening | None:
+    """Return what the live system would know of a prompt that begins so; None: it shares nothing.
+
+    Tools and system messages are one part there, the longest prefix of these.
+
+    Args:
+        first: whether no turn of the conversation has been answered yet.
+    """
+    if not shared:
+        return None
+    whole = shared[-1]
+    chain = Chain(_digest(conversation), _digest(*whole), (), ends_with_root=first)
+    return Opening(chain, whole.tokens)
+
+
+def _digest(*what: str | int) -> bytes:
+    return blake2b(repr(what).encode(), digest_size=16).digest()

@@ -17,20 +17,69 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Any
 
 from benchmarks.records import SharedPrefix
 from benchmarks.simulate.costs import Costs
 from benchmarks.simulate.shared import SharedPrefixes, Stretch
-from benchmarks.simulate.turn import EngineTurn
 from conserve.placement import EngineLoad, Step
-
-__all__ = ["EngineTurn", "SimulatedEngine"]
 
 # Float noise, in steps: a turn that comes at a step's end is not to wait for another one.
 _EPSILON_STEPS = 1e-9
 # A live engine tells of no more at a time.
 _MOST_STEPS = 64
+
+
+@dataclass(eq=False, slots=True)
+class EngineTurn:
+    """A turn on one engine.
+
+    Attributes:
+        conversation: its id.
+        prompt_tokens, output_tokens: whole lengths; a prefiller's output is one token.
+        reusable_tokens: length of the prompt's prefix that an earlier turn had as well.
+        loaded_tokens: prompt tokens whose KV a handoff brought here.
+        load_s: how long loading that KV keeps the engine busy; 0 where it goes on meanwhile.
+        turn: whatever the caller wants to find the turn by.
+        priority: the lowest goes first, and of equal ones who came first (vLLM's
+            ``--scheduling-policy priority``).
+        shared: what the prompt begins with that other conversations' prompts do, too.
+        cached_tokens: prompt tokens whose KV was here already, a handoff not counted.
+        admitted_s: when the engine took it from its line for the first time; negative before.
+        first_token_s: when its first token came; negative before.
+    """
+
+    conversation: str
+    prompt_tokens: int
+    output_tokens: int
+    reusable_tokens: int = 0
+    loaded_tokens: int = 0
+    load_s: float = 0.0
+    turn: Any = None
+    priority: float = 0.0
+    shared: tuple[SharedPrefix, ...] = ()
+    # How many came before it, to this engine.
+    came: int = -1
+    cached_tokens: int = 0
+    admitted_s: float = -1.0
+    first_token_s: float = -1.0
+    made_tokens: int = 0
+    # How many of the tokens to prefill (the prompt; after a preemption what was put out, too)
+    # are there, and how many are left.
+    past_tokens: int = 0
+    left_tokens: int = 0
+    begun: bool = False
+    preempted: bool = False
+    # While it decodes: the step at whose end it is done, and which admission this was.
+    finish_step: int = -1
+    number: int = -1
+
+    @property
+    def shared_tokens(self) -> int:
+        """Return what of its prompt is not its conversation's alone."""
+        return self.shared[-1].tokens if self.shared else 0
 
 
 class SimulatedEngine:
@@ -151,7 +200,7 @@ class SimulatedEngine:
         return len(self._waiting) + running
 
     def busy_s(self, now_s: float) -> tuple[float, float]:
-        """Return `busy_prefill_s` and `busy_decode_s` with the steps under way as far as they are."""
+        """Return `busy_prefill_s` and `busy_decode_s`, the steps under way included."""
         running_s = now_s - self._began_s if self._under_way else 0.0
         if self._has_prefill:
             return self.busy_prefill_s + running_s, self.busy_decode_s

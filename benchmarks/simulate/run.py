@@ -15,8 +15,8 @@ from benchmarks.selection import Selection
 from benchmarks.simulate.clients import Clients
 from benchmarks.simulate.cluster import Cluster
 from benchmarks.simulate.costs import Costs, Role
-from benchmarks.simulate.rivals.fleet import Fleet
-from benchmarks.simulate.rivals.names import RivalName
+from benchmarks.simulate.fleet import Fleet
+from benchmarks.simulate.rivals import RivalName
 from benchmarks.simulate.system import SimulationError, System
 from benchmarks.workloads import Workload
 from conserve.placement import PolicyName
@@ -134,16 +134,14 @@ def serve(
     on_conversation: OnConversation,
     *,
     gaps: bool = True,
-) -> Clients[Any]:
+) -> Clients:
     """Run all conversations of a plan to their ends; returns the cluster as it is then."""
     cluster = make_cluster(system, on_conversation, gaps=gaps)
     cluster.run(plan)
     return cluster
 
 
-def make_cluster(
-    system: System, on_conversation: OnConversation, *, gaps: bool = True
-) -> Clients[Any]:
+def make_cluster(system: System, on_conversation: OnConversation, *, gaps: bool = True) -> Clients:
     """A cluster of this system, on which nothing has run yet."""
     kind = Cluster if system.rival is None else Fleet
     return kind(system, on_conversation, gaps=gaps)
@@ -247,7 +245,7 @@ def simulate(
     )
 
 
-def _warnings(failed: int, cluster: Clients[Any]) -> Iterable[str]:
+def _warnings(failed: int, cluster: Clients) -> Iterable[str]:
     if failed:
         yield (
             f"{failed} of {cluster.turns} turns failed. Latencies are of those that completed; "

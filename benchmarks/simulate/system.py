@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.simulate.costs import Costs
-from benchmarks.simulate.rivals.names import RivalName
+from benchmarks.simulate.rivals import RivalName
 from conserve.placement import PolicyName
 
 History = Literal["kept", "moved", "recomputed"]

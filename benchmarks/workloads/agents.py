@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.agent import Message, Session, is_right, make_session
-from benchmarks.agent.loop import MAX_TURNS, carried_out
+from benchmarks.agent.loop import MAX_TURNS, go_on
 from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.arrivals import Arrivals
 from benchmarks.workloads.dialogues import CHAT
-from benchmarks.workloads.errors import require
-from benchmarks.workloads.plan import Arriving, Workload
+from benchmarks.workloads.plan import Arrivals, Arriving, Workload, require
 
 
 def agents(
@@ -108,16 +106,11 @@ class AgentScript:
 
     def _goes_on(self, answer: Answer) -> bool:
         message: Message = {"role": "assistant", "content": answer.content}
-        self._messages.append(message)
         if answer.tool_calls:
             message["tool_calls"] = list(answer.tool_calls)
-            for call in answer.tool_calls:
-                _, result = carried_out(self._session.toolbox.run, call["function"])
-                self._messages.append(
-                    {"role": "tool", "tool_call_id": call["id"], "content": result}
-                )
-            if self._turns_of_task < MAX_TURNS:
-                return True
+        calls, _ = go_on(self._messages, message, self._session.toolbox.run)
+        if calls and self._turns_of_task < MAX_TURNS:
+            return True
         task = self._session.tasks[len(self.right)]
         self.right.append(not answer.tool_calls and is_right(task, answer.content))
         if len(self.right) == len(self._session.tasks):

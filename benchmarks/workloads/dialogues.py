@@ -33,9 +33,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.arrivals import Arrivals, choose
-from benchmarks.workloads.errors import require
-from benchmarks.workloads.plan import Arriving, Workload
+from benchmarks.workloads.plan import Arrivals, Arriving, Workload, choose, require
 from benchmarks.workloads.traces import read_json
 
 CHAT = "/v1/chat/completions"

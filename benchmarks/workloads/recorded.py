@@ -39,9 +39,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.arrivals import Arrivals, choose
-from benchmarks.workloads.errors import WorkloadError, require
-from benchmarks.workloads.plan import Arriving, Workload
+from benchmarks.workloads.plan import Arrivals, Arriving, Workload, WorkloadError, choose, require
 from benchmarks.workloads.replay import Changes, Replay
 from benchmarks.workloads.tokens import check_vocabulary, key
 from benchmarks.workloads.traces import RecordedSession, read_session, trace_files

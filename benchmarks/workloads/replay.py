@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.records import SharedPrefix, TurnRequest
-from benchmarks.workloads.errors import require
+from benchmarks.workloads.plan import require
 from benchmarks.workloads.tokens import COMPLETIONS, completion, draw, key
 from benchmarks.workloads.traces import RecordedCall, RecordedSession
 

@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.arrivals import Arrivals
-from benchmarks.workloads.errors import require
-from benchmarks.workloads.plan import Arriving, Workload
+from benchmarks.workloads.plan import Arrivals, Arriving, Workload, require
 from benchmarks.workloads.tokens import COMPLETIONS, check_vocabulary, completion, draw, key
 
 # The 95th percentile of the standard normal distribution.

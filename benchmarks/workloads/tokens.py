@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.workloads.errors import require
+from benchmarks.workloads.plan import require
 
 COMPLETIONS = "/v1/completions"
 

@@ -93,7 +93,7 @@ class Machine:
             queue_timeout_s=_PATIENCE_S,
         )
         self._cluster = Cluster(system, self._ended)
-        self._engines = self._cluster.prefillers | self._cluster.decoders
+        self._engines = {**self._cluster.prefillers, **self._cluster.decoders}
         self.outcome = ModelledRun()
 
     def run(

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from autoscale.capacity.profile import Profile, load_profile
 from benchmarks.experiments.scale.scenes import PROFILE, Arriving, ClosedLoop, Contender
@@ -96,7 +95,7 @@ def _figures(
     records: Sequence[TurnRecord],
     counted_s: float,
     whole_s: float,
-    cluster: Clients[Any],
+    cluster: Clients,
 ) -> Figures:
     ended = [one for one in records if one.outcome == "completed"]
     repeated = found = 0

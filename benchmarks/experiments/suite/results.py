@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from benchmarks.compare import Comparison
 from benchmarks.experiments.suite.turns import Measured, Unavailable
 from benchmarks.metrics import Result
-from benchmarks.order import told
 from benchmarks.report import Report
+from benchmarks.rounds import told
 
 _COLUMNS = (
     ("TTFET, s", "ttfet_less_gaps"),

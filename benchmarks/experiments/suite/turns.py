@@ -19,11 +19,11 @@ from benchmarks.measure import (
     measure_unloaded,
     report_of_starts,
 )
-from benchmarks.order import Alternation, orders
 from benchmarks.peers import PeerUnavailable
+from benchmarks.records import RecordWriter
 from benchmarks.report import Report, write_report
+from benchmarks.rounds import Alternation, orders
 from benchmarks.selection import Selection
-from benchmarks.storage import RecordWriter
 
 _UNLOADED_CONVERSATIONS = 5
 _TURN_TIMEOUT_S = 120.0

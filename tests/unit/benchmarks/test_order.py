@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks import order
 from benchmarks.experiments.suite import memory
-from benchmarks.order import Alternation, orders, told
+from benchmarks.rounds import Alternation, orders, told
 
 
 @given(

@@ -1,13 +1,173 @@
-"""ThunderAgent: programs are paused at tools' boundaries where they are more than engines hold."""
+"""Other systems, by the rules that their papers and code state, on the same simulated engines.
 
+All of them use engines that prefill and decode. `Rival` says what a system decides,
+`benchmarks.simulate.fleet` does it.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from benchmarks.simulate.rivals.rival import Engine, Program, Rival
+RivalName = Literal["vllm", "affinity", "ttl", "attained", "thunderagent"]
+"""``vllm``: least loaded, first come first served; ``affinity``: the same, but conversations stay
+where they began; ``ttl``: Continuum; ``attained``: Autellix; ``thunderagent``: ThunderAgent."""
 
-# A waiting program is sent on after so long, wherever there is room or not.
+# Autellix: bounds of the queues, in seconds of service: each four times the one before.
+_FIRST_S, _FACTOR, _QUEUES = 1.0, 4.0, 8
+# ThunderAgent: a waiting program is sent on after so long, wherever there is room or not.
 _LONGEST_WAIT_S = 1800.0
-# What is kept free for each program on an engine, to decode.
+# ThunderAgent: what is kept free for each program on an engine, to decode.
 _BUFFER_TOKENS = 100
+
+
+@dataclass(eq=False, slots=True)
+class Program:
+    """A conversation, as the papers call those of agents.
+
+    Attributes:
+        arrived_s: when its first turn came.
+        tokens: its context: a running turn's prompt, or after its end with what was put out.
+        turns: how many turns came, one under way included.
+        reasoning: whether a turn of it runs or waits; else its tools do.
+        acting_s: since when its tools run; of no meaning while it reasons.
+        engine_id: where its last turn was sent; None before the first.
+        attained_s: for how long engines have worked on its turns that are over.
+    """
+
+    id: str
+    arrived_s: float = 0.0
+    tokens: int = 0
+    turns: int = 0
+    reasoning: bool = False
+    acting_s: float = 0.0
+    engine_id: str | None = None
+    attained_s: float = 0.0
+
+
+class Engine(Protocol):
+    """Tells what can be seen of an engine."""
+
+    @property
+    def turns(self) -> int:
+        """How many turns wait or run there."""
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The size of its KV space."""
+
+
+class Rival(ABC):
+    """A system's rules. Nothing is refused: what does not go to an engine at once waits.
+
+    Args:
+        engines: by name.
+
+    Attributes:
+        interval_s: how often `check` is to be called; None: never.
+    """
+
+    interval_s: float | None = None
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
+
+    @abstractmethod
+    def route(self, program: Program, now_s: float) -> str | None:
+        """Return where a turn goes that has come; None: it waits until `check` names it."""
+
+    def answered(self, program: Program, now_s: float) -> None:  # noqa: B027 # most need nothing
+        """A turn has ended."""
+
+    def ended(self, program: Program) -> None:  # noqa: B027
+        """A program has ended."""
+
+    def check(self, now_s: float) -> Iterable[tuple[Program, str]]:
+        """Programs whose waiting turns go to an engine now, and where."""
+        return ()
+
+    def priority(self, program: Program) -> float:
+        """Return the priority of a turn that goes to its engine: the lowest goes first."""
+        return 0.0
+
+    def keep_s(self, program: Program) -> float:
+        """For how long the KV of a turn that has ended is not to be dropped."""
+        return 0.0
+
+    def least_loaded(self) -> str:
+        """The engine with the fewest turns, waiting and running; the first of equal ones."""
+        return min(self._engines, key=lambda id: self._engines[id].turns)
+
+
+class LeastLoaded(Rival):
+    """Each turn goes to the engine with the fewest; engines serve first come, first served.
+
+    This is what vLLM's own load balancing between data-parallel engines does, by requests that wait
+    and run. A turn that comes to another engine than the one before finds nothing cached there.
+    """
+
+    def route(self, program: Program, now_s: float) -> str | None:
+        """The least loaded engine."""
+        return self.least_loaded()
+
+
+class Affinity(Rival):
+    """A program's first turn goes to the engine with the fewest turns, the others follow it.
+
+    So do session-aware routers, as vLLM's production stack's and Ray Serve LLM's (ThunderAgent,
+    section 3.2, describes them as the "KV-aware" baseline).
+    """
+
+    def route(self, program: Program, now_s: float) -> str | None:
+        """The engine that the program began on."""
+        return program.engine_id or self.least_loaded()
+
+
+class Attained(Affinity):
+    """Autellix (Luo et al., arXiv 2502.13965): program-level attained service (PLAS).
+
+    Taken: a turn's priority is the time that engines have worked on the turns of its program that
+    are over, in discrete queues with exponentially growing bounds, first come first served in each.
+
+    Simplified: a turn keeps its queue until it ends, and one that runs is preempted only where KV
+    runs out, the last in that order (as vLLM's priority scheduling does), where the paper's engine
+    also demotes running turns and swaps their KV to host memory; and programs stay on the engine
+    that they began on, where the paper sends short turns to the least loaded one.
+    """
+
+    def priority(self, program: Program) -> float:
+        """The queue, from 0."""
+        bound_s, queue = _FIRST_S, 0
+        while program.attained_s >= bound_s and queue < _QUEUES - 1:
+            bound_s *= _FACTOR
+            queue += 1
+        return float(queue)
+
+
+class Ttl(Affinity):
+    """Continuum (Li et al., arXiv 2511.02230), with a fixed time to live as in its released code.
+
+    Taken: after a turn its program's KV stays for ``ttl_s``, whatever waits; it may be dropped
+    before that if turns that run need a block and there is none else, or if nothing runs and
+    nobody waiting fits. Turns wait in the order in which their programs came (program-level first
+    come, first served).
+
+    Simplified: the paper sets each tool's time to live from the times seen of that tool; the
+    released code has 2 s for all, and does not keep KV for tools that take longer on average. Tools
+    have no names here, so KV is kept at every turn's end. Several engines are used by affinity.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], ttl_s: float) -> None:
+        super().__init__(engines)
+        self._ttl_s = ttl_s
+
+    def priority(self, program: Program) -> float:
+        """Let whoever came first go first."""
+        return program.arrived_s
+
+    def keep_s(self, program: Program) -> float:
+        """The same for all."""
+        return self._ttl_s
 
 
 class ThunderAgent(Rival):
@@ -176,3 +336,24 @@ def _restored_first(program: Program) -> tuple[int, int]:
     if program.turns == 1:
         return 1, program.tokens
     return (0 if program.reasoning else 2), program.tokens
+
+
+def make_rival(
+    name: RivalName, engines: Mapping[str, Engine], *, ttl_s: float = 2.0, discounts: bool = True
+) -> Rival:
+    """A system's rules, for these engines.
+
+    Args:
+        ttl_s, discounts: `Ttl`'s and `ThunderAgent`'s.
+    """
+    match name:
+        case "vllm":
+            return LeastLoaded(engines)
+        case "affinity":
+            return Affinity(engines)
+        case "ttl":
+            return Ttl(engines, ttl_s)
+        case "attained":
+            return Attained(engines)
+        case "thunderagent":
+            return ThunderAgent(engines, discounts)
