@@ -1,4 +1,4 @@
-"""One endpoint, as the driver talks to it: send a turn, read its stream, end a conversation."""
+"""One endpoint: sends a turn, reads its stream, ends a conversation."""
 
 import asyncio
 import io
@@ -38,15 +38,14 @@ class Endpoint:
 
     Attributes:
         system: its name in the records.
-        url: its base URL, without a path: ``http://127.0.0.1:8000``.
-        model: its name, put into every request that names none; None: `with_model` asks for it.
+        url: without a path.
+        model: put into every request that names none; None: `with_model` asks for it.
         conversation_headers: request headers that carry the conversation's id.
         server_header: response header that names the replica.
         headers: sent with every request (an API key, say).
-        release: whether the end of a conversation is told, by
-            ``DELETE /v1/conversations/{id}``; an endpoint without this path is not hurt.
-        min_tokens: whether output lengths are forced with ``min_tokens`` too, beside
-            ``max_tokens`` and ``ignore_eos``.
+        release: whether the end of a conversation is told, by ``DELETE /v1/conversations/{id}``.
+        min_tokens: whether output lengths are forced with ``min_tokens`` too, beside ``max_tokens``
+            and ``ignore_eos``.
     """
 
     system: str
@@ -69,7 +68,7 @@ class Endpoint:
 
 
 async def with_model(endpoint: Endpoint) -> Endpoint:
-    """The endpoint with the first model that it lists, unless one is named.
+    """Return the endpoint with the first model that it lists, unless one is named.
 
     Raises:
         EndpointError: nothing answers there, or it lists no model.
@@ -100,11 +99,9 @@ class Client:
     """A connection pool to an endpoint, as an asynchronous context manager.
 
     Args:
-        endpoint: what to send turns to; its model is known (see `with_model`).
+        endpoint: its model is known (see `with_model`).
         now: the run's clock, seconds.
-        turn_timeout_s: the longest time that a whole turn may take.
-        cache_salt: see `benchmarks.driver.DriveOptions`.
-        id_prefix: put before each conversation's id.
+        cache_salt, id_prefix: as in `benchmarks.driver.DriveOptions`.
     """
 
     def __init__(
@@ -137,14 +134,14 @@ class Client:
         await self._session.close()
 
     def encode(self, request: TurnRequest) -> bytes:
-        """The request's JSON body, with the model and the cache salt where it names none."""
+        """Return the request's JSON body, with the model and the cache salt where it names none."""
         body = {**self._defaults, **request.body()}
         if not self._endpoint.min_tokens:
             body.pop("min_tokens", None)
         return msgspec.json.encode(body)
 
     async def turn(self, request: TurnRequest, body: bytes, record: TurnRecord) -> Answer | None:
-        """Send a turn, read its answer, and write down in ``record`` what was seen.
+        """Send a turn, and write down in ``record`` what was seen.
 
         Returns:
             The answer of a turn that completed.

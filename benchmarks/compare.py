@@ -125,11 +125,7 @@ def _statistics_of_rows(values: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One run against the baseline's run.
-
-    Attributes:
-        label: what to call the run: its system, with its rate where several are compared.
-    """
+    """One run against the baseline's run."""
 
     label: str
     baseline: str
@@ -137,11 +133,11 @@ class Comparison:
 
 
 def compare(reports: Sequence[Report], draws: int = DRAWS) -> list[Comparison]:
-    """Every run against that of the first report's system with the same arrivals.
+    """Compare every run with that of the first report's system at its own rate, or the first
+    report.
 
-    A run is compared with the first system's run at its own rate; without one, with the first
-    report. Systems that one call alternated between are compared round by round, or start by start;
-    two other runs of one workload (same name, options and seed) are paired by conversation.
+    Systems that one call alternated between are compared round by round, or start by start; two
+    other runs of one workload (same name, options and seed) are paired by conversation.
     """
     names = labels(reports)
     found = []
@@ -180,7 +176,7 @@ def _by_round(pooled: Samples) -> dict[str, Samples]:
 
 
 def labels(reports: Sequence[Report]) -> list[str]:
-    """A name for each report: its system, with the rate where there are several rates."""
+    """Name each report: its system, with the rate where there are several rates."""
     rates = {report.rate_per_s for report in reports}
     names = [
         report.system if len(rates) == 1 or not report.rate_per_s
@@ -194,12 +190,10 @@ def labels(reports: Sequence[Report]) -> list[str]:
 
 
 def write_comparisons(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Write ratios and their intervals as JSON."""
     path.write_bytes(msgspec.json.encode({"comparisons": comparisons}) + b"\n")
 
 
 def show_comparisons(comparisons: Sequence[Comparison], console: Console) -> None:
-    """Print a table for each comparison."""
     for comparison in comparisons:
         kinds = {ratio.kind for ratio in comparison.ratios}
         unit = min(kinds) if kinds <= {"rounds", "starts"} else "conversations"

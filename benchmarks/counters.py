@@ -1,7 +1,6 @@
 """Reads a server's own counters, as its ``/metrics`` has them before and after a run.
 
-Counters are the server's, so they contain whatever else it served meanwhile. Nothing here fails
-where a server has none: figures that are not known are None.
+They contain whatever else the server served meanwhile. Figures that are not known are None.
 """
 
 from collections import defaultdict
@@ -37,25 +36,22 @@ _TIER_TOKENS = "conserve_computed_tokens_total"
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """Tells what the server reported of a run; None: not available.
+    """What the server reported of a run; None: not available.
 
     Attributes:
-        handoffs: turns for which a decoder took KV over; one a conversation, with ConServe's own
-            placement.
+        handoffs: turns for which a decoder took KV over.
         handoff_tokens: tokens of KV that moved: to decoders, and to prefillers from what decoders
             had left of the history.
-        handoff_tokens_per_conversation: ``handoff_tokens`` over the conversations started.
-        handoff_bytes: ``handoff_tokens`` times the bytes of a token's KV, where these are given.
         later_prefills: later turns that were prefilled on a prefiller.
         moves: conversations bound again because their decoder was lost.
         cold_prefill_tokens: tokens of first turns that were prefilled on a prefiller.
-        prefix_cache_share: share of the prompt tokens that vLLM's engines looked up in their own
-            prefix cache and found there.
+        prefix_cache_share: share of the prompt tokens that vLLM's engines found in their own prefix
+            cache.
         kv_shares: what of decoders' KV space, over time, each of `conserve.costs.TERMS` took; empty
             where that was not simulated.
         shared_found_tokens: prompt tokens that were not computed because other conversations begin
             with them, too; only known where that was simulated.
-        tier_energy_j: what the GPUs of each tier used, in joules; empty without GPUs.
+        tier_energy_j: what the GPUs of each tier used; empty without GPUs.
         tier_tokens_per_j: tokens per joule that each tier's engines prefilled or decoded.
     """
 
@@ -74,11 +70,9 @@ class ServerFigures:
 
 
 def read(text: str) -> dict[str, float] | None:
-    """The counters in `NAMES` that a page of Prometheus' text format has, summed over labels.
+    """Read the counters in `NAMES` from a page of Prometheus' text format, summed over labels.
 
-    Counters of tiers come besides, each tier's under a name of its own (`of_tier`).
-
-    None where the text has none of them, or is no such page.
+    Counters of tiers come besides, each under `of_tier`. None where the text has no counter.
     """
     found: dict[str, float] = defaultdict(float)
     try:
@@ -94,17 +88,15 @@ def read(text: str) -> dict[str, float] | None:
 
 
 def of_tier(name: str, tier: str) -> str:
-    """Return a tier's name for a counter."""
     return f"{name}:{tier}"
 
 
 def rise(
     before: Mapping[str, float] | None, after: Mapping[str, float] | None
 ) -> dict[str, float] | None:
-    """By how much each counter rose.
+    """Return by how much each counter rose.
 
-    None where either reading is missing, or where one fell: then the server was started again, and
-    what it counted is lost.
+    None where either reading is missing, or where one fell: then the server was started again.
     """
     if before is None or after is None:
         return None

@@ -1,7 +1,4 @@
-"""Describes what a measurement was made with: this machine, and the software on it.
-
-That is the driver's side. An endpoint on another machine may run other versions.
-"""
+"""Describes the driver's machine, and the software on it; an endpoint's may be another."""
 
 import os
 import platform
@@ -43,7 +40,7 @@ def environment() -> dict[str, Any]:
 
 
 def gpu_names() -> list[str]:
-    """The models of this machine's GPUs; empty without an NVIDIA driver."""
+    """Models of this machine's GPUs; empty without an NVIDIA driver."""
     try:
         with Nvml() as nvml:
             return [gpu.name for gpu in nvml.inventory()]

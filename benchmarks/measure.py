@@ -30,14 +30,14 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MeasurementSettings:
-    """Tells what to measure, and how.
+    """A measurement to make.
 
     Attributes:
         endpoints: one, or several to alternate between; the first is the baseline.
         rounds: how many rounds several endpoints have; each has other conversations.
         unloaded: how many conversations are run alone first, on the first endpoint.
         reference: a report whose unloaded reference is used instead.
-        slo_multiple: bounds are so many times the unloaded latencies.
+        slo_multiple: bounds are this many times the unloaded latencies.
         kv_bytes_per_token: KV of one token of the model; with it, bytes handed off are reported.
     """
 
@@ -66,7 +66,7 @@ class MeasurementSettings:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Tells what a measurement came to: runs and reports in the order of the endpoints."""
+    """Runs and reports, in the order of the endpoints."""
 
     runs: list[Run]
     reports: list[Report]
@@ -114,10 +114,7 @@ async def measure(
 
 
 async def measure_unloaded(settings: MeasurementSettings) -> Report:
-    """Run the unloaded reference alone, on the first endpoint.
-
-    Returns:
-        A report of that run, to be the `MeasurementSettings.reference` of others.
+    """Run the unloaded reference alone, on the first endpoint, to be the ``reference`` of others.
 
     Raises:
         EndpointError, ValueError: it cannot be measured; the message says why.
@@ -201,7 +198,7 @@ async def _several(
 async def _reference(
     settings: MeasurementSettings, on_progress: OnProgress | None, stop: asyncio.Event
 ) -> tuple[Reference | None, dict[str, float]]:
-    """The reference, and by how much its own run violates the bounds made of it."""
+    """Return the reference, and by how much its own run violates the bounds made of it."""
     if settings.reference is not None:
         return _given_reference(settings, settings.reference)
     if not settings.unloaded:

@@ -20,8 +20,7 @@ OBJECTIVES = ("ttft_first", "ttft_later", "tbt", "ttfet_less_gaps", "last_tbt", 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Tells what the system does without load: the same workload, one conversation at a time, no
-    gaps.
+    """What the system does without load: the same workload, one conversation at a time, no gaps.
 
     Attributes:
         baseline_s: geometric mean of each latency in `OBJECTIVES` that was seen.
@@ -51,11 +50,7 @@ class Reference:
 
 
 def reference(records: Sequence[TurnRecord]) -> Reference:
-    """The reference from a run without load.
-
-    Raises:
-        ValueError: no conversation of it completed.
-    """
+    """Make the reference from a run without load; ValueError: no conversation of it completed."""
     complete = [
         turns
         for turns in by_conversation(records).values()
@@ -115,15 +110,14 @@ class Objectives:
     """Bounds in seconds, by the names in `OBJECTIVES`; a latency without one is not judged.
 
     Conserve (section 5.3) sets each metric's bound at 5 times its baseline, measured with a single
-    request and no interference. The metrics there are TTFET, last-turn TBT and end to end; the
-    turns' own TTFT and TBT are judged in the same way here.
+    request and no interference. Its metrics are TTFET, last-turn TBT and end to end; the turns' own
+    TTFT and TBT are judged in the same way here.
     """
 
     bounds_s: Mapping[str, float]
 
     @classmethod
     def from_reference(cls, unloaded: Reference, multiple: float = 5.0) -> "Objectives":
-        """Bounds of ``multiple`` times the unloaded latencies."""
         return cls({metric: multiple * base for metric, base in unloaded.baseline_s.items()})
 
 

@@ -31,15 +31,12 @@ _WIDE = 100  # A log axis pays where the largest value is so many times the smal
 
 
 def draw_all(reports: Sequence[Report], labels: Sequence[str], folder: Path) -> list[Path]:
-    """Draw every picture that the reports have something for.
+    """Draw every picture that the reports have something for; returns the files.
 
     Distributions of runs at different rates are pictures of their own.
 
     Args:
         labels: a name for each report, all different.
-
-    Returns:
-        The files written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -85,24 +82,13 @@ def _draw_against_rate(reports: Sequence[Report], folder: Path) -> list[Path]:
 
 
 def draw_ratios(comparisons: Sequence[Comparison], folder: Path, ending: str = "") -> list[Path]:
-    """Draw what `of_ratios` does.
-
-    Args:
-        ending: of the files' names.
-
-    Returns:
-        The files written: none where there is nothing to compare.
-    """
+    """Draw what `of_ratios` does; returns the files, none where there is nothing to compare."""
     figure = of_ratios(comparisons)
     return [] if figure is None else save(figure, folder, f"ratios{ending}")
 
 
 def of_ratios(comparisons: Sequence[Comparison]) -> Figure | None:
-    """Draw each run's p95 latencies over its baseline's, with their intervals.
-
-    Returns:
-        None where there is nothing to compare.
-    """
+    """Draw each run's p95 latencies over its baseline's, with their intervals, if there are any."""
     found = {
         (one.label, ratio.metric): ratio
         for one in comparisons
@@ -252,7 +238,7 @@ def against_rate(panels: dict[str, Lines], title: str, ylabel: str, share: bool 
 
 
 def style(index: int, marker: bool) -> dict[str, Any]:
-    """How the line of the system at ``index`` looks, the same in every picture."""
+    """Return how the line of the system at ``index`` looks, the same in every picture."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": _DASHES[index % len(_DASHES)],

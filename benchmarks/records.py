@@ -1,9 +1,8 @@
-"""The records of what a workload asks for and what was seen of it, which everything here shares.
+"""Records of what a workload asks for and what was seen of it, and their files.
 
 A `Script` is one conversation as a workload plans it. The driver asks it for the next request,
-sends it, and gives it what came back; so a recorded session, a replayed dialogue and a live agent
-look the same. Metrics and reports see only `TurnRecord`, whoever made them, a driver or a
-simulator. All times are seconds on one monotonic clock.
+sends it, and gives it what came back. Metrics and reports see only `TurnRecord`, made by a driver
+or a simulator. All times are seconds on one monotonic clock.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ Outcome = Literal["completed", "failed", "timeout", "unfinished"]
 
 
 class SharedPrefix(NamedTuple):
-    """A beginning of a prompt that other conversations' prompts have, too, or a part of it.
+    """A beginning of a prompt that other conversations' prompts have, too.
 
     Attributes:
         key: of its last part's text; after the same shorter prefix the same key is the same tokens.
@@ -36,13 +35,12 @@ class TurnRequest:
         gap_s: how long after the previous turn's end (the conversation's arrival, for the first)
             it is sent.
         path: ``/v1/completions`` or ``/v1/chat/completions``.
-        body: makes the JSON body; called when the turn is sent, so that long prompts do not wait
-            in memory.
-        prompt_tokens: the prompt's length where it is known exactly.
+        body: makes the JSON body when the turn is sent, so that long prompts do not wait in memory.
+        prompt_tokens: where it is known exactly.
         reused_tokens: length of the prefix that it shares with the conversation's previous prompt.
         output_tokens: forced output length, if any.
-        effective: whether this turn's output is for the user rather than a tool call; None: to
-            be told from the answer.
+        effective: whether this turn's output is for the user rather than a tool call; None: the
+            answer tells.
         tool: what the answer calls, as simulated; see `conserve.history.TurnStats`.
         shared: the prefixes that other conversations' prompts have, too, as far as is known, the
             shortest first: tools, then tools and system prompt.
@@ -61,7 +59,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Holds what came back, for a script whose next turn depends on it: a chat message's parts."""
+    """A chat message's parts, for a script whose next turn depends on them."""
 
     content: str
     tool_calls: tuple[dict[str, Any], ...] = ()
@@ -75,7 +73,8 @@ class Script(Protocol):
         """Its id, unique in the run."""
 
     def next(self, answer: Answer | None) -> TurnRequest | None:
-        """The next turn, given the previous one's answer (None before the first); None: over.
+        """Return the next turn, given the previous one's answer (None before the first); None:
+        over.
 
         Called once a turn, and not after a turn that failed.
         """
@@ -88,7 +87,7 @@ class TurnRecord:
     Attributes:
         turn: its number in the conversation, from 1.
         planned_s: when the workload wanted it sent.
-        sent_s: when it was sent; later than planned where the driver lagged.
+        sent_s: later than planned where the driver lagged.
         first_token_s: when the first part of the stream that carries output came, reasoning and
             tool calls included; None if there was none.
         token_times_s: when each output token's part of the stream came. A server that sends
@@ -99,10 +98,10 @@ class TurnRecord:
         outcome: ``unfinished``: the run ended first.
         error: what the server or the connection said.
         effective: whether the output was for the user, not a tool call (TTFET counts from it).
-        prompt_tokens, output_tokens: lengths as the server counted, else as planned.
+        prompt_tokens, output_tokens: as the server counted, else as planned.
         cached_tokens: prompt tokens found in the server's caches, where it says so.
         server: which replica answered, where it says so.
-        reused_tokens: prompt tokens shared with the previous prompt, as planned; see `TurnRequest`.
+        reused_tokens: prompt tokens shared with the previous prompt, as planned.
     """
 
     system: str
@@ -129,10 +128,9 @@ class TurnRecord:
 
 
 class RecordWriter:
-    """Appends records to a file of JSON lines, as a context manager. Replaces what was there.
+    """Writes records to a file of JSON lines, as a context manager, over what was there.
 
-    A line is on its way to the disk when its record has been given, so a run that dies leaves
-    what it saw.
+    Each line is on its way to the disk at once, so a run that dies leaves what it saw.
     """
 
     def __init__(self, path: Path) -> None:
@@ -147,12 +145,11 @@ class RecordWriter:
         self._file.close()
 
     def write(self, record: TurnRecord) -> None:
-        """Append one record."""
         self._file.write(self._encoder.encode(record) + b"\n")
 
 
 def read_records(path: Path) -> list[TurnRecord]:
-    """The records of a file that `RecordWriter` wrote.
+    """Read what `RecordWriter` wrote.
 
     Raises:
         ValueError: a line is no record; the message names file and line.
@@ -168,7 +165,7 @@ def read_records(path: Path) -> list[TurnRecord]:
 
 
 def write_parquet(records: Sequence[TurnRecord], path: Path) -> None:
-    """Write all records as one Parquet file, with a column for each field."""
+    """Write one Parquet file, with a column for each field."""
     # pyarrow takes a while to import, and is rarely asked for.
     import pyarrow
     import pyarrow.parquet

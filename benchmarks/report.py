@@ -38,7 +38,6 @@ class Report:
         workload: its name, options, seed and counts; equal where two runs had the same
             conversations.
         arrivals: pattern, ``rate_per_s`` (None where there is none) and ``concurrency``.
-        options: everything else that was set.
         environment: see `benchmarks.machine.environment`; and ``alternation``, where systems took
             turns: see `benchmarks.rounds.Alternation`.
         samples: every latency by conversation, seconds.
@@ -64,7 +63,6 @@ class Report:
 
     @property
     def rate_per_s(self) -> float | None:
-        """Conversations a second that arrived, where that was set."""
         rate: float | None = self.arrivals.get("rate_per_s")
         return rate
 
@@ -85,9 +83,8 @@ def make_report(
 
     Args:
         workload, arrivals, options, unloaded, unloaded_violations: see `Report`.
-        slo_multiple: bounds are so many times the unloaded latencies.
+        slo_multiple: bounds are this many times the unloaded latencies.
         kv_bytes_per_token: KV of one token of the model; with it, bytes handed off are reported.
-        alternation: how this system took turns with others, if it did.
 
     Raises:
         ValueError: the run has no records.
@@ -157,7 +154,6 @@ def _warnings(run: Run) -> Iterable[str]:
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write a report as JSON."""
     path.write_bytes(msgspec.json.encode(report) + b"\n")
 
 
@@ -183,7 +179,6 @@ def read_report(path: Path) -> Report:
 
 
 def show_run(report: Report, console: Console) -> None:
-    """Print one run: its latencies, its rates, and what there is to know about it."""
     result = report.result
     table = Table(title=f"{report.system}: latencies", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
@@ -311,14 +306,13 @@ def _server_facts(result: Result) -> dict[str, str]:
 
 
 def _say_warnings(reports: Sequence[Report], names: Sequence[str], console: Console) -> None:
-    """Print what makes the figures doubtful."""
     for name, report in zip(names, reports, strict=True):
         for warning in report.warnings:
             console.print(f"[yellow]{name}:[/yellow] {escape(warning)}", highlight=False)
 
 
 def seconds(value_s: float) -> str:
-    """A time as a person reads it, in milliseconds below one second."""
+    """Show a time as a person reads it, in milliseconds below one second."""
     return f"{value_s * 1e3:.1f} ms" if value_s < 1 else f"{value_s:,.2f} s"
 
 

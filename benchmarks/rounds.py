@@ -35,24 +35,20 @@ class Alternation:
 
     @property
     def count(self) -> int:
-        """How many rounds or starts of each system there were."""
         return len(self.order)
 
     def describe(self) -> dict[str, object]:
-        """The same for a report's ``environment``."""
         return {"unit": self.unit, "count": self.count, "seed": self.seed, "order": self.order}
 
 
 def orders(systems: Sequence[str], count: int, seed: int) -> list[list[str]]:
-    """Orders drawn at random, in which every system is as often first, second and so on.
+    """Draw orders at random, in which every system is as often first, second and so on.
 
     Of as many orders as there are systems, each system has each place once (a Latin square whose
-    rows, columns and names are drawn); so of any number, no two systems are in a place so often
-    that it differs by more than one.
+    rows, columns and names are drawn). So of any number, two systems' counts in a place differ by
+    at most one.
 
     Args:
-        systems: their names, all different.
-        count: how many orders.
         seed: equal seeds give equal orders; a larger count continues a smaller one's.
 
     >>> orders(["a", "b"], 4, seed=1)
@@ -69,7 +65,7 @@ def orders(systems: Sequence[str], count: int, seed: int) -> list[list[str]]:
 
 
 def told(alternation: object) -> str | None:
-    """One sentence of what `Alternation.describe` gave; None: the systems did not take turns.
+    """Say in one sentence what `Alternation.describe` gave; None: the systems did not take turns.
 
     >>> told({"unit": "rounds", "count": 2, "seed": 1, "order": [["b", "a"], ["a", "b"]]})
     'Alternated rounds: 2, seed 1, in this order: b a, a b.'
@@ -96,19 +92,12 @@ async def alternate(
 ) -> dict[str, list[Run]]:
     """Run the same slices of a workload on several systems, round by round, in `orders`.
 
-    What else a machine does changes over minutes; in short alternating rounds it hits all systems
-    alike, and ratios within a round stay right.
-
     Args:
         plan_of: makes the plan of a round (from 0) anew each time it is called.
-        stop: ends the comparison when it is set; a round that not every system has
-            finished is left out of the result.
+        stop: ends the comparison; a round that not every system has finished is left out.
 
     Returns:
-        By system, its runs, one a round.
-
-    Raises:
-        As `benchmarks.driver.drive` does.
+        By system, its runs, one a round. Raises what `benchmarks.driver.drive` raises.
     """
     options = options or DriveOptions()
     by_name = {endpoint.system: endpoint for endpoint in endpoints}

@@ -35,10 +35,9 @@ class Selection:
     """A workload, as chosen; None is an option's default.
 
     Attributes:
-        conversations: how many; recorded sessions' sub-agents are conversations besides.
+        conversations: recorded sessions' sub-agents are conversations besides.
         data: a folder of recorded sessions, or a file of dialogues.
         vocabulary: token ids for prompts, ``first:last`` (the last is not used).
-        others: see `benchmarks.workloads`.
 
     Raises:
         WorkloadError: an option does not go with the workload, or is missing.
@@ -92,7 +91,6 @@ class Selection:
         return _workload(self, seed_shift)
 
     def recorded(self, arrivals: Arrivals, seed: int) -> Workload:
-        """Replays of recorded sessions."""
         assert self.data is not None
         changes = Changes(
             **self._given("scale_tokens", "scale_gaps", "max_gap_s", "max_context_tokens")
@@ -108,7 +106,6 @@ class Selection:
         )
 
     def dialogues(self, arrivals: Arrivals, seed: int) -> Workload:
-        """Replays of recorded dialogues."""
         assert self.data is not None
         return workloads.dialogues(
             self.data,
@@ -119,7 +116,6 @@ class Selection:
         )
 
     def synthetic(self, arrivals: Arrivals, seed: int) -> Workload:
-        """Conversations of a preset shape."""
         return workloads.synthetic(
             PRESETS[self.preset or "conserve"],
             conversations=self.conversations,
@@ -130,7 +126,6 @@ class Selection:
         )
 
     def agents(self, arrivals: Arrivals, seed: int) -> Workload:
-        """Agents at work."""
         return workloads.agents(
             conversations=self.conversations,
             arrivals=arrivals,
@@ -160,7 +155,6 @@ class Selection:
         }
 
     def describe_arrivals(self, concurrency: int | None) -> dict[str, Any]:
-        """When the conversations arrive, for the report."""
         rate_per_s = None if self.pattern == "together" else self.rate_per_s
         return {"pattern": self.pattern, "rate_per_s": rate_per_s, "concurrency": concurrency}
 
@@ -180,5 +174,4 @@ def _workload(selection: Selection, seed_shift: int) -> Workload:
 
 
 def option(name: str) -> str:
-    """The command-line option of a field."""
     return "--" + name.removesuffix("_s").replace("_", "-")

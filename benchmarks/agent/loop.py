@@ -24,7 +24,7 @@ MAX_TURNS = 12
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Tells what a model said.
+    """A model's reply.
 
     Attributes:
         message: the assistant's message, as it goes into the next request.
@@ -57,11 +57,10 @@ class Turn:
 
 @dataclass(slots=True)
 class Transcript:
-    """How an agent's run went.
+    """An agent's run.
 
     Attributes:
         messages: all messages, those that the run began with included.
-        turns: one for each request.
         answer: the final sentence; None if the agent was stopped before it gave one.
     """
 
@@ -71,7 +70,6 @@ class Transcript:
 
     @property
     def calls(self) -> list[Call | None]:
-        """All calls that the model made, in order."""
         return [call for turn in self.turns for call in turn.calls]
 
 
@@ -98,10 +96,8 @@ async def run_agent(
     *,
     max_turns: int = MAX_TURNS,
 ) -> Transcript:
-    """Have a model work on the last message until it answers without a call.
-
-    Args:
-        max_turns: after so many turns the agent is stopped.
+    """Have a model work on the last message until it answers without a call, or ``max_turns`` are
+    over.
 
     Raises:
         Exception: whatever ``complete`` raises.
@@ -136,7 +132,6 @@ def go_on(
 
 
 def score(task: Task, transcript: Transcript) -> Score:
-    """Compare a run with what its task takes."""
     pairs = zip(task.calls, transcript.calls, strict=False)
     return Score(
         calls=len(task.calls),

@@ -35,8 +35,6 @@ async def iterations(
     """Measure; takes some ten seconds and more.
 
     Args:
-        url: the server's URL.
-        model: the model's name on that server.
         sizes: lengths of the prompts, in tokens.
         repeats: number of prompts of each size; the median counts.
         unloaded_s: how long only the stream runs, for the step without load.
@@ -101,14 +99,13 @@ async def iterations(
 def largest_chunk(
     points: Iterable[tuple[int, float]], decode_step_s: float, multiple: float = SLO_MULTIPLE
 ) -> int:
-    """The paper's rule for a collocated engine's chunk, from measured iterations.
+    """Return a collocated engine's chunk by the paper's rule, from measured iterations.
 
     The chunk counts if all smaller ones stay within the bound too, so that one lucky
     measurement does not decide.
 
     Args:
         points: tokens of a chunk, and seconds of an iteration that computes it.
-        decode_step_s: seconds of a decode step without load.
         multiple: how many decode steps an iteration may take.
 
     Raises:

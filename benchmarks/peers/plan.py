@@ -1,5 +1,3 @@
-"""A peer as data: the options that all of them share, and how one is run (`running` does it)."""
-
 import json
 import os
 import sys
@@ -34,8 +32,7 @@ class Options:
         device: ``auto`` is ``gpu`` where NVIDIA's driver has a GPU.
         logs: folder for logs; None: a temporary one.
         wrong_decision_rate: share of later turns sent to a prefiller (``per_turn`` alone).
-        chunk_tokens: most tokens an engine computes in a step (``collocated``);
-            None: their default for the device.
+        chunk_tokens: most tokens of a step (``collocated`` alone); None: the device's default.
         timeout_s: longest wait for the peer to be up and warm.
 
     Raises:
@@ -79,7 +76,6 @@ class Options:
 
     @property
     def gpu(self) -> bool:
-        """Whether engines run on GPUs."""
         return bool(machine.gpu_names()) if self.device == "auto" else self.device == "gpu"
 
     @property
@@ -89,7 +85,6 @@ class Options:
 
     @property
     def model_source(self) -> str:
-        """Return where engines load the model from."""
         return engines.model_source(self.model)
 
     def _settings(self) -> Settings:
@@ -106,7 +101,7 @@ def _check_cores(cores: tuple[int, ...], engines: int) -> None:
 
 
 def engine_arguments(options: Options) -> dict[str, Any]:
-    """vLLM's arguments for every engine of every peer: those that ConServe starts its own with."""
+    """Return vLLM's arguments for every engine of every peer: those of ConServe's own engines."""
     return {
         **engines.engine_arguments(options.model, options.gpu),
         "enable_prefix_caching": True,
@@ -115,7 +110,6 @@ def engine_arguments(options: Options) -> dict[str, Any]:
 
 
 def engine_environment(options: Options) -> dict[str, str]:
-    """The environment of every engine of every peer, again as ConServe has it."""
     return engines.engine_environment(options.model, options.gpu)
 
 
@@ -125,7 +119,6 @@ class Part:
 
     Attributes:
         name: names its log file.
-        command: its command line.
         environment: variables on top of this process's own.
         ready_url: answers 200 when the next part may start. The last part has none: it is
             ready when it lists the model.
@@ -142,10 +135,9 @@ class PeerPlan:
     """A peer's processes, in the order in which they start.
 
     Attributes:
-        parts: the processes; the last one serves.
+        parts: the last one serves.
         engine_arguments: vLLM's arguments, by role.
-        prefillers: engines that only prefill.
-        decoders: the other engines.
+        prefillers, decoders: engines that only prefill, and the others.
         session_header: the request header by which it tells conversations apart, if it does.
         releases: whether it wants to be told when a conversation has ended, as ConServe does.
         min_tokens: whether it takes requests with ``min_tokens``.
@@ -161,7 +153,6 @@ class PeerPlan:
 
     @property
     def engines(self) -> int:
-        """Engines that the plan starts."""
         return self.prefillers + self.decoders
 
 
@@ -175,7 +166,7 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def free_port() -> int:
-    """A port on loopback that nobody has, and that was not given to another part before.
+    """Return a port on loopback that is free, and was not given to another part before.
 
     It is not one that the system hands out: a part binds it many seconds later, and by then an
     outgoing connection could have it, or the next caller.
@@ -186,10 +177,6 @@ def free_port() -> int:
 
 
 def require_two(engines: int, name: str) -> None:
-    """Refuse to disaggregate a single engine.
-
-    Raises:
-        PeerUnavailable: there is just one.
-    """
+    """Refuse to disaggregate a single engine, with `PeerUnavailable`."""
     if engines < 2:
         raise PeerUnavailable(f"{name} needs a prefiller and a decoder: set engines to 2 or more")

@@ -85,7 +85,7 @@ def ray_pd(options: Options) -> PeerPlan:
 
 
 def _llm_config(options: Options, replicas: int, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """An `LLMConfig` as a Serve config file has it: replicas chosen by consistent hashing."""
+    """Return an `LLMConfig` as a Serve config file has it: consistent hashing chooses replicas."""
     bundle = {"CPU": 0.5, **({"GPU": 1} if options.gpu else {})}
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))
@@ -108,7 +108,6 @@ def _llm_config(options: Options, replicas: int, engine: Mapping[str, Any]) -> d
 
 
 def _serving_part(name: str, options: Options, builder: str, arguments: Mapping[str, Any]) -> Part:
-    """The process that runs an application of `ray.serve.llm`."""
     environment = {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
@@ -128,7 +127,6 @@ def _serving_part(name: str, options: Options, builder: str, arguments: Mapping[
 def serving_command(
     builder: str, port: int, cpus: int, arguments: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The command line of `benchmarks.peers.ray_app`, which says what it takes."""
     return module("benchmarks.peers.ray_app", builder, str(port), str(cpus), json.dumps(arguments))
 
 

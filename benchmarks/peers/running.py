@@ -39,8 +39,7 @@ class Peer:
 
     Attributes:
         name: its key in `PEERS`.
-        url: its server's URL, without ``/v1``.
-        model: the name to ask it for.
+        url: without ``/v1``.
         session_header: the request header by which it tells conversations apart, if it does.
         min_tokens: whether it takes requests with ``min_tokens``.
         described: how it was started, for reports: command lines and what they add to the
@@ -67,7 +66,6 @@ def start(
 
     Args:
         name: a key of `PEERS`.
-        options: what every peer is started with.
         on_progress: called with what is waited for.
 
     Raises:
@@ -178,9 +176,6 @@ def until_ready(
     """Return when a part of a peer is ready.
 
     Args:
-        part: the part's name.
-        launch: the part's process.
-        log: that process's log file.
         ready: asks the part whether it is ready.
         deadline_s: when to give up, by the monotonic clock.
 
@@ -196,7 +191,6 @@ def until_ready(
 
 
 def answers(url: str) -> bool:
-    """Whether something answers there with 200."""
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(url, timeout=_ANSWER_S).status_code == 200
     return False
@@ -260,7 +254,7 @@ def _two_turns(client: httpx.Client, model: str, name: str, header: dict[str, st
 
 
 def last_words(log: Path) -> str:
-    """The last errors in a log, else its last lines, in one line that names it."""
+    """Return the last errors in a log, else its last lines, in one line that names it."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     lines = [line for line in lines if line]
     told = [line for line in lines if "Error" in line or "error:" in line] or lines

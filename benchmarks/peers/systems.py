@@ -192,7 +192,6 @@ def _application(
     decoders: int,
     engine: Mapping[str, Any] | None = None,
 ) -> PeerPlan:
-    """``serve run conserve.app``; ``engine`` is over the arguments that all peers share."""
     own = {"enable_prompt_tokens_details": True, **(engine or {}), **options.engine}
     arguments = [
         *settings,

@@ -1,4 +1,4 @@
-"""Clients and time of a simulation: which conversations are under way, and what becomes of them."""
+"""Clients and time of a simulation: the conversations under way, and all events."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,11 +25,8 @@ class Open:
 
     Attributes:
         request: its turn under way, or the next one.
-        records: its turns that are over.
-        sent_s: when its last turn was sent.
         program: what a rival sees of it.
         key: the conversation table's, for the turn under way.
-        decoder: where it is bound.
         found_tokens: of the turn's prompt, found in any cache.
         parks: whether the turn under way leaves its KV in host memory.
     """
@@ -46,16 +43,15 @@ class Open:
 
 
 class Clients(ABC):
-    """One run of one system: its clients, and the events of all that it comprises.
+    """One run of one system.
 
     A subclass serves turns (`_serve`), and tells when they are over (`_completed`, `_refuse`).
 
     Args:
         on_conversation: called with the turns of each conversation, when it ends.
-        gaps: whether gaps between turns are kept; False: turns follow each other at once.
+        gaps: False: turns follow each other at once.
 
     Attributes:
-        decoders, prefillers: its engines, by name.
         ended_s: when the last conversation ended.
         arrived, turns: number of conversations that came, and of turns that are over.
     """
@@ -87,13 +83,10 @@ class Clients(ABC):
         self.turns = 0
 
     def run(self, plan: Iterable[tuple[float, Script]]) -> None:
-        """Serve all conversations to their ends.
-
-        Args:
-            plan: arrivals in seconds, ascending, and what arrives.
+        """Serve a plan: arrivals in seconds, ascending, and what arrives.
 
         Raises:
-            SimulationError: a turn of it does not say how long it is.
+            SimulationError: a turn does not say how long it is.
         """
         self.start(plan)
         self.advance(inf)
@@ -103,11 +96,7 @@ class Clients(ABC):
         self._next_arrival(iter(plan))
 
     def advance(self, until_s: float) -> None:
-        """Let happen what happens until then.
-
-        Raises:
-            SimulationError: a turn does not say how long it is.
-        """
+        """Run all events until then; raises what `run` raises."""
         events = self._events
         while events and events[0][0] <= until_s:
             now_s, _, act, what = heappop(events)
@@ -125,15 +114,12 @@ class Clients(ABC):
         until_s: float,
         ramp_s: float = 0.0,
     ) -> None:
-        """Have so many conversations under way at any time: where one ends, the next begins.
+        """Keep this many conversations under way: where one ends, the next begins.
 
         Args:
-            plan: what begins, in this order; when it would arrive does not count.
-            until_s: the time is up then. Conversations under way are told as far as they got.
-            ramp_s: the first ones begin evenly over so much time.
-
-        Raises:
-            SimulationError: a turn of it does not say how long it is.
+            plan: what begins, in this order; its arrival times do not count.
+            until_s: the end. Conversations under way are told as far as they got.
+            ramp_s: the first ones begin evenly over this time.
         """
         self._next_programs = iter(plan)
         for number, (_, script) in enumerate(islice(self._next_programs, programs)):
@@ -146,7 +132,7 @@ class Clients(ABC):
                 self._on_conversation(one.records)
 
     def energy_j(self) -> float | None:
-        """Energy used up to the last conversation's end; None if the profile has no power."""
+        """Energy up to the last conversation's end; None if the profile has no power."""
         total_j = 0.0
         for engine in (*self.prefillers.values(), *self.decoders.values()):
             costs = engine.costs
@@ -161,7 +147,7 @@ class Clients(ABC):
         return total_j
 
     def shared_found_tokens(self) -> int:
-        """Return what engines did not compute because other conversations had begun with it."""
+        """Tokens that engines did not compute because other conversations begin with them."""
         engines = (*self.prefillers.values(), *self.decoders.values())
         return sum(engine.shared_found_tokens for engine in engines)
 
@@ -170,12 +156,10 @@ class Clients(ABC):
         """Return what a live system would have counted."""
 
     @abstractmethod
-    def _serve(self, one: Open, prompt_tokens: int, now_s: float) -> None:
-        """Have the turn answered that a client sends now."""
+    def _serve(self, one: Open, prompt_tokens: int, now_s: float) -> None: ...
 
     @abstractmethod
-    def _closed(self, one: Open, now_s: float) -> None:
-        """A conversation has ended."""
+    def _closed(self, one: Open, now_s: float) -> None: ...
 
     # --- Time ---------------------------------------------------------------------------------
 
@@ -205,7 +189,6 @@ class Clients(ABC):
     def _submit(
         self, work: EngineTurn, engine: SimulatedEngine, now_s: float, after_s: float
     ) -> None:
-        """Give a turn to an engine after so many seconds."""
         if after_s:
             self._later(now_s + after_s, self._come, (work, engine))
         else:
@@ -241,7 +224,6 @@ class Clients(ABC):
         return request.gap_s if self._gaps else 0.0
 
     def _send(self, now_s: float, one: Open) -> None:
-        """Send a conversation's next turn."""
         one.sent_s = now_s
         request = one.request
         prompt_tokens, output_tokens = request.prompt_tokens, request.output_tokens
@@ -266,10 +248,10 @@ class Clients(ABC):
     def _completed(
         self, one: Open, work: EngineTurn, server: str, now_s: float, found_tokens: int = 0
     ) -> None:
-        """A turn is over: record it, and have its client go on.
+        """Record a turn, and have its client go on.
 
         Args:
-            found_tokens: of its prompt, what was found in another engine's cache.
+            found_tokens: of its prompt, found in another engine's cache.
         """
         request = one.request
         following = one.script.next(_NOTHING_SAID)
@@ -301,7 +283,6 @@ class Clients(ABC):
             self._later(now_s + self._gap_s(following), self._send, one)
 
     def _refuse(self, one: Open, now_s: float, error: str) -> None:
-        """Have a turn fail, and its conversation with it."""
         one.records.append(
             TurnRecord(
                 system=self.system.name,

@@ -1,11 +1,8 @@
 """A simulated cluster: the live system's policies and ledger, over simulated engines.
 
-Where a conversation goes, and where a turn is prefilled, is decided by the same classes as in the
-live system: a policy of `conserve.placement`, `conserve.conversations.ConversationTable` with its
-account of what decoders hold, and `conserve.admission.Admission` with its waiting line. What is
-simulated is the rest: engines (`benchmarks.simulate.engine`), handoffs and clients.
-
-Not simulated: engines that fail.
+Placement (`conserve.placement`), the account of what decoders hold (`ConversationTable`) and
+admission with its queue (`conserve.admission.Admission`) are the live system's classes. Engines,
+handoffs and clients are simulated. Engines do not fail.
 """
 
 import math
@@ -41,7 +38,7 @@ _TRIED_TOKENS = (512, 4_096)
 
 
 class Cluster(Clients):
-    """One run of one system that is built as ConServe is: see `Clients`."""
+    """A run of one system that is built as ConServe is."""
 
     def __init__(
         self,
@@ -103,7 +100,6 @@ class Cluster(Clients):
         self._later_prefills = self._cold_prefill_tokens = 0
 
     def figures(self, kv_bytes_per_token: float) -> ServerFigures:
-        """Return what a live system would have counted."""
         tokens = self._handoff_tokens + self._loaded_tokens
         return ServerFigures(
             handoffs=self._handoffs,
@@ -118,7 +114,6 @@ class Cluster(Clients):
         )
 
     def _serve(self, one: Open, prompt_tokens: int, now_s: float) -> None:
-        """Have a turn answered: where its conversation is bound, or is bound now."""
         one.found_tokens = 0
         self._tell_again(now_s)
         if one.decoder is None:
@@ -143,7 +138,6 @@ class Cluster(Clients):
         self._prefill_later(one, self.prefillers[prefiller_id], now_s)
 
     def _tell_again(self, now_s: float) -> None:
-        """Have engines say what they do, time and again while there is anybody."""
         if self.table.loads is not None and not self._tells:
             self._tells = True
             self._later(now_s + self.system.stale_s, self._tell, None)
@@ -179,7 +173,6 @@ class Cluster(Clients):
             self._start(one, answer, now_s)
 
     def _start(self, one: Open, admitted: Admitted, now_s: float) -> None:
-        """Have the first turn prefilled where it was placed."""
         placement = admitted.placement
         # Otherwise two scripts have one id.
         assert admitted.newly_bound, admitted.history.id
@@ -204,13 +197,12 @@ class Cluster(Clients):
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
 
     def _admit(self, now_s: float) -> None:
-        """Place those in line who fit now that somebody has left."""
         for admitted in self._admission.admit(now_s):
             one, _ = self._in_line.pop(admitted.history.id)
             self._start(one, admitted, now_s)
 
     def _look_again(self, now_s: float) -> None:
-        """Look at the line every second while there is one: the window opens by itself."""
+        """Look at the queue every second while there is one: the window opens by itself."""
         window = self._admission.window
         if window is not None and not self._looks:
             self._looks = True
@@ -249,7 +241,7 @@ class Cluster(Clients):
         )
 
     def _submit_to_decoder(self, one: Open, now_s: float) -> None:
-        """Have a decoder answer a turn; what it has dropped it takes from host memory."""
+        """Send a turn to its decoder, which takes what it has dropped from host memory."""
         decoder = one.decoder
         assert decoder is not None
         work = self._work(one)
@@ -270,7 +262,6 @@ class Cluster(Clients):
         self._submit(work, decoder, now_s, after_s)
 
     def _parks(self, one: Open) -> bool:
-        """Whether a turn that goes to its decoder now leaves its KV in host memory."""
         conversation = self.table.get(one.script.conversation)
         assert conversation is not None
         return self.table.park(conversation)
@@ -287,7 +278,6 @@ class Cluster(Clients):
         return tokens // chunk * chunk
 
     def _prefill_later(self, one: Open, prefiller: SimulatedEngine, now_s: float) -> None:
-        """Prefill a later turn on a prefiller; its history is brought first, if there is any."""
         work = EngineTurn(
             one.script.conversation,
             one.request.prompt_tokens or 0,
@@ -307,7 +297,7 @@ class Cluster(Clients):
         self._move(work, prefiller, moved, now_s, self.system.handed_off_s)
 
     def _prefilled(self, work: EngineTurn, prefiller: SimulatedEngine, now_s: float) -> None:
-        """A prefiller is done with a turn: the KV goes to the conversation's decoder."""
+        """Hand the KV of a prefilled turn to the conversation's decoder."""
         one: Open = work.turn
         assert one.decoder is not None
         if prefiller is one.decoder:
@@ -335,7 +325,6 @@ class Cluster(Clients):
         now_s: float,
         after_s: float = 0.0,
     ) -> None:
-        """Bring KV to an engine, for a turn that is to run there."""
         takes_s = engine.costs.handoff(tokens)
         if self.system.transfers_block:
             work.load_s = takes_s
@@ -345,7 +334,6 @@ class Cluster(Clients):
     # --- Ends ---------------------------------------------------------------------------------
 
     def _answered(self, work: EngineTurn, decoder: SimulatedEngine, now_s: float) -> None:
-        """A decoder is done with a turn."""
         one: Open = work.turn
         id = work.conversation
         stats = TurnStats(
@@ -383,11 +371,7 @@ class Cluster(Clients):
 
 
 class KvUse:
-    """Has the costs counted of the decoders of a table; the class is the live system's.
-
-    Args:
-        capacity_tokens: of each decoder, by its id.
-    """
+    """Costs of the decoders' KV space over time, by the live system's class."""
 
     def __init__(self, table: ConversationTable, capacity_tokens: Mapping[str, int]) -> None:
         self._table = table
@@ -396,12 +380,10 @@ class KvUse:
             self._costs.add(decoder_id, tokens, 0.0)
 
     def look(self, now_s: float) -> None:
-        """Something was bound, released or paused."""
         for decoder_id, decoder in self._table.decoders.items():
             self._costs.look(decoder_id, decoder.held_tokens, now_s)
 
     def begin(self, turn: TurnKey, now_s: float) -> None:
-        """A turn has begun, by the table."""
         history = self._table.get(turn.history_id)
         assert history is not None
         assert history.decoder_id is not None
@@ -410,11 +392,10 @@ class KvUse:
         self._costs.begin(turn, history.decoder_id, tokens, had_tokens, now_s)
 
     def prefilled(self, turn: TurnKey, computed_tokens: int) -> None:
-        """A prefiller has computed so much for a turn."""
         self._costs.prefilled(turn, computed_tokens)
 
     def end(self, turn: TurnKey, stats: TurnStats, now_s: float) -> None:
-        """A turn has ended; the table has still to be told."""
+        """Note a turn's end, before the table is told of it."""
         self._costs.end(turn, stats, now_s)
 
     def shares(self, now_s: float) -> dict[str, float]:

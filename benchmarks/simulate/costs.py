@@ -47,13 +47,13 @@ class Costs:
 
     @classmethod
     def of(cls, profile: Profile, role: Role, cap_w: float | None = None) -> "Costs":
-        """The costs of an engine in this role.
+        """Costs of an engine in this role.
 
         Args:
-            cap_w: its power cap; None: the highest that the profile has.
+            cap_w: None: the highest power cap that the profile has.
 
         Raises:
-            ProfileError: a cap is asked for that the profile does not have.
+            ProfileError: the profile does not have this cap.
         """
         prefill, decode, handoff = profile.prefill, profile.decode, profile.handoff
         power = profile.power_at(cap_w) if profile.power or cap_w is not None else None
@@ -81,7 +81,6 @@ class Costs:
 
     @property
     def estimated(self) -> EngineCosts:
-        """The same, as policies estimate with it."""
         return EngineCosts(
             per_token_s=self.per_token_s,
             per_pair_s=self.per_pair_s,
@@ -97,5 +96,5 @@ class Costs:
         )
 
     def handoff(self, tokens: int) -> float:
-        """Seconds until KV of so many tokens has arrived here; 0 for none."""
+        """Seconds until KV of these tokens has arrived here; 0 for none."""
         return self.handoff_s + self.handoff_per_token_s * tokens if tokens else 0.0

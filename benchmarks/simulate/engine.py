@@ -1,16 +1,15 @@
 """One simulated engine: continuous batching with chunked prefill, whose state changes by event.
 
-What is modelled is vLLM's scheduler (first come, first served, or by priority where turns have one;
-decodes before prefills; prefills in chunks; preemption of the last in that order when KV runs out,
-which leaves what was computed of it in the prefix cache until its room is needed) on an engine
-whose step takes what a profile says. Steps without a prefill are taken together up to the next one
-at which anything changes: with ``b`` decodes the KV that is read grows by ``b`` tokens a step, so
-``m`` steps take
+It models vLLM's scheduler on an engine whose step takes what a profile says: first come, first
+served, or by priority; decodes before prefills; prefills in chunks. When KV runs out, the last in
+that order is preempted, and stays in the prefix cache until its room is needed. Steps without a
+prefill are taken together up to the next one at which anything changes: with ``b`` decodes the KV
+that is read grows by ``b`` tokens a step, so ``m`` steps take
 
     m (step_s + per_sequence_s b + per_kv_token_s k) + per_kv_token_s b m (m - 1) / 2
 
-seconds, and the step under way at a given time is found by solving that for ``m``. So a turn costs
-a few events, however many tokens it has.
+seconds. Solving that for ``m`` finds the step under way at a time. So a turn costs a few events,
+however many tokens it has.
 """
 
 import math
@@ -37,18 +36,15 @@ class EngineTurn:
     """A turn on one engine.
 
     Attributes:
-        conversation: its id.
-        prompt_tokens, output_tokens: whole lengths; a prefiller's output is one token.
+        output_tokens: one on a prefiller.
         reusable_tokens: length of the prompt's prefix that an earlier turn had as well.
         loaded_tokens: prompt tokens whose KV a handoff brought here.
         load_s: how long loading that KV keeps the engine busy; 0 where it goes on meanwhile.
-        turn: whatever the caller wants to find the turn by.
-        priority: the lowest goes first, and of equal ones who came first (vLLM's
-            ``--scheduling-policy priority``).
+        turn: the caller's own.
+        priority: the lowest goes first, then the oldest (vLLM's ``--scheduling-policy priority``).
         shared: what the prompt begins with that other conversations' prompts do, too.
         cached_tokens: prompt tokens whose KV was here already, a handoff not counted.
-        admitted_s: when the engine took it from its line for the first time; negative before.
-        first_token_s: when its first token came; negative before.
+        admitted_s, first_token_s: negative before.
     """
 
     conversation: str
@@ -78,7 +74,6 @@ class EngineTurn:
 
     @property
     def shared_tokens(self) -> int:
-        """Return what of its prompt is not its conversation's alone."""
         return self.shared[-1].tokens if self.shared else 0
 
 
@@ -86,22 +81,18 @@ class SimulatedEngine:
     """One engine.
 
     Args:
-        costs: its role's costs.
         schedule: called with a time and a version; the caller then calls `wake` with both.
-        finished: called with a turn that has ended, and when.
         keeps: whether a conversation's KV stays for its next turn.
-        max_sequences: most sequences in one step.
-        block_tokens: length of a block; only whole blocks of KV are found again.
+        block_tokens: only whole blocks of KV are found again.
 
     Attributes:
         busy_prefill_s, busy_decode_s: how long it ran steps with and without a prefill.
         computed_tokens: prefilled or decoded.
         active_tokens: KV of turns that run or are prefilled, what they share once.
         idle_tokens: KV of conversations between turns, and shared prefixes that no turn holds.
-        evicted_tokens, preemptions: idle KV dropped, and number of turns sent back to be computed
-            again, because KV ran out.
-        shared_found_tokens: what turns found of shared prefixes, where their own history was not
-            here and nothing was handed off.
+        evicted_tokens, preemptions: idle KV dropped, and turns preempted, because KV ran out.
+        shared_found_tokens: found of shared prefixes, where a turn's own history was not here and
+            nothing was handed off.
     """
 
     def __init__(
@@ -173,12 +164,11 @@ class SimulatedEngine:
 
     @property
     def capacity_tokens(self) -> int:
-        """The size of its KV space."""
         return self.costs.capacity_tokens
 
     @property
     def load(self) -> EngineLoad:
-        """Return what a live engine would say of its work."""
+        """What a live engine would say of its work."""
         prefilling = sum(work.left_tokens for work in self._prefilling)
         waiting = sum(self._missing(work) for work in self._waiting)
         costs, decodes = self.costs, len(self._decoding)
@@ -188,14 +178,13 @@ class SimulatedEngine:
         return EngineLoad(prefilling + waiting, decodes, step_s)
 
     def _missing(self, work: EngineTurn) -> int:
-        """Return what of a waiting turn's prompt has to be computed, as things are."""
         here = self.finds(work)
         tokens = work.prompt_tokens + work.made_tokens
         return max(1, tokens - max(here, work.loaded_tokens))
 
     @property
     def turns(self) -> int:
-        """How many turns wait or run here."""
+        """Turns that wait or run here."""
         running = len(self._prefilling) + len(self._completing) + len(self._decoding)
         return len(self._waiting) + running
 
@@ -213,7 +202,6 @@ class SimulatedEngine:
         self._pins[conversation] = until_s
 
     def unpin(self, conversation: str) -> None:
-        """Its idle KV may be dropped from now on."""
         if self._pins.pop(conversation, None) is not None:
             self._leave(self._shared.begins(conversation))
 
@@ -234,7 +222,6 @@ class SimulatedEngine:
         return max(own, self._shared.found(self._shared.whole_blocks(work.shared)))
 
     def forget(self, conversation: str) -> None:
-        """Drop the KV of a conversation that has ended."""
         self.unpin(conversation)
         self.idle_tokens -= self._idle.pop(conversation, 0)
         self._shared.forget(conversation)
@@ -282,14 +269,13 @@ class SimulatedEngine:
         return Step(lasted_s, self._chunk_tokens, self._chunk_pairs, decodes, kv_tokens)
 
     def take_steps(self) -> tuple[Step, ...]:
-        """The steps since this was asked last, as a live engine would tell of them."""
+        """Return the steps since the last call, as a live engine would tell of them."""
         taken, self._taken = tuple(self._taken), []
         return taken
 
     # --- Steps --------------------------------------------------------------------------------
 
     def _start(self, now_s: float) -> None:
-        """Begin the next step, or the next steps, if there is anything to do."""
         decoding = self._decoding
         preempted = False
         self._now_s = now_s
@@ -362,8 +348,7 @@ class SimulatedEngine:
         """Put prefills into the step, as many as fit.
 
         Returns:
-            Seconds that their tokens add, and that loading KV keeps the engine; and how many
-            begin in this step.
+            Seconds that their tokens add, seconds of loading KV, and how many begin in this step.
         """
         costs, prefilling = self.costs, self._prefilling
         added_s = loads_s = 0.0
@@ -397,7 +382,6 @@ class SimulatedEngine:
         return added_s, loads_s, begun
 
     def _prefilled(self, work: EngineTurn, now_s: float) -> None:
-        """A turn's prompt is computed, and with it one token of output."""
         if work.first_token_s < 0:
             work.first_token_s = now_s
         work.made_tokens += 1
@@ -424,7 +408,6 @@ class SimulatedEngine:
     # --- KV -----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Take waiting turns in, in their order, as far as KV and the batch have room."""
         waiting, block = self._waiting, self._block_tokens
         room = self._max_sequences - len(self._decoding) - len(self._prefilling)
         while waiting and room > 0:
@@ -475,14 +458,12 @@ class SimulatedEngine:
             self.shared_found_tokens += max(0, spared)
 
     def _take(self, prefix: tuple[SharedPrefix, ...]) -> None:
-        """Hold a shared prefix."""
         if prefix:
             woken, new = self._shared.take(prefix)
             self.idle_tokens -= woken
             self.active_tokens += woken + new
 
     def _leave(self, prefix: tuple[SharedPrefix, ...]) -> None:
-        """Hold a shared prefix no more."""
         if prefix:
             idle, gone = self._shared.leave(prefix)
             self.active_tokens -= idle + gone
@@ -514,16 +495,14 @@ class SimulatedEngine:
         return True
 
     def _pinned_tokens(self) -> int:
-        """Idle KV that is not to be dropped."""
         for conversation in [one for one, until_s in self._pins.items() if until_s <= self._now_s]:
             self.unpin(conversation)
         return sum(self._idle.get(one, 0) for one in self._pins)
 
     def _preempt(self) -> None:
-        """Send the turn that goes last back to the line.
+        """Put the turn that goes last back into the queue.
 
-        What was computed of it is found again when it comes back, as far as its room was not
-        needed: as the blocks of any other turn, those of a preempted one stay cached.
+        What was computed of it stays cached, as other turns' blocks do, until its room is needed.
         """
         self.preemptions += 1
         work = max((*self._prefilling, *self._decoding), key=_rank)
@@ -553,7 +532,6 @@ class SimulatedEngine:
         self._wait(work)
 
     def _wait(self, work: EngineTurn) -> None:
-        """Put a turn into the line."""
         if not self._waiting or _rank(self._waiting[-1]) < _rank(work):
             self._waiting.append(work)
         else:
@@ -561,5 +539,4 @@ class SimulatedEngine:
 
 
 def _rank(work: EngineTurn) -> tuple[float, int]:
-    """Return a turn's rank: the lowest goes first, and the last is preempted first."""
     return work.priority, work.came

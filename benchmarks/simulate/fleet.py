@@ -11,7 +11,7 @@ from benchmarks.simulate.system import System
 
 
 class Fleet(Clients):
-    """One run of one rival: see `Clients`. No turn is refused but one that no engine holds."""
+    """One run of one rival. No turn is refused but one that no engine holds."""
 
     def __init__(
         self,
@@ -33,7 +33,6 @@ class Fleet(Clients):
         self._checking = False
 
     def figures(self, kv_bytes_per_token: float) -> ServerFigures:
-        """Nothing is handed over."""
         return ServerFigures(shared_found_tokens=self.shared_found_tokens())
 
     def _serve(self, one: Open, prompt_tokens: int, now_s: float) -> None:
@@ -49,7 +48,6 @@ class Fleet(Clients):
             self._go(one, engine_id, now_s)
 
     def _check_later(self, now_s: float) -> None:
-        """See to it that the rival is asked at each of its intervals while anybody is there."""
         if self._rival.interval_s is not None and not self._checking:
             self._checking = True
             self._later(now_s + self._rival.interval_s, self._check, None)
@@ -62,7 +60,6 @@ class Fleet(Clients):
             self._check_later(now_s)
 
     def _go(self, one: Open, engine_id: str, now_s: float) -> None:
-        """Give a turn to its engine."""
         request, program = one.request, one.program
         program.engine_id = engine_id
         work = EngineTurn(

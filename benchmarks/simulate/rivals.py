@@ -26,13 +26,12 @@ class Program:
     """A conversation, as the papers call those of agents.
 
     Attributes:
-        arrived_s: when its first turn came.
         tokens: its context: a running turn's prompt, or after its end with what was put out.
         turns: how many turns came, one under way included.
         reasoning: whether a turn of it runs or waits; else its tools do.
-        acting_s: since when its tools run; of no meaning while it reasons.
+        acting_s: since when its tools run.
         engine_id: where its last turn was sent; None before the first.
-        attained_s: for how long engines have worked on its turns that are over.
+        attained_s: how long engines have worked on its turns that are over.
     """
 
     id: str
@@ -46,22 +45,18 @@ class Program:
 
 
 class Engine(Protocol):
-    """Tells what can be seen of an engine."""
+    """What rules see of an engine."""
 
     @property
     def turns(self) -> int:
-        """How many turns wait or run there."""
+        """Turns that wait or run there."""
 
     @property
-    def capacity_tokens(self) -> int:
-        """The size of its KV space."""
+    def capacity_tokens(self) -> int: ...
 
 
 class Rival(ABC):
-    """A system's rules. Nothing is refused: what does not go to an engine at once waits.
-
-    Args:
-        engines: by name.
+    """A system's rules. Nothing is refused: a turn that does not go to an engine at once waits.
 
     Attributes:
         interval_s: how often `check` is to be called; None: never.
@@ -77,13 +72,13 @@ class Rival(ABC):
         """Return where a turn goes that has come; None: it waits until `check` names it."""
 
     def answered(self, program: Program, now_s: float) -> None:  # noqa: B027 # most need nothing
-        """A turn has ended."""
+        ...
 
     def ended(self, program: Program) -> None:  # noqa: B027
-        """A program has ended."""
+        ...
 
     def check(self, now_s: float) -> Iterable[tuple[Program, str]]:
-        """Programs whose waiting turns go to an engine now, and where."""
+        """Return programs whose waiting turns go to an engine now, and where."""
         return ()
 
     def priority(self, program: Program) -> float:
@@ -91,23 +86,21 @@ class Rival(ABC):
         return 0.0
 
     def keep_s(self, program: Program) -> float:
-        """For how long the KV of a turn that has ended is not to be dropped."""
+        """Return for how long the KV of a turn that has ended is not dropped."""
         return 0.0
 
     def least_loaded(self) -> str:
-        """The engine with the fewest turns, waiting and running; the first of equal ones."""
         return min(self._engines, key=lambda id: self._engines[id].turns)
 
 
 class LeastLoaded(Rival):
     """Each turn goes to the engine with the fewest; engines serve first come, first served.
 
-    This is what vLLM's own load balancing between data-parallel engines does, by requests that wait
-    and run. A turn that comes to another engine than the one before finds nothing cached there.
+    vLLM's own load balancing between data-parallel engines does this. A turn that comes to another
+    engine than the one before finds nothing cached there.
     """
 
     def route(self, program: Program, now_s: float) -> str | None:
-        """The least loaded engine."""
         return self.least_loaded()
 
 
@@ -119,24 +112,21 @@ class Affinity(Rival):
     """
 
     def route(self, program: Program, now_s: float) -> str | None:
-        """The engine that the program began on."""
         return program.engine_id or self.least_loaded()
 
 
 class Attained(Affinity):
     """Autellix (Luo et al., arXiv 2502.13965): program-level attained service (PLAS).
 
-    Taken: a turn's priority is the time that engines have worked on the turns of its program that
-    are over, in discrete queues with exponentially growing bounds, first come first served in each.
+    Taken: a turn's priority is the time that engines have worked on its program's earlier turns, in
+    discrete queues with exponentially growing bounds, first come first served in each.
 
     Simplified: a turn keeps its queue until it ends, and one that runs is preempted only where KV
-    runs out, the last in that order (as vLLM's priority scheduling does), where the paper's engine
-    also demotes running turns and swaps their KV to host memory; and programs stay on the engine
-    that they began on, where the paper sends short turns to the least loaded one.
+    runs out; the paper's engine also demotes running turns and swaps their KV to host memory.
+    Programs stay on their first engine; the paper sends short turns to the least loaded one.
     """
 
     def priority(self, program: Program) -> float:
-        """The queue, from 0."""
         bound_s, queue = _FIRST_S, 0
         while program.attained_s >= bound_s and queue < _QUEUES - 1:
             bound_s *= _FACTOR
@@ -147,14 +137,13 @@ class Attained(Affinity):
 class Ttl(Affinity):
     """Continuum (Li et al., arXiv 2511.02230), with a fixed time to live as in its released code.
 
-    Taken: after a turn its program's KV stays for ``ttl_s``, whatever waits; it may be dropped
-    before that if turns that run need a block and there is none else, or if nothing runs and
-    nobody waiting fits. Turns wait in the order in which their programs came (program-level first
-    come, first served).
+    Taken: after a turn its program's KV stays for ``ttl_s``. It is dropped before only if running
+    turns need a block and there is none else, or if nothing runs and nothing that waits fits.
+    Turns wait in the order in which their programs came.
 
-    Simplified: the paper sets each tool's time to live from the times seen of that tool; the
-    released code has 2 s for all, and does not keep KV for tools that take longer on average. Tools
-    have no names here, so KV is kept at every turn's end. Several engines are used by affinity.
+    Simplified: the paper sets each tool's time to live from the times seen of that tool. The
+    released code has 2 s for all, and keeps no KV for tools that take longer on average. Tools have
+    no names here, so KV is kept at every turn's end. Several engines are used by affinity.
     """
 
     def __init__(self, engines: Mapping[str, Engine], ttl_s: float) -> None:
@@ -162,11 +151,9 @@ class Ttl(Affinity):
         self._ttl_s = ttl_s
 
     def priority(self, program: Program) -> float:
-        """Let whoever came first go first."""
         return program.arrived_s
 
     def keep_s(self, program: Program) -> float:
-        """The same for all."""
         return self._ttl_s
 
 
@@ -177,26 +164,24 @@ class ThunderAgent(Rival):
     buffer of 100 tokens a program, against its capacity (lambda_max and lambda_min are 1):
 
     - *Resume* (equations 4 and 10): programs in the global queue whose turn waits go first, then
-      new ones, then those whose tools run, in each group the shortest first, as many as fit all
-      engines' room together; of these the longest is placed first, where most room is. For this
-      alone acting programs' tokens count 2^-t, t seconds after their turn's end (equation 7).
+      new ones, then those whose tools run, the shortest first, as many as fit all engines' room
+      together; of these the longest is placed first, where most room is. For this alone acting
+      programs' tokens count 2^-t, t seconds after their turn's end (equation 7).
     - *Pause* (equations 5 and 11): while an engine's programs, undiscounted, are more than it
-      holds, its acting programs leave it, the shortest first; and if that is not enough, *all* of
-      its reasoning ones are marked, to leave at their turn's end, since what is marked is not
-      deducted from what is too much.
+      holds, its acting programs leave it, the shortest first. If that is not enough, *all* of its
+      reasoning ones are marked, to leave at their turn's end.
 
-    A new program goes to an engine at once if nobody waits and it fits, the one with the fewest
-    tokens. Nothing is told to engines: KV of who is paused stays until it falls out of their
-    caches. Whoever has waited for half an hour is sent on regardless.
+    A new program goes at once to the engine with the fewest tokens if no other waits and it fits.
+    Engines are told nothing: a paused program's KV stays until it falls out of their caches. A turn
+    that has waited for half an hour is sent on regardless.
 
-    Simplified: prompts' lengths are exact, where the code estimates them from characters; what a
-    turn has put out counts from its end, as with requests that are not streamed. Tool environments
-    are not simulated. (Shared prefixes are deducted in the paper; in this version of the code
-    nothing updates what is deducted.)
+    Simplified: prompts' lengths are exact, where the code estimates them from characters; a turn's
+    output counts from its end, as with requests that are not streamed. Tool environments are not
+    simulated. Shared prefixes are not deducted; this version of the code never does.
 
     Args:
-        discounts: whether acting programs' tokens are discounted as said, as in the paper's
-            experiments; the code has it as an option that is off by default.
+        discounts: whether acting programs' tokens are discounted, as in the paper's experiments;
+            the code has it as an option that is off by default.
     """
 
     interval_s = 5.0
@@ -210,7 +195,6 @@ class ThunderAgent(Rival):
         self._marked: set[Program] = set()
 
     def route(self, program: Program, now_s: float) -> str | None:
-        """Return where it is active; a new one where it fits, unless others wait."""
         if program in self._queue:
             self._queue[program] = now_s
             return None
@@ -226,20 +210,18 @@ class ThunderAgent(Rival):
         return program.engine_id
 
     def answered(self, program: Program, now_s: float) -> None:
-        """One that was marked leaves its engine."""
         if program in self._marked:
             self._marked.discard(program)
             self._pause(program)
 
     def ended(self, program: Program) -> None:
-        """It leaves no trace."""
         self._marked.discard(program)
         self._queue.pop(program, None)
         for programs in self._on.values():
             programs.pop(program, None)
 
     def check(self, now_s: float) -> Iterable[tuple[Program, str]]:
-        """Resume whom there is room for, then pause where there is too little."""
+        """Resume programs that fit, then pause where there is too little room."""
         went = self._overdue(now_s)
         went += self._resume(now_s)
         for engine_id in self._on:
@@ -247,15 +229,14 @@ class ThunderAgent(Rival):
         return went
 
     def paused(self) -> list[Program]:
-        """Return those in the global queue."""
         return list(self._queue)
 
     def marked(self) -> set[Program]:
-        """Return those that leave at their turn's end."""
+        """Programs that leave at their turn's end."""
         return set(self._marked)
 
     def room(self, engine_id: str, now_s: float | None = None) -> float:
-        """Tokens that an engine has left; less than 0 where it is above its capacity.
+        """Tokens that an engine has left; negative above its capacity.
 
         Args:
             now_s: if given, acting programs are discounted by how long they act.
@@ -310,7 +291,6 @@ class ThunderAgent(Rival):
         return went
 
     def _activate(self, program: Program, engine_id: str) -> list[tuple[Program, str]]:
-        """Take a program from the queue to an engine; with its turn, if one waits."""
         waits = self._queue.pop(program) is not None
         self._on[engine_id][program] = None
         program.engine_id = engine_id
@@ -341,11 +321,6 @@ def _restored_first(program: Program) -> tuple[int, int]:
 def make_rival(
     name: RivalName, engines: Mapping[str, Engine], *, ttl_s: float = 2.0, discounts: bool = True
 ) -> Rival:
-    """A system's rules, for these engines.
-
-    Args:
-        ttl_s, discounts: `Ttl`'s and `ThunderAgent`'s.
-    """
     match name:
         case "vllm":
             return LeastLoaded(engines)

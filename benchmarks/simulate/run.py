@@ -64,7 +64,7 @@ OnConversation = Callable[[list[TurnRecord]], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """How many engines there are, and under which power caps (W; None: the profile's highest).
+    """Engines, and their power caps (W; None: the profile's highest).
 
     A collocated system has as many engines as the others have in all, under the same caps.
     """
@@ -83,10 +83,10 @@ class EngineCounts:
 
 
 def make_system(name: str, profile: Profile, engines: EngineCounts, **options: Any) -> System:
-    """A system on engines of one profile.
+    """Make a system on engines of one profile.
 
     Args:
-        options: fields of `System` that are to be other than its defaults.
+        options: fields of `System` that differ from its defaults.
 
     Raises:
         SimulationError: there is no such system.
@@ -135,20 +135,19 @@ def serve(
     *,
     gaps: bool = True,
 ) -> Clients:
-    """Run all conversations of a plan to their ends; returns the cluster as it is then."""
+    """Run a plan's conversations to their ends; returns the cluster as it is then."""
     cluster = make_cluster(system, on_conversation, gaps=gaps)
     cluster.run(plan)
     return cluster
 
 
 def make_cluster(system: System, on_conversation: OnConversation, *, gaps: bool = True) -> Clients:
-    """A cluster of this system, on which nothing has run yet."""
     kind = Cluster if system.rival is None else Fleet
     return kind(system, on_conversation, gaps=gaps)
 
 
 def unloaded_records(system: System, workload: Workload, conversations: int) -> list[TurnRecord]:
-    """Turns of a few conversations, each alone and without gaps: what bounds are relative to."""
+    """Turns of a few conversations, each alone and without gaps."""
     records: list[TurnRecord] = []
     for _, script in islice(workload, conversations):
         serve(system, [(0.0, script)], records.extend, gaps=False)
@@ -204,7 +203,6 @@ def simulate(
     Args:
         described, arrivals: what `Selection` says of the workload, for the report.
         keep_samples: whether the report has every latency by conversation, or distributions alone.
-        on_conversation: called with the turns of each conversation too, when it ends.
 
     Raises:
         SimulationError: the workload cannot be simulated, or has nothing in it.
@@ -275,12 +273,12 @@ def simulate_selection(
     """Simulate every system at every rate; bounds are those of the first system, unloaded.
 
     Args:
-        options: fields of `System` that are to be other than its defaults, by the system's name.
-        keep_samples: see `simulate`; those of every system and rate are kept at the same time.
+        options: fields of `System` that differ from its defaults, by the system's name.
+        keep_samples: those of every system and rate are kept at the same time.
         on_conversation: called at each conversation's end with what runs.
 
     Raises:
-        SimulationError, ProfileError, WorkloadError: see there.
+        SimulationError, ProfileError, WorkloadError: as `simulate` and `make_system`.
     """
     systems = [make_system(name, profile, engines, **options.get(name, {})) for name in names]
     baseline = Baseline.of(systems[0], selection.workload(), slo_multiple=slo_multiple)

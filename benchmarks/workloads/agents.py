@@ -1,12 +1,10 @@
 """Agents at work: the model decides what happens next, and real tools do what it asks for.
 
 Each conversation is a session of `benchmarks.agent`: tool schemas, and tasks that take two to six
-calls. What the model answers is sent back as it is, with what the tools made of it, until it
-answers a task without a call; then the next task comes. So the number of turns, and the lengths
-of all but the first prompt, are the model's doing. The embedded model is trained for these tasks;
-any other that calls tools can try.
-
-A tool's time is exponential. Whether answers are right is told at the end, in `AgentScript.right`.
+calls. The model's answer is sent back with what the tools made of it, until it answers a task
+without a call; then the next task comes. So the number of turns, and the lengths of all but the
+first prompt, are the model's doing. A tool's time is exponential. `AgentScript.right` tells at the
+end whether answers are right.
 """
 
 import math
@@ -38,7 +36,6 @@ def agents(
         mean_gap_s: mean of the exponential times that tools take.
         max_output_tokens: limit on every answer's length.
         tasks: how many are asked for one after another in each conversation.
-        seed: chooses the sessions, and draws the gaps.
 
     Raises:
         WorkloadError: a setting is wrong.
@@ -89,7 +86,6 @@ class AgentScript:
 
     @property
     def conversation(self) -> str:
-        """The conversation's id."""
         return self._conversation
 
     def next(self, answer: Answer | None) -> TurnRequest | None:

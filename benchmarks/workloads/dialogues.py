@@ -3,8 +3,7 @@
 The format is that of ``historical_trajectories`` of ``sierra-research/tau-bench``: a list of
 objects whose ``traj`` is a list of OpenAI-style messages. System, user and tool messages are sent
 as recorded, over ``/v1/chat/completions``; each assistant message is a turn, and the model's answer
-takes its place in the history. What follows the last assistant message is never answered, and not
-sent.
+takes its place in the history. What follows the last assistant message is not sent.
 
 The model need not do what the recorded one did, and the chat has to stay valid:
 
@@ -14,10 +13,9 @@ The model need not do what the recorded one did, and the chat has to stay valid:
 - It made a call that cannot be part of a chat (no name, or arguments that are no JSON object): all
   its calls count as text.
 
-Lengths in tokens are the server's matter. An answer is limited to the recorded one's length (taken
-to be a token for four characters), unless a limit is given. The recordings have no times: gaps are
-exponential. Dialogues with the same system prompt share it, and a dialogue that is drawn again
-begins with the same text.
+An answer is limited to the recorded one's length (a token for four characters), unless a limit is
+given. The recordings have no times: gaps are exponential. A dialogue that is drawn again begins
+with the same text.
 """
 
 import json
@@ -65,7 +63,7 @@ class _RawDialogue(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """Tells what is said before a turn, and how long its answer may be.
+    """What is said before a turn, and how long its answer may be.
 
     Attributes:
         messages: system and user messages.
@@ -90,14 +88,12 @@ def dialogues(
     """Recorded dialogues, drawn without repeating one until all were drawn.
 
     Args:
-        path: a file of dialogues, plain JSON or compressed with gzip.
+        path: plain JSON or compressed with gzip.
         mean_gap_s: mean of the exponential gaps between an answer and the next turn.
-        max_output_tokens: limit on every answer's length; None: the recorded answer's approximate
-            length.
-        declare_tools: whether to send ``tools``, which the recordings do not have: their names and
+        max_output_tokens: None: each recorded answer's approximate length.
+        declare_tools: whether to send ``tools``, which the recordings do not have: names and
             parameters are inferred from the recorded calls. Without, models make no tool calls;
             with, the server must have a tool-call parser.
-        seed: chooses the dialogues and their order, and draws the gaps.
 
     Raises:
         WorkloadError: a setting is wrong, or the file is broken.
@@ -130,13 +126,6 @@ def dialogues(
 
 
 class DialogueScript:
-    """One dialogue.
-
-    Args:
-        gaps_s: the gap before each turn.
-        tools: sent with every turn, unless None.
-    """
-
     def __init__(
         self,
         conversation: str,
@@ -153,14 +142,10 @@ class DialogueScript:
 
     @property
     def conversation(self) -> str:
-        """The conversation's id."""
         return self._conversation
 
     def next(self, answer: Answer | None) -> TurnRequest | None:
-        """The next turn, after the model's own answers.
-
-        Raises ValueError without the answer to the turn before.
-        """
+        """The next turn, after the model's own answers; ValueError without the answer before."""
         if self._next == len(self._turns):
             return None
         number, turn = self._next, self._turns[self._next]
@@ -210,9 +195,8 @@ def continuation(answer: Answer, turn: RecordedTurn, call_prefix: str) -> list[M
 
 
 def infer_tools(recordings: Sequence[Sequence[_RawMessage]]) -> list[dict[str, Any]]:
-    """OpenAI tool declarations for the recorded calls: names, parameters and their JSON types.
-
-    Calls whose arguments are no JSON object declare no parameters.
+    """OpenAI tool declarations for the recorded calls; without parameters where arguments are no
+    object.
     """
     properties: dict[str, dict[str, dict[str, str]]] = {}
     for message in (message for messages in recordings for message in messages):
@@ -289,7 +273,7 @@ def _approximate_tokens(message: _RawMessage) -> int:
 
 
 def _calls(answer: Answer, prefix: str) -> tuple[list[dict[str, Any]], str]:
-    """The answer's calls as a chat's history has them, and its text."""
+    """Return the answer's calls as a chat's history has them, and its text."""
     calls = []
     for index, call in enumerate(answer.tool_calls):
         function = call.get("function") or {}
@@ -308,7 +292,7 @@ def _calls(answer: Answer, prefix: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    """Parsed arguments of a call, or None where they are no JSON object."""
+    """Parse a call's arguments; None where they are no JSON object."""
     try:
         parsed = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

@@ -23,7 +23,6 @@ class WorkloadError(ValueError):
 
 
 def require(met: bool, problem: str) -> None:
-    """Raise WorkloadError with ``problem`` unless ``met``."""
     if not met:
         raise WorkloadError(problem)
 
@@ -33,9 +32,7 @@ class Workload:
     """Conversations, in ascending order of arrival. Each iteration starts them all anew.
 
     Attributes:
-        name: names the kind of workload.
         counts: what it comprises, and what was left out or assumed on the way, for the report.
-        make: makes the conversations one by one, as they are asked for.
     """
 
     name: str
@@ -54,7 +51,6 @@ class Arrivals:
         pattern: ``poisson``: independent exponential intervals; ``even``: equal intervals, the
             first conversation at 0; ``together``: all at 0.
         rate_per_s: conversations per second; of no effect where all come together.
-        seed: seeds the intervals' lengths.
 
     Raises:
         WorkloadError: an unknown pattern, or a rate that is not a positive number.
@@ -92,7 +88,7 @@ class Arrivals:
 
 
 def choose(items: Sequence[T], seed: int) -> Iterator[T]:
-    """Draw endlessly: every item once in random order, then all of them in another order, and on.
+    """Draw endlessly: every item once in random order, then all again in another order, and on.
 
     Raises WorkloadError where there is nothing to choose from.
     """

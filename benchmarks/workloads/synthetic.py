@@ -2,8 +2,8 @@
 
 A conversation is one long series of token ids of its own. A turn's prompt is its beginning, and the
 next turn's prompt is the previous one, then as many stand-in tokens as the previous turn put out,
-then what is appended. So prompts, reuse and outputs have exactly the drawn lengths; what the model
-answers is no part of later prompts, and a server's KV of it is of no use to the next turn.
+then what is appended. So prompts, reuse and outputs have exactly the drawn lengths, and a server's
+KV of an answer is of no use to the next turn.
 
 "Assumed" below means that the paper's text does not say; change it with ``dataclasses.replace``.
 """
@@ -31,8 +31,7 @@ _PERT_SHAPE = 6
 class Spread:
     """Whole numbers between two bounds, with a given mean.
 
-    A beta distribution over the bounds, of PERT's variance, since papers give minimum, maximum and
-    average and no more.
+    A beta distribution of PERT's variance, since papers give minimum, maximum and average alone.
     """
 
     low: int
@@ -47,7 +46,6 @@ class Spread:
         )
 
     def draw(self, rng: np.random.Generator, count: int) -> Any:
-        """An array of ``count`` values."""
         width = self.high - self.low
         share = (self.mean - self.low) / width if width else 0.0
         if share in (0.0, 1.0):
@@ -71,20 +69,18 @@ class Latency:
         )
 
     def draw(self, rng: np.random.Generator, count: int) -> Any:
-        """An array of ``count`` times."""
         sigma = math.log(self.p95_s / self.p50_s) / _Z_95
         return rng.lognormal(math.log(self.p50_s), sigma, count)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Tells what conversations look like.
+    """The shape of conversations.
 
     Attributes:
-        turns: turns of a conversation; all but the last end in a tool call.
+        turns: all but the last end in a tool call.
         first_prompt_tokens: turn 1's prompt.
         append_tokens: what a later turn adds after the output before it.
-        output_tokens: a turn's output.
         tool_latency: time between a turn's end and the next turn.
         shared_tokens: the first tokens of every conversation's prompt (a system prompt).
     """
@@ -200,10 +196,7 @@ def synthetic(
         vocabulary: token ids to use; it should leave out the model's special tokens.
         scale_tokens: factor for each drawn number of tokens; the product is rounded, to at least 1.
         scale_gaps: factor for the tools' times.
-        max_context_tokens: the model's context. A conversation ends before the first turn whose
-            prompt and output together are longer; one whose first turn is, is left out. Both are
-            counted.
-        seed: seeds all that is drawn, tokens included.
+        max_context_tokens: as in `benchmarks.workloads.replay.Changes`.
 
     Raises:
         WorkloadError: a setting is wrong, or no conversation fits the context.
@@ -268,8 +261,6 @@ class _Stream:
 
 
 class SyntheticScript:
-    """One drawn conversation."""
-
     def __init__(
         self, conversation: str, turns: tuple[_Turn, ...], stream: _Stream, own: int
     ) -> None:
@@ -281,11 +272,9 @@ class SyntheticScript:
 
     @property
     def conversation(self) -> str:
-        """The conversation's id."""
         return self._conversation
 
     def next(self, answer: Answer | None) -> TurnRequest | None:
-        """The next drawn turn, whatever the answer was."""
         if self._next == len(self._turns):
             return None
         turn = self._turns[self._next]

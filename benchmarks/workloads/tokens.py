@@ -28,7 +28,7 @@ def check_vocabulary(vocabulary: range) -> None:
 
 
 def key(*owner: str | int) -> int:
-    """64 bits that stand for whoever the tokens belong to."""
+    """64 bits that stand for the owner of tokens."""
     digest = hashlib.blake2b(repr(owner).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

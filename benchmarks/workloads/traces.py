@@ -36,14 +36,13 @@ class RecordedCall:
     """One model call.
 
     Attributes:
-        started_s: when it started, from the start of the session or sub-agent.
-        took_s: how long it took, as recorded; else an estimate (`estimated`).
+        started_s: from the start of the session or sub-agent.
+        took_s: as recorded; else an estimate (`estimated`).
         kept_blocks: whole blocks at the prompt's start that are those of the call before.
         new_blocks: ids of the others, an array.
         head_blocks: blocks at the prompt's start that are those of the session's head.
         effective: whether the call ended its turn with the user.
-        tool: what it asked for: ``?`` for tools, whose names are not recorded, empty for nothing;
-            None: that is not recorded.
+        tool: ``?`` for tools, whose names are not recorded, empty for nothing; None: not recorded.
     """
 
     started_s: float
@@ -59,13 +58,12 @@ class RecordedCall:
 
     @property
     def ended_s(self) -> float:
-        """When it ended, from the start of the session or sub-agent."""
         return self.started_s + self.took_s
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSession:
-    """The calls of one agent, in order, and the agents that it started.
+    """Calls of one agent, in order, and the agents that it started.
 
     Attributes:
         name: unique in its file; not across files.
@@ -86,8 +84,8 @@ class SubAgent:
 
     Attributes:
         after: index of the parent's call that asked for it.
-        started_s: when it started, from the parent's start.
-        ended_s: when it ended, likewise; None: its parent did not wait for it.
+        started_s: from the parent's start.
+        ended_s: likewise; None: its parent did not wait for it.
     """
 
     after: int
@@ -165,7 +163,7 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 
 def read_session(path: Path) -> RecordedSession:
-    """Read one recorded session, whole.
+    """Read one recorded session.
 
     Raises:
         WorkloadError: it names the file, the record (``requests[3]``), and what is wrong there.
@@ -226,7 +224,7 @@ def _check(call: _RawCall, before: list[_RawCall], block: int, where: str) -> No
 
 
 def _head(blocks: list[Any], tokens: int, block: int) -> Any:
-    """The blocks that the session's first ``tokens`` tokens, tools and system prompt, are in.
+    """Blocks that the session's first ``tokens`` tokens, tools and system prompt, are in.
 
     A few sessions begin with another prompt than they go on with, so the beginning that most calls
     have is taken.
@@ -271,7 +269,6 @@ def _calls(raw: list[_RawCall], blocks: list[Any], head: Any) -> tuple[RecordedC
 
 
 def _common(left: Any, right: Any) -> int:
-    """How many items two arrays have in common at their start."""
     shorter = min(len(left), len(right))
     differ = np.flatnonzero(left[:shorter] != right[:shorter])
     return int(differ[0]) if len(differ) else shorter

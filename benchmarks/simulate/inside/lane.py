@@ -18,18 +18,13 @@ _REBIND_S = 50e-6
 
 
 class LaneEngine:
-    """Plays an engine whose scheduler has decodes, and what may run beside them; all else is
-    prefilled in the lane, one prompt after the other. What is else, `PrefillLane` says; with vLLM's
-    scheduler (a split that nobody decides about) it is every prompt.
+    """An engine whose scheduler has decodes, and what may run beside them.
 
-    While both have work, decodes have the SMs that `sm_share` says, and the lane the others; else
-    whoever has work has all. What the lane computes goes on at its new speed when that changes;
-    steps of decodes end as they began. Each change costs the lane 50 us. What both take of each
-    other's bandwidth is not modelled.
-
-    Args:
-        loop, scheduler, costs, ended: as for `Engine`.
-        sm_share: how many SMs decodes have.
+    All else is prefilled in the lane, one prompt after the other: what `PrefillLane` says, or with
+    vLLM's scheduler every prompt. While both have work, decodes have the SMs that `sm_share` says,
+    and the lane the others; else the one with work has all. The lane goes on at its new speed when
+    that changes; steps of decodes end as they began. Each change costs the lane 50 us. What both
+    take of each other's bandwidth is not modelled.
 
     Attributes:
         laned: calls that went through the lane.
@@ -63,13 +58,12 @@ class LaneEngine:
         self.laned = 0
 
     def submit(self, call: Call) -> None:
-        """A call comes now."""
         call.came_s = call.since_s = self._loop.now_s
         self._waiting.append(call)
         self._begin_those_who_may()
 
     def _begin_those_who_may(self) -> None:
-        """Begin one that waits for the lane in it, and those that need it no longer in steps."""
+        """Begin a waiting call in the lane, and those that need it no longer in steps."""
         for call in list(self._waiting):
             route = self._route(call)
             if route == "wait":
@@ -162,7 +156,6 @@ class LaneEngine:
         self._loop.at(ends_s, self._chunk_done, self._version)
 
     def _share_anew(self) -> None:
-        """The lane has more SMs, or less, from now on."""
         if self._call is None or (share := self._share()) == self._lane_share:
             return
         passed_s = max(0.0, self._loop.now_s - self._since_s)
