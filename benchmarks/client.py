@@ -70,8 +70,7 @@ class Endpoint:
 async def with_model(endpoint: Endpoint) -> Endpoint:
     """Return the endpoint with the first model that it lists, unless one is named.
 
-    Raises:
-        EndpointError: nothing answers there, or it lists no model.
+    Raises EndpointError: nothing answers there, or it lists no model.
     """
     if endpoint.model is not None:
         return endpoint

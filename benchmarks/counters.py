@@ -9,27 +9,18 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-_HANDOFFS = "conserve_handoffs_total"
-_HANDOFF_TOKENS = "conserve_handoff_tokens_total"
-_LOADED_TOKENS = "conserve_prefiller_loaded_tokens_total"
-_LATER_PREFILLS = "conserve_later_prefills_total"
-_MOVES = "conserve_moves_total"
-_COLD_PREFILL_TOKENS = "conserve_cold_prefill_tokens_total"
-_PREFIX_HITS = "vllm:prefix_cache_hits_total"
-_PREFIX_QUERIES = "vllm:prefix_cache_queries_total"
-
-NAMES = (
-    _HANDOFFS,
-    _HANDOFF_TOKENS,
-    _LOADED_TOKENS,
-    _LATER_PREFILLS,
-    _MOVES,
-    _COLD_PREFILL_TOKENS,
-    _PREFIX_HITS,
-    _PREFIX_QUERIES,
-)
-"""The counters that are read."""
-
+# The counters that are read, by the fields that they come to.
+_NAMES = {
+    "handoffs": "conserve_handoffs_total",
+    "handoff_tokens": "conserve_handoff_tokens_total",
+    "loaded_tokens": "conserve_prefiller_loaded_tokens_total",
+    "later_prefills": "conserve_later_prefills_total",
+    "moves": "conserve_moves_total",
+    "cold_prefill_tokens": "conserve_cold_prefill_tokens_total",
+    "prefix_hits": "vllm:prefix_cache_hits_total",
+    "prefix_queries": "vllm:prefix_cache_queries_total",
+}
+NAMES = tuple(_NAMES.values())
 _TIER_ENERGY = "conserve_gpu_energy_joules_total"
 _TIER_TOKENS = "conserve_computed_tokens_total"
 
@@ -116,9 +107,10 @@ def server_figures(
         kv_bytes_per_token: KV of one token of that server's model, in all layers and heads.
     """
     known = counters or {}
-    tokens, queries = known.get(_HANDOFF_TOKENS), known.get(_PREFIX_QUERIES)
+    count = {field: known.get(name) for field, name in _NAMES.items()}
+    tokens, queries = count["handoff_tokens"], count["prefix_queries"]
     if tokens is not None:
-        tokens += known.get(_LOADED_TOKENS, 0.0)
+        tokens += count["loaded_tokens"] or 0.0
     prefix = of_tier(_TIER_ENERGY, "")
     energy_j = {
         name.removeprefix(prefix): joules
@@ -126,7 +118,7 @@ def server_figures(
         if name.startswith(prefix)
     }
     return ServerFigures(
-        handoffs=known.get(_HANDOFFS),
+        handoffs=count["handoffs"],
         handoff_tokens=tokens,
         handoff_tokens_per_conversation=(
             None if tokens is None or not conversations else tokens / conversations
@@ -134,10 +126,10 @@ def server_figures(
         handoff_bytes=(
             None if tokens is None or kv_bytes_per_token is None else tokens * kv_bytes_per_token
         ),
-        later_prefills=known.get(_LATER_PREFILLS),
-        moves=known.get(_MOVES),
-        cold_prefill_tokens=known.get(_COLD_PREFILL_TOKENS),
-        prefix_cache_share=known.get(_PREFIX_HITS, 0.0) / queries if queries else None,
+        later_prefills=count["later_prefills"],
+        moves=count["moves"],
+        cold_prefill_tokens=count["cold_prefill_tokens"],
+        prefix_cache_share=(count["prefix_hits"] or 0.0) / queries if queries else None,
         tier_energy_j=energy_j,
         tier_tokens_per_j={
             tier: known.get(of_tier(_TIER_TOKENS, tier), 0.0) / joules

@@ -53,8 +53,7 @@ class MeasurementSettings:
     def check(self) -> None:
         """Find out early what is wrong with the workload or the reference.
 
-        Raises:
-            WorkloadError: an option is wrong, a file is broken, or the reference has none.
+        Raises WorkloadError: an option is wrong, a file is broken, or the reference has none.
         """
         self.selection.workload()
         if self.reference is not None and self.reference.unloaded is None:
@@ -116,8 +115,7 @@ async def measure(
 async def measure_unloaded(settings: MeasurementSettings) -> Report:
     """Run the unloaded reference alone, on the first endpoint, to be the ``reference`` of others.
 
-    Raises:
-        EndpointError, ValueError: it cannot be measured; the message says why.
+    Raises EndpointError, ValueError: it cannot be measured; the message says why.
     """
     settings = replace(settings, endpoints=[await with_model(settings.endpoints[0])])
     run = await _unloaded_run(settings, None, asyncio.Event())

@@ -151,8 +151,7 @@ class RecordWriter:
 def read_records(path: Path) -> list[TurnRecord]:
     """Read what `RecordWriter` wrote.
 
-    Raises:
-        ValueError: a line is no record; the message names file and line.
+    Raises ValueError: a line is no record; the message names file and line.
     """
     decoder = msgspec.json.Decoder(TurnRecord)
     records = []

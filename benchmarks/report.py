@@ -158,11 +158,7 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def read_report(path: Path) -> Report:
-    """Read what `write_report` wrote.
-
-    Raises:
-        ReportError: the file cannot be read, or is no report.
-    """
+    """Read what `write_report` wrote; ReportError: the file cannot be read, or is no report."""
     try:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
     except OSError as error:

@@ -90,48 +90,50 @@ class Selection:
         """
         return _workload(self, seed_shift)
 
-    def recorded(self, arrivals: Arrivals, seed: int) -> Workload:
-        assert self.data is not None
-        changes = Changes(
-            **self._given("scale_tokens", "scale_gaps", "max_gap_s", "max_context_tokens")
-        )
-        return workloads.recorded(
-            self.data,
-            sessions=self.conversations,
-            arrivals=arrivals,
-            vocabulary=self._vocabulary(),
-            changes=changes,
-            max_turns=self.max_turns,
-            seed=seed,
-        )
-
-    def dialogues(self, arrivals: Arrivals, seed: int) -> Workload:
-        assert self.data is not None
-        return workloads.dialogues(
-            self.data,
-            conversations=self.conversations,
-            arrivals=arrivals,
-            seed=seed,
-            **self._given("mean_gap_s", "max_output_tokens", "declare_tools"),
-        )
-
-    def synthetic(self, arrivals: Arrivals, seed: int) -> Workload:
-        return workloads.synthetic(
-            PRESETS[self.preset or "conserve"],
-            conversations=self.conversations,
-            arrivals=arrivals,
-            vocabulary=self._vocabulary(),
-            seed=seed,
-            **self._given("scale_tokens", "scale_gaps", "max_context_tokens"),
-        )
-
-    def agents(self, arrivals: Arrivals, seed: int) -> Workload:
-        return workloads.agents(
-            conversations=self.conversations,
-            arrivals=arrivals,
-            seed=seed,
-            **self._given("mean_gap_s", "max_output_tokens"),
-        )
+    def make(self, seed: int) -> Workload:
+        """Make it anew, with another seed than its own."""
+        arrivals = Arrivals(self.pattern, self.rate_per_s, seed)
+        match self.kind:
+            case "recorded":
+                assert self.data is not None
+                return workloads.recorded(
+                    self.data,
+                    sessions=self.conversations,
+                    arrivals=arrivals,
+                    vocabulary=self._vocabulary(),
+                    changes=Changes(
+                        **self._given(
+                            "scale_tokens", "scale_gaps", "max_gap_s", "max_context_tokens"
+                        )
+                    ),
+                    max_turns=self.max_turns,
+                    seed=seed,
+                )
+            case "dialogues":
+                assert self.data is not None
+                return workloads.dialogues(
+                    self.data,
+                    conversations=self.conversations,
+                    arrivals=arrivals,
+                    seed=seed,
+                    **self._given("mean_gap_s", "max_output_tokens", "declare_tools"),
+                )
+            case "agents":
+                return workloads.agents(
+                    conversations=self.conversations,
+                    arrivals=arrivals,
+                    seed=seed,
+                    **self._given("mean_gap_s", "max_output_tokens"),
+                )
+            case "synthetic":
+                return workloads.synthetic(
+                    PRESETS[self.preset or "conserve"],
+                    conversations=self.conversations,
+                    arrivals=arrivals,
+                    vocabulary=self._vocabulary(),
+                    seed=seed,
+                    **self._given("scale_tokens", "scale_gaps", "max_context_tokens"),
+                )
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -162,15 +164,7 @@ class Selection:
 # Kept, because making one may mean reading many files, and it can be iterated over again.
 @lru_cache(maxsize=2)
 def _workload(selection: Selection, seed_shift: int) -> Workload:
-    seed = selection.seed + seed_shift
-    arrivals = Arrivals(selection.pattern, selection.rate_per_s, seed)
-    if selection.kind == "recorded":
-        return selection.recorded(arrivals, seed)
-    if selection.kind == "dialogues":
-        return selection.dialogues(arrivals, seed)
-    if selection.kind == "agents":
-        return selection.agents(arrivals, seed)
-    return selection.synthetic(arrivals, seed)
+    return selection.make(selection.seed + seed_shift)
 
 
 def option(name: str) -> str:

@@ -169,11 +169,7 @@ class Toolbox:
     tables: dict[str, dict[str, Value]] = field(default_factory=dict)
 
     def run(self, call: Call) -> Value:
-        """Carry out a call.
-
-        Raises:
-            ToolError: the call is wrong; the message is what the model is told.
-        """
+        """Carry out a call; ToolError: the call is wrong; the message is what the model is told."""
         for name in KIND_OF_FIELD:
             expected = self.style.lookup(name, "")
             if call.name == expected.name:

@@ -217,8 +217,7 @@ def _body(url: str) -> dict[str, Any]:
 def warm_up(url: str, model: str, plan: PeerPlan, deadline_s: float) -> None:
     """Run conversations of two turns on all engines, and forget them.
 
-    Raises:
-        PeerUnavailable: a turn fails, or the deadline passes.
+    Raises PeerUnavailable: a turn fails, or the deadline passes.
     """
     names = [f"warm-up-{secrets.token_hex(8)}" for _ in range(_WARM_CONVERSATIONS * plan.engines)]
     headers: list[dict[str, str]] = [

@@ -85,8 +85,7 @@ class Clients(ABC):
     def run(self, plan: Iterable[tuple[float, Script]]) -> None:
         """Serve a plan: arrivals in seconds, ascending, and what arrives.
 
-        Raises:
-            SimulationError: a turn does not say how long it is.
+        Raises SimulationError: a turn does not say how long it is.
         """
         self.start(plan)
         self.advance(inf)

@@ -7,7 +7,7 @@ handoffs and clients are simulated. Engines do not fail.
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from hashlib import blake2b
 
 import msgspec
@@ -94,8 +94,9 @@ class Cluster(Clients):
                 self.table.loads.joined(name, name.split("-")[0], tried)
         self._tells = False
         self._noise = random.Random(_NOISE_SEED)
-        capacity_tokens = {name: one.costs.capacity_tokens for name, one in self._homes.items()}
-        self._kv_use = KvUse(self.table, capacity_tokens)
+        self._kv_costs = SpaceTimeCosts()
+        for name, engine in self._homes.items():
+            self._kv_costs.add(name, engine.costs.capacity_tokens, 0.0)
         self._handoffs = self._handoff_tokens = self._loaded_tokens = 0
         self._later_prefills = self._cold_prefill_tokens = 0
 
@@ -109,7 +110,7 @@ class Cluster(Clients):
             later_prefills=self._later_prefills,
             moves=0 if self.table.memory is None else self.table.memory.restores["moved"],
             cold_prefill_tokens=self._cold_prefill_tokens,
-            kv_shares=self._kv_use.shares(self.ended_s),
+            kv_shares=self._kv_shares(),
             shared_found_tokens=self.shared_found_tokens(),
         )
 
@@ -126,7 +127,7 @@ class Cluster(Clients):
             self._place(one, prompt_tokens, now_s)
             return
         one.key = conversation.newest_turn
-        self._kv_use.begin(one.key, now_s)
+        self._count_turn(one.key, now_s)
         counted = None
         if self.system.host_tokens and prompt_tokens - conversation.held_tokens >= LARGE_TOKENS:
             counted = prompt_tokens
@@ -155,6 +156,29 @@ class Cluster(Clients):
         off = math.exp(self._noise.gauss(0.0, self.system.noise))
         return msgspec.structs.replace(step, lasted_s=off * step.lasted_s)
 
+    # --- KV space ------------------------------------------------------------------------------
+
+    def _count_kv(self, now_s: float) -> None:
+        for decoder_id, decoder in self.table.decoders.items():
+            self._kv_costs.look(decoder_id, decoder.held_tokens, now_s)
+
+    def _count_turn(self, turn: TurnKey, now_s: float) -> None:
+        history = self.table.get(turn.history_id)
+        assert history is not None
+        assert history.decoder_id is not None
+        self._count_kv(now_s)
+        tokens, had_tokens = history.held_tokens, history.last_tokens
+        self._kv_costs.begin(turn, history.decoder_id, tokens, had_tokens, now_s)
+
+    def _kv_shares(self) -> dict[str, float]:
+        """Return each term's share of all decoders' KV space until the end; empty of no time."""
+        self._count_kv(self.ended_s)
+        of_decoders = [self._kv_costs.terms(id) for id in self._kv_costs.decoders]
+        total = math.fsum(math.fsum(terms.values()) for terms in of_decoders)
+        if not total:
+            return {}
+        return {term: math.fsum(one[term] for one in of_decoders) / total for term in TERMS}
+
     # --- Placement ----------------------------------------------------------------------------
 
     def _place(self, one: Open, prompt_tokens: int, now_s: float) -> None:
@@ -178,7 +202,7 @@ class Cluster(Clients):
         assert admitted.newly_bound, admitted.history.id
         one.key = admitted.turn
         one.decoder = self._homes[placement.decoder_id]
-        self._kv_use.begin(one.key, now_s)
+        self._count_turn(one.key, now_s)
         if placement.prefiller_id is None:
             self._submit_to_decoder(one, now_s)
         else:
@@ -305,7 +329,7 @@ class Cluster(Clients):
             self._answered(work, prefiller, now_s)
             return
         self.table.prefilled(one.key, work.prompt_tokens)
-        self._kv_use.prefilled(one.key, work.prompt_tokens - work.cached_tokens)
+        self._kv_costs.prefilled(one.key, work.prompt_tokens - work.cached_tokens)
         one.found_tokens = work.cached_tokens
         to_decode = self._work(one)
         to_decode.loaded_tokens = self._whole_chunks(work.prompt_tokens)
@@ -344,14 +368,14 @@ class Cluster(Clients):
             one.request.tool,
             None if work.first_token_s is None else now_s - work.first_token_s,
         )
-        self._kv_use.end(one.key, stats, now_s)
+        self._kv_costs.end(one.key, stats, now_s)
         self.table.advance(one.key, decoder.id, stats, (), now_s)
         if one.parks:
             self._keep_in_host(id, work.prompt_tokens, now_s)
         if self.table.memory is not None:
             decoders = self.table.decoders
             self.table.memory.relieve(decoders[decoder.id], decoders.values(), now_s)
-        self._kv_use.look(now_s)
+        self._count_kv(now_s)
         self._completed(one, work, decoder.id, now_s, one.found_tokens)
         self._admission.observe(now_s)
         if self._admission.line:
@@ -365,47 +389,9 @@ class Cluster(Clients):
     def _closed(self, one: Open, now_s: float) -> None:
         id = one.script.conversation
         self.table.release(id)
-        self._kv_use.look(now_s)
+        self._count_kv(now_s)
         if one.decoder is not None and not self.system.keeps_ended:
             one.decoder.forget(id)
-
-
-class KvUse:
-    """Costs of the decoders' KV space over time, by the live system's class."""
-
-    def __init__(self, table: ConversationTable, capacity_tokens: Mapping[str, int]) -> None:
-        self._table = table
-        self._costs = SpaceTimeCosts()
-        for decoder_id, tokens in capacity_tokens.items():
-            self._costs.add(decoder_id, tokens, 0.0)
-
-    def look(self, now_s: float) -> None:
-        for decoder_id, decoder in self._table.decoders.items():
-            self._costs.look(decoder_id, decoder.held_tokens, now_s)
-
-    def begin(self, turn: TurnKey, now_s: float) -> None:
-        history = self._table.get(turn.history_id)
-        assert history is not None
-        assert history.decoder_id is not None
-        self.look(now_s)
-        tokens, had_tokens = history.held_tokens, history.last_tokens
-        self._costs.begin(turn, history.decoder_id, tokens, had_tokens, now_s)
-
-    def prefilled(self, turn: TurnKey, computed_tokens: int) -> None:
-        self._costs.prefilled(turn, computed_tokens)
-
-    def end(self, turn: TurnKey, stats: TurnStats, now_s: float) -> None:
-        """Note a turn's end, before the table is told of it."""
-        self._costs.end(turn, stats, now_s)
-
-    def shares(self, now_s: float) -> dict[str, float]:
-        """Return each term's share of all decoders' KV space until now; empty of no time."""
-        self.look(now_s)
-        of_decoders = [self._costs.terms(decoder_id) for decoder_id in self._costs.decoders]
-        total = math.fsum(math.fsum(terms.values()) for terms in of_decoders)
-        if not total:
-            return {}
-        return {term: math.fsum(one[term] for one in of_decoders) / total for term in TERMS}
 
 
 def opening(conversation: str, shared: tuple[SharedPrefix, ...], first: bool) -> Opening | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from autoscale.capacity.profile import Profile
 from benchmarks.machine import environment
@@ -21,27 +21,9 @@ from benchmarks.simulate.system import SimulationError, System
 from benchmarks.workloads import Workload
 from conserve.placement import PolicyName
 
-Name = (
-    Literal[
-        "conserve",
-        "pausing",
-        "parking",
-        "elastic",
-        "elastic_pausing",
-        "elastic_parking",
-        "collocated",
-        "collocated_parking",
-        "full_disaggregation",
-        "per_turn",
-    ]
-    | RivalName
-)
-"""A system's name: ``conserve`` is the paper's, ``pausing`` the same with idle conversations giving
-up their room, ``parking`` with host memory for them; ``elastic`` and the next two are the same with
-that placement; and ``collocated``, ``full_disaggregation`` and ``per_turn`` are called as in
-`benchmarks.peers`, ``collocated_parking`` being the first with both. The others are other systems:
-see `benchmarks.simulate.rivals`."""
-
+# Placements of the systems that are built as ConServe is. ``conserve`` is the paper's, ``pausing``
+# the same with idle conversations giving up their room, ``parking`` with host memory for them, too.
+# ``elastic`` and the next two are these with that placement; `benchmarks.peers` has the others.
 _PLACEMENTS: dict[str, PolicyName] = {
     "conserve": "conversation",
     "pausing": "conversation",
@@ -49,12 +31,15 @@ _PLACEMENTS: dict[str, PolicyName] = {
     "elastic": "elastic",
     "elastic_pausing": "elastic",
     "elastic_parking": "elastic",
+    "collocated": "collocated",
     "collocated_parking": "collocated",
+    "full_disaggregation": "full_disaggregation",
+    "per_turn": "per_turn",
 }
 PARKING = ("parking", "elastic_parking", "collocated_parking")
 PAUSING = ("pausing", "elastic_pausing", *PARKING)
 _RIVALS: tuple[RivalName, ...] = get_args(RivalName)
-NAMES: tuple[str, ...] = (*get_args(get_args(Name)[0]), *_RIVALS)
+NAMES = (*_PLACEMENTS, *_RIVALS)
 
 # More conversations are quick, but they tell no more.
 UNLOADED = 100
@@ -95,12 +80,10 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
     if name not in NAMES:
         raise SimulationError(f"the system is {name!r}; choose one of {', '.join(NAMES)}")
     rival: RivalName | None = name if name in _RIVALS else None
-    placement: PolicyName = _PLACEMENTS.get(name, name)  # type: ignore[arg-type]
-    role: Role = "collocated"
-    if rival is not None:
-        # Their engines have vLLM's own budget for a step, as decoders have; that of the paper's
-        # collocated engines is smaller, for the sake of TBT.
-        placement, role = "collocated", "decoder"
+    placement = _PLACEMENTS.get(name, "collocated")
+    # Rivals' engines have vLLM's own budget for a step, as decoders have; that of the paper's
+    # collocated engines is smaller, for the sake of TBT.
+    role: Role = "collocated" if rival is None else "decoder"
     if placement == "collocated":
         prefillers: tuple[Costs, ...] = ()
         decoders = engines.prefillers * (
@@ -172,8 +155,7 @@ class Baseline:
     ) -> "Baseline":
         """Run a few of the workload's conversations unloaded.
 
-        Raises:
-            SimulationError: none of them can be served even alone.
+        Raises SimulationError: none of them can be served even alone.
         """
         records = unloaded_records(system, workload, conversations)
         try:

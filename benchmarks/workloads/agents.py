@@ -8,17 +8,16 @@ end whether answers are right.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from benchmarks.agent import Message, Session, is_right, make_session
 from benchmarks.agent.loop import MAX_TURNS, go_on
-from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.dialogues import CHAT
-from benchmarks.workloads.plan import Arrivals, Arriving, Workload, require
+from benchmarks.records import TurnRequest
+from benchmarks.workloads.dialogues import CHAT, chat
+from benchmarks.workloads.plan import Arrivals, Arriving, PlayedScript, Turns, Workload, require
 
 
 def agents(
@@ -59,7 +58,7 @@ def agents(
     return Workload("agents", {"conversations": conversations}, arrive)
 
 
-class AgentScript:
+class AgentScript(PlayedScript):
     """One agent.
 
     Attributes:
@@ -74,57 +73,25 @@ class AgentScript:
         mean_gap_s: float,
         max_output_tokens: int,
     ) -> None:
+        super().__init__(conversation, self._play(session, rng, mean_gap_s, max_output_tokens))
         self.right: list[bool] = []
-        self._conversation = conversation
-        self._session = session
-        self._rng = rng
-        self._mean_gap_s = mean_gap_s
-        self._max_output_tokens = max_output_tokens
-        self._messages: list[Message] = [{"role": "system", "content": session.system}]
-        self._turns_of_task = 0
-        self._ask()
 
-    @property
-    def conversation(self) -> str:
-        return self._conversation
-
-    def next(self, answer: Answer | None) -> TurnRequest | None:
-        """The next turn: tools' results, or the next task; None after the last task."""
-        first = answer is None
-        if answer is not None and not self._goes_on(answer):
-            return None
-        self._turns_of_task += 1
-        return TurnRequest(
-            gap_s=0.0 if first else float(self._rng.standard_exponential()) * self._mean_gap_s,
-            path=CHAT,
-            body=partial(self._body, tuple(self._messages)),
-        )
-
-    def _goes_on(self, answer: Answer) -> bool:
-        message: Message = {"role": "assistant", "content": answer.content}
-        if answer.tool_calls:
-            message["tool_calls"] = list(answer.tool_calls)
-        calls, _ = go_on(self._messages, message, self._session.toolbox.run)
-        if calls and self._turns_of_task < MAX_TURNS:
-            return True
-        task = self._session.tasks[len(self.right)]
-        self.right.append(not answer.tool_calls and is_right(task, answer.content))
-        if len(self.right) == len(self._session.tasks):
-            return False
-        self._ask()
-        return True
-
-    def _ask(self) -> None:
-        task = self._session.tasks[len(self.right)]
-        self._messages.append({"role": "user", "content": task.question})
-        self._turns_of_task = 0
-
-    def _body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        return {
-            "messages": list(messages),
-            "tools": list(self._session.schemas),
-            "max_tokens": self._max_output_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+    def _play(
+        self, session: Session, rng: np.random.Generator, mean_gap_s: float, max_output_tokens: int
+    ) -> Turns:
+        messages: list[Message] = [{"role": "system", "content": session.system}]
+        gap_s = 0.0
+        for task in session.tasks:
+            messages.append({"role": "user", "content": task.question})
+            for _ in range(MAX_TURNS):
+                body = partial(chat, tuple(messages), max_output_tokens, session.schemas)
+                answer = yield TurnRequest(gap_s=gap_s, path=CHAT, body=body)
+                assert answer is not None
+                message: Message = {"role": "assistant", "content": answer.content}
+                if answer.tool_calls:
+                    message["tool_calls"] = list(answer.tool_calls)
+                go_on(messages, message, session.toolbox.run)
+                gap_s = float(rng.standard_exponential()) * mean_gap_s
+                if not answer.tool_calls:
+                    break
+            self.right.append(not answer.tool_calls and is_right(task, answer.content))

@@ -31,7 +31,15 @@ import msgspec
 import numpy as np
 
 from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.plan import Arrivals, Arriving, Workload, choose, require
+from benchmarks.workloads.plan import (
+    Arrivals,
+    Arriving,
+    PlayedScript,
+    Turns,
+    Workload,
+    choose,
+    require,
+)
 from benchmarks.workloads.traces import read_json
 
 CHAT = "/v1/chat/completions"
@@ -119,58 +127,43 @@ def dialogues(
             later_s = rng.standard_exponential(len(plans[number]) - 1) * mean_gap_s
             gaps_s = [0.0, *later_s.tolist()]
             name = f"{index:05d}-dialogue-{number}"
-            yield at_s, DialogueScript(name, plans[number], gaps_s, tools)
+            yield at_s, PlayedScript(name, _play(name, plans[number], gaps_s, tools))
 
     turns = sum(len(plans[number]) for number in chosen)
     return Workload("dialogues", {"conversations": conversations, "turns": turns}, arrive)
 
 
-class DialogueScript:
-    def __init__(
-        self,
-        conversation: str,
-        turns: Sequence[RecordedTurn],
-        gaps_s: Sequence[float],
-        tools: list[dict[str, Any]] | None,
-    ) -> None:
-        self._conversation = conversation
-        self._turns = turns
-        self._gaps_s = gaps_s
-        self._tools = tools
-        self._messages: list[Message] = []
-        self._next = 0
-
-    @property
-    def conversation(self) -> str:
-        return self._conversation
-
-    def next(self, answer: Answer | None) -> TurnRequest | None:
-        """The next turn, after the model's own answers; ValueError without the answer before."""
-        if self._next == len(self._turns):
-            return None
-        number, turn = self._next, self._turns[self._next]
-        self._next += 1
+def _play(
+    name: str,
+    turns: Sequence[RecordedTurn],
+    gaps_s: Sequence[float],
+    tools: list[dict[str, Any]] | None,
+) -> Turns:
+    messages: list[Message] = []
+    answer: Answer | None = None
+    for number, (turn, gap_s) in enumerate(zip(turns, gaps_s, strict=True)):
         if number == 0:
-            self._messages.extend(turn.messages)
+            messages.extend(turn.messages)
         elif answer is None:
-            raise ValueError(f"{self.conversation}: turn {number + 1} follows no answer")
+            raise ValueError(f"{name}: turn {number + 1} follows no answer")
         else:
-            self._messages.extend(continuation(answer, turn, f"call_{number}"))
-        return TurnRequest(
-            gap_s=self._gaps_s[number],
-            path=CHAT,
-            body=partial(self._body, tuple(self._messages), turn.max_output_tokens),
-        )
+            messages.extend(continuation(answer, turn, f"call_{number}"))
+        body = partial(chat, tuple(messages), turn.max_output_tokens, tools)
+        answer = yield TurnRequest(gap_s=gap_s, path=CHAT, body=body)
 
-    def _body(self, messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
-        body = {
-            "messages": list(messages),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        return body if self._tools is None else body | {"tools": self._tools}
+
+def chat(
+    messages: Sequence[Message], max_tokens: int, tools: Sequence[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """The body of a streamed, greedy chat completion; without ``tools`` where there are none."""
+    body = {
+        "messages": list(messages),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return body if tools is None else body | {"tools": list(tools)}
 
 
 def continuation(answer: Answer, turn: RecordedTurn, call_prefix: str) -> list[Message]:

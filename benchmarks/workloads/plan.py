@@ -1,13 +1,13 @@
 """The seat of every workload: conversations, and when they arrive."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
-from benchmarks.records import Script
+from benchmarks.records import Answer, Script, TurnRequest
 
 Pattern = Literal["poisson", "even", "together"]
 
@@ -41,6 +41,25 @@ class Workload:
 
     def __iter__(self) -> Iterator[Arriving]:
         return self.make()
+
+
+Turns = Generator[TurnRequest, Answer | None, None]
+"""A conversation's turns; each is sent the answer to it."""
+
+
+class PlayedScript:
+    """A conversation whose turns a generator yields."""
+
+    def __init__(self, conversation: str, turns: Turns) -> None:
+        self.conversation = conversation
+        self._turns = turns
+
+    def next(self, answer: Answer | None) -> TurnRequest | None:
+        """Return the next turn, given the previous one's answer; None: over."""
+        try:
+            return self._turns.send(answer)
+        except StopIteration:
+            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,34 +35,21 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.plan import Arrivals, Arriving, Workload, WorkloadError, choose, require
+from benchmarks.workloads.plan import (
+    Arrivals,
+    Arriving,
+    PlayedScript,
+    Turns,
+    Workload,
+    WorkloadError,
+    choose,
+    require,
+)
 from benchmarks.workloads.replay import Changes, Replay
 from benchmarks.workloads.tokens import check_vocabulary, key
 from benchmarks.workloads.traces import RecordedSession, read_session, trace_files
 
 _MAX_KEYS_TRIED = 1000
-
-
-class RecordedScript:
-    def __init__(self, conversation: str, replay: Replay, own: int) -> None:
-        self._conversation = conversation
-        self._replay = replay
-        self._own = own
-        self._turn = 0
-        self._blocks = np.empty(0, dtype=np.int64)
-
-    @property
-    def conversation(self) -> str:
-        return self._conversation
-
-    def next(self, answer: Answer | None) -> TurnRequest | None:
-        if self._turn == self._replay.turns:
-            return None
-        turn, call = self._turn, self._replay.session.calls[self._turn]
-        self._turn += 1
-        self._blocks = np.concatenate((self._blocks[: call.kept_blocks], call.new_blocks))
-        return self._replay.request(self._own, turn, self._blocks)
 
 
 def recorded(
@@ -174,7 +161,14 @@ def _arrive(chosen: Sequence[Replay], arrivals: Arrivals, seed: int) -> Iterator
 
 def _start(arriving: tuple[float, str, Replay, int]) -> Arriving:
     arrival_s, name, agent, own = arriving
-    return arrival_s, RecordedScript(name, agent, own)
+    return arrival_s, PlayedScript(name, _play(agent, own))
+
+
+def _play(replay: Replay, own: int) -> Turns:
+    blocks = np.empty(0, dtype=np.int64)
+    for turn, call in enumerate(replay.session.calls[: replay.turns]):
+        blocks = np.concatenate((blocks[: call.kept_blocks], call.new_blocks))
+        yield replay.request(own, turn, blocks)
 
 
 def _own_key(replay: Replay, name: str, seed: int) -> int:

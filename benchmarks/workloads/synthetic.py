@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.plan import Arrivals, Arriving, Workload, require
+from benchmarks.records import TurnRequest
+from benchmarks.workloads.plan import Arrivals, Arriving, PlayedScript, Turns, Workload, require
 from benchmarks.workloads.tokens import COMPLETIONS, check_vocabulary, completion, draw, key
 
 # The 95th percentile of the standard normal distribution.
@@ -239,7 +239,8 @@ def synthetic(
             _, turns = turns_of(index)
             if turns:
                 own = key(seed, "conversation", index)
-                yield next(times_s), SyntheticScript(f"{index:05d}-synthetic", turns, stream, own)
+                script = PlayedScript(f"{index:05d}-synthetic", _play(turns, stream, own))
+                yield next(times_s), script
 
     return Workload("synthetic", dict(counts), arrive)
 
@@ -260,33 +261,16 @@ class _Stream:
         return completion(prompt, turn.output_tokens)
 
 
-class SyntheticScript:
-    def __init__(
-        self, conversation: str, turns: tuple[_Turn, ...], stream: _Stream, own: int
-    ) -> None:
-        self._conversation = conversation
-        self._turns = turns
-        self._stream = stream
-        self._own = own
-        self._next = 0
-
-    @property
-    def conversation(self) -> str:
-        return self._conversation
-
-    def next(self, answer: Answer | None) -> TurnRequest | None:
-        if self._next == len(self._turns):
-            return None
-        turn = self._turns[self._next]
-        self._next += 1
-        return TurnRequest(
+def _play(turns: tuple[_Turn, ...], stream: _Stream, own: int) -> Turns:
+    for turn in turns:
+        yield TurnRequest(
             gap_s=turn.gap_s,
             path=COMPLETIONS,
-            body=partial(self._stream.body, self._own, turn),
+            body=partial(stream.body, own, turn),
             prompt_tokens=turn.prompt_tokens,
             reused_tokens=turn.reused_tokens,
             output_tokens=turn.output_tokens,
-            effective=self._next == len(self._turns),
+            effective=turn is turns[-1],
         )
 
 

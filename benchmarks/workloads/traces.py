@@ -165,8 +165,7 @@ def read_json(path: Path, kind: type[T]) -> T:
 def read_session(path: Path) -> RecordedSession:
     """Read one recorded session.
 
-    Raises:
-        WorkloadError: it names the file, the record (``requests[3]``), and what is wrong there.
+    Raises WorkloadError: it names the file, the record (``requests[3]``), and what is wrong there.
     """
     raw = read_json(path, _RawSession)
     return _session(raw.id, raw, raw.block_size, f"{path}: requests")

@@ -39,8 +39,7 @@ class Blocks:
     def hold(self, key: str, blocks: int) -> None:
         """Have a conversation hold this many in all, what was kept or cached of it included.
 
-        Raises:
-            ValueError: there is no room; ask `has_room`.
+        Raises ValueError: there is no room; ask `has_room`.
         """
         if not self.has_room(key, blocks):
             raise ValueError(f"{key}: no room for {blocks} blocks; {self.free} are free")

@@ -52,11 +52,7 @@ class Scheduler:
         self._history_tokens: dict[str, int] = {}
 
     def add(self, call: Call, now_s: float) -> None:
-        """Add a call.
-
-        Raises:
-            ValueError: it can never run: its KV does not fit.
-        """
+        """Add a call; ValueError: it can never run: its KV does not fit."""
         most = call.prompt_tokens + call.output_tokens
         if self.blocks.count(most) > self.blocks.total:
             raise ValueError(
