@@ -42,7 +42,6 @@ class Endpoint:
         model: put into every request that names none; None: `with_model` asks for it.
         conversation_headers: request headers that carry the conversation's id.
         server_header: response header that names the replica.
-        headers: sent with every request (an API key, say).
         release: whether the end of a conversation is told, by ``DELETE /v1/conversations/{id}``.
         min_tokens: whether output lengths are forced with ``min_tokens`` too, beside ``max_tokens``
             and ``ignore_eos``.
@@ -100,7 +99,6 @@ class Client:
     Args:
         endpoint: its model is known (see `with_model`).
         now: the run's clock, seconds.
-        cache_salt, id_prefix: as in `benchmarks.driver.DriveOptions`.
     """
 
     def __init__(
@@ -140,13 +138,10 @@ class Client:
         return msgspec.json.encode(body)
 
     async def turn(self, request: TurnRequest, body: bytes, record: TurnRecord) -> Answer | None:
-        """Send a turn, and write down in ``record`` what was seen.
+        """Send a turn, and write down in ``record`` what was seen; returns the answer if it
+        completed.
 
-        Returns:
-            The answer of a turn that completed.
-
-        Raises:
-            asyncio.CancelledError: the run was stopped; the record says ``unfinished``.
+        Raises asyncio.CancelledError: the run was stopped; the record says ``unfinished``.
         """
         stream = AnswerStream()
         record.sent_s = self._now()

@@ -97,8 +97,7 @@ class Run:
     """A run's records and what else was seen.
 
     Attributes:
-        records: every turn that was sent, in the order of their ends; times count from the run's
-            start.
+        records: in the order of their ends; times count from the run's start.
         arrived: conversations that started.
         interrupted: whether it ended before all conversations did.
         wrong_lengths: completed turns whose output did not have the length that was forced.
@@ -135,7 +134,6 @@ async def drive(
     A failed turn ends its conversation. An error that a script raises ends the run.
 
     Args:
-        on_record: called with each record when its turn has ended.
         on_progress: called a few times a second.
         proven: whether the endpoint has answered turns before, so that a first answer that is an
             error is no reason to break off.

@@ -38,7 +38,7 @@ class MeasurementSettings:
         unloaded: how many conversations are run alone first, on the first endpoint.
         reference: a report whose unloaded reference is used instead.
         slo_multiple: bounds are this many times the unloaded latencies.
-        kv_bytes_per_token: KV of one token of the model; with it, bytes handed off are reported.
+        kv_bytes_per_token: with it, bytes handed off are reported.
     """
 
     endpoints: list[Endpoint]
@@ -127,12 +127,10 @@ def report_of_starts(
 ) -> Report:
     """Report on the runs of one system that was started several times, one a start.
 
-    Args:
-        settings: what the runs had in common, with a ``reference``. Its endpoints are those of all
-            systems that took turns; equal settings mark their reports as those of one comparison.
+    ``settings`` is what the runs had in common, with a ``reference``. Its endpoints are those of
+    all systems that took turns; equal settings mark their reports as those of one comparison.
 
-    Raises:
-        ValueError: there are no runs.
+    Raises ValueError: there are no runs.
     """
     assert settings.reference is not None
     bounds = _given_reference(settings, settings.reference)

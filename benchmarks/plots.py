@@ -33,10 +33,7 @@ _WIDE = 100  # A log axis pays where the largest value is so many times the smal
 def draw_all(reports: Sequence[Report], labels: Sequence[str], folder: Path) -> list[Path]:
     """Draw every picture that the reports have something for; returns the files.
 
-    Distributions of runs at different rates are pictures of their own.
-
-    Args:
-        labels: a name for each report, all different.
+    Distributions of runs at different rates are pictures of their own. Labels are all different.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -158,13 +155,9 @@ def distribution(
     title: str = "",
     failed: Mapping[str, int] | None = None,
 ) -> Figure:
-    """Draw each system's cumulative distribution.
+    """Draw each system's cumulative distribution of seconds.
 
-    Args:
-        curves: each system's values, in seconds.
-        title: stands behind the name.
-        failed: how many of each system's never came to an end; its curve ends below 100 % by as
-            much.
+    ``failed`` says how many of each system's never ended; its curve ends below 100 % by as much.
     """
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
@@ -198,8 +191,7 @@ def distribution(
 def against_rate(panels: dict[str, Lines], title: str, ylabel: str, share: bool = False) -> Figure:
     """Draw panels side by side, each with a line for each system over the rate of arrivals.
 
-    Args:
-        share: whether the values are shares of 1, drawn as percentages; else they are seconds.
+    With ``share``, values are shares of 1, drawn as percentages; else they are seconds.
     """
     figure = Figure(figsize=(1.2 + 4.0 * len(panels), 4.0), layout="constrained")
     systems = list(dict.fromkeys(system for lines in panels.values() for system in lines))

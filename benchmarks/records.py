@@ -34,7 +34,6 @@ class TurnRequest:
     Attributes:
         gap_s: how long after the previous turn's end (the conversation's arrival, for the first)
             it is sent.
-        path: ``/v1/completions`` or ``/v1/chat/completions``.
         body: makes the JSON body when the turn is sent, so that long prompts do not wait in memory.
         prompt_tokens: where it is known exactly.
         reused_tokens: length of the prefix that it shares with the conversation's previous prompt.
@@ -42,8 +41,7 @@ class TurnRequest:
         effective: whether this turn's output is for the user rather than a tool call; None: the
             answer tells.
         tool: what the answer calls, as simulated; see `conserve.history.TurnStats`.
-        shared: the prefixes that other conversations' prompts have, too, as far as is known, the
-            shortest first: tools, then tools and system prompt.
+        shared: the known prefixes that other conversations' prompts have, too, the shortest first.
     """
 
     gap_s: float

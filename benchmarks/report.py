@@ -79,15 +79,9 @@ def make_report(
     kv_bytes_per_token: float | None = None,
     alternation: Alternation | None = None,
 ) -> Report:
-    """Report everything about a run.
+    """Report everything about a run; arguments are as in `Report` and `MeasurementSettings`.
 
-    Args:
-        workload, arrivals, options, unloaded, unloaded_violations: see `Report`.
-        slo_multiple: bounds are this many times the unloaded latencies.
-        kv_bytes_per_token: KV of one token of the model; with it, bytes handed off are reported.
-
-    Raises:
-        ValueError: the run has no records.
+    Raises ValueError: the run has no records.
     """
     objectives = Objectives.from_reference(unloaded, slo_multiple) if unloaded else None
     seen = {
@@ -198,11 +192,7 @@ def show_run(report: Report, console: Console) -> None:
 def show_side_by_side(
     reports: Sequence[Report], console: Console, labels: Sequence[str] | None = None
 ) -> None:
-    """Print several runs, each in a column.
-
-    Args:
-        labels: what to call them; None: their systems.
-    """
+    """Print several runs, each in a column under its label (None: its system)."""
     names = labels or [report.system for report in reports]
     table = Table(title="latencies", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)

@@ -26,7 +26,7 @@ class Alternation:
         unit: ``rounds`` of systems that are up at the same time, or ``starts``: one system at a
             time is up, and all are started several times over.
         seed: what the order was drawn from.
-        order: the systems of each round, or of each time that all were started, in their order.
+        order: the systems of each round or start, in their order.
     """
 
     unit: Unit

@@ -39,8 +39,7 @@ class Selection:
         data: a folder of recorded sessions, or a file of dialogues.
         vocabulary: token ids for prompts, ``first:last`` (the last is not used).
 
-    Raises:
-        WorkloadError: an option does not go with the workload, or is missing.
+    Raises WorkloadError: an option does not go with the workload, or is missing.
     """
 
     kind: Kind
@@ -79,14 +78,10 @@ class Selection:
             )
 
     def workload(self, seed_shift: int = 0) -> Workload:
-        """Make the workload.
+        """Make the workload; ``seed_shift`` is added to the seed, for other conversations of the
+        same kind.
 
-        Args:
-            seed_shift: added to the seed: gives other conversations of the same kind, with other
-                arrivals.
-
-        Raises:
-            WorkloadError: an option is wrong, or a file is broken.
+        Raises WorkloadError: an option is wrong, or a file is broken.
         """
         return _workload(self, seed_shift)
 

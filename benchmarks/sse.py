@@ -97,8 +97,6 @@ class AnswerStream:
             its token is a piece of a character that cannot be shown yet. If it is the one with
             the finish reason, it does where usage has one token more than was seen: vLLM sends
             an end-of-sequence token so, and others none.
-        finish_reason: as the server said.
-        prompt_tokens, output_tokens, cached_tokens: from the server's usage.
         error: what an error event said, or what is wrong with the stream.
         done: whether the stream said ``[DONE]``, without an error before.
     """
@@ -207,11 +205,7 @@ class AnswerStream:
 
 
 def error_message(error: Any) -> str:
-    """Say in one line what the ``error`` of an event or of an error response is.
-
-    Args:
-        error: parsed JSON of any shape; usually OpenAI's object with a ``message``.
-    """
+    """Say in one line what the ``error`` of an event or of an error response (any JSON) is."""
     if isinstance(error, dict):
         nested = error.get("error")
         error = error.get("message") or (error_message(nested) if nested else error)

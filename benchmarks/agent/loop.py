@@ -5,9 +5,6 @@ With the official client, against any server of OpenAI's API that parses tool ca
     client = openai.AsyncOpenAI(base_url="http://127.0.0.1:8000/v1", api_key="unused")
     complete = client_complete(client, "conserve-embedded", extra_headers={...})
     transcript = await run_agent(complete, messages, schemas, toolbox.run)
-
-``messages`` begin with the system prompt and the user's question. What the server said beside the
-message (usage, ids, headers) is in each turn's ``info``.
 """
 
 import json

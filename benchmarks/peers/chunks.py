@@ -35,16 +35,12 @@ async def iterations(
     """Measure; takes some ten seconds and more.
 
     Args:
-        sizes: lengths of the prompts, in tokens.
         repeats: number of prompts of each size; the median counts.
         unloaded_s: how long only the stream runs, for the step without load.
 
     Returns:
         Points (tokens prefilled in an iteration, its median seconds), and the median seconds of a
         decode step without load; both are what `largest_chunk` takes.
-
-    Raises:
-        httpx.HTTPError: the server fails or refuses.
     """
     draw = random.Random(0)
     first, last = (int(end) for end in str(DEFAULT_VOCABULARY).split(":"))
@@ -101,15 +97,13 @@ def largest_chunk(
 ) -> int:
     """Return a collocated engine's chunk by the paper's rule, from measured iterations.
 
-    The chunk counts if all smaller ones stay within the bound too, so that one lucky
-    measurement does not decide.
+    It counts if all smaller ones stay within the bound too: one lucky measurement does not decide.
 
     Args:
         points: tokens of a chunk, and seconds of an iteration that computes it.
         multiple: how many decode steps an iteration may take.
 
-    Raises:
-        ValueError: no points, or not even the smallest chunk stays within the bound.
+    Raises ValueError: no points, or not even the smallest chunk stays within the bound.
     """
     if decode_step_s <= 0:
         raise ValueError(f"decode_step_s: {decode_step_s:g} is not positive")

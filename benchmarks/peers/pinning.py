@@ -2,8 +2,7 @@
 
 An engine is the process that vLLM calls ``VLLM::EngineCore``, with its workers. Replicas of one
 Ray deployment share their environment, so ``VLLM_CPU_OMP_THREADS_BIND`` cannot give each a core
-of its own; the affinity of each thread can. The scheduler places what is in front of an engine. An
-engine that is started anew later is not pinned.
+of its own; the affinity of each thread can. An engine that is started anew later is not pinned.
 """
 
 import contextlib
@@ -46,10 +45,7 @@ def engine_processes() -> list[psutil.Process]:
 
 
 def pin(engines: Sequence[psutil.Process], cores: Sequence[int]) -> list[list[int]]:
-    """Give each engine its core; one engine alone gets them all.
-
-    Returns:
-        The cores of each engine.
+    """Give each engine its core, and return the cores of each; one engine alone gets them all.
 
     Raises:
         ValueError: not as many engines as cores.

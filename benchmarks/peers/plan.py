@@ -21,22 +21,18 @@ _given: set[int] = set()
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a start.
+    """Options of a start. ValueError says which value is not usable, and why.
 
     Attributes:
         engines: engine replicas in all. Systems that disaggregate have one prefiller of them.
         model: path or Hugging Face id; ``embedded`` needs no download.
         engine: vLLM engine arguments, over the defaults of `engine_arguments`.
-        port: the server's port on loopback.
         cores: one CPU core an engine, to which its processes are pinned; None: not pinned.
         device: ``auto`` is ``gpu`` where NVIDIA's driver has a GPU.
         logs: folder for logs; None: a temporary one.
         wrong_decision_rate: share of later turns sent to a prefiller (``per_turn`` alone).
         chunk_tokens: most tokens of a step (``collocated`` alone); None: the device's default.
         timeout_s: longest wait for the peer to be up and warm.
-
-    Raises:
-        ValueError: a value is not usable; the message says which and why.
     """
 
     engines: int = 2
@@ -118,10 +114,9 @@ class Part:
     """A process of a peer.
 
     Attributes:
-        name: names its log file.
         environment: variables on top of this process's own.
-        ready_url: answers 200 when the next part may start. The last part has none: it is
-            ready when it lists the model.
+        ready_url: answers 200 when the next part may start. The last part is ready when it lists
+            the model.
     """
 
     name: str
@@ -132,10 +127,9 @@ class Part:
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """A peer's processes, in the order in which they start.
+    """A peer's processes, in the order in which they start; the last one serves.
 
     Attributes:
-        parts: the last one serves.
         engine_arguments: vLLM's arguments, by role.
         prefillers, decoders: engines that only prefill, and the others.
         session_header: the request header by which it tells conversations apart, if it does.

@@ -38,10 +38,8 @@ class Peer:
     """A peer that is up and warm.
 
     Attributes:
-        name: its key in `PEERS`.
         url: without ``/v1``.
-        session_header: the request header by which it tells conversations apart, if it does.
-        min_tokens: whether it takes requests with ``min_tokens``.
+        session_header, min_tokens: as in `PeerPlan`.
         described: how it was started, for reports: command lines and what they add to the
             environment, engine arguments, engines, cores, logs, versions.
     """
@@ -61,12 +59,8 @@ def start(
     """Have a peer up and warm for the time of a ``with`` block.
 
     When it stops it ends every descendant of this process, as `conserve.launch.Launch` does. So
-    several peers at a time go into nested blocks, and a process that is to outlive a peer
-    belongs under another parent.
-
-    Args:
-        name: a key of `PEERS`.
-        on_progress: called with what is waited for.
+    several peers at a time go into nested blocks, and a process that outlives a peer belongs under
+    another parent.
 
     Raises:
         ValueError: there is no such peer.
@@ -110,10 +104,7 @@ def start(
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Have a plain `kill` or a closed terminal end the block as Ctrl-C does: with its processes.
-
-    This works in the main thread alone, and only where the caller has not said otherwise.
-    """
+    """Have a plain `kill` or a closed terminal end the block as Ctrl-C does, in the main thread."""
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -173,14 +164,9 @@ def _described(
 def until_ready(
     part: str, launch: Launch, log: Path, ready: Callable[[], bool], deadline_s: float
 ) -> None:
-    """Return when a part of a peer is ready.
+    """Wait until ``ready`` says that a part of a peer is.
 
-    Args:
-        ready: asks the part whether it is ready.
-        deadline_s: when to give up, by the monotonic clock.
-
-    Raises:
-        PeerUnavailable: the part ended, or was not ready in time.
+    Raises PeerUnavailable: the part ended, or was not ready in time.
     """
     while not ready():
         if not launch.running:

@@ -46,10 +46,7 @@ class Clients(ABC):
     """One run of one system.
 
     A subclass serves turns (`_serve`), and tells when they are over (`_completed`, `_refuse`).
-
-    Args:
-        on_conversation: called with the turns of each conversation, when it ends.
-        gaps: False: turns follow each other at once.
+    Without ``gaps`` turns follow each other at once.
 
     Attributes:
         ended_s: when the last conversation ended.
@@ -113,12 +110,10 @@ class Clients(ABC):
         until_s: float,
         ramp_s: float = 0.0,
     ) -> None:
-        """Keep this many conversations under way: where one ends, the next begins.
+        """Keep this many conversations of a plan under way: where one ends, the next begins.
 
-        Args:
-            plan: what begins, in this order; its arrival times do not count.
-            until_s: the end. Conversations under way are told as far as they got.
-            ramp_s: the first ones begin evenly over this time.
+        At ``until_s`` those under way are told as far as they got. The first begin evenly over
+        ``ramp_s``.
         """
         self._next_programs = iter(plan)
         for number, (_, script) in enumerate(islice(self._next_programs, programs)):

@@ -26,7 +26,6 @@ class Costs:
         per_token_s, per_pair_s, per_cached_token_s: what a prefill adds for each new token, each
             pair of a new token and a token before it, and each token found in a cache.
         batched_tokens: most tokens of one step, decodes and prefills' chunks together.
-        idle_w, prefill_w, decode_w: draw in each phase; None where the profile has no power.
     """
 
     step_s: float
@@ -47,13 +46,10 @@ class Costs:
 
     @classmethod
     def of(cls, profile: Profile, role: Role, cap_w: float | None = None) -> "Costs":
-        """Costs of an engine in this role.
+        """Costs of an engine in this role, by default at the highest power cap that the profile
+        has.
 
-        Args:
-            cap_w: None: the highest power cap that the profile has.
-
-        Raises:
-            ProfileError: the profile does not have this cap.
+        Raises ProfileError: the profile does not have this cap.
         """
         prefill, decode, handoff = profile.prefill, profile.decode, profile.handoff
         power = profile.power_at(cap_w) if profile.power or cap_w is not None else None

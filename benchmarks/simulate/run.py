@@ -68,10 +68,7 @@ class EngineCounts:
 
 
 def make_system(name: str, profile: Profile, engines: EngineCounts, **options: Any) -> System:
-    """Make a system on engines of one profile.
-
-    Args:
-        options: fields of `System` that differ from its defaults.
+    """Make a system on engines of one profile; options are fields of `System`.
 
     Raises:
         SimulationError: there is no such system.
@@ -186,8 +183,7 @@ def simulate(
         described, arrivals: what `Selection` says of the workload, for the report.
         keep_samples: whether the report has every latency by conversation, or distributions alone.
 
-    Raises:
-        SimulationError: the workload cannot be simulated, or has nothing in it.
+    Raises SimulationError: the workload cannot be simulated, or has nothing in it.
     """
     tally = Tally(baseline.objectives, baseline.unloaded, keep_samples=keep_samples)
 
@@ -258,9 +254,6 @@ def simulate_selection(
         options: fields of `System` that differ from its defaults, by the system's name.
         keep_samples: those of every system and rate are kept at the same time.
         on_conversation: called at each conversation's end with what runs.
-
-    Raises:
-        SimulationError, ProfileError, WorkloadError: as `simulate` and `make_system`.
     """
     systems = [make_system(name, profile, engines, **options.get(name, {})) for name in names]
     baseline = Baseline.of(systems[0], selection.workload(), slo_multiple=slo_multiple)

@@ -13,10 +13,7 @@ from benchmarks.records import SharedPrefix
 class Stretch:
     """Tokens of one part that lie side by side and have the same users.
 
-    Attributes:
-        start, end: from the prompt's first token on.
-        computed: up to where there is KV of it; beyond is room that its users have taken.
-        users: how many turns begin with all of it.
+    There is KV of it up to ``computed``; beyond is room that its users have taken.
     """
 
     __slots__ = ("computed", "end", "key", "start", "users")
@@ -81,10 +78,8 @@ class SharedPrefixes:
         return at // self._block_tokens * self._block_tokens
 
     def take(self, prefix: Sequence[SharedPrefix]) -> tuple[int, int]:
-        """Let a turn hold a prefix.
-
-        Returns:
-            How many of its tokens were idle, and for how many it needs room.
+        """Let a turn hold a prefix; returns how many of its tokens were idle, and how many need
+        room.
         """
         woken = new = at = 0
         for part in prefix:
@@ -108,10 +103,8 @@ class SharedPrefixes:
                 stretch.computed = max(stretch.computed, min(stretch.end, tokens))
 
     def leave(self, prefix: Sequence[SharedPrefix]) -> tuple[int, int]:
-        """Let go of a prefix that a turn has taken.
-
-        Returns:
-            How many tokens are idle with that, and how many are gone: never computed.
+        """Let go of a prefix; returns how many tokens are idle with that, and how many never were
+        computed.
         """
         idle = gone = 0
         for part in reversed(prefix):

@@ -1,10 +1,7 @@
 """Agents at work: the model decides what happens next, and real tools do what it asks for.
 
-Each conversation is a session of `benchmarks.agent`: tool schemas, and tasks that take two to six
-calls. The model's answer is sent back with what the tools made of it, until it answers a task
-without a call; then the next task comes. So the number of turns, and the lengths of all but the
-first prompt, are the model's doing. A tool's time is exponential. `AgentScript.right` tells at the
-end whether answers are right.
+Each conversation is a session of `benchmarks.agent`, with tasks that take two to six calls. The
+number of turns, and the lengths of all but the first prompt, are the model's doing.
 """
 
 import math
@@ -33,11 +30,9 @@ def agents(
 
     Args:
         mean_gap_s: mean of the exponential times that tools take.
-        max_output_tokens: limit on every answer's length.
         tasks: how many are asked for one after another in each conversation.
 
-    Raises:
-        WorkloadError: a setting is wrong.
+    Raises WorkloadError: a setting is wrong.
     """
     require(conversations > 0, f"{conversations} conversations are asked for; give a number from 1")
     require(

@@ -2,20 +2,15 @@
 
 The format is that of ``historical_trajectories`` of ``sierra-research/tau-bench``: a list of
 objects whose ``traj`` is a list of OpenAI-style messages. System, user and tool messages are sent
-as recorded, over ``/v1/chat/completions``; each assistant message is a turn, and the model's answer
-takes its place in the history. What follows the last assistant message is not sent.
+as recorded; each assistant message is a turn, and the model's answer takes its place.
 
-The model need not do what the recorded one did, and the chat has to stay valid:
-
-- It made tool calls: they get the recorded results in order, under the model's own call ids; calls
-  beyond those get a result that says so, and results beyond the calls are sent as the user's text.
-- It made none: recorded results are sent as the user's text.
-- It made a call that cannot be part of a chat (no name, or arguments that are no JSON object): all
-  its calls count as text.
+The model need not do what the recorded one did, and the chat has to stay valid. If it made tool
+calls, they get the recorded results in order; calls beyond those get a result that says so, and
+results beyond the calls are sent as the user's text. If it made none, or one that cannot be part of
+a chat (no name, or arguments that are no JSON object), all are text.
 
 An answer is limited to the recorded one's length (a token for four characters), unless a limit is
-given. The recordings have no times: gaps are exponential. A dialogue that is drawn again begins
-with the same text.
+given. The recordings have no times: gaps are exponential.
 """
 
 import json
@@ -71,11 +66,8 @@ class _RawDialogue(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """What is said before a turn, and how long its answer may be.
-
-    Attributes:
-        messages: system and user messages.
-        results: results of the tools that the answer before called.
+    """A turn: the system's and user's messages before it, and results of the calls of the answer
+    before.
     """
 
     messages: tuple[Message, ...]
@@ -99,12 +91,10 @@ def dialogues(
         path: plain JSON or compressed with gzip.
         mean_gap_s: mean of the exponential gaps between an answer and the next turn.
         max_output_tokens: None: each recorded answer's approximate length.
-        declare_tools: whether to send ``tools``, which the recordings do not have: names and
-            parameters are inferred from the recorded calls. Without, models make no tool calls;
-            with, the server must have a tool-call parser.
+        declare_tools: whether to send ``tools``, inferred from the recorded calls. Without, models
+            make no tool calls; with, the server must have a tool-call parser.
 
-    Raises:
-        WorkloadError: a setting is wrong, or the file is broken.
+    Raises WorkloadError: a setting is wrong, or the file is broken.
     """
     require(conversations > 0, f"{conversations} conversations are asked for; give a number from 1")
     require(
@@ -167,10 +157,9 @@ def chat(
 
 
 def continuation(answer: Answer, turn: RecordedTurn, call_prefix: str) -> list[Message]:
-    """The answer and what is said after it, as messages that go on with any valid chat.
+    """Return the answer and what is said after it, as messages that go on with any valid chat.
 
-    Args:
-        call_prefix: begins the ids that are made for calls without one.
+    ``call_prefix`` begins the ids that are made for calls without one.
     """
     calls, said = _calls(answer, call_prefix)
     messages: list[Message] = [{"role": "assistant", "content": said}]

@@ -69,10 +69,8 @@ class Arrivals:
     Attributes:
         pattern: ``poisson``: independent exponential intervals; ``even``: equal intervals, the
             first conversation at 0; ``together``: all at 0.
-        rate_per_s: conversations per second; of no effect where all come together.
 
-    Raises:
-        WorkloadError: an unknown pattern, or a rate that is not a positive number.
+    Raises WorkloadError: an unknown pattern, or a rate that is not a positive number.
     """
 
     pattern: Pattern = "poisson"

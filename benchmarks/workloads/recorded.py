@@ -1,31 +1,27 @@
 """Recorded agent sessions, replayed with prompts and outputs of exactly the recorded lengths.
 
-**Prompts** are token ids, sent to ``/v1/completions``. Each block of a prompt becomes tokens that
-depend on the session and the block's id alone, and what follows the last whole block becomes tokens
-of that one call. So two prompts of a session share the prefix that the recording says, to the
-token. A prompt's first ``tool_tokens + system_tokens`` tokens come from streams that sessions share
-(the tools' one by its length, the system prompt's by both lengths), as far as the prompt's blocks
-are those the session usually begins with. Where the shared part ends inside a block, only the
-block's first tokens are shared. The model's answers are no part of later prompts: they have other
-tokens in their place, as many as the recording has.
+**Prompts** are token ids. Each block of a prompt becomes tokens that depend on the session and the
+block's id alone, and what follows the last whole block becomes tokens of that one call. So two
+prompts of a session share the prefix that the recording says, to the token. A prompt's first
+``tool_tokens + system_tokens`` tokens come from streams that sessions share (the tools' one by its
+length, the system prompt's by both lengths), as far as the prompt's blocks are those the session
+usually begins with. In place of the model's answers later prompts have other tokens.
 
-**Outputs** have the recorded length (a call recorded with none is sent for one token). A turn is
-effective where the recording stopped with ``end_turn``.
+**Outputs** have the recorded length, at least 1. A turn is effective where the recording stopped
+with ``end_turn``.
 
 **Gaps** are ``t(next) - (t + api_time)``, not less than 0. ``t`` is in whole seconds, so a gap is
-right to a second. ``think_time`` is the same rounded, and counts from an earlier call where
-``api_time`` is missing, so it is not used. A call without ``api_time`` (one in nine) is taken to
-have lasted as long as the session's median call, and no longer than until the next one began.
+right to a second; ``think_time`` is the same rounded, and not used. A call without ``api_time``
+(one in nine) is taken to have lasted as long as the session's median call, and no longer than until
+the next one began.
 
-**Sub-agents** are conversations of their own. They arrive when they did in the recording, moved by
-what scaling and capping took from the gaps before, and what fewer tokens take from the calls (a
-tenth of the tokens: a tenth of the recorded time). The parent waits for one as long as in the
-recording, less what was taken from the sub-agent's own gaps and calls, unless it was started in the
-background. Arrival and wait follow the recording's clock, not the run's.
+**Sub-agents** are conversations of their own. They arrive when they did in the recording, less what
+scaling and capping took from the gaps before, and fewer tokens from the calls. The parent waits for
+one as long as in the recording, less what was taken from the sub-agent's own, unless it was started
+in the background. Both follow the recording's clock, not the run's.
 
 **Scale.** With ``scale_tokens`` every position in a prompt moves from ``p`` to
-``floor(p * scale_tokens)``: ends of blocks, of the shared part, of the prompt. So reused and new
-tokens keep their ratios to within a token. Outputs are rounded, to at least 1.
+``floor(p * scale_tokens)``, so reused and new tokens keep their ratios to within a token.
 """
 
 import heapq
@@ -64,8 +60,8 @@ def recorded(
 ) -> Workload:
     """Recorded sessions, drawn without repeating one until all were drawn.
 
-    All that are drawn are read and checked here; prompts are made when they are sent. A session
-    that is drawn again has other tokens, but for what sessions share.
+    All that are drawn are read and checked here. One that is drawn again has other tokens, but for
+    what sessions share.
 
     Args:
         source: a folder of recordings, or recordings.
@@ -73,9 +69,7 @@ def recorded(
         vocabulary: token ids to use; it should leave out the model's special tokens.
         max_turns: sessions with more turns, sub-agents' not counted, are left out.
 
-    Raises:
-        WorkloadError: a setting is wrong, a recording is broken, or no session fits the context
-            and has few enough turns.
+    Raises WorkloadError: a setting is wrong, a recording is broken, or no session is left.
     """
     require(sessions > 0, f"{sessions} sessions are asked for; give a number from 1")
     require(seed >= 0, f"the seed is {seed}; give one from 0")

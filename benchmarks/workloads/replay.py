@@ -20,7 +20,6 @@ class Changes:
     """Changes to the recording.
 
     Attributes:
-        scale_tokens: factor for the lengths of prompts and outputs.
         max_gap_s: longest gap, after scaling.
         max_context_tokens: the model's context. A conversation ends before the first turn whose
             prompt and output together are longer; a session whose first turn is, is left out.
@@ -82,11 +81,7 @@ class _Forks:
 
 
 class Replay:
-    """One agent's conversation as it will be sent: pure numbers, for all conversations like it.
-
-    Attributes:
-        turns: how many of the session's calls are made.
-    """
+    """One agent's conversation as it will be sent; the first ``turns`` of the session's calls."""
 
     def __init__(
         self, session: RecordedSession, changes: Changes, vocabulary: range, seed: int
@@ -207,13 +202,9 @@ def _rest(turn: int) -> int:
 def _timeline(
     session: RecordedSession, changes: Changes, children: Sequence[Replay]
 ) -> tuple[list[float], list[float], float]:
-    """Work out when everything would happen if calls lasted as long as recorded, for their tokens.
+    """Return each call's gap, each sub-agent's start, and what all changes save, in seconds.
 
     A call with a tenth of the recorded tokens is taken to last a tenth of the time.
-
-    Returns:
-        The gap before each call; each sub-agent's start, from the session's; and what all changes
-        save, in seconds.
     """
     gaps_s: list[float] = []
     starts_s: list[float] = []

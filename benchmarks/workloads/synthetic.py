@@ -1,9 +1,8 @@
 """Conversations drawn from the distributions that papers give.
 
-A conversation is one long series of token ids of its own. A turn's prompt is its beginning, and the
-next turn's prompt is the previous one, then as many stand-in tokens as the previous turn put out,
-then what is appended. So prompts, reuse and outputs have exactly the drawn lengths, and a server's
-KV of an answer is of no use to the next turn.
+A turn's prompt is the beginning of one series of token ids of its conversation: the previous
+prompt, as many stand-in tokens as the previous turn put out, then what is appended. So prompts,
+reuse and outputs have exactly the drawn lengths, and KV of an answer is of no use to the next turn.
 
 "Assumed" below means that the paper's text does not say; change it with ``dataclasses.replace``.
 """
@@ -29,10 +28,7 @@ _PERT_SHAPE = 6
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Whole numbers between two bounds, with a given mean.
-
-    A beta distribution of PERT's variance, since papers give minimum, maximum and average alone.
-    """
+    """Whole numbers between two bounds, with a mean: a beta distribution of PERT's variance."""
 
     low: int
     mean: float
@@ -79,7 +75,6 @@ class Shape:
 
     Attributes:
         turns: all but the last end in a tool call.
-        first_prompt_tokens: turn 1's prompt.
         append_tokens: what a later turn adds after the output before it.
         tool_latency: time between a turn's end and the next turn.
         shared_tokens: the first tokens of every conversation's prompt (a system prompt).
@@ -195,11 +190,9 @@ def synthetic(
     Args:
         vocabulary: token ids to use; it should leave out the model's special tokens.
         scale_tokens: factor for each drawn number of tokens; the product is rounded, to at least 1.
-        scale_gaps: factor for the tools' times.
         max_context_tokens: as in `benchmarks.workloads.replay.Changes`.
 
-    Raises:
-        WorkloadError: a setting is wrong, or no conversation fits the context.
+    Raises WorkloadError: a setting is wrong, or no conversation fits the context.
     """
     require(conversations > 0, f"{conversations} conversations are asked for; give a number from 1")
     for name, scale in (("scale_tokens", scale_tokens), ("scale_gaps", scale_gaps)):

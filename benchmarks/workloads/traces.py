@@ -1,11 +1,11 @@
-"""Reading recorded sessions: one JSON object a file, plain or compressed with gzip.
+"""Reads recorded sessions: one JSON object a file, plain or compressed with gzip.
 
 The format is that of the ``traces`` folder of ``callanjfox/kv-cache-tester``. A session has
 ``tool_tokens`` and ``system_tokens`` (how its prompts begin), a ``block_size``, and ``requests``.
-These fields of a call (``type`` ``n`` or ``s``) are used: ``t`` (start, s, whole seconds from the
-session's start), ``in`` and ``out`` (tokens), ``hash_ids`` (one for each whole block of the prompt;
-the same number stands for the same tokens after the same history, within the file), ``stop`` and
-``api_time`` (s). A ``subagent`` has calls of its own, with times from its own start.
+Used are a call's ``t`` (start, s, whole seconds from the session's start), ``in`` and ``out``
+(tokens), ``hash_ids`` (one for each whole block of the prompt, the same for the same tokens after
+the same history, within the file), ``stop`` and ``api_time`` (s). A ``subagent`` has calls of its
+own, with times from its own start.
 """
 
 import gzip
@@ -65,9 +65,7 @@ class RecordedCall:
 class RecordedSession:
     """Calls of one agent, in order, and the agents that it started.
 
-    Attributes:
-        name: unique in its file; not across files.
-        tool_tokens, system_tokens: tool schemas and system prompt, the first tokens of its prompts.
+    Its prompts begin with ``tool_tokens`` and ``system_tokens``; ``name`` is unique in its file.
     """
 
     name: str
@@ -80,12 +78,9 @@ class RecordedSession:
 
 @dataclass(frozen=True, slots=True)
 class SubAgent:
-    """An agent that another one started.
+    """An agent that another one started after its call ``after``; times from the parent's start.
 
-    Attributes:
-        after: index of the parent's call that asked for it.
-        started_s: from the parent's start.
-        ended_s: likewise; None: its parent did not wait for it.
+    ``ended_s`` is None if its parent did not wait for it.
     """
 
     after: int
@@ -196,11 +191,10 @@ def _session(name: str, raw: _RawSession | _RawSubAgent, block: int, where: str)
 
 
 def _sub_agent(raw: _RawSubAgent, after: int, block: int, where: str) -> SubAgent:
-    """A recorded sub-agent; if it has a duration, its ``t`` is when its result came.
+    """Read a recorded sub-agent; if it has a duration, its ``t`` is when its result came.
 
-    ``t`` less the duration is within a second of the end of the parent's call before it, for every
-    one, and the parent's next call comes after ``t``. One without a duration was started in the
-    background: ``t`` is its start, and the parent goes on.
+    ``t`` less the duration is within a second of the end of the parent's call before it. One
+    without a duration was started in the background: ``t`` is its start, and the parent goes on.
     """
     session = _session(raw.agent_id, raw, block, f"{where}.requests")
     if raw.duration_ms is None:
@@ -223,10 +217,11 @@ def _check(call: _RawCall, before: list[_RawCall], block: int, where: str) -> No
 
 
 def _head(blocks: list[Any], tokens: int, block: int) -> Any:
-    """Blocks that the session's first ``tokens`` tokens, tools and system prompt, are in.
+    """Return the blocks that the session's first ``tokens`` tokens, tools and system prompt, are
+    in.
 
-    A few sessions begin with another prompt than they go on with, so the beginning that most calls
-    have is taken.
+    A few sessions begin with another prompt than they go on with, so most calls' beginning is
+    taken.
     """
     last = max(min(tokens // block, max(map(len, blocks))), 1) - 1
     long = [ids for ids in blocks if len(ids) > last]

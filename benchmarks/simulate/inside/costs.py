@@ -20,12 +20,7 @@ _MEMORY_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU.
-
-    Attributes:
-        flops: in 16 bits, dense, a second, at peak.
-        reserve_bytes: for activations.
-    """
+    """A GPU; flops are in 16 bits, dense, a second, at peak, and some memory is for activations."""
 
     name: str
     flops: float
@@ -116,8 +111,7 @@ class Steps:
         """Return the time of a step.
 
         Args:
-            decodes: sequences that decode in it.
-            kv_tokens: of all of them.
+            kv_tokens: of all sequences that decode.
             chunks: of prefills: tokens, and how many are before them.
             compute, bandwidth: shares of the GPU's that the step has.
         """

@@ -14,12 +14,6 @@ class Engine:
 
     Steps that only decode are taken together up to the next at which anything may change. A step
     under way is not broken off: a call that comes waits for its end.
-
-    Args:
-        ended: called with each call that has ended.
-
-    Attributes:
-        busy_s: how long steps ran.
     """
 
     def __init__(

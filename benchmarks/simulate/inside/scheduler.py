@@ -106,13 +106,9 @@ class Scheduler:
         return Step(decodes, chunks)
 
     def done(self, step: Step, lasted_s: float, now_s: float, steps: int = 1) -> list[Call]:
-        """End a step, or this many that only decoded.
+        """End a step, or this many that only decoded; returns the calls that have ended.
 
-        Args:
-            lasted_s: one of them.
-
-        Returns:
-            Calls that have ended.
+        ``lasted_s`` is one step's time.
         """
         ended = []
         for call in step.decodes:
