@@ -125,8 +125,6 @@ def _statistics_of_rows(values: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One run against the baseline's run."""
-
     label: str
     baseline: str
     ratios: list[Ratio]

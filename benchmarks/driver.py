@@ -9,7 +9,7 @@ import asyncio
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -272,7 +272,7 @@ class _Driver:
 
         async with asyncio.TaskGroup() as conversations:
             # Making a plan may mean reading files, so it is done beside the event loop.
-            while (arrival := await asyncio.to_thread(_next, arrivals)) is not None:
+            while (arrival := await asyncio.to_thread(next, arrivals, None)) is not None:
                 arrival_s, script = arrival
                 if arrival_s < latest_s:
                     raise ValueError(
@@ -385,10 +385,6 @@ class _Recent:
 
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
-
-
-def _next(arrivals: Iterator[tuple[float, Script]]) -> tuple[float, Script] | None:
-    return next(arrivals, None)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -94,7 +94,6 @@ def by_conversation(records: Iterable[TurnRecord]) -> dict[str, list[TurnRecord]
 
 
 def conversation_outcome(turns: Sequence[TurnRecord]) -> str:
-    """Return ``completed``, ``failed`` or ``unfinished``."""
     if any(turn.outcome in ("failed", "timeout") for turn in turns):
         return "failed"
     return "completed" if turns[-1].last and turns[-1].outcome == "completed" else "unfinished"
@@ -151,7 +150,6 @@ def samples(records: Iterable[TurnRecord]) -> Samples:
 
 
 def latencies_of(turns: Sequence[TurnRecord]) -> Iterator[tuple[str, float]]:
-    """Yield every latency of a conversation's turns, and its own."""
     for turn in turns:
         if turn.outcome == "completed":
             yield from _turn_latencies(turn).items()

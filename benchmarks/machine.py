@@ -40,7 +40,6 @@ def environment() -> dict[str, Any]:
 
 
 def gpu_names() -> list[str]:
-    """Models of this machine's GPUs; empty without an NVIDIA driver."""
     try:
         with Nvml() as nvml:
             return [gpu.name for gpu in nvml.inventory()]

@@ -65,8 +65,6 @@ class MeasurementSettings:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Runs and reports, in the order of the endpoints."""
-
     runs: list[Run]
     reports: list[Report]
     interrupted: bool = False

@@ -132,7 +132,6 @@ class Tally:
         self._sessions = self._attained = 0
 
     def add(self, turns: Sequence[TurnRecord]) -> None:
-        """Count a conversation: all of its turns, in their order."""
         for turn in turns:
             self._turns[turn.outcome] += 1
             self._began_s = min(self._began_s, turn.sent_s)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -61,9 +62,9 @@ def reference(records: Sequence[TurnRecord]) -> Reference:
     turns = [turn for conversation in complete for turn in conversation]
     seen = samples(turns)
     baseline_s = {
-        metric: summarise(values).gmean
+        metric: summarise(list(chain.from_iterable(seen[metric].values()))).gmean
         for metric in OBJECTIVES
-        if (values := _values(seen[metric]))
+        if seen[metric]
     }
     rows = [
         (1.0, new, turn.output_tokens)
@@ -119,7 +120,3 @@ class Objectives:
     @classmethod
     def from_reference(cls, unloaded: Reference, multiple: float = 5.0) -> "Objectives":
         return cls({metric: multiple * base for metric, base in unloaded.baseline_s.items()})
-
-
-def _values(by_conversation: Mapping[str, Sequence[float]]) -> list[float]:
-    return [value for values in by_conversation.values() for value in values]

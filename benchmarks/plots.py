@@ -245,7 +245,6 @@ def _name_seconds(axis: Any) -> None:
 
 
 def quiet(axes: Any) -> None:
-    """Give the axes a light grid, and no box around."""
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

@@ -64,8 +64,6 @@ class Answer:
 
 
 class Script(Protocol):
-    """One conversation of a workload."""
-
     @property
     def conversation(self) -> str:
         """Its id, unique in the run."""

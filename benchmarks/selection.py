@@ -86,7 +86,6 @@ class Selection:
         return _workload(self, seed_shift)
 
     def make(self, seed: int) -> Workload:
-        """Make it anew, with another seed than its own."""
         arrivals = Arrivals(self.pattern, self.rate_per_s, seed)
         match self.kind:
             case "recorded":

@@ -121,12 +121,10 @@ class AnswerStream:
 
     @property
     def reasoning(self) -> str:
-        """The model's reasoning, where the server keeps it apart from the text."""
         return "".join(self._reasoning)
 
     @property
     def answer(self) -> Answer:
-        """The text and the tool calls, put together from the events so far."""
         calls = tuple(self._tool_calls[index] for index in sorted(self._tool_calls))
         return Answer("".join(self._text), calls)
 

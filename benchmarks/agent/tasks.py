@@ -119,7 +119,6 @@ def stated(answer: str) -> tuple[Value, ...]:
 
 
 def is_right(task: Task, answer: str) -> bool:
-    """Whether an answer states the expected values, and no others."""
     return stated(answer) == task.expected
 
 

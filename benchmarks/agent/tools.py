@@ -141,8 +141,6 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a session's interface names its tools and their parameters."""
-
     verb: str
     suffix: str
     operands: tuple[str, str]

@@ -39,7 +39,6 @@ class Apart:
         return int(sum(_each(self.process, lambda one: float(one.memory_full_info().pss))))
 
     def cpu_s(self) -> float:
-        """CPU time that its living processes have had."""
         return sum(_each(self.process, lambda one: sum(one.cpu_times()[:2])))
 
 

@@ -1,3 +1,5 @@
+"""A peer as data: the options that all of them share, and its processes (`running` runs them)."""
+
 import json
 import os
 import sys
@@ -155,7 +157,6 @@ class PeerUnavailable(RuntimeError):
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command line of a Python module."""
     return (sys.executable, "-m", name, *arguments)
 
 

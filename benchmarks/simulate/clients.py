@@ -146,8 +146,7 @@ class Clients(ABC):
         return sum(engine.shared_found_tokens for engine in engines)
 
     @abstractmethod
-    def figures(self, kv_bytes_per_token: float) -> ServerFigures:
-        """Return what a live system would have counted."""
+    def figures(self, kv_bytes_per_token: float) -> ServerFigures: ...
 
     @abstractmethod
     def _serve(self, one: Open, prompt_tokens: int, now_s: float) -> None: ...

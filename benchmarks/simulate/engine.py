@@ -168,7 +168,6 @@ class SimulatedEngine:
 
     @property
     def load(self) -> EngineLoad:
-        """What a live engine would say of its work."""
         prefilling = sum(work.left_tokens for work in self._prefilling)
         waiting = sum(self._missing(work) for work in self._waiting)
         costs, decodes = self.costs, len(self._decoding)
@@ -184,7 +183,6 @@ class SimulatedEngine:
 
     @property
     def turns(self) -> int:
-        """Turns that wait or run here."""
         running = len(self._prefilling) + len(self._completing) + len(self._decoding)
         return len(self._waiting) + running
 

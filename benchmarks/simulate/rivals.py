@@ -45,11 +45,8 @@ class Program:
 
 
 class Engine(Protocol):
-    """What rules see of an engine."""
-
     @property
-    def turns(self) -> int:
-        """Turns that wait or run there."""
+    def turns(self) -> int: ...
 
     @property
     def capacity_tokens(self) -> int: ...
@@ -232,7 +229,6 @@ class ThunderAgent(Rival):
         return list(self._queue)
 
     def marked(self) -> set[Program]:
-        """Programs that leave at their turn's end."""
         return set(self._marked)
 
     def room(self, engine_id: str, now_s: float | None = None) -> float:

@@ -127,7 +127,6 @@ def make_cluster(system: System, on_conversation: OnConversation, *, gaps: bool 
 
 
 def unloaded_records(system: System, workload: Workload, conversations: int) -> list[TurnRecord]:
-    """Turns of a few conversations, each alone and without gaps."""
     records: list[TurnRecord] = []
     for _, script in islice(workload, conversations):
         serve(system, [(0.0, script)], records.extend, gaps=False)
@@ -136,8 +135,6 @@ def unloaded_records(system: System, workload: Workload, conversations: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The unloaded reference, its bounds, and how often it exceeds them itself."""
-
     unloaded: Reference
     objectives: Objectives
     violations: dict[str, float]

@@ -147,7 +147,6 @@ class SharedPrefixes:
     # --- inside -------------------------------------------------------------------------------
 
     def _of(self, part: SharedPrefix) -> Iterator[Stretch]:
-        """Yield the stretches of a part that its prefix reaches into."""
         for stretch in self._parts.get(part.key, ()):
             if stretch.start >= part.tokens:
                 return

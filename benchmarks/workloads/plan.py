@@ -48,14 +48,11 @@ Turns = Generator[TurnRequest, Answer | None, None]
 
 
 class PlayedScript:
-    """A conversation whose turns a generator yields."""
-
     def __init__(self, conversation: str, turns: Turns) -> None:
         self.conversation = conversation
         self._turns = turns
 
     def next(self, answer: Answer | None) -> TurnRequest | None:
-        """Return the next turn, given the previous one's answer; None: over."""
         try:
             return self._turns.send(answer)
         except StopIteration:

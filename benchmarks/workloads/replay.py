@@ -154,7 +154,6 @@ class Replay:
         return self._changes.position(np.arange(blocks + 1) * self.session.block_tokens)
 
     def _shared_length(self, call: RecordedCall) -> int:
-        """How many tokens of a call's prompt come from the streams that sessions share."""
         in_head = int(self._changes.position(call.head_blocks * self.session.block_tokens))
         return min(in_head, self._shared_tokens)
 

@@ -240,8 +240,6 @@ def synthetic(
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """The tokens of conversations: a beginning that they share, then their own."""
-
     vocabulary: range
     shared: int
     shared_tokens: int

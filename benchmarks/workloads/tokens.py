@@ -28,7 +28,6 @@ def check_vocabulary(vocabulary: range) -> None:
 
 
 def key(*owner: str | int) -> int:
-    """64 bits that stand for the owner of tokens."""
     digest = hashlib.blake2b(repr(owner).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -51,7 +50,6 @@ def _mix(values: Any) -> Any:
 
 
 def completion(prompt: Any, output_tokens: int) -> dict[str, Any]:
-    """The body of a completions request for a token-exact prompt and output length."""
     return {
         "prompt": prompt.tolist(),
         "max_tokens": output_tokens,

@@ -28,7 +28,6 @@ class Blocks:
         return -(-tokens // self.block_tokens)
 
     def found(self, key: str) -> int:
-        """How many of a conversation's blocks are kept or cached."""
         return self.kept.get(key, 0) + self.cached.get(key, 0)
 
     def has_room(self, key: str, blocks: int) -> bool:

@@ -52,5 +52,4 @@ class Call:
 
     @property
     def missing_tokens(self) -> int:
-        """Tokens to compute until its next token comes."""
         return self.tokens - self.computed_tokens

@@ -98,7 +98,6 @@ class ConversationScheduler(Scheduler):
         super().add(call, now_s)
 
     def forget(self, key: str) -> None:
-        """Drop the KV of a conversation that has ended, as the table says."""
         super().forget(key)
         self.blocks.drop(key)
         self.queue.forget(key)

@@ -30,6 +30,9 @@ class Engine:
 
     def submit(self, call: Call) -> None:
         self.scheduler.add(call, self._loop.now_s)
+        self._wake()
+
+    def _wake(self) -> None:
         if not self._runs:
             # All that comes at this moment is there before the step begins.
             self._runs = True

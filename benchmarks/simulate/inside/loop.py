@@ -24,7 +24,6 @@ class Loop:
         return self._events[0][0] if self._events else math.inf
 
     def run(self) -> None:
-        """Run all events."""
         while self._events:
             self.now_s, _, do, arguments = heappop(self._events)
             do(*arguments)

@@ -226,23 +226,19 @@ class Scheduler:
 
     # --- what others decide differently ------------------------------------------------------
 
-    def _order_waiting(self) -> None:
-        """Sort waiting calls in the order in which they begin."""
+    def _order_waiting(self) -> None: ...
 
     def _chunk(self, call: Call, tokens: int) -> int:
         """How many tokens of a call the step computes; 0: none of it now."""
         return tokens
 
     def _make_room(self, call: Call, tokens: int, now_s: float) -> bool:
-        """Whether there is room for more of a running call."""
         return self.blocks.has_room(call.key, self.blocks.count(call.computed_tokens + tokens))
 
     def _make_room_for_all(self, call: Call, now_s: float) -> bool:
-        """Whether there is room for a waiting call."""
         return self.blocks.has_room(call.key, self.blocks.count(call.tokens))
 
     def _victim(self, now_s: float) -> Call:
         return self.running[-1]
 
-    def _computed(self, call: Call, tokens: int, now_s: float) -> None:
-        """Note tokens of a prompt that were computed."""
+    def _computed(self, call: Call, tokens: int, now_s: float) -> None: ...
