@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import order
+from benchmarks import rounds
 from benchmarks.experiments.suite import memory
 from benchmarks.rounds import Alternation, orders, told
 
@@ -55,7 +55,7 @@ def test_reports_say_the_order() -> None:
     assert told(None) is None
 
 
-@pytest.mark.parametrize("module", [order, memory])
+@pytest.mark.parametrize("module", [rounds, memory])
 def test_the_documented_examples(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted >= 1
