@@ -32,9 +32,9 @@ _CONFIDENCE = (2.5, 97.5)
 class Ratio:
     """A system's latency against the baseline's; below 1 is better.
 
+    With rounds or starts, `baseline_s`, `value_s` and `ratio` are medians over them.
+
     Attributes:
-        baseline_s, value_s: the statistic for each (with rounds or starts, its median over them).
-        ratio: ``value_s`` over ``baseline_s``; with rounds or starts, the median of their ratios.
         low, high: ends of the ratio's 95 % interval.
         kind: ``paired`` by conversation, ``unpaired``, or ``rounds`` or ``starts`` that alternated.
         count: number of conversations (of the system that has fewer), or of rounds or starts.
@@ -54,11 +54,7 @@ class Ratio:
 def ratios(
     baseline: Samples, other: Samples, *, paired: bool, draws: int = DRAWS, seed: int = 0
 ) -> list[Ratio]:
-    """Ratios of every metric that both have, for every statistic.
-
-    Args:
-        paired: whether the two ran the same conversations.
-    """
+    """Ratios of every metric that both have, paired if the two ran the same conversations."""
     found = []
     for metric in LABELS:
         ours, theirs = baseline.get(metric, {}), other.get(metric, {})

@@ -31,9 +31,7 @@ class ServerFigures:
 
     Attributes:
         handoffs: turns for which a decoder took KV over.
-        handoff_tokens: tokens of KV that moved: to decoders, and to prefillers from what decoders
-            had left of the history.
-        later_prefills: later turns that were prefilled on a prefiller.
+        handoff_tokens: tokens of KV that moved, to decoders and to prefillers.
         moves: conversations bound again because their decoder was lost.
         cold_prefill_tokens: tokens of first turns that were prefilled on a prefiller.
         prefix_cache_share: share of the prompt tokens that vLLM's engines found in their own prefix
@@ -42,8 +40,8 @@ class ServerFigures:
             where that was not simulated.
         shared_found_tokens: prompt tokens that were not computed because other conversations begin
             with them, too; only known where that was simulated.
-        tier_energy_j: what the GPUs of each tier used; empty without GPUs.
-        tier_tokens_per_j: tokens per joule that each tier's engines prefilled or decoded.
+        tier_energy_j, tier_tokens_per_j: of the GPUs of each tier, and of the tokens that its
+            engines prefilled or decoded; empty without GPUs.
     """
 
     handoffs: float | None = None

@@ -39,8 +39,7 @@ class DriveOptions:
         duration_s: the run is stopped after that time; open turns are ``unfinished``.
         concurrency: most conversations open at the same time; others that have arrived wait.
         gaps: False: turns follow each other at once.
-        cache_salt: a prefix-cache namespace (vLLM's ``cache_salt``) for the whole run, so that what
-            earlier runs left in the caches is not found.
+        cache_salt: vLLM's, for the whole run, so that what earlier runs cached is not found.
         id_prefix: put before conversation ids on the wire, so that no two runs share one.
     """
 
@@ -72,7 +71,7 @@ class Lag:
         loop_p50_s, loop_p99_s, loop_max_s: how late a periodic task of the event loop woke; every
             time in the records may be off by that much.
         send_p99_s: how long after its planned time a turn was sent.
-        cpu_share: share of one core's time that the driver took.
+        cpu_share: of one core's time.
     """
 
     loop_p50_s: float
@@ -158,7 +157,7 @@ async def unloaded(
     """Run conversations one at a time, without gaps: what the system does without load.
 
     Objectives are relative to it (conserve, section 5.3: the baseline is measured "by executing a
-    single request without batching or interference"). Raises what `drive` raises.
+    single request without batching or interference").
     """
     return await drive(
         endpoint,

@@ -5,12 +5,10 @@ Definitions (conserve: Ding et al., sections 1 and 5.1):
 - TTFT: from sending a turn to the first part of its stream with output. First turns (cold prefill)
   and later ones (appends) are also kept apart.
 - TBT of a turn: between consecutive output tokens; its mean, 95th percentile and maximum. Tokens
-  that come together have no time between them, so a turn of n tokens has n - 1 times, however
-  few parts it came in.
+  that come together have no time between them, so a turn of n tokens has n - 1 times.
 - TTFET of a conversation: from sending its first turn to the first token of its first turn whose
-  output is for the user. Turns before that one, with tool calls, and the gaps between them count in
-  full. Text beside a tool call is not for the user; what a model thinks before it answers counts as
-  its turn's first token.
+  output is for the user, gaps included. Text beside a tool call is not for the user; what a model
+  thinks before it answers counts as its turn's first token.
 - Last-turn TBT: the mean TBT of a conversation's last turn.
 - End to end: from sending the first turn to the last byte of the last.
 - TTFET and end to end *less gaps*: without the gaps between turns (tools, the user). Objectives are

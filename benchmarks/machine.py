@@ -84,9 +84,8 @@ def _cpu_model() -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The commit that this code is from, with ``+`` where files were changed since.
-
-    None for an installed copy, even if its folder is somewhere inside a repository.
+    """The commit that this code is from, with ``+`` where files were changed since; None if
+    installed.
     """
     folder = Path(__file__).parent
 

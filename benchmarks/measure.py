@@ -51,10 +51,7 @@ class MeasurementSettings:
     kv_bytes_per_token: float | None = None
 
     def check(self) -> None:
-        """Find out early what is wrong with the workload or the reference.
-
-        Raises WorkloadError: an option is wrong, a file is broken, or the reference has none.
-        """
+        """Find out early what is wrong with the workload or the reference, as a WorkloadError."""
         self.selection.workload()
         if self.reference is not None and self.reference.unloaded is None:
             raise WorkloadError(
@@ -78,9 +75,6 @@ async def measure(
     stop: asyncio.Event | None = None,
 ) -> Measurement:
     """Run the unloaded reference, then the load, and report on each endpoint.
-
-    Args:
-        on_record: called with each record of the load, not with those of the reference.
 
     Raises:
         Stopped: ``stop`` was set, and there is nothing to report.

@@ -6,11 +6,9 @@ each kind of turn counts:
 - A turn that *failed* or ran into its time-out has no latency and violates every objective of a
   turn. So does its conversation, which does not count for goodput or session attainment either.
 - A turn that was *unfinished* when the run ended has no latency and violates nothing. Its
-  conversation, and one cut off in a gap between turns, is unfinished: counted, and in no latency,
-  rate or throughput of conversations.
+  conversation, and one cut off in a gap between turns, is counted, and in no latency or rate.
 - A completed turn counts among the turns, whatever became of its conversation.
-- A completed conversation without a turn for the user (a recording that ends in a tool call) has
-  no TTFET and is in no rate of it; `Result.without_effective` counts these.
+- A completed conversation without a turn for the user has no TTFET and is in no rate of it.
 """
 
 import math
@@ -50,18 +48,16 @@ class Result:
         failures: number of failed turns by kind, the part of the error before its colon.
         latencies: by the names in `LABELS`.
         violations: share of turns or conversations over each bound; empty without bounds.
-        attainment: share of sessions (finished conversations) that met both bounds (agentserve,
-            section IV-C): the TTFT of the session's first turn, its initial response delay, and
-            the mean time between all of its output tokens, against the bounds of `ttft_first` and
-            `tbt`. None without these bounds, or without sessions.
+        attainment: share of finished conversations that met the bounds of `ttft_first` and `tbt`
+            (agentserve, section IV-C): with the TTFT of the first turn, and the mean time between
+            all output tokens. None without these bounds, or without conversations.
         goodput: conversations a second that finished within ``slack`` times their ideal time, by
             slack (mars, equations 1 and 2; gaps count in both times); empty without a reference.
-        output_tokens_per_s, total_tokens_per_s: of completed turns; the total counts whole prompts.
+        total_tokens_per_s: of completed turns, whole prompts included.
         cached_share: share of prompt tokens found in the server's caches; None: it does not say.
         reusable_share: share of prompt tokens that prompts have in common with their conversation's
             previous one; None: the workload does not say.
         servers: completed turns by the replica that answered, where the server says so.
-        server: what the server itself counted.
         energy_j, output_tokens_per_j: of the GPUs; None: not available.
     """
 

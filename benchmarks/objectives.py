@@ -26,8 +26,8 @@ class Reference:
     Attributes:
         baseline_s: geometric mean of each latency in `OBJECTIVES` that was seen.
         served_s: how long each of its conversations took, by id.
-        fixed_s, per_new_token_s, per_output_token_s: a least-squares fit of a turn's latency, none
-            of them negative; estimates conversations that were not among those measured.
+        fixed_s, per_new_token_s, per_output_token_s: a non-negative least-squares fit of a turn's
+            latency, which estimates other conversations.
     """
 
     baseline_s: dict[str, float]
@@ -37,9 +37,8 @@ class Reference:
     per_output_token_s: float
 
     def ideal_s(self, turns: Sequence[TurnRecord]) -> float:
-        """How long a conversation would wait for the unloaded system, gaps not counted.
-
-        Measured if it was among the reference's conversations, else estimated from its tokens.
+        """How long a conversation would wait for the unloaded system, gaps not counted: measured or
+        estimated.
         """
         measured = self.served_s.get(turns[0].conversation)
         if measured is not None:

@@ -16,11 +16,9 @@ Outcome = Literal["completed", "failed", "timeout", "unfinished"]
 
 
 class SharedPrefix(NamedTuple):
-    """A beginning of a prompt that other conversations' prompts have, too.
+    """A beginning of a prompt that other conversations' prompts have, too: its length, and a key.
 
-    Attributes:
-        key: of its last part's text; after the same shorter prefix the same key is the same tokens.
-        tokens: its length, from the prompt's first token on.
+    After the same shorter prefix the same key is the same tokens.
     """
 
     key: int
@@ -32,14 +30,13 @@ class TurnRequest:
     """One model call to make.
 
     Attributes:
-        gap_s: how long after the previous turn's end (the conversation's arrival, for the first)
-            it is sent.
+        gap_s: how long after the previous turn's end, or the conversation's arrival, it is sent.
         body: makes the JSON body when the turn is sent, so that long prompts do not wait in memory.
         prompt_tokens: where it is known exactly.
         reused_tokens: length of the prefix that it shares with the conversation's previous prompt.
         output_tokens: forced output length, if any.
-        effective: whether this turn's output is for the user rather than a tool call; None: the
-            answer tells.
+        effective: whether the output is for the user rather than a tool call; None: the answer
+            tells.
         tool: what the answer calls, as simulated; see `conserve.history.TurnStats`.
         shared: the known prefixes that other conversations' prompts have, too, the shortest first.
     """
@@ -86,17 +83,14 @@ class TurnRecord:
         sent_s: later than planned where the driver lagged.
         first_token_s: when the first part of the stream that carries output came, reasoning and
             tool calls included; None if there was none.
-        token_times_s: when each output token's part of the stream came. A server that sends
-            several tokens in one part gives them one time.
-        last_token_s: when the last token of a simulated turn came: such a turn ends as a whole, and
-            the times of the tokens between first and last are not known.
+        token_times_s: when each output token's part of the stream came; several may come in one.
+        last_token_s: of a simulated turn, whose tokens' times between first and last are not known.
         ended_s: when its last byte came, or it was given up.
         outcome: ``unfinished``: the run ended first.
         error: what the server or the connection said.
         effective: whether the output was for the user, not a tool call (TTFET counts from it).
         prompt_tokens, output_tokens: as the server counted, else as planned.
-        cached_tokens: prompt tokens found in the server's caches, where it says so.
-        server: which replica answered, where it says so.
+        cached_tokens, server: found in caches, and the replica, where the server says so.
         reused_tokens: prompt tokens shared with the previous prompt, as planned.
     """
 

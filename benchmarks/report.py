@@ -38,12 +38,11 @@ class Report:
         workload: its name, options, seed and counts; equal where two runs had the same
             conversations.
         arrivals: pattern, ``rate_per_s`` (None where there is none) and ``concurrency``.
-        environment: see `benchmarks.machine.environment`; and ``alternation``, where systems took
-            turns: see `benchmarks.rounds.Alternation`.
+        environment: `benchmarks.machine.environment`, and ``alternation``, where systems took
+            turns.
         samples: every latency by conversation, seconds.
         unloaded: the reference that bounds and goodput are relative to.
-        unloaded_violations: by how much the unloaded run itself violates the bounds, which a
-            heavy-tailed workload may do.
+        unloaded_violations: by how much the unloaded run itself violates the bounds.
         driver: lag, and what was odd about the run.
     """
 

@@ -20,13 +20,8 @@ Unit = Literal["rounds", "starts"]
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """How systems took turns, for their reports.
-
-    Attributes:
-        unit: ``rounds`` of systems that are up at the same time, or ``starts``: one system at a
-            time is up, and all are started several times over.
-        seed: what the order was drawn from.
-        order: the systems of each round or start, in their order.
+    """How systems took turns: in ``rounds`` of systems that are up at the same time, or ``starts``
+    of one at a time; ``order`` has the systems of each, as drawn from ``seed``.
     """
 
     unit: Unit
@@ -45,11 +40,8 @@ def orders(systems: Sequence[str], count: int, seed: int) -> list[list[str]]:
     """Draw orders at random, in which every system is as often first, second and so on.
 
     Of as many orders as there are systems, each system has each place once (a Latin square whose
-    rows, columns and names are drawn). So of any number, two systems' counts in a place differ by
-    at most one.
-
-    Args:
-        seed: equal seeds give equal orders; a larger count continues a smaller one's.
+    rows, columns and names are drawn). Equal seeds give equal orders; a larger count continues a
+    smaller one's.
 
     >>> orders(["a", "b"], 4, seed=1)
     [['a', 'b'], ['b', 'a'], ['a', 'b'], ['b', 'a']]

@@ -72,12 +72,8 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a run did a task.
-
-    Attributes:
-        calls: how many calls the task takes.
-        right_calls: how many of them were made, in their place and with the right arguments.
-        right_answer: whether the answer is right, whatever was called.
+    """Calls that a task takes, those that were made right and in their place, and whether the
+    answer is.
     """
 
     calls: int

@@ -1,9 +1,8 @@
 """Measures how long an engine's iterations take by the tokens that they prefill.
 
 While one stream decodes, prompts of one size after the other are sent; the longest time between
-two tokens of the stream meanwhile is that of the iteration with the prompt in it. The server
-should be a bare engine, idle, that takes the largest size in one step (vLLM's
-``max_num_batched_tokens``).
+two tokens of the stream meanwhile is that of the iteration with the prompt in it. The server is a
+bare engine, idle, that takes the largest size in one step (vLLM's ``max_num_batched_tokens``).
 """
 
 import asyncio

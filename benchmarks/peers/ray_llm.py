@@ -2,11 +2,9 @@
 
 From Ray's user guides "Direct streaming" and "Enable High Throughput on Ray Serve":
 ``RAY_SERVE_ENABLE_HA_PROXY``, ``RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING`` and
-``RAY_SERVE_THROUGHPUT_OPTIMIZED``. HAProxy then passes bytes between clients and replicas, and
-asks a router which replica. Its replicas listen on all interfaces: mind the firewall.
-
-From the docstring of Ray's `ConsistentHashRouter`: a session's turns go to one replica, by the
-header that ``RAY_SERVE_SESSION_ID_HEADER_KEY`` names (``x-session-id`` if it names none).
+``RAY_SERVE_THROUGHPUT_OPTIMIZED``. HAProxy's replicas listen on all interfaces: mind the firewall.
+`ConsistentHashRouter` sends a session's turns to one replica, by the header that
+``RAY_SERVE_SESSION_ID_HEADER_KEY`` names (Ray's docstring).
 """
 
 import json

@@ -78,16 +78,10 @@ class EngineTurn:
 
 
 class SimulatedEngine:
-    """One engine.
-
-    Args:
-        schedule: called with a time and a version; the caller then calls `wake` with both.
-        keeps: whether a conversation's KV stays for its next turn.
-        block_tokens: only whole blocks of KV are found again.
+    """One engine. It has the caller call `wake` at a time and with a version, by ``schedule``.
 
     Attributes:
         busy_prefill_s, busy_decode_s: how long it ran steps with and without a prefill.
-        computed_tokens: prefilled or decoded.
         active_tokens: KV of turns that run or are prefilled, what they share once.
         idle_tokens: KV of conversations between turns, and shared prefixes that no turn holds.
         evicted_tokens, preemptions: idle KV dropped, and turns preempted, because KV ran out.

@@ -28,8 +28,7 @@ class Program:
     Attributes:
         tokens: its context: a running turn's prompt, or after its end with what was put out.
         turns: how many turns came, one under way included.
-        reasoning: whether a turn of it runs or waits; else its tools do.
-        acting_s: since when its tools run.
+        reasoning: whether a turn of it runs or waits; else its tools do, since ``acting_s``.
         engine_id: where its last turn was sent; None before the first.
         attained_s: how long engines have worked on its turns that are over.
     """

@@ -9,9 +9,6 @@ class Blocks:
     A block is held by a call that runs; kept for a conversation between turns; cached, and evicted
     when room is needed (the longest unused first, of one from its end, as vLLM does it); or empty.
     The last two are free.
-
-    Attributes:
-        evicted: how many cached ones had to make room.
     """
 
     def __init__(self, total: int, block_tokens: int = 16) -> None:

@@ -9,13 +9,9 @@ class Call:
 
     Attributes:
         key: its conversation's.
-        prompt_tokens: history included.
-        output_tokens: at least 1.
-        resume_s: in how many seconds after it the next turn comes, if its client says so.
-        last: whether its client says that no other turn follows.
+        resume_s, last: when its client says that the next turn comes, and whether none does.
         since_s: it waits since then: it came, or was preempted.
         computed_tokens: of which there is KV here while it runs.
-        runs: whether it does; else it waits.
         decodes: whether all before its newest token is computed.
         found_tokens: what the cache had of it when it began first; negative before.
         charged_tokens: up to where its conversation was charged.

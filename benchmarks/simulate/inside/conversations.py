@@ -28,7 +28,6 @@ class Parts:
         chunks: prefills beside decodes are cut.
         retention: what a turn leaves is kept for the next one.
         in_parts: a prompt without room for all of it begins with a part.
-        feedback, chunking, keeping: arguments of `FeedbackQueue`, `ChunkController`, `Retention`.
     """
 
     order: bool = True
@@ -50,13 +49,6 @@ class _History:
 
 
 class ConversationScheduler(Scheduler):
-    """Schedules by the parts that are on.
-
-    Attributes:
-        reclaimed_blocks: kept ones that gave way.
-        parts_begun: prompts that began without room for all of them.
-    """
-
     def __init__(
         self,
         blocks: Blocks,

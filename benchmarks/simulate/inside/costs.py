@@ -35,7 +35,6 @@ class Model:
 
     Attributes:
         expert_bytes: of the weights; 0: a dense model.
-        experts, active: how many experts a layer has, and a token uses.
         flops_per_token: two for each active parameter, but for embeddings.
         kv_bytes: of a token.
         pair_flops: for each pair of a token and one before it.
