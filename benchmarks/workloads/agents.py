@@ -78,6 +78,7 @@ class AgentScript(PlayedScript):
         gap_s = 0.0
         for task in session.tasks:
             messages.append({"role": "user", "content": task.question})
+            right = False
             for _ in range(MAX_TURNS):
                 body = partial(chat, tuple(messages), max_output_tokens, session.schemas)
                 answer = yield TurnRequest(gap_s=gap_s, path=CHAT, body=body)
@@ -88,5 +89,6 @@ class AgentScript(PlayedScript):
                 go_on(messages, message, session.toolbox.run)
                 gap_s = float(rng.standard_exponential()) * mean_gap_s
                 if not answer.tool_calls:
+                    right = is_right(task, answer.content)
                     break
-            self.right.append(not answer.tool_calls and is_right(task, answer.content))
+            self.right.append(right)
