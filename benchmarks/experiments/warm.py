@@ -10,14 +10,11 @@ system's median within a round against another's in the same round, with a boots
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, product
 from pathlib import Path
@@ -27,6 +24,8 @@ import aiohttp
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from benchmarks.hogs import hogs
 
 MODEL = "conserve-embedded"
 TURNS = 8
@@ -50,22 +49,6 @@ WORDS = (
     "while",
     "yield",
 )
-
-
-@contextlib.contextmanager
-def hogs(count: int) -> Iterator[None]:
-    """Keep so many processes computing for the time of a ``with`` block.
-
-    Each takes as much of a core as the operating system gives to one more process.
-    """
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
 
 
 class Load(NamedTuple):

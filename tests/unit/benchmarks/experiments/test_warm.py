@@ -9,7 +9,8 @@ import pytest
 from rich.progress import Progress
 
 from benchmarks.experiments import warm
-from benchmarks.experiments.warm import Load, WarmTurns, hogs, paired_ratio
+from benchmarks.experiments.warm import Load, WarmTurns, paired_ratio
+from benchmarks.hogs import hogs
 
 
 def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
