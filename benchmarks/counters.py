@@ -27,7 +27,7 @@ _TIER_TOKENS = "conserve_computed_tokens_total"
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """What the server reported of a run; None: not available.
+    """The server's own figures of a run; None: not available.
 
     Attributes:
         handoffs: turns for which a decoder took KV over.

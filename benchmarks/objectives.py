@@ -21,7 +21,7 @@ OBJECTIVES = ("ttft_first", "ttft_later", "tbt", "ttfet_less_gaps", "last_tbt", 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the system does without load: the same workload, one conversation at a time, no gaps.
+    """The system without load: the same workload, one conversation at a time, no gaps.
 
     Attributes:
         baseline_s: geometric mean of each latency in `OBJECTIVES` that was seen.

@@ -54,7 +54,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an engine did in a step of time, in seconds; it was idle for the rest."""
+    """An engine's work in a step of time, in seconds; it was idle for the rest."""
 
     prefill_s: float
     decode_s: float

@@ -78,7 +78,7 @@ LLAMA3_8B = Model("Llama-3-8B", 16.1e9, 2 * 6.98e9, 2 * 32 * 8 * 128 * 2, 2 * 32
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a model's steps take on a GPU.
+    """Time that a model's steps take on a GPU.
 
     Matrix products take what reading the weights or computing takes, whichever is longer: so
     decodes hide behind a prefill's compute. Of experts, those are read that any token of the step

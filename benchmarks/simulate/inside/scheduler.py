@@ -8,7 +8,7 @@ from benchmarks.simulate.inside.call import Call
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step computes.
+    """A step's work.
 
     Attributes:
         decodes: calls, of which it computes a token each.
