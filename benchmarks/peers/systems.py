@@ -1,4 +1,4 @@
-"""Settings that each peer is started with: ConServe's placements, vLLM's own server, and its router.
+"""Settings that each peer is started with: ConServe's placements, vLLM's server, and its router.
 
 A peer's docstring says what it is and where its settings are documented; ``python -m
 benchmarks.peers list`` shows it.
