@@ -27,7 +27,7 @@ _AGAINST_RATE = ("ttft", "ttfet", "last_tbt", "e2e_less_gaps")
 _COMPARED = ("ttfet_less_gaps", "ttft_later", "last_tbt", "e2e_less_gaps")
 _VIOLATED = ("ttfet_less_gaps", "last_tbt", "e2e_less_gaps")
 _MOST_TICKS = 8
-_WIDE = 100  # A log axis pays where the largest value is so many times the smallest.
+_WIDE = 100  # A log axis pays where the largest value is this many times the smallest.
 
 
 def draw_all(reports: Sequence[Report], labels: Sequence[str], folder: Path) -> list[Path]:

@@ -70,7 +70,7 @@ class Clients(ABC):
         self._number = count()
         self._under_way: dict[str, Open] = {}
         self._arriving = False
-        # Of a closed loop: who begins when somebody ends.
+        # Of a closed loop: conversations that begin when others end.
         self._next_programs: Iterator[tuple[float, Script]] = iter(())
         self._longest_tokens = min(
             costs.capacity_tokens for costs in (*system.prefillers, *system.decoders)

@@ -88,7 +88,7 @@ class Cluster(Clients):
             self.table.add_prefiller(name)
         if self.table.loads is not None:
             for name, engine in self._homes.items():
-                # Of one kind are those of one role, as far as anybody was told.
+                # Engines of one role are taken to be of one kind.
                 handoff = engine.costs.handoff
                 tried = [(tokens, handoff(tokens)) for tokens in _TRIED_TOKENS]
                 self.table.loads.joined(name, name.split("-")[0], tried)

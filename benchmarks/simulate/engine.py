@@ -462,7 +462,7 @@ class SimulatedEngine:
             self.idle_tokens += idle
 
     def _make_room(self, tokens: int) -> bool:
-        """Drop idle KV, the longest unused first, until so many tokens fit."""
+        """Drop idle KV, the longest unused first, until this many tokens fit."""
         pinned_tokens = self._pinned_tokens() if self._pins else 0
         room = self.costs.capacity_tokens - self.active_tokens
         if room - pinned_tokens < tokens:

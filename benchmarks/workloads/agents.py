@@ -1,4 +1,4 @@
-"""Agents at work: the model decides what happens next, and real tools do what it asks for.
+"""Live agents: the model decides what happens next, and real tools do what it asks for.
 
 Each conversation is a session of `benchmarks.agent`, with tasks that take two to six calls. The
 number of turns, and the lengths of all but the first prompt, are the model's doing.

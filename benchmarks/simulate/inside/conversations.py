@@ -13,7 +13,7 @@ from conserve.engine_scheduling import ChunkController, FeedbackQueue, Pin, Rete
 # As in `deployments.engine.scheduler.scheduling`.
 _APPEND_TOKENS = 128
 _LEVEL = 1 << 32
-# Who waits is ranked anew so many times while it rises by a level. Live it is every 50 ms, which
+# A waiting call is ranked anew this often while it rises by a level. Live it is every 50 ms, which
 # for hundreds that wait would be most of what there is to simulate.
 _RANKS_A_LEVEL = 8
 
