@@ -67,9 +67,8 @@ class Endpoint:
 
 
 async def with_model(endpoint: Endpoint) -> Endpoint:
-    """Return the endpoint with the first model that it lists, unless one is named.
-
-    Raises EndpointError: nothing answers there, or it lists no model.
+    """Return the endpoint with the first model that it lists, unless one is named, or
+    EndpointError.
     """
     if endpoint.model is not None:
         return endpoint
@@ -94,12 +93,7 @@ async def with_model(endpoint: Endpoint) -> Endpoint:
 
 
 class Client:
-    """A connection pool to an endpoint, as an asynchronous context manager.
-
-    Args:
-        endpoint: its model is known (see `with_model`).
-        now: the run's clock, seconds.
-    """
+    """A connection pool to an endpoint whose model is known; ``now`` is the run's clock."""
 
     def __init__(
         self,
@@ -138,10 +132,8 @@ class Client:
         return msgspec.json.encode(body)
 
     async def turn(self, request: TurnRequest, body: bytes, record: TurnRecord) -> Answer | None:
-        """Send a turn, and write down in ``record`` what was seen; returns the answer if it
+        """Send a turn, and write down in ``record`` what was seen; returns an answer if it
         completed.
-
-        Raises asyncio.CancelledError: the run was stopped; the record says ``unfinished``.
         """
         stream = AnswerStream()
         record.sent_s = self._now()

@@ -127,8 +127,7 @@ class Comparison:
 
 
 def compare(reports: Sequence[Report], draws: int = DRAWS) -> list[Comparison]:
-    """Compare every run with that of the first report's system at its own rate, or the first
-    report.
+    """Compare every run with the first system's at its own rate, or with the first report.
 
     Systems that one call alternated between are compared round by round, or start by start; two
     other runs of one workload (same name, options and seed) are paired by conversation.

@@ -83,10 +83,7 @@ def of_tier(name: str, tier: str) -> str:
 def rise(
     before: Mapping[str, float] | None, after: Mapping[str, float] | None
 ) -> dict[str, float] | None:
-    """Return by how much each counter rose.
-
-    None where either reading is missing, or where one fell: then the server was started again.
-    """
+    """Return by how much each counter rose; None where a reading is missing, or a counter fell."""
     if before is None or after is None:
         return None
     risen = {name: value - before.get(name, 0.0) for name, value in after.items()}
@@ -98,12 +95,7 @@ def server_figures(
     conversations: int,
     kv_bytes_per_token: float | None = None,
 ) -> ServerFigures:
-    """Work out what the counters' rise amounts to.
-
-    Args:
-        conversations: how many were started.
-        kv_bytes_per_token: KV of one token of that server's model, in all layers and heads.
-    """
+    """Work out what the counters' rise amounts to, of this many conversations that were started."""
     known = counters or {}
     count = {field: known.get(name) for field, name in _NAMES.items()}
     tokens, queries = count["handoff_tokens"], count["prefix_queries"]

@@ -51,9 +51,6 @@ def gpu_energy_j() -> float | None:
     """Return what all GPUs of this machine have used since their driver was loaded, in joules.
 
     None without an NVIDIA driver, or where a GPU does not count it (those before Volta).
-
-    Raises:
-        hetero.nvml.NvmlError: the driver fails in another way.
     """
     try:
         with Nvml() as nvml:

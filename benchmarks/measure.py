@@ -105,10 +105,7 @@ async def measure(
 
 
 async def measure_unloaded(settings: MeasurementSettings) -> Report:
-    """Run the unloaded reference alone, on the first endpoint, to be the ``reference`` of others.
-
-    Raises EndpointError, ValueError: it cannot be measured; the message says why.
-    """
+    """Run the unloaded reference alone, on the first endpoint, as the ``reference`` of others."""
     settings = replace(settings, endpoints=[await with_model(settings.endpoints[0])])
     run = await _unloaded_run(settings, None, asyncio.Event())
     return _report(settings, run, *_bounds(settings, run))
@@ -121,8 +118,6 @@ def report_of_starts(
 
     ``settings`` is what the runs had in common, with a ``reference``. Its endpoints are those of
     all systems that took turns; equal settings mark their reports as those of one comparison.
-
-    Raises ValueError: there are no runs.
     """
     assert settings.reference is not None
     bounds = _given_reference(settings, settings.reference)

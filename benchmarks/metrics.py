@@ -97,12 +97,10 @@ def evaluate(
 
 
 class Tally:
-    """Figures of a run, conversation by conversation; records need not be kept.
+    """Figures of a run, conversation by conversation, in 8 bytes a latency; records need not be
+    kept.
 
-    It keeps 8 bytes a latency.
-
-    Args:
-        keep_samples: whether to keep every latency by conversation, as a report has them.
+    With ``keep_samples`` it keeps every latency by conversation, as a report has them.
     """
 
     def __init__(
@@ -239,8 +237,7 @@ class _Share:
 def _in_time(turns: Sequence[TurnRecord], unloaded: Reference, slack: float) -> bool:
     """Whether a conversation that finished did so in time: a term of the sum in MARS' equation 1.
 
-    The target is ``slack`` times its ideal time (equation 2): its gaps, and what it waits for an
-    unloaded system.
+    The target is ``slack`` times its gaps and its unloaded waits (equation 2).
     """
     e2e_s = turns[-1].ended_s - turns[0].sent_s
     gaps_s = e2e_s - time_served_s(turns)

@@ -16,10 +16,7 @@ Outcome = Literal["completed", "failed", "timeout", "unfinished"]
 
 
 class SharedPrefix(NamedTuple):
-    """A beginning of a prompt that other conversations' prompts have, too: its length, and a key.
-
-    After the same shorter prefix the same key is the same tokens.
-    """
+    """A beginning of a prompt that others have, too: its length, and a key of its last part."""
 
     key: int
     tokens: int
@@ -139,10 +136,7 @@ class RecordWriter:
 
 
 def read_records(path: Path) -> list[TurnRecord]:
-    """Read what `RecordWriter` wrote.
-
-    Raises ValueError: a line is no record; the message names file and line.
-    """
+    """Read what `RecordWriter` wrote; ValueError names the file and the line that is no record."""
     decoder = msgspec.json.Decoder(TurnRecord)
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):

@@ -78,10 +78,7 @@ def make_report(
     kv_bytes_per_token: float | None = None,
     alternation: Alternation | None = None,
 ) -> Report:
-    """Report everything about a run; arguments are as in `Report` and `MeasurementSettings`.
-
-    Raises ValueError: the run has no records.
-    """
+    """Report everything about a run; arguments are as in `Report` and `MeasurementSettings`."""
     objectives = Objectives.from_reference(unloaded, slo_multiple) if unloaded else None
     seen = {
         metric: {

@@ -129,10 +129,7 @@ def _about(
 
 
 def pooled(runs: Sequence[Run]) -> Run:
-    """All rounds of a system as one run: conversations are told apart by the round.
-
-    Raises ValueError: there are no runs.
-    """
+    """All rounds of a system as one run: conversations are told apart by the round."""
     if not runs:
         raise ValueError("no round was finished by every system")
     records: list[TurnRecord] = []

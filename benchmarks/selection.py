@@ -78,11 +78,7 @@ class Selection:
             )
 
     def workload(self, seed_shift: int = 0) -> Workload:
-        """Make the workload; ``seed_shift`` is added to the seed, for other conversations of the
-        same kind.
-
-        Raises WorkloadError: an option is wrong, or a file is broken.
-        """
+        """Make the workload; ``seed_shift`` gives other conversations of the same kind."""
         return _workload(self, seed_shift)
 
     def make(self, seed: int) -> Workload:

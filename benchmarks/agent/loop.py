@@ -21,11 +21,8 @@ MAX_TURNS = 12
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A model's reply.
-
-    Attributes:
-        message: the assistant's message, as it goes into the next request.
-        info: what else the server told, by name.
+    """A model's reply: the message, as it goes into the next request, and what else the server
+    told.
     """
 
     message: Message
@@ -40,11 +37,8 @@ RunTool = Callable[[Call], Value]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One reply of the model, and what its calls came to.
-
-    Attributes:
-        calls: None for one whose arguments were no JSON object.
-        results: what each tool said, as the model is told it.
+    """One reply, its calls (None for arguments that are no JSON object), and what the model is
+    told.
     """
 
     reply: Reply
@@ -54,12 +48,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Transcript:
-    """An agent's run.
-
-    Attributes:
-        messages: all messages, those that the run began with included.
-        answer: the final sentence; None if the agent was stopped before it gave one.
-    """
+    """An agent's run: all messages, and the answer, None if it was stopped before it gave one."""
 
     messages: list[Message]
     turns: list[Turn] = field(default_factory=list)
@@ -89,12 +78,7 @@ async def run_agent(
     *,
     max_turns: int = MAX_TURNS,
 ) -> Transcript:
-    """Have a model work on the last message until it answers without a call, or ``max_turns`` are
-    over.
-
-    Raises:
-        Exception: whatever ``complete`` raises.
-    """
+    """Have a model work until it answers without a call, or ``max_turns`` are over."""
     transcript = Transcript(list(messages))
     for _ in range(max_turns):
         reply = await complete(transcript.messages, schemas)
@@ -109,10 +93,8 @@ async def run_agent(
 def go_on(
     messages: list[Message], message: Message, run_tool: RunTool
 ) -> tuple[list[Call | None], list[str]]:
-    """Append a model's message, and what the tools that it calls make of it.
-
-    Returns:
-        The calls, None for one whose arguments are no JSON object; and what the model is told.
+    """Append a model's message and its tools' results; returns the calls, and what the model is
+    told.
     """
     messages.append(message)
     calls, results = [], []

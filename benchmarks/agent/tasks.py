@@ -69,12 +69,9 @@ _FLAVOURS = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A question, the calls that it takes, and what is to be said in the end.
+    """A question with its steps in words, the calls that it takes, and what each of them returns.
 
-    Attributes:
-        clauses: the question's steps, in words.
-        results: what each call returns.
-        report: whether the answer gives the last result or all.
+    ``report`` says whether the answer gives the last result or all.
     """
 
     question: str

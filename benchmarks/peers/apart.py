@@ -50,10 +50,7 @@ def _each(above: psutil.Process, ask: Callable[[psutil.Process], float]) -> Iter
 
 @contextlib.contextmanager
 def start_apart(name: str, options: Options, on_progress: Callable[[str], None]) -> Iterator[Apart]:
-    """Start a peer as `benchmarks.peers.start` does; blocks need not be nested.
-
-    Raises PeerUnavailable: it cannot run here, with the reason in one line.
-    """
+    """Start a peer as `benchmarks.peers.start` does; blocks need not be nested."""
     command = [sys.executable, "-m", __spec__.name, name]
     # In a session of its own: Ctrl-C reaches the caller, whose block's end stops it.
     child = subprocess.Popen(

@@ -47,9 +47,7 @@ def engine_processes() -> list[psutil.Process]:
 def pin(engines: Sequence[psutil.Process], cores: Sequence[int]) -> list[list[int]]:
     """Give each engine its core, and return the cores of each; one engine alone gets them all.
 
-    Raises:
-        ValueError: not as many engines as cores.
-        OSError: the affinity cannot be set.
+    Raises ValueError for not as many engines as cores, OSError where affinity cannot be set.
     """
     shares = share_out(cores, len(engines))
     for engine, share in zip(engines, shares, strict=True):

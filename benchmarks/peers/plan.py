@@ -113,12 +113,10 @@ def engine_environment(options: Options) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Part:
-    """A process of a peer.
+    """A process of a peer, with variables on top of this process's own.
 
-    Attributes:
-        environment: variables on top of this process's own.
-        ready_url: answers 200 when the next part may start. The last part is ready when it lists
-            the model.
+    ``ready_url`` answers 200 when the next part may start. The last part is ready when it lists the
+    model.
     """
 
     name: str

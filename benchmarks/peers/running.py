@@ -37,11 +37,8 @@ _LONGEST_LINE = 300
 class Peer:
     """A peer that is up and warm.
 
-    Attributes:
-        url: without ``/v1``.
-        session_header, min_tokens: as in `PeerPlan`.
-        described: how it was started, for reports: command lines and what they add to the
-            environment, engine arguments, engines, cores, logs, versions.
+    ``described`` is how it was started, for reports: command lines and what they add to the
+    environment, engine arguments, engines, cores, logs, versions.
     """
 
     name: str
@@ -164,9 +161,8 @@ def _described(
 def until_ready(
     part: str, launch: Launch, log: Path, ready: Callable[[], bool], deadline_s: float
 ) -> None:
-    """Wait until ``ready`` says that a part of a peer is.
-
-    Raises PeerUnavailable: the part ended, or was not ready in time.
+    """Wait until ``ready`` says that a part of a peer is; PeerUnavailable: it ended, or took too
+    long.
     """
     while not ready():
         if not launch.running:
@@ -201,9 +197,8 @@ def _body(url: str) -> dict[str, Any]:
 
 
 def warm_up(url: str, model: str, plan: PeerPlan, deadline_s: float) -> None:
-    """Run conversations of two turns on all engines, and forget them.
-
-    Raises PeerUnavailable: a turn fails, or the deadline passes.
+    """Run conversations of two turns on all engines, and forget them; PeerUnavailable: a turn
+    fails.
     """
     names = [f"warm-up-{secrets.token_hex(8)}" for _ in range(_WARM_CONVERSATIONS * plan.engines)]
     headers: list[dict[str, str]] = [

@@ -80,9 +80,8 @@ class Clients(ABC):
         self.turns = 0
 
     def run(self, plan: Iterable[tuple[float, Script]]) -> None:
-        """Serve a plan: arrivals in seconds, ascending, and what arrives.
-
-        Raises SimulationError: a turn does not say how long it is.
+        """Serve a plan: arrivals in seconds, ascending; SimulationError: a turn does not say how
+        long it is.
         """
         self.start(plan)
         self.advance(inf)
@@ -112,8 +111,7 @@ class Clients(ABC):
     ) -> None:
         """Keep this many conversations of a plan under way: where one ends, the next begins.
 
-        At ``until_s`` those under way are told as far as they got. The first begin evenly over
-        ``ramp_s``.
+        At ``until_s`` it tells how far they got. The first begin evenly over ``ramp_s``.
         """
         self._next_programs = iter(plan)
         for number, (_, script) in enumerate(islice(self._next_programs, programs)):
@@ -241,11 +239,7 @@ class Clients(ABC):
     def _completed(
         self, one: Open, work: EngineTurn, server: str, now_s: float, found_tokens: int = 0
     ) -> None:
-        """Record a turn, and have its client go on.
-
-        Args:
-            found_tokens: of its prompt, found in another engine's cache.
-        """
+        """Record a turn, with what another engine's cache had of it, and have its client go on."""
         request = one.request
         following = one.script.next(_NOTHING_SAID)
         one.records.append(

@@ -398,9 +398,6 @@ def opening(conversation: str, shared: tuple[SharedPrefix, ...], first: bool) ->
     """Return what the live system would know of a prompt that begins so; None: it shares nothing.
 
     Tools and system messages are one part there, the longest prefix of these.
-
-    Args:
-        first: whether no turn of the conversation has been answered yet.
     """
     if not shared:
         return None

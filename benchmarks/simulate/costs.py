@@ -46,11 +46,7 @@ class Costs:
 
     @classmethod
     def of(cls, profile: Profile, role: Role, cap_w: float | None = None) -> "Costs":
-        """Costs of an engine in this role, by default at the highest power cap that the profile
-        has.
-
-        Raises ProfileError: the profile does not have this cap.
-        """
+        """Costs of an engine in this role, by default at the profile's highest power cap."""
         prefill, decode, handoff = profile.prefill, profile.decode, profile.handoff
         power = profile.power_at(cap_w) if profile.power or cap_w is not None else None
         # Of the roles, only prefillers hand KV over.

@@ -337,10 +337,8 @@ class SimulatedEngine:
         self._schedule(max(now_s, ends_s), self, self._version)
 
     def _chunks(self, room_tokens: int) -> tuple[float, float, int]:
-        """Put prefills into the step, as many as fit.
-
-        Returns:
-            Seconds that their tokens add, seconds of loading KV, and how many begin in this step.
+        """Put prefills into the step; returns seconds of their tokens and of loads, and how many
+        begin.
         """
         costs, prefilling = self.costs, self._prefilling
         added_s = loads_s = 0.0

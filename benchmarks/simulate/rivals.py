@@ -54,8 +54,7 @@ class Engine(Protocol):
 class Rival(ABC):
     """A system's rules. Nothing is refused: a turn that does not go to an engine at once waits.
 
-    Attributes:
-        interval_s: how often `check` is to be called; None: never.
+    ``interval_s`` is how often `check` is to be called; None: never.
     """
 
     interval_s: float | None = None
@@ -231,11 +230,7 @@ class ThunderAgent(Rival):
         return set(self._marked)
 
     def room(self, engine_id: str, now_s: float | None = None) -> float:
-        """Tokens that an engine has left; negative above its capacity.
-
-        Args:
-            now_s: if given, acting programs are discounted by how long they act.
-        """
+        """Tokens that an engine has left; with ``now_s``, acting programs are discounted."""
         programs = self._on[engine_id]
         used = self._tokens(engine_id, now_s) + _BUFFER_TOKENS * len(programs)
         return self._engines[engine_id].capacity_tokens - used

@@ -68,12 +68,7 @@ class EngineCounts:
 
 
 def make_system(name: str, profile: Profile, engines: EngineCounts, **options: Any) -> System:
-    """Make a system on engines of one profile; options are fields of `System`.
-
-    Raises:
-        SimulationError: there is no such system.
-        ProfileError: the profile has no such power cap.
-    """
+    """Make a system on engines of one profile; options are fields of `System`."""
     if name not in NAMES:
         raise SimulationError(f"the system is {name!r}; choose one of {', '.join(NAMES)}")
     rival: RivalName | None = name if name in _RIVALS else None
@@ -147,10 +142,7 @@ class Baseline:
         conversations: int = UNLOADED,
         slo_multiple: float = 5.0,
     ) -> "Baseline":
-        """Run a few of the workload's conversations unloaded.
-
-        Raises SimulationError: none of them can be served even alone.
-        """
+        """Run a few conversations unloaded; SimulationError: none can be served even alone."""
         records = unloaded_records(system, workload, conversations)
         try:
             unloaded = reference(records)

@@ -28,11 +28,8 @@ def agents(
 ) -> Workload:
     """Agents with a session each; none has another's task.
 
-    Args:
-        mean_gap_s: mean of the exponential times that tools take.
-        tasks: how many are asked for one after another in each conversation.
-
-    Raises WorkloadError: a setting is wrong.
+    ``mean_gap_s`` is the mean of tools' exponential times; ``tasks`` are asked for one after
+    another.
     """
     require(conversations > 0, f"{conversations} conversations are asked for; give a number from 1")
     require(
@@ -54,11 +51,7 @@ def agents(
 
 
 class AgentScript(PlayedScript):
-    """One agent.
-
-    Attributes:
-        right: for each task that has been answered, whether the answer was right.
-    """
+    """One agent; ``right`` has whether the answer was right of each task that has been answered."""
 
     def __init__(
         self,

@@ -157,10 +157,7 @@ def chat(
 
 
 def continuation(answer: Answer, turn: RecordedTurn, call_prefix: str) -> list[Message]:
-    """Return the answer and what is said after it, as messages that go on with any valid chat.
-
-    ``call_prefix`` begins the ids that are made for calls without one.
-    """
+    """Return the answer and what is said after it, as messages that go on with any valid chat."""
     calls, said = _calls(answer, call_prefix)
     messages: list[Message] = [{"role": "assistant", "content": said}]
     if calls:

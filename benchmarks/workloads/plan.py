@@ -31,8 +31,7 @@ def require(met: bool, problem: str) -> None:
 class Workload:
     """Conversations, in ascending order of arrival. Each iteration starts them all anew.
 
-    Attributes:
-        counts: what it comprises, and what was left out or assumed on the way, for the report.
+    Its counts say what it comprises, and what was left out or assumed on the way, for the report.
     """
 
     name: str
@@ -102,10 +101,7 @@ class Arrivals:
 
 
 def choose(items: Sequence[T], seed: int) -> Iterator[T]:
-    """Draw endlessly: every item once in random order, then all again in another order, and on.
-
-    Raises WorkloadError where there is nothing to choose from.
-    """
+    """Draw endlessly: every item once in random order, then all again in another order, and on."""
     require(len(items) > 0, "there is nothing to choose from; name at least one recording")
     rng = np.random.default_rng(seed)
     while True:

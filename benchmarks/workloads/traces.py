@@ -121,10 +121,7 @@ class _RawSession(msgspec.Struct):
 
 
 def trace_files(source: Path | Sequence[Path]) -> list[Path]:
-    """The recordings in a folder (``*.json`` and ``*.json.gz``), or those named; sorted.
-
-    Raises WorkloadError where there are none, or one does not exist.
-    """
+    """Return the recordings in a folder (``*.json`` and ``*.json.gz``), or those named; sorted."""
     if isinstance(source, Path) and source.is_dir():
         files = [*source.glob("*.json"), *source.glob("*.json.gz")]
         require(bool(files), f"{source} has no recorded sessions (*.json or *.json.gz)")
@@ -137,9 +134,8 @@ def trace_files(source: Path | Sequence[Path]) -> list[Path]:
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """A file's JSON, plain or compressed with gzip, as an object of type ``kind``.
-
-    Raises WorkloadError where it cannot be read or is something else; it says where in the file.
+    """Read a file's JSON, plain or gzip, as a ``kind``; WorkloadError says where it is something
+    else.
     """
     try:
         content = path.read_bytes()
@@ -158,10 +154,7 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 
 def read_session(path: Path) -> RecordedSession:
-    """Read one recorded session.
-
-    Raises WorkloadError: it names the file, the record (``requests[3]``), and what is wrong there.
-    """
+    """Read one recorded session; WorkloadError names the file, the record, and what is wrong."""
     raw = read_json(path, _RawSession)
     return _session(raw.id, raw, raw.block_size, f"{path}: requests")
 
@@ -217,12 +210,7 @@ def _check(call: _RawCall, before: list[_RawCall], block: int, where: str) -> No
 
 
 def _head(blocks: list[Any], tokens: int, block: int) -> Any:
-    """Return the blocks that the session's first ``tokens`` tokens, tools and system prompt, are
-    in.
-
-    A few sessions begin with another prompt than they go on with, so most calls' beginning is
-    taken.
-    """
+    """Return the blocks of the session's first ``tokens`` tokens, as most of its calls begin."""
     last = max(min(tokens // block, max(map(len, blocks))), 1) - 1
     long = [ids for ids in blocks if len(ids) > last]
     if not long:

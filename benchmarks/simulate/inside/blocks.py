@@ -33,10 +33,7 @@ class Blocks:
         return blocks - have <= self.free
 
     def hold(self, key: str, blocks: int) -> None:
-        """Have a conversation hold this many in all, what was kept or cached of it included.
-
-        Raises ValueError: there is no room; ask `has_room`.
-        """
+        """Have a conversation hold this many in all; ValueError: no room, ask `has_room`."""
         if not self.has_room(key, blocks):
             raise ValueError(f"{key}: no room for {blocks} blocks; {self.free} are free")
         have = self.held.get(key, 0)

@@ -323,9 +323,10 @@ def time_to_live(seconds: float) -> Parts:
 
 
 def attained_service() -> Parts:
-    """Autellix (PLAS), as MARS's paper has it for a baseline: the conversation that was served
-    least goes first, and is preempted last. Service is never forgotten; a minute's wait rises by
-    one level.
+    """Autellix (PLAS), as MARS's paper has it for a baseline: the least served conversation goes
+    first.
+
+    Service is never forgotten; a minute's wait rises by one level.
     """
     feedback = {
         "footprints": (),

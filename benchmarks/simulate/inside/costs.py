@@ -107,12 +107,10 @@ class Steps:
         compute: float = 1.0,
         bandwidth: float = 1.0,
     ) -> float:
-        """Return the time of a step.
+        """Return the time of a step with this many decodes, which read ``kv_tokens`` in all.
 
-        Args:
-            kv_tokens: of all sequences that decode.
-            chunks: of prefills: tokens, and how many are before them.
-            compute, bandwidth: shares of the GPU's that the step has.
+        Chunks are of prefills: tokens, and how many are before them. The step has these shares of
+        the GPU.
         """
         tokens = decodes + sum(chunk for chunk, _ in chunks)
         if not tokens:

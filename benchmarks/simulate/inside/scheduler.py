@@ -8,12 +8,7 @@ from benchmarks.simulate.inside.call import Call
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step's work.
-
-    Attributes:
-        decodes: calls, of which it computes a token each.
-        chunks: others, and how many of their tokens.
-    """
+    """A step's work: calls that decode, and chunks of others' tokens."""
 
     decodes: tuple[Call, ...]
     chunks: tuple[tuple[Call, int], ...]
@@ -106,9 +101,8 @@ class Scheduler:
         return Step(decodes, chunks)
 
     def done(self, step: Step, lasted_s: float, now_s: float, steps: int = 1) -> list[Call]:
-        """End a step, or this many that only decoded; returns the calls that have ended.
-
-        ``lasted_s`` is one step's time.
+        """End a step, or several that only decoded (``lasted_s`` each); returns the calls that have
+        ended.
         """
         ended = []
         for call in step.decodes:

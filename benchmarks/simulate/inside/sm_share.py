@@ -26,11 +26,7 @@ class FixedShare:
 
 
 class FedBackShare:
-    """R of AgentServe's algorithm 1, as `DecodeReserve` has it.
-
-    Args:
-        late_s: the bound of time per output token.
-    """
+    """R of AgentServe's algorithm 1, as `DecodeReserve` has it."""
 
     def __init__(self, late_s: float) -> None:
         self._reserve = DecodeReserve(range(1, SLOTS + 1), late_s=late_s)
