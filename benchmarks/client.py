@@ -1,11 +1,10 @@
-"""One endpoint, as the driver talks to it: send a turn, read its stream, end a conversation."""
+"""One endpoint: sends a turn, reads its stream, ends a conversation."""
 
 import asyncio
 import io
 import ipaddress
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
@@ -39,15 +38,13 @@ class Endpoint:
 
     Attributes:
         system: its name in the records.
-        url: its base URL, without a path: ``http://127.0.0.1:8000``.
-        model: its name, put into every request that names none; None: `with_model` asks for it.
+        url: without a path.
+        model: put into every request that names none; None: `with_model` asks for it.
         conversation_headers: request headers that carry the conversation's id.
         server_header: response header that names the replica.
-        headers: sent with every request (an API key, say).
-        release: whether the end of a conversation is told, by
-            ``DELETE /v1/conversations/{id}``; an endpoint without this path is not hurt.
-        min_tokens: whether output lengths are forced with ``min_tokens`` too, beside
-            ``max_tokens`` and ``ignore_eos``.
+        release: whether the end of a conversation is told, by ``DELETE /v1/conversations/{id}``.
+        min_tokens: whether output lengths are forced with ``min_tokens`` too, beside ``max_tokens``
+            and ``ignore_eos``.
     """
 
     system: str
@@ -70,10 +67,8 @@ class Endpoint:
 
 
 async def with_model(endpoint: Endpoint) -> Endpoint:
-    """The endpoint with the first model that it lists, unless one is named.
-
-    Raises:
-        EndpointError: nothing answers there, or it lists no model.
+    """Return the endpoint with the first model that it lists, unless one is named, or
+    EndpointError.
     """
     if endpoint.model is not None:
         return endpoint
@@ -98,15 +93,7 @@ async def with_model(endpoint: Endpoint) -> Endpoint:
 
 
 class Client:
-    """A connection pool to an endpoint, as an asynchronous context manager.
-
-    Args:
-        endpoint: what to send turns to; its model is known (see `with_model`).
-        now: the run's clock, seconds.
-        turn_timeout_s: the longest time that a whole turn may take.
-        cache_salt: see `benchmarks.driver.DriveOptions`.
-        id_prefix: put before each conversation's id.
-    """
+    """A connection pool to an endpoint whose model is known; ``now`` is the run's clock."""
 
     def __init__(
         self,
@@ -134,29 +121,19 @@ class Client:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self._session.close()
 
     def encode(self, request: TurnRequest) -> bytes:
-        """The request's JSON body, with the model and the cache salt where it names none."""
+        """Return the request's JSON body, with the model and the cache salt where it names none."""
         body = {**self._defaults, **request.body()}
         if not self._endpoint.min_tokens:
             body.pop("min_tokens", None)
         return msgspec.json.encode(body)
 
     async def turn(self, request: TurnRequest, body: bytes, record: TurnRecord) -> Answer | None:
-        """Send a turn, read its answer, and write down in ``record`` what was seen.
-
-        Returns:
-            The answer of a turn that completed.
-
-        Raises:
-            asyncio.CancelledError: the run was stopped; the record says ``unfinished``.
+        """Send a turn, and write down in ``record`` what was seen; returns an answer if it
+        completed.
         """
         stream = AnswerStream()
         record.sent_s = self._now()

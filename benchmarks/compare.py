@@ -32,9 +32,9 @@ _CONFIDENCE = (2.5, 97.5)
 class Ratio:
     """A system's latency against the baseline's; below 1 is better.
 
+    With rounds or starts, `baseline_s`, `value_s` and `ratio` are medians over them.
+
     Attributes:
-        baseline_s, value_s: the statistic for each (with rounds or starts, its median over them).
-        ratio: ``value_s`` over ``baseline_s``; with rounds or starts, the median of their ratios.
         low, high: ends of the ratio's 95 % interval.
         kind: ``paired`` by conversation, ``unpaired``, or ``rounds`` or ``starts`` that alternated.
         count: number of conversations (of the system that has fewer), or of rounds or starts.
@@ -54,11 +54,7 @@ class Ratio:
 def ratios(
     baseline: Samples, other: Samples, *, paired: bool, draws: int = DRAWS, seed: int = 0
 ) -> list[Ratio]:
-    """Ratios of every metric that both have, for every statistic.
-
-    Args:
-        paired: whether the two ran the same conversations.
-    """
+    """Ratios of every metric that both have, paired if the two ran the same conversations."""
     found = []
     for metric in LABELS:
         ours, theirs = baseline.get(metric, {}), other.get(metric, {})
@@ -125,23 +121,16 @@ def _statistics_of_rows(values: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One run against the baseline's run.
-
-    Attributes:
-        label: what to call the run: its system, with its rate where several are compared.
-    """
-
     label: str
     baseline: str
     ratios: list[Ratio]
 
 
 def compare(reports: Sequence[Report], draws: int = DRAWS) -> list[Comparison]:
-    """Every run against that of the first report's system with the same arrivals.
+    """Compare every run with the first system's at its own rate, or with the first report.
 
-    A run is compared with the first system's run at its own rate; without one, with the first
-    report. Systems that one call alternated between are compared round by round, or start by start;
-    two other runs of one workload (same name, options and seed) are paired by conversation.
+    Systems that one call alternated between are compared round by round, or start by start; two
+    other runs of one workload (same name, options and seed) are paired by conversation.
     """
     names = labels(reports)
     found = []
@@ -180,7 +169,7 @@ def _by_round(pooled: Samples) -> dict[str, Samples]:
 
 
 def labels(reports: Sequence[Report]) -> list[str]:
-    """A name for each report: its system, with the rate where there are several rates."""
+    """Name each report: its system, with the rate where there are several rates."""
     rates = {report.rate_per_s for report in reports}
     names = [
         report.system if len(rates) == 1 or not report.rate_per_s
@@ -194,12 +183,10 @@ def labels(reports: Sequence[Report]) -> list[str]:
 
 
 def write_comparisons(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Write ratios and their intervals as JSON."""
     path.write_bytes(msgspec.json.encode({"comparisons": comparisons}) + b"\n")
 
 
 def show_comparisons(comparisons: Sequence[Comparison], console: Console) -> None:
-    """Print a table for each comparison."""
     for comparison in comparisons:
         kinds = {ratio.kind for ratio in comparison.ratios}
         unit = min(kinds) if kinds <= {"rounds", "starts"} else "conversations"

@@ -1,7 +1,6 @@
 """Reads a server's own counters, as its ``/metrics`` has them before and after a run.
 
-Counters are the server's, so they contain whatever else it served meanwhile. Nothing here fails
-where a server has none: figures that are not known are None.
+They contain whatever else the server served meanwhile. Figures that are not known are None.
 """
 
 from collections import defaultdict
@@ -10,53 +9,39 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-_HANDOFFS = "conserve_handoffs_total"
-_HANDOFF_TOKENS = "conserve_handoff_tokens_total"
-_LOADED_TOKENS = "conserve_prefiller_loaded_tokens_total"
-_LATER_PREFILLS = "conserve_later_prefills_total"
-_MOVES = "conserve_moves_total"
-_COLD_PREFILL_TOKENS = "conserve_cold_prefill_tokens_total"
-_PREFIX_HITS = "vllm:prefix_cache_hits_total"
-_PREFIX_QUERIES = "vllm:prefix_cache_queries_total"
-
-NAMES = (
-    _HANDOFFS,
-    _HANDOFF_TOKENS,
-    _LOADED_TOKENS,
-    _LATER_PREFILLS,
-    _MOVES,
-    _COLD_PREFILL_TOKENS,
-    _PREFIX_HITS,
-    _PREFIX_QUERIES,
-)
-"""The counters that are read."""
-
+# The counters that are read, by the fields that they come to.
+_NAMES = {
+    "handoffs": "conserve_handoffs_total",
+    "handoff_tokens": "conserve_handoff_tokens_total",
+    "loaded_tokens": "conserve_prefiller_loaded_tokens_total",
+    "later_prefills": "conserve_later_prefills_total",
+    "moves": "conserve_moves_total",
+    "cold_prefill_tokens": "conserve_cold_prefill_tokens_total",
+    "prefix_hits": "vllm:prefix_cache_hits_total",
+    "prefix_queries": "vllm:prefix_cache_queries_total",
+}
+NAMES = tuple(_NAMES.values())
 _TIER_ENERGY = "conserve_gpu_energy_joules_total"
 _TIER_TOKENS = "conserve_computed_tokens_total"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """Tells what the server reported of a run; None: not available.
+    """The server's own figures of a run; None: not available.
 
     Attributes:
-        handoffs: turns for which a decoder took KV over; one a conversation, with ConServe's own
-            placement.
-        handoff_tokens: tokens of KV that moved: to decoders, and to prefillers from what decoders
-            had left of the history.
-        handoff_tokens_per_conversation: ``handoff_tokens`` over the conversations started.
-        handoff_bytes: ``handoff_tokens`` times the bytes of a token's KV, where these are given.
-        later_prefills: later turns that were prefilled on a prefiller.
+        handoffs: turns for which a decoder took KV over.
+        handoff_tokens: tokens of KV that moved, to decoders and to prefillers.
         moves: conversations bound again because their decoder was lost.
         cold_prefill_tokens: tokens of first turns that were prefilled on a prefiller.
-        prefix_cache_share: share of the prompt tokens that vLLM's engines looked up in their own
-            prefix cache and found there.
+        prefix_cache_share: share of the prompt tokens that vLLM's engines found in their own prefix
+            cache.
         kv_shares: what of decoders' KV space, over time, each of `conserve.costs.TERMS` took; empty
             where that was not simulated.
         shared_found_tokens: prompt tokens that were not computed because other conversations begin
             with them, too; only known where that was simulated.
-        tier_energy_j: what the GPUs of each tier used, in joules; empty without GPUs.
-        tier_tokens_per_j: tokens per joule that each tier's engines prefilled or decoded.
+        tier_energy_j, tier_tokens_per_j: of the GPUs of each tier, and of the tokens that its
+            engines prefilled or decoded; empty without GPUs.
     """
 
     handoffs: float | None = None
@@ -74,11 +59,9 @@ class ServerFigures:
 
 
 def read(text: str) -> dict[str, float] | None:
-    """The counters in `NAMES` that a page of Prometheus' text format has, summed over labels.
+    """Read the counters in `NAMES` from a page of Prometheus' text format, summed over labels.
 
-    Counters of tiers come besides, each tier's under a name of its own (`of_tier`).
-
-    None where the text has none of them, or is no such page.
+    Counters of tiers come besides, each under `of_tier`. None where the text has no counter.
     """
     found: dict[str, float] = defaultdict(float)
     try:
@@ -94,18 +77,13 @@ def read(text: str) -> dict[str, float] | None:
 
 
 def of_tier(name: str, tier: str) -> str:
-    """Return a tier's name for a counter."""
     return f"{name}:{tier}"
 
 
 def rise(
     before: Mapping[str, float] | None, after: Mapping[str, float] | None
 ) -> dict[str, float] | None:
-    """By how much each counter rose.
-
-    None where either reading is missing, or where one fell: then the server was started again, and
-    what it counted is lost.
-    """
+    """Return by how much each counter rose; None where a reading is missing, or a counter fell."""
     if before is None or after is None:
         return None
     risen = {name: value - before.get(name, 0.0) for name, value in after.items()}
@@ -117,16 +95,12 @@ def server_figures(
     conversations: int,
     kv_bytes_per_token: float | None = None,
 ) -> ServerFigures:
-    """Work out what the counters' rise amounts to.
-
-    Args:
-        conversations: how many were started.
-        kv_bytes_per_token: KV of one token of that server's model, in all layers and heads.
-    """
+    """Work out what the counters' rise amounts to, of this many conversations that were started."""
     known = counters or {}
-    tokens, queries = known.get(_HANDOFF_TOKENS), known.get(_PREFIX_QUERIES)
+    count = {field: known.get(name) for field, name in _NAMES.items()}
+    tokens, queries = count["handoff_tokens"], count["prefix_queries"]
     if tokens is not None:
-        tokens += known.get(_LOADED_TOKENS, 0.0)
+        tokens += count["loaded_tokens"] or 0.0
     prefix = of_tier(_TIER_ENERGY, "")
     energy_j = {
         name.removeprefix(prefix): joules
@@ -134,7 +108,7 @@ def server_figures(
         if name.startswith(prefix)
     }
     return ServerFigures(
-        handoffs=known.get(_HANDOFFS),
+        handoffs=count["handoffs"],
         handoff_tokens=tokens,
         handoff_tokens_per_conversation=(
             None if tokens is None or not conversations else tokens / conversations
@@ -142,10 +116,10 @@ def server_figures(
         handoff_bytes=(
             None if tokens is None or kv_bytes_per_token is None else tokens * kv_bytes_per_token
         ),
-        later_prefills=known.get(_LATER_PREFILLS),
-        moves=known.get(_MOVES),
-        cold_prefill_tokens=known.get(_COLD_PREFILL_TOKENS),
-        prefix_cache_share=known.get(_PREFIX_HITS, 0.0) / queries if queries else None,
+        later_prefills=count["later_prefills"],
+        moves=count["moves"],
+        cold_prefill_tokens=count["cold_prefill_tokens"],
+        prefix_cache_share=(count["prefix_hits"] or 0.0) / queries if queries else None,
         tier_energy_j=energy_j,
         tier_tokens_per_j={
             tier: known.get(of_tier(_TIER_TOKENS, tier), 0.0) / joules

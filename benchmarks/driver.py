@@ -1,22 +1,22 @@
 """Runs a workload's conversations against an endpoint, and records every turn.
 
 One process and one event loop, for thousands of open conversations. Arrivals are open loop: a
-conversation starts when its time has come, however slow the system is. Within a conversation the
-loop is closed: a turn follows the answer to the one before.
+conversation starts when its time has come, however slow the system is. Within a conversation a
+turn follows the answer to the one before.
 """
 
 import asyncio
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks import gpus
 from benchmarks.client import Client, Endpoint, EndpointError, with_model
 from benchmarks.counters import rise
+from benchmarks.machine import gpu_energy_j
 from benchmarks.records import Script, TurnRecord
 
 ArrivalPlan = Iterable[tuple[float, Script]]
@@ -38,9 +38,8 @@ class DriveOptions:
         turn_timeout_s: a turn that takes longer is given up, and recorded as ``timeout``.
         duration_s: the run is stopped after that time; open turns are ``unfinished``.
         concurrency: most conversations open at the same time; others that have arrived wait.
-        gaps: whether gaps between turns are kept; False: turns follow each other at once.
-        cache_salt: a prefix-cache namespace (vLLM's ``cache_salt``) for the whole run, so that what
-            earlier runs left in the caches is not found. None: none is sent.
+        gaps: False: turns follow each other at once.
+        cache_salt: vLLM's, for the whole run, so that what earlier runs cached is not found.
         id_prefix: put before conversation ids on the wire, so that no two runs share one.
     """
 
@@ -54,7 +53,7 @@ class DriveOptions:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come; the medians are of the latest turns and conversations, in seconds."""
+    """Progress of a run; medians are of the latest turns and conversations, in seconds."""
 
     arrived: int
     open: int
@@ -72,7 +71,7 @@ class Lag:
         loop_p50_s, loop_p99_s, loop_max_s: how late a periodic task of the event loop woke; every
             time in the records may be off by that much.
         send_p99_s: how long after its planned time a turn was sent.
-        cpu_share: share of one core's time that the driver took.
+        cpu_share: of one core's time.
     """
 
     loop_p50_s: float
@@ -94,18 +93,15 @@ class Lag:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tells what came of a run.
+    """A run's records and what else was seen.
 
     Attributes:
-        records: every turn that was sent, in the order of their ends; times count from the run's
-            start.
+        records: in the order of their ends; times count from the run's start.
         arrived: conversations that started.
-        interrupted: whether it was stopped, or its duration was over, before all conversations
-            ended.
+        interrupted: whether it ended before all conversations did.
         wrong_lengths: completed turns whose output did not have the length that was forced.
         not_released: conversations whose end could not be told.
-        counters: how much the server's own counters rose, see `benchmarks.counters`; None: not
-            available.
+        counters: how much the server's own counters rose; None: not available.
         energy_j: what all GPUs of this machine used, if the endpoint is here too; None: not
             available.
     """
@@ -134,14 +130,12 @@ async def drive(
 ) -> Run:
     """Run a plan to its end, or until ``stop`` is set; then its open turns are ``unfinished``.
 
-    A failed turn ends its conversation; nothing is left out of the records. What a script raises
-    ends the run.
+    A failed turn ends its conversation. An error that a script raises ends the run.
 
     Args:
-        on_record: called with each record when its turn has ended.
         on_progress: called a few times a second.
-        proven: whether the endpoint has answered turns before, so that even a first answer that is
-            an error is a failure like any other, and no reason to break off.
+        proven: whether the endpoint has answered turns before, so that a first answer that is an
+            error is no reason to break off.
 
     Raises:
         EndpointError: nothing answers at the URL, or the run's first answer is an error.
@@ -162,9 +156,8 @@ async def unloaded(
 ) -> Run:
     """Run conversations one at a time, without gaps: what the system does without load.
 
-    Objectives are set relative to it (conserve, section 5.3: the baseline is measured "by executing
-    a single request without batching or interference"); see `benchmarks.objectives.Reference`.
-    Raises what `drive` raises.
+    Objectives are relative to it (conserve, section 5.3: the baseline is measured "by executing a
+    single request without batching or interference").
     """
     return await drive(
         endpoint,
@@ -232,7 +225,7 @@ class _Driver:
         )
 
     def _energy_j(self) -> float | None:
-        return gpus.energy_j() if self._endpoint.is_here else None
+        return gpu_energy_j() if self._endpoint.is_here else None
 
     async def _until(
         self,
@@ -278,7 +271,7 @@ class _Driver:
 
         async with asyncio.TaskGroup() as conversations:
             # Making a plan may mean reading files, so it is done beside the event loop.
-            while (arrival := await asyncio.to_thread(_next, arrivals)) is not None:
+            while (arrival := await asyncio.to_thread(next, arrivals, None)) is not None:
                 arrival_s, script = arrival
                 if arrival_s < latest_s:
                     raise ValueError(
@@ -369,7 +362,7 @@ class _Driver:
 
 
 class _Recent:
-    """Holds what the progress display shows, kept up as records come."""
+    """Figures of the progress display, kept up as records come."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -393,12 +386,8 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _next(arrivals: Iterator[tuple[float, Script]]) -> tuple[float, Script] | None:
-    return next(arrivals, None)
-
-
 def _first(error: BaseException) -> BaseException:
-    """Return what happened first, out of the groups that tasks' errors come in."""
+    """Return the first error, out of the groups that tasks' errors come in."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

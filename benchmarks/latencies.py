@@ -1,21 +1,18 @@
 """Every latency of a turn and of a conversation, from `TurnRecord`; all times in seconds.
 
-What is measured (conserve: Ding et al., sections 1 and 5.1):
+Definitions (conserve: Ding et al., sections 1 and 5.1):
 
 - TTFT: from sending a turn to the first part of its stream with output. First turns (cold prefill)
   and later ones (appends) are also kept apart.
 - TBT of a turn: between consecutive output tokens; its mean, 95th percentile and maximum. Tokens
-  that come together have no time between them, so a turn of n tokens has n - 1 times, however
-  few parts it came in. A turn of one token has no TBT.
+  that come together have no time between them, so a turn of n tokens has n - 1 times.
 - TTFET of a conversation: from sending its first turn to the first token of its first turn whose
-  output is for the user. Turns before that one, with tool calls, count in full, and so do the gaps
-  between them. Text beside a tool call, and what a model thinks before it answers, are no turn of
-  their own: the first is not for the user, the second counts as its turn's first token, as in TTFT.
+  output is for the user, gaps included. Text beside a tool call is not for the user; what a model
+  thinks before it answers counts as its turn's first token.
 - Last-turn TBT: the mean TBT of a conversation's last turn.
 - End to end: from sending the first turn to the last byte of the last.
-- The last two times of a conversation *less gaps*: without the gaps between its turns (tools, the
-  user), so the time that it waited for the system. Objectives are on these: the unloaded reference
-  runs without gaps, and gaps are the workload's, whatever system serves it.
+- TTFET and end to end *less gaps*: without the gaps between turns (tools, the user). Objectives are
+  on these: the unloaded reference runs without gaps, and gaps are the workload's.
 """
 
 import math
@@ -54,8 +51,7 @@ Samples = dict[str, dict[str, list[float]]]
 class Summary:
     """A latency's distribution, in seconds. Percentiles are interpolated linearly.
 
-    The geometric mean is of the values above 0, and 0 without any: a turn's TBT is 0 when its
-    tokens came in one part, and would make it 0 for all.
+    The geometric mean is of the values above 0: a turn's TBT is 0 when its tokens came in one part.
     """
 
     count: int
@@ -68,7 +64,6 @@ class Summary:
 
 
 def summarise(values: Sequence[float]) -> Summary:
-    """The summary of at least one value."""
     array = np.asarray(values, dtype=float)
     p50, p95, p99 = (float(p) for p in np.percentile(array, (50, 95, 99)))
     above = array[array > 0]
@@ -88,7 +83,6 @@ def token_gaps(turn: TurnRecord) -> list[float]:
 
 
 def by_conversation(records: Iterable[TurnRecord]) -> dict[str, list[TurnRecord]]:
-    """Each conversation's turns, in their order."""
     found: dict[str, list[TurnRecord]] = defaultdict(list)
     for record in records:
         found[record.conversation].append(record)
@@ -98,7 +92,6 @@ def by_conversation(records: Iterable[TurnRecord]) -> dict[str, list[TurnRecord]
 
 
 def conversation_outcome(turns: Sequence[TurnRecord]) -> str:
-    """``completed``, ``failed`` or ``unfinished``."""
     if any(turn.outcome in ("failed", "timeout") for turn in turns):
         return "failed"
     return "completed" if turns[-1].last and turns[-1].outcome == "completed" else "unfinished"
@@ -147,7 +140,6 @@ def _conversation_latencies(turns: Sequence[TurnRecord]) -> dict[str, float]:
 
 
 def samples(records: Iterable[TurnRecord]) -> Samples:
-    """Every latency of every turn and conversation that has one."""
     found: Samples = {metric: {} for metric in LABELS}
     for conversation, turns in by_conversation(records).items():
         for metric, value in latencies_of(turns):
@@ -156,7 +148,6 @@ def samples(records: Iterable[TurnRecord]) -> Samples:
 
 
 def latencies_of(turns: Sequence[TurnRecord]) -> Iterator[tuple[str, float]]:
-    """Every latency of a conversation's turns, and its own."""
     for turn in turns:
         if turn.outcome == "completed":
             yield from _turn_latencies(turn).items()

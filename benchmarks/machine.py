@@ -1,7 +1,4 @@
-"""Describes what a measurement was made with: this machine, and the software on it.
-
-That is the driver's side. An endpoint on another machine may run other versions.
-"""
+"""Describes the driver's machine, and the software on it; an endpoint's may be another."""
 
 import os
 import platform
@@ -13,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import gpus
+from hetero.nvml import GpuLost, NoDriver, NotSupported, Nvml
 
 # Each under the names of the distributions that it comes in.
 _PACKAGES = {
@@ -35,11 +32,34 @@ def environment() -> dict[str, Any]:
             "cpu": _cpu_model(),
             "cores": os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
-            "gpus": gpus.names(),
+            "gpus": gpu_names(),
             "system": platform.platform(),
         },
         "git_commit": _git_commit(),
     }
+
+
+def gpu_names() -> list[str]:
+    try:
+        with Nvml() as nvml:
+            return [gpu.name for gpu in nvml.inventory()]
+    except NoDriver:
+        return []
+
+
+def gpu_energy_j() -> float | None:
+    """Return what all GPUs of this machine have used since their driver was loaded, in joules.
+
+    None without an NVIDIA driver, or where a GPU does not count it (those before Volta).
+    """
+    try:
+        with Nvml() as nvml:
+            if lost := nvml.lost():
+                raise GpuLost(f"GPUs {lost} do not answer: the energy of this machine is not known")
+            used_j = [nvml.energy_j(gpu.uuid) for gpu in nvml.inventory()]
+    except (NoDriver, NotSupported):
+        return None
+    return sum(used_j) if used_j else None
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:
@@ -61,9 +81,8 @@ def _cpu_model() -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The commit that this code is from, with ``+`` where files were changed since.
-
-    None for an installed copy, even if its folder is somewhere inside a repository.
+    """The commit that this code is from, with ``+`` where files were changed since; None if
+    installed.
     """
     folder = Path(__file__).parent
 

@@ -10,10 +10,9 @@ from benchmarks.client import Endpoint, with_model
 from benchmarks.driver import DriveOptions, Progress, Run, drive, unloaded
 from benchmarks.metrics import evaluate
 from benchmarks.objectives import Objectives, Reference, reference
-from benchmarks.order import Alternation, orders
 from benchmarks.records import TurnRecord
 from benchmarks.report import Report, make_report
-from benchmarks.rounds import alternate, pooled
+from benchmarks.rounds import Alternation, alternate, orders, pooled
 from benchmarks.selection import Selection
 from benchmarks.workloads import Workload, WorkloadError
 
@@ -31,15 +30,15 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MeasurementSettings:
-    """Tells what to measure, and how.
+    """A measurement to make.
 
     Attributes:
         endpoints: one, or several to alternate between; the first is the baseline.
         rounds: how many rounds several endpoints have; each has other conversations.
         unloaded: how many conversations are run alone first, on the first endpoint.
         reference: a report whose unloaded reference is used instead.
-        slo_multiple: bounds are so many times the unloaded latencies.
-        kv_bytes_per_token: KV of one token of the model; with it, bytes handed off are reported.
+        slo_multiple: bounds are this many times the unloaded latencies.
+        kv_bytes_per_token: with it, bytes handed off are reported.
     """
 
     endpoints: list[Endpoint]
@@ -52,11 +51,7 @@ class MeasurementSettings:
     kv_bytes_per_token: float | None = None
 
     def check(self) -> None:
-        """Find out early what is wrong with the workload or the reference.
-
-        Raises:
-            WorkloadError: an option is wrong, a file is broken, or the reference has none.
-        """
+        """Find out early what is wrong with the workload or the reference, as a WorkloadError."""
         self.selection.workload()
         if self.reference is not None and self.reference.unloaded is None:
             raise WorkloadError(
@@ -67,8 +62,6 @@ class MeasurementSettings:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Tells what a measurement came to: runs and reports in the order of the endpoints."""
-
     runs: list[Run]
     reports: list[Report]
     interrupted: bool = False
@@ -82,9 +75,6 @@ async def measure(
     stop: asyncio.Event | None = None,
 ) -> Measurement:
     """Run the unloaded reference, then the load, and report on each endpoint.
-
-    Args:
-        on_record: called with each record of the load, not with those of the reference.
 
     Raises:
         Stopped: ``stop`` was set, and there is nothing to report.
@@ -115,14 +105,7 @@ async def measure(
 
 
 async def measure_unloaded(settings: MeasurementSettings) -> Report:
-    """Run the unloaded reference alone, on the first endpoint.
-
-    Returns:
-        A report of that run, to be the `MeasurementSettings.reference` of others.
-
-    Raises:
-        EndpointError, ValueError: it cannot be measured; the message says why.
-    """
+    """Run the unloaded reference alone, on the first endpoint, as the ``reference`` of others."""
     settings = replace(settings, endpoints=[await with_model(settings.endpoints[0])])
     run = await _unloaded_run(settings, None, asyncio.Event())
     return _report(settings, run, *_bounds(settings, run))
@@ -133,12 +116,8 @@ def report_of_starts(
 ) -> Report:
     """Report on the runs of one system that was started several times, one a start.
 
-    Args:
-        settings: what the runs had in common, with a ``reference``. Its endpoints are those of all
-            systems that took turns; equal settings mark their reports as those of one comparison.
-
-    Raises:
-        ValueError: there are no runs.
+    ``settings`` is what the runs had in common, with a ``reference``. Its endpoints are those of
+    all systems that took turns; equal settings mark their reports as those of one comparison.
     """
     assert settings.reference is not None
     bounds = _given_reference(settings, settings.reference)
@@ -202,7 +181,7 @@ async def _several(
 async def _reference(
     settings: MeasurementSettings, on_progress: OnProgress | None, stop: asyncio.Event
 ) -> tuple[Reference | None, dict[str, float]]:
-    """The reference, and by how much its own run violates the bounds made of it."""
+    """Return the reference, and by how much its own run violates the bounds made of it."""
     if settings.reference is not None:
         return _given_reference(settings, settings.reference)
     if not settings.unloaded:

@@ -1,17 +1,14 @@
 """Works out what a run's turns amount to: latencies, objectives met, goodput, throughput.
 
-Pure functions of `TurnRecord`; all times in seconds. What is measured of a turn and of a
-conversation is in `benchmarks.latencies`. How each kind of turn counts:
+Pure functions of `TurnRecord`; all times in seconds. `benchmarks.latencies` has the latencies. How
+each kind of turn counts:
 
 - A turn that *failed* or ran into its time-out has no latency and violates every objective of a
-  turn. Its conversation *failed*: it has no latency either, violates every objective of a
-  conversation, and does not count for goodput or session attainment.
+  turn. So does its conversation, which does not count for goodput or session attainment either.
 - A turn that was *unfinished* when the run ended has no latency and violates nothing. Its
-  conversation, and one cut off in a gap between turns, is unfinished: counted, and in no latency,
-  rate or throughput of conversations.
+  conversation, and one cut off in a gap between turns, is counted, and in no latency or rate.
 - A completed turn counts among the turns, whatever became of its conversation.
-- A completed conversation without a turn for the user (a recording that ends in a tool call) has
-  no TTFET and is in no rate of it; `Result.without_effective` counts these.
+- A completed conversation without a turn for the user has no TTFET and is in no rate of it.
 """
 
 import math
@@ -46,27 +43,22 @@ class Result:
 
     Attributes:
         duration_s: time from the first request to the last answer; what rates are relative to.
-        turns: number of turns by outcome.
-        conversations: number of conversations by outcome.
+        turns, conversations: number by outcome.
         without_effective: completed conversations that had no turn for the user.
         failures: number of failed turns by kind, the part of the error before its colon.
-        latencies: distributions of the latencies that were seen, by the names in `LABELS`.
+        latencies: by the names in `LABELS`.
         violations: share of turns or conversations over each bound; empty without bounds.
-        attainment: share of sessions (finished conversations) that met both bounds (agentserve,
-            section IV-C): the TTFT of the session's first turn, its initial response delay, and
-            the mean time between all of its output tokens, against the bounds of `ttft_first` and
-            `tbt`. None without these bounds, or without sessions.
+        attainment: share of finished conversations that met the bounds of `ttft_first` and `tbt`
+            (agentserve, section IV-C): with the TTFT of the first turn, and the mean time between
+            all output tokens. None without these bounds, or without conversations.
         goodput: conversations a second that finished within ``slack`` times their ideal time, by
             slack (mars, equations 1 and 2; gaps count in both times); empty without a reference.
-        output_tokens_per_s, total_tokens_per_s: throughput of completed turns; the total counts
-            whole prompts.
-        cached_share: share of prompt tokens found in the server's caches; None where it does not
-            say.
+        total_tokens_per_s: of completed turns, whole prompts included.
+        cached_share: share of prompt tokens found in the server's caches; None: it does not say.
         reusable_share: share of prompt tokens that prompts have in common with their conversation's
-            previous one; None where the workload does not say.
+            previous one; None: the workload does not say.
         servers: completed turns by the replica that answered, where the server says so.
-        server: what the server itself counted.
-        energy_j, output_tokens_per_j: use of the GPUs, and yield of it; None: not available.
+        energy_j, output_tokens_per_j: of the GPUs; None: not available.
     """
 
     duration_s: float
@@ -97,11 +89,7 @@ def evaluate(
     energy_j: float | None = None,
     server: ServerFigures | None = None,
 ) -> Result:
-    """All figures of one run of one system.
-
-    Raises:
-        ValueError: there are no records.
-    """
+    """All figures of one run of one system; ValueError: there are no records."""
     tally = Tally(objectives, unloaded)
     for turns in by_conversation(records).values():
         tally.add(turns)
@@ -109,13 +97,10 @@ def evaluate(
 
 
 class Tally:
-    """The figures of a run, conversation by conversation; records need not be kept.
+    """Figures of a run, conversation by conversation, in 8 bytes a latency; records need not be
+    kept.
 
-    It keeps 8 bytes a latency and, if asked to, the samples.
-
-    Args:
-        objectives, unloaded: what violations and goodput are relative to; None: there are none.
-        keep_samples: whether to keep every latency by conversation, as a report has them.
+    With ``keep_samples`` it keeps every latency by conversation, as a report has them.
     """
 
     def __init__(
@@ -141,7 +126,6 @@ class Tally:
         self._sessions = self._attained = 0
 
     def add(self, turns: Sequence[TurnRecord]) -> None:
-        """Count a conversation: all of its turns, in their order."""
         for turn in turns:
             self._turns[turn.outcome] += 1
             self._began_s = min(self._began_s, turn.sent_s)
@@ -171,11 +155,7 @@ class Tally:
             self._attain(turns, outcome, self._objectives.bounds_s)
 
     def result(self, energy_j: float | None = None, server: ServerFigures | None = None) -> Result:
-        """All figures of what was added.
-
-        Raises:
-            ValueError: nothing was added.
-        """
+        """All figures of what was added; ValueError: nothing was."""
         if not self._turns:
             raise ValueError("the run has no turns; nothing can be said of it")
         duration_s = self._ended_s - self._began_s
@@ -257,8 +237,7 @@ class _Share:
 def _in_time(turns: Sequence[TurnRecord], unloaded: Reference, slack: float) -> bool:
     """Whether a conversation that finished did so in time: a term of the sum in MARS' equation 1.
 
-    The target is ``slack`` times its ideal time (equation 2): its gaps, which no system can
-    shorten, and what it waits for an unloaded system.
+    The target is ``slack`` times its gaps and its unloaded waits (equation 2).
     """
     e2e_s = turns[-1].ended_s - turns[0].sent_s
     gaps_s = e2e_s - time_served_s(turns)

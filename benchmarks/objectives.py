@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -20,14 +21,13 @@ OBJECTIVES = ("ttft_first", "ttft_later", "tbt", "ttfet_less_gaps", "last_tbt", 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Tells what the system does without load: the same workload, one conversation at a time, no
-    gaps.
+    """The system without load: the same workload, one conversation at a time, no gaps.
 
     Attributes:
         baseline_s: geometric mean of each latency in `OBJECTIVES` that was seen.
         served_s: how long each of its conversations took, by id.
-        fixed_s, per_new_token_s, per_output_token_s: a least-squares fit of a turn's latency, none
-            of them negative; estimates conversations that were not among those measured.
+        fixed_s, per_new_token_s, per_output_token_s: a non-negative least-squares fit of a turn's
+            latency, which estimates other conversations.
     """
 
     baseline_s: dict[str, float]
@@ -37,9 +37,8 @@ class Reference:
     per_output_token_s: float
 
     def ideal_s(self, turns: Sequence[TurnRecord]) -> float:
-        """How long a conversation would wait for the unloaded system, gaps not counted.
-
-        Measured if it was among the reference's conversations, else estimated from its tokens.
+        """How long a conversation would wait for the unloaded system, gaps not counted: measured or
+        estimated.
         """
         measured = self.served_s.get(turns[0].conversation)
         if measured is not None:
@@ -51,11 +50,7 @@ class Reference:
 
 
 def reference(records: Sequence[TurnRecord]) -> Reference:
-    """The reference from a run without load.
-
-    Raises:
-        ValueError: no conversation of it completed.
-    """
+    """Make the reference from a run without load; ValueError: no conversation of it completed."""
     complete = [
         turns
         for turns in by_conversation(records).values()
@@ -66,9 +61,9 @@ def reference(records: Sequence[TurnRecord]) -> Reference:
     turns = [turn for conversation in complete for turn in conversation]
     seen = samples(turns)
     baseline_s = {
-        metric: summarise(values).gmean
+        metric: summarise(list(chain.from_iterable(seen[metric].values()))).gmean
         for metric in OBJECTIVES
-        if (values := _values(seen[metric]))
+        if seen[metric]
     }
     rows = [
         (1.0, new, turn.output_tokens)
@@ -115,17 +110,12 @@ class Objectives:
     """Bounds in seconds, by the names in `OBJECTIVES`; a latency without one is not judged.
 
     Conserve (section 5.3) sets each metric's bound at 5 times its baseline, measured with a single
-    request and no interference. The metrics there are TTFET, last-turn TBT and end to end; the
-    turns' own TTFT and TBT are judged in the same way here.
+    request and no interference. Its metrics are TTFET, last-turn TBT and end to end; the turns' own
+    TTFT and TBT are judged in the same way here.
     """
 
     bounds_s: Mapping[str, float]
 
     @classmethod
     def from_reference(cls, unloaded: Reference, multiple: float = 5.0) -> "Objectives":
-        """Bounds of ``multiple`` times the unloaded latencies."""
         return cls({metric: multiple * base for metric, base in unloaded.baseline_s.items()})
-
-
-def _values(by_conversation: Mapping[str, Sequence[float]]) -> list[float]:
-    return [value for values in by_conversation.values() for value in values]

@@ -27,19 +27,13 @@ _AGAINST_RATE = ("ttft", "ttfet", "last_tbt", "e2e_less_gaps")
 _COMPARED = ("ttfet_less_gaps", "ttft_later", "last_tbt", "e2e_less_gaps")
 _VIOLATED = ("ttfet_less_gaps", "last_tbt", "e2e_less_gaps")
 _MOST_TICKS = 8
-_WIDE = 100  # A log axis pays where the largest value is so many times the smallest.
+_WIDE = 100  # A log axis pays where the largest value is this many times the smallest.
 
 
 def draw_all(reports: Sequence[Report], labels: Sequence[str], folder: Path) -> list[Path]:
-    """Draw every picture that the reports have something for.
+    """Draw every picture that the reports have something for; returns the files.
 
-    Distributions of runs at different rates are pictures of their own.
-
-    Args:
-        labels: a name for each report, all different.
-
-    Returns:
-        The files written.
+    Distributions of runs at different rates are pictures of their own. Labels are all different.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -85,24 +79,13 @@ def _draw_against_rate(reports: Sequence[Report], folder: Path) -> list[Path]:
 
 
 def draw_ratios(comparisons: Sequence[Comparison], folder: Path, ending: str = "") -> list[Path]:
-    """Draw what `of_ratios` does.
-
-    Args:
-        ending: of the files' names.
-
-    Returns:
-        The files written: none where there is nothing to compare.
-    """
+    """Draw what `of_ratios` does; returns the files, none where there is nothing to compare."""
     figure = of_ratios(comparisons)
     return [] if figure is None else save(figure, folder, f"ratios{ending}")
 
 
 def of_ratios(comparisons: Sequence[Comparison]) -> Figure | None:
-    """Draw each run's p95 latencies over its baseline's, with their intervals.
-
-    Returns:
-        None where there is nothing to compare.
-    """
+    """Draw each run's p95 latencies over its baseline's, with their intervals, if there are any."""
     found = {
         (one.label, ratio.metric): ratio
         for one in comparisons
@@ -172,13 +155,9 @@ def distribution(
     title: str = "",
     failed: Mapping[str, int] | None = None,
 ) -> Figure:
-    """Draw each system's cumulative distribution.
+    """Draw each system's cumulative distribution of seconds.
 
-    Args:
-        curves: each system's values, in seconds.
-        title: stands behind the name.
-        failed: how many of each system's never came to an end; its curve ends below 100 % by as
-            much.
+    ``failed`` says how many of each system's never ended; its curve ends below 100 % by as much.
     """
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
@@ -212,8 +191,7 @@ def distribution(
 def against_rate(panels: dict[str, Lines], title: str, ylabel: str, share: bool = False) -> Figure:
     """Draw panels side by side, each with a line for each system over the rate of arrivals.
 
-    Args:
-        share: whether the values are shares of 1, drawn as percentages; else they are seconds.
+    With ``share``, values are shares of 1, drawn as percentages; else they are seconds.
     """
     figure = Figure(figsize=(1.2 + 4.0 * len(panels), 4.0), layout="constrained")
     systems = list(dict.fromkeys(system for lines in panels.values() for system in lines))
@@ -252,7 +230,7 @@ def against_rate(panels: dict[str, Lines], title: str, ylabel: str, share: bool 
 
 
 def style(index: int, marker: bool) -> dict[str, Any]:
-    """How the line of the system at ``index`` looks, the same in every picture."""
+    """Return how the line of the system at ``index`` looks, the same in every picture."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": _DASHES[index % len(_DASHES)],
@@ -267,7 +245,6 @@ def _name_seconds(axis: Any) -> None:
 
 
 def quiet(axes: Any) -> None:
-    """Give the axes a light grid, and no box around."""
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

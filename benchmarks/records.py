@@ -1,25 +1,22 @@
-"""The records of what a workload asks for and what was seen of it, which everything here shares.
+"""Records of what a workload asks for and what was seen of it, and their files.
 
 A `Script` is one conversation as a workload plans it. The driver asks it for the next request,
-sends it, and gives it what came back; so a recorded session, a replayed dialogue and a live agent
-look the same. Metrics and reports see only `TurnRecord`, whoever made them, a driver or a
-simulator. All times are seconds on one monotonic clock.
+sends it, and gives it what came back. Metrics and reports see only `TurnRecord`, made by a driver
+or a simulator. All times are seconds on one monotonic clock.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+import msgspec
 
 Outcome = Literal["completed", "failed", "timeout", "unfinished"]
 
 
 class SharedPrefix(NamedTuple):
-    """A beginning of a prompt that other conversations' prompts have, too, or a part of it.
-
-    Attributes:
-        key: of its last part's text; after the same shorter prefix the same key is the same tokens.
-        tokens: its length, from the prompt's first token on.
-    """
+    """A beginning of a prompt that others have, too: its length, and a key of its last part."""
 
     key: int
     tokens: int
@@ -30,19 +27,15 @@ class TurnRequest:
     """One model call to make.
 
     Attributes:
-        gap_s: how long after the previous turn's end (the conversation's arrival, for the first)
-            it is sent.
-        path: ``/v1/completions`` or ``/v1/chat/completions``.
-        body: makes the JSON body; called when the turn is sent, so that long prompts do not wait
-            in memory.
-        prompt_tokens: the prompt's length where it is known exactly.
+        gap_s: how long after the previous turn's end, or the conversation's arrival, it is sent.
+        body: makes the JSON body when the turn is sent, so that long prompts do not wait in memory.
+        prompt_tokens: where it is known exactly.
         reused_tokens: length of the prefix that it shares with the conversation's previous prompt.
         output_tokens: forced output length, if any.
-        effective: whether this turn's output is for the user rather than a tool call; None: to
-            be told from the answer.
+        effective: whether the output is for the user rather than a tool call; None: the answer
+            tells.
         tool: what the answer calls, as simulated; see `conserve.history.TurnStats`.
-        shared: the prefixes that other conversations' prompts have, too, as far as is known, the
-            shortest first: tools, then tools and system prompt.
+        shared: the known prefixes that other conversations' prompts have, too, the shortest first.
     """
 
     gap_s: float
@@ -58,21 +51,20 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Holds what came back, for a script whose next turn depends on it: a chat message's parts."""
+    """A chat message's parts, for a script whose next turn depends on them."""
 
     content: str
     tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 class Script(Protocol):
-    """One conversation of a workload."""
-
     @property
     def conversation(self) -> str:
         """Its id, unique in the run."""
 
     def next(self, answer: Answer | None) -> TurnRequest | None:
-        """The next turn, given the previous one's answer (None before the first); None: over.
+        """Return the next turn, given the previous one's answer (None before the first); None:
+        over.
 
         Called once a turn, and not after a turn that failed.
         """
@@ -85,21 +77,18 @@ class TurnRecord:
     Attributes:
         turn: its number in the conversation, from 1.
         planned_s: when the workload wanted it sent.
-        sent_s: when it was sent; later than planned where the driver lagged.
+        sent_s: later than planned where the driver lagged.
         first_token_s: when the first part of the stream that carries output came, reasoning and
             tool calls included; None if there was none.
-        token_times_s: when each output token's part of the stream came. A server that sends
-            several tokens in one part gives them one time.
-        last_token_s: when the last token of a simulated turn came: such a turn ends as a whole, and
-            the times of the tokens between first and last are not known.
+        token_times_s: when each output token's part of the stream came; several may come in one.
+        last_token_s: of a simulated turn, whose tokens' times between first and last are not known.
         ended_s: when its last byte came, or it was given up.
         outcome: ``unfinished``: the run ended first.
         error: what the server or the connection said.
         effective: whether the output was for the user, not a tool call (TTFET counts from it).
-        prompt_tokens, output_tokens: lengths as the server counted, else as planned.
-        cached_tokens: prompt tokens found in the server's caches, where it says so.
-        server: which replica answered, where it says so.
-        reused_tokens: prompt tokens shared with the previous prompt, as planned; see `TurnRequest`.
+        prompt_tokens, output_tokens: as the server counted, else as planned.
+        cached_tokens, server: found in caches, and the replica, where the server says so.
+        reused_tokens: prompt tokens shared with the previous prompt, as planned.
     """
 
     system: str
@@ -120,3 +109,49 @@ class TurnRecord:
     cached_tokens: int | None = None
     server: str | None = None
     reused_tokens: int | None = None
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+class RecordWriter:
+    """Writes records to a file of JSON lines, as a context manager, over what was there.
+
+    Each line is on its way to the disk at once, so a run that dies leaves what it saw.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._encoder = msgspec.json.Encoder()
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("wb", buffering=0)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._file.close()
+
+    def write(self, record: TurnRecord) -> None:
+        self._file.write(self._encoder.encode(record) + b"\n")
+
+
+def read_records(path: Path) -> list[TurnRecord]:
+    """Read what `RecordWriter` wrote; ValueError names the file and the line that is no record."""
+    decoder = msgspec.json.Decoder(TurnRecord)
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            records.append(decoder.decode(line))
+        except msgspec.DecodeError as problem:
+            raise ValueError(f"{path}, line {number}: no turn record: {problem}") from None
+    return records
+
+
+def write_parquet(records: Sequence[TurnRecord], path: Path) -> None:
+    """Write one Parquet file, with a column for each field."""
+    # pyarrow takes a while to import, and is rarely asked for.
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist([asdict(record) for record in records])
+    pyarrow.parquet.write_table(table, path)

@@ -18,7 +18,7 @@ from benchmarks.latencies import LABELS, Samples, samples
 from benchmarks.machine import environment
 from benchmarks.metrics import Result, evaluate
 from benchmarks.objectives import Objectives, Reference
-from benchmarks.order import Alternation, told
+from benchmarks.rounds import Alternation, told
 
 _FORMAT = 1
 _DIGITS = 6
@@ -38,13 +38,11 @@ class Report:
         workload: its name, options, seed and counts; equal where two runs had the same
             conversations.
         arrivals: pattern, ``rate_per_s`` (None where there is none) and ``concurrency``.
-        options: everything else that was set.
-        environment: see `benchmarks.machine.environment`; and ``alternation``, where systems took
-            turns: see `benchmarks.order.Alternation`.
+        environment: `benchmarks.machine.environment`, and ``alternation``, where systems took
+            turns.
         samples: every latency by conversation, seconds.
         unloaded: the reference that bounds and goodput are relative to.
-        unloaded_violations: by how much the unloaded run itself violates the bounds, which a
-            heavy-tailed workload may do.
+        unloaded_violations: by how much the unloaded run itself violates the bounds.
         driver: lag, and what was odd about the run.
     """
 
@@ -64,7 +62,6 @@ class Report:
 
     @property
     def rate_per_s(self) -> float | None:
-        """Conversations a second that arrived, where that was set."""
         rate: float | None = self.arrivals.get("rate_per_s")
         return rate
 
@@ -81,17 +78,7 @@ def make_report(
     kv_bytes_per_token: float | None = None,
     alternation: Alternation | None = None,
 ) -> Report:
-    """Report everything about a run.
-
-    Args:
-        workload, arrivals, options, unloaded, unloaded_violations: see `Report`.
-        slo_multiple: bounds are so many times the unloaded latencies.
-        kv_bytes_per_token: KV of one token of the model; with it, bytes handed off are reported.
-        alternation: how this system took turns with others, if it did.
-
-    Raises:
-        ValueError: the run has no records.
-    """
+    """Report everything about a run; arguments are as in `Report` and `MeasurementSettings`."""
     objectives = Objectives.from_reference(unloaded, slo_multiple) if unloaded else None
     seen = {
         metric: {
@@ -157,16 +144,11 @@ def _warnings(run: Run) -> Iterable[str]:
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write a report as JSON."""
     path.write_bytes(msgspec.json.encode(report) + b"\n")
 
 
 def read_report(path: Path) -> Report:
-    """Read what `write_report` wrote.
-
-    Raises:
-        ReportError: the file cannot be read, or is no report.
-    """
+    """Read what `write_report` wrote; ReportError: the file cannot be read, or is no report."""
     try:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
     except OSError as error:
@@ -183,7 +165,6 @@ def read_report(path: Path) -> Report:
 
 
 def show_run(report: Report, console: Console) -> None:
-    """Print one run: its latencies, its rates, and what there is to know about it."""
     result = report.result
     table = Table(title=f"{report.system}: latencies", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
@@ -207,11 +188,7 @@ def show_run(report: Report, console: Console) -> None:
 def show_side_by_side(
     reports: Sequence[Report], console: Console, labels: Sequence[str] | None = None
 ) -> None:
-    """Print several runs, each in a column.
-
-    Args:
-        labels: what to call them; None: their systems.
-    """
+    """Print several runs, each in a column under its label (None: its system)."""
     names = labels or [report.system for report in reports]
     table = Table(title="latencies", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
@@ -311,14 +288,13 @@ def _server_facts(result: Result) -> dict[str, str]:
 
 
 def _say_warnings(reports: Sequence[Report], names: Sequence[str], console: Console) -> None:
-    """Print what makes the figures doubtful."""
     for name, report in zip(names, reports, strict=True):
         for warning in report.warnings:
             console.print(f"[yellow]{name}:[/yellow] {escape(warning)}", highlight=False)
 
 
 def seconds(value_s: float) -> str:
-    """A time as a person reads it, in milliseconds below one second."""
+    """Show a time as a person reads it, in milliseconds below one second."""
     return f"{value_s * 1e3:.1f} ms" if value_s < 1 else f"{value_s:,.2f} s"
 
 

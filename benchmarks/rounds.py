@@ -1,18 +1,74 @@
 """Several systems in short alternating rounds: what else a machine does then hits all alike."""
 
 import asyncio
+import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from benchmarks.client import Endpoint
 from benchmarks.driver import ArrivalPlan, DriveOptions, Lag, Progress, Run, drive
-from benchmarks.order import orders
 from benchmarks.records import TurnRecord
 
 ROUND = "/"
 """Stands between a round's number and a conversation's id, where rounds are pooled."""
+
+Unit = Literal["rounds", "starts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alternation:
+    """How systems took turns: in ``rounds`` of systems that are up at the same time, or ``starts``
+    of one at a time; ``order`` has the systems of each, as drawn from ``seed``.
+    """
+
+    unit: Unit
+    seed: int
+    order: list[list[str]]
+
+    @property
+    def count(self) -> int:
+        return len(self.order)
+
+    def describe(self) -> dict[str, object]:
+        return {"unit": self.unit, "count": self.count, "seed": self.seed, "order": self.order}
+
+
+def orders(systems: Sequence[str], count: int, seed: int) -> list[list[str]]:
+    """Draw orders at random, in which every system is as often first, second and so on.
+
+    Of as many orders as there are systems, each system has each place once (a Latin square whose
+    rows, columns and names are drawn). Equal seeds give equal orders; a larger count continues a
+    smaller one's.
+
+    >>> orders(["a", "b"], 4, seed=1)
+    [['a', 'b'], ['b', 'a'], ['a', 'b'], ['b', 'a']]
+    """
+    draw = random.Random(seed)
+    size = len(systems)
+    found: list[list[str]] = []
+    while len(found) < count and size:
+        names = draw.sample(list(systems), size)
+        rows, columns = draw.sample(range(size), size), draw.sample(range(size), size)
+        found += [[names[(row + column) % size] for column in columns] for row in rows]
+    return found[:count]
+
+
+def told(alternation: object) -> str | None:
+    """Say in one sentence what `Alternation.describe` gave; None: the systems did not take turns.
+
+    >>> told({"unit": "rounds", "count": 2, "seed": 1, "order": [["b", "a"], ["a", "b"]]})
+    'Alternated rounds: 2, seed 1, in this order: b a, a b.'
+    """
+    if not isinstance(alternation, dict):
+        return None
+    order = ", ".join(" ".join(names) for names in alternation["order"])
+    return (
+        f"Alternated {alternation['unit']}: {alternation['count']}, seed {alternation['seed']}, "
+        f"in this order: {order}."
+    )
 
 
 async def alternate(
@@ -28,19 +84,12 @@ async def alternate(
 ) -> dict[str, list[Run]]:
     """Run the same slices of a workload on several systems, round by round, in `orders`.
 
-    What else a machine does changes over minutes; in short alternating rounds it hits all systems
-    alike, and ratios within a round stay right.
-
     Args:
         plan_of: makes the plan of a round (from 0) anew each time it is called.
-        stop: ends the comparison when it is set; a round that not every system has
-            finished is left out of the result.
+        stop: ends the comparison; a round that not every system has finished is left out.
 
     Returns:
-        By system, its runs, one a round.
-
-    Raises:
-        As `benchmarks.driver.drive` does.
+        By system, its runs, one a round. Raises what `benchmarks.driver.drive` raises.
     """
     options = options or DriveOptions()
     by_name = {endpoint.system: endpoint for endpoint in endpoints}
@@ -80,11 +129,7 @@ def _about(
 
 
 def pooled(runs: Sequence[Run]) -> Run:
-    """All rounds of a system as one run: conversations are told apart by the round.
-
-    Raises:
-        ValueError: there are no runs.
-    """
+    """All rounds of a system as one run: conversations are told apart by the round."""
     if not runs:
         raise ValueError("no round was finished by every system")
     records: list[TurnRecord] = []

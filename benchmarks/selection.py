@@ -35,13 +35,11 @@ class Selection:
     """A workload, as chosen; None is an option's default.
 
     Attributes:
-        conversations: how many; recorded sessions' sub-agents are conversations besides.
+        conversations: recorded sessions' sub-agents are conversations besides.
         data: a folder of recorded sessions, or a file of dialogues.
         vocabulary: token ids for prompts, ``first:last`` (the last is not used).
-        others: see `benchmarks.workloads`.
 
-    Raises:
-        WorkloadError: an option does not go with the workload, or is missing.
+    Raises WorkloadError: an option does not go with the workload, or is missing.
     """
 
     kind: Kind
@@ -80,63 +78,52 @@ class Selection:
             )
 
     def workload(self, seed_shift: int = 0) -> Workload:
-        """Make the workload.
-
-        Args:
-            seed_shift: added to the seed: gives other conversations of the same kind, with other
-                arrivals.
-
-        Raises:
-            WorkloadError: an option is wrong, or a file is broken.
-        """
+        """Make the workload; ``seed_shift`` gives other conversations of the same kind."""
         return _workload(self, seed_shift)
 
-    def recorded(self, arrivals: Arrivals, seed: int) -> Workload:
-        """Replays of recorded sessions."""
-        assert self.data is not None
-        changes = Changes(
-            **self._given("scale_tokens", "scale_gaps", "max_gap_s", "max_context_tokens")
-        )
-        return workloads.recorded(
-            self.data,
-            sessions=self.conversations,
-            arrivals=arrivals,
-            vocabulary=self._vocabulary(),
-            changes=changes,
-            max_turns=self.max_turns,
-            seed=seed,
-        )
-
-    def dialogues(self, arrivals: Arrivals, seed: int) -> Workload:
-        """Replays of recorded dialogues."""
-        assert self.data is not None
-        return workloads.dialogues(
-            self.data,
-            conversations=self.conversations,
-            arrivals=arrivals,
-            seed=seed,
-            **self._given("mean_gap_s", "max_output_tokens", "declare_tools"),
-        )
-
-    def synthetic(self, arrivals: Arrivals, seed: int) -> Workload:
-        """Conversations of a preset shape."""
-        return workloads.synthetic(
-            PRESETS[self.preset or "conserve"],
-            conversations=self.conversations,
-            arrivals=arrivals,
-            vocabulary=self._vocabulary(),
-            seed=seed,
-            **self._given("scale_tokens", "scale_gaps", "max_context_tokens"),
-        )
-
-    def agents(self, arrivals: Arrivals, seed: int) -> Workload:
-        """Agents at work."""
-        return workloads.agents(
-            conversations=self.conversations,
-            arrivals=arrivals,
-            seed=seed,
-            **self._given("mean_gap_s", "max_output_tokens"),
-        )
+    def make(self, seed: int) -> Workload:
+        arrivals = Arrivals(self.pattern, self.rate_per_s, seed)
+        match self.kind:
+            case "recorded":
+                assert self.data is not None
+                return workloads.recorded(
+                    self.data,
+                    sessions=self.conversations,
+                    arrivals=arrivals,
+                    vocabulary=self._vocabulary(),
+                    changes=Changes(
+                        **self._given(
+                            "scale_tokens", "scale_gaps", "max_gap_s", "max_context_tokens"
+                        )
+                    ),
+                    max_turns=self.max_turns,
+                    seed=seed,
+                )
+            case "dialogues":
+                assert self.data is not None
+                return workloads.dialogues(
+                    self.data,
+                    conversations=self.conversations,
+                    arrivals=arrivals,
+                    seed=seed,
+                    **self._given("mean_gap_s", "max_output_tokens", "declare_tools"),
+                )
+            case "agents":
+                return workloads.agents(
+                    conversations=self.conversations,
+                    arrivals=arrivals,
+                    seed=seed,
+                    **self._given("mean_gap_s", "max_output_tokens"),
+                )
+            case "synthetic":
+                return workloads.synthetic(
+                    PRESETS[self.preset or "conserve"],
+                    conversations=self.conversations,
+                    arrivals=arrivals,
+                    vocabulary=self._vocabulary(),
+                    seed=seed,
+                    **self._given("scale_tokens", "scale_gaps", "max_context_tokens"),
+                )
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -160,7 +147,6 @@ class Selection:
         }
 
     def describe_arrivals(self, concurrency: int | None) -> dict[str, Any]:
-        """When the conversations arrive, for the report."""
         rate_per_s = None if self.pattern == "together" else self.rate_per_s
         return {"pattern": self.pattern, "rate_per_s": rate_per_s, "concurrency": concurrency}
 
@@ -168,17 +154,8 @@ class Selection:
 # Kept, because making one may mean reading many files, and it can be iterated over again.
 @lru_cache(maxsize=2)
 def _workload(selection: Selection, seed_shift: int) -> Workload:
-    seed = selection.seed + seed_shift
-    arrivals = Arrivals(selection.pattern, selection.rate_per_s, seed)
-    if selection.kind == "recorded":
-        return selection.recorded(arrivals, seed)
-    if selection.kind == "dialogues":
-        return selection.dialogues(arrivals, seed)
-    if selection.kind == "agents":
-        return selection.agents(arrivals, seed)
-    return selection.synthetic(arrivals, seed)
+    return selection.make(selection.seed + seed_shift)
 
 
 def option(name: str) -> str:
-    """The command-line option of a field."""
     return "--" + name.removesuffix("_s").replace("_", "-")

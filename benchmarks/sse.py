@@ -1,4 +1,4 @@
-"""Reading a streamed answer: an event stream of OpenAI completions or chat completions.
+"""Reads a streamed answer: an event stream of OpenAI completions or chat completions.
 
 Every token of thousands of conversations passes here, so an event is decoded once, into structures
 that hold only the fields read below (a few microseconds each).
@@ -16,9 +16,8 @@ _MAX_ECHO_CHARS = 300
 class EventSplitter:
     """Cuts a stream of bytes into the payloads of its events.
 
-    Follows the event stream format: lines end with LF or CRLF, an empty line ends an event, several
-    ``data`` lines are one payload, comments and other fields are skipped, and an event that the
-    stream's end cuts off is no event.
+    Lines end with LF or CRLF, an empty line ends an event, several ``data`` lines are one payload,
+    comments and other fields are skipped, and an event that the stream's end cuts off is no event.
     """
 
     def __init__(self) -> None:
@@ -26,7 +25,7 @@ class EventSplitter:
         self._data: list[bytes] = []
 
     def feed(self, part: bytes) -> list[bytes]:
-        """The payloads that ``part`` completes; the stream may be cut into parts anywhere."""
+        """Return the payloads that ``part`` completes; a stream may be cut into parts anywhere."""
         lines = (self._rest + part if self._rest else part).split(b"\n")
         self._rest = lines.pop()
         payloads = []
@@ -98,9 +97,6 @@ class AnswerStream:
             its token is a piece of a character that cannot be shown yet. If it is the one with
             the finish reason, it does where usage has one token more than was seen: vLLM sends
             an end-of-sequence token so, and others none.
-        finish_reason: why the answer ended, as the server said.
-        prompt_tokens, output_tokens, cached_tokens: counts from the server's usage, where it has
-            them.
         error: what an error event said, or what is wrong with the stream.
         done: whether the stream said ``[DONE]``, without an error before.
     """
@@ -121,22 +117,18 @@ class AnswerStream:
 
     @property
     def first_token_s(self) -> float | None:
-        """When the first event with output came."""
         return self.token_times_s[0] if self.token_times_s else None
 
     @property
     def reasoning(self) -> str:
-        """Return what the model thought, where the server keeps it apart from the text."""
         return "".join(self._reasoning)
 
     @property
     def answer(self) -> Answer:
-        """The text and the tool calls, put together from the events so far."""
         calls = tuple(self._tool_calls[index] for index in sorted(self._tool_calls))
         return Answer("".join(self._text), calls)
 
     def feed(self, part: bytes, now_s: float) -> None:
-        """Take the bytes that came at ``now_s``."""
         for payload in self._splitter.feed(part):
             if self.done or self.error is not None:
                 return
@@ -211,11 +203,7 @@ class AnswerStream:
 
 
 def error_message(error: Any) -> str:
-    """Say in one line what the ``error`` of an event or of an error response is.
-
-    Args:
-        error: parsed JSON of any shape; usually OpenAI's object with a ``message``.
-    """
+    """Say in one line what the ``error`` of an event or of an error response (any JSON) is."""
     if isinstance(error, dict):
         nested = error.get("error")
         error = error.get("message") or (error_message(nested) if nested else error)

@@ -22,6 +22,7 @@ from benchmarks.compare import Comparison, labels, show_comparisons, write_compa
 from benchmarks.compare import compare as ratios_to_first
 from benchmarks.driver import DriveOptions, Progress
 from benchmarks.measure import Measurement, MeasurementSettings, OnProgress, Stopped, measure
+from benchmarks.records import RecordWriter, write_parquet
 from benchmarks.report import (
     Report,
     ReportError,
@@ -32,7 +33,6 @@ from benchmarks.report import (
     write_report,
 )
 from benchmarks.selection import DEFAULT_VOCABULARY, Selection
-from benchmarks.storage import RecordWriter, write_parquet
 from benchmarks.workloads import WorkloadError
 from conserve.console import new_console
 from conserve_cli.workload_options import (

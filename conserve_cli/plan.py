@@ -15,7 +15,7 @@ from autoscale.capacity.plan import Plan, PlanError, Provision, RoleProfiles, ma
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.selection import Selection
 from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
-from benchmarks.workloads.arrivals import Arrivals
+from benchmarks.workloads.plan import Arrivals
 from conserve.console import new_console
 from conserve_cli.workload_options import (
     KnownWorkload,

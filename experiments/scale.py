@@ -276,7 +276,7 @@ def _figures(
     records: Sequence[TurnRecord],
     counted_s: float,
     whole_s: float,
-    cluster: Clients[Any],
+    cluster: Clients,
 ) -> Figures:
     ended = [one for one in records if one.outcome == "completed"]
     repeated = found = 0

@@ -4,10 +4,7 @@ With the official client, against any server of OpenAI's API that parses tool ca
 
     client = openai.AsyncOpenAI(base_url="http://127.0.0.1:8000/v1", api_key="unused")
     complete = client_complete(client, "conserve-embedded", extra_headers={...})
-    transcript = await run_agent(complete, messages, schemas, toolbox.run, on_turn=print)
-
-``messages`` begin with the system prompt and the user's question. What the server said beside the
-message (usage, ids, headers) is in each turn's ``info``.
+    transcript = await run_agent(complete, messages, schemas, toolbox.run)
 """
 
 import json
@@ -24,11 +21,8 @@ MAX_TURNS = 12
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Tells what a model said.
-
-    Attributes:
-        message: the assistant's message, as it goes into the next request.
-        info: what else the server told, by name.
+    """A model's reply: the message, as it goes into the next request, and what else the server
+    told.
     """
 
     message: Message
@@ -43,32 +37,18 @@ RunTool = Callable[[Call], Value]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request to the model, and the tools that it called.
-
-    Attributes:
-        number: counted from 1.
-        reply: what the model said.
-        calls: the calls that it made; None for one whose arguments were no JSON object.
-        results: what each tool said, as the model is told it.
-        duration_s: how long the model took.
+    """One reply, its calls (None for arguments that are no JSON object), and what the model is
+    told.
     """
 
-    number: int
     reply: Reply
     calls: tuple[Call | None, ...]
     results: tuple[str, ...]
-    duration_s: float
 
 
 @dataclass(slots=True)
 class Transcript:
-    """How an agent's run went.
-
-    Attributes:
-        messages: all messages, those that the run began with included.
-        turns: one for each request.
-        answer: the final sentence; None if the agent was stopped before it gave one.
-    """
+    """An agent's run: all messages, and the answer, None if it was stopped before it gave one."""
 
     messages: list[Message]
     turns: list[Turn] = field(default_factory=list)
@@ -76,18 +56,13 @@ class Transcript:
 
     @property
     def calls(self) -> list[Call | None]:
-        """All calls that the model made, in order."""
         return [call for turn in self.turns for call in turn.calls]
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a run did a task.
-
-    Attributes:
-        calls: how many calls the task takes.
-        right_calls: how many of them were made, in their place and with the right arguments.
-        right_answer: whether the answer is right, whatever was called.
+    """Calls that a task takes, those that were made right and in their place, and whether the
+    answer is.
     """
 
     calls: int
@@ -101,46 +76,37 @@ async def run_agent(
     schemas: Sequence[Schema],
     run_tool: RunTool,
     *,
-    on_turn: Callable[[Turn], None] | None = None,
     max_turns: int = MAX_TURNS,
 ) -> Transcript:
-    """Have a model work on the last message until it answers without a call.
-
-    Args:
-        run_tool: carries out a call; if it raises ToolError the model is told, and may go on.
-        on_turn: called with each turn when its tools have run.
-        max_turns: after so many turns the agent is stopped.
-
-    Raises:
-        Exception: whatever ``complete`` raises.
-    """
+    """Have a model work until it answers without a call, or ``max_turns`` are over."""
     transcript = Transcript(list(messages))
-    for number in range(1, max_turns + 1):
-        started_s = time.perf_counter()
+    for _ in range(max_turns):
         reply = await complete(transcript.messages, schemas)
-        duration_s = time.perf_counter() - started_s
-        transcript.messages.append(reply.message)
-        calls: list[Call | None] = []
-        results: list[str] = []
-        for asked in reply.message.get("tool_calls") or []:
-            call, result = carried_out(run_tool, asked["function"])
-            calls.append(call)
-            results.append(result)
-            transcript.messages.append(
-                {"role": "tool", "tool_call_id": asked["id"], "content": result}
-            )
-        turn = Turn(number, reply, tuple(calls), tuple(results), duration_s)
-        transcript.turns.append(turn)
-        if on_turn is not None:
-            on_turn(turn)
+        calls, results = go_on(transcript.messages, reply.message, run_tool)
+        transcript.turns.append(Turn(reply, tuple(calls), tuple(results)))
         if not calls:
             transcript.answer = str(reply.message.get("content") or "")
             break
     return transcript
 
 
+def go_on(
+    messages: list[Message], message: Message, run_tool: RunTool
+) -> tuple[list[Call | None], list[str]]:
+    """Append a model's message and its tools' results; returns the calls, and what the model is
+    told.
+    """
+    messages.append(message)
+    calls, results = [], []
+    for asked in message.get("tool_calls") or []:
+        call, result = _carried_out(run_tool, asked["function"])
+        calls.append(call)
+        results.append(result)
+        messages.append({"role": "tool", "tool_call_id": asked["id"], "content": result})
+    return calls, results
+
+
 def score(task: Task, transcript: Transcript) -> Score:
-    """Compare a run with what its task takes."""
     pairs = zip(task.calls, transcript.calls, strict=False)
     return Score(
         calls=len(task.calls),
@@ -198,15 +164,7 @@ def _append(calls: dict[int, Message], part: Any) -> None:
         function["arguments"] += part.function.arguments or ""
 
 
-def carried_out(run_tool: RunTool, function: Message) -> tuple[Call | None, str]:
-    """Carry out a call that a message asks for.
-
-    Args:
-        function: its ``name`` and its ``arguments``, as the model wrote them.
-
-    Returns:
-        The call, None where the arguments are no JSON object; and what the model is to be told.
-    """
+def _carried_out(run_tool: RunTool, function: Message) -> tuple[Call | None, str]:
     try:
         arguments = json.loads(function["arguments"])
     except ValueError as error:

@@ -1,9 +1,8 @@
 """Tasks of two to six tool calls, each call decided by the question and the results so far.
 
 A task asks for numbered steps: calculations, look-ups in tables, and look-ups of what an earlier
-step found. So what a model has to get right is what agents' calls are made of: picking a tool
-out of many, and carrying names and numbers from the question and from results into arguments and
-into the answer. The arithmetic itself is done by the tools.
+step found. So a model has to pick a tool out of many, and carry names and numbers from the question
+and from results into arguments and into the answer. The tools do the arithmetic.
 """
 
 import json
@@ -70,12 +69,9 @@ _FLAVOURS = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A question, the calls that it takes, and what is to be said in the end.
+    """A question with its steps in words, the calls that it takes, and what each of them returns.
 
-    Attributes:
-        clauses: the question's steps, in words.
-        results: what each call returns.
-        report: whether the answer gives the last result or all.
+    ``report`` says whether the answer gives the last result or all.
     """
 
     question: str
@@ -86,7 +82,7 @@ class Task:
 
     @property
     def expected(self) -> tuple[Value, ...]:
-        """The values that a right answer states, in order."""
+        """Values that a right answer states, in order."""
         return self.results if self.report == "all" else self.results[-1:]
 
     @property
@@ -106,8 +102,6 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Tools, and tasks that are asked for one after another."""
-
     system: str
     schemas: tuple[Schema, ...]
     toolbox: Toolbox
@@ -115,14 +109,13 @@ class Session:
 
 
 def stated(answer: str) -> tuple[Value, ...]:
-    """The numbers and quoted names that an answer states, numbers of steps left out."""
+    """Numbers and quoted names that an answer states, numbers of steps left out."""
     text = re.sub(r"\bstep \d+", "", answer, flags=re.IGNORECASE)
     found = re.findall(r'"([^"]*)"|(-?\d+)', text)
     return tuple(int(number) if number else name for name, number in found)
 
 
 def is_right(task: Task, answer: str) -> bool:
-    """Whether an answer states the expected values, and no others."""
     return stated(answer) == task.expected
 
 
@@ -134,13 +127,13 @@ def make_session(
     steps: tuple[int, int] = (MIN_STEPS, MAX_STEPS),
     schema_tokens: tuple[int, int] = (MIN_SCHEMA_TOKENS, MAX_SCHEMA_TOKENS),
 ) -> Session:
-    """The session of a seed; the same on every machine.
+    """Make the session of a seed; the same on every machine.
 
     Args:
         tasks: how many questions are asked in it.
         steps: fewest and most calls of a task.
-        schema_tokens: range of the schemas' total length, as far as the tools that the tasks
-            need leave a choice.
+        schema_tokens: range of the schemas' total length, as far as the tools that the tasks need
+            leave a choice.
     """
     rng = random.Random(f"{split}/{seed}")
     toolbox = Toolbox(Style.draw(rng))
@@ -163,14 +156,12 @@ def transcript(session: Session) -> list[Message]:
 
 
 def call_message(call: Call, remark: str, identifier: str) -> Message:
-    """An assistant's message with one tool call."""
     function = {"name": call.name, "arguments": json.dumps(call.arguments)}
     tool_call = {"id": identifier, "type": "function", "function": function}
     return {"role": "assistant", "content": remark, "tool_calls": [tool_call]}
 
 
 def result_message(result: Value, identifier: str) -> Message:
-    """A tool's message."""
     content = json.dumps({"result": result})
     return {"role": "tool", "tool_call_id": identifier, "content": content}
 
@@ -204,8 +195,6 @@ def _shown(value: Value) -> str:
 
 
 class _Maker:
-    """Makes up one task, filling the toolbox's tables with what it needs."""
-
     def __init__(self, rng: random.Random, split: Split, toolbox: Toolbox) -> None:
         self._rng = rng
         self._split: Split = split
@@ -301,7 +290,7 @@ class _Maker:
 def _schemas(
     rng: random.Random, toolbox: Toolbox, tasks: Sequence[Task], tokens: int
 ) -> tuple[Schema, ...]:
-    """Schemas of the tools that are needed, and of others up to this length, in random order."""
+    """Return schemas of the needed tools, and of others up to this length, in random order."""
     needed = {call.name for task in tasks for call in task.calls}
     own = [toolbox.lookup_schema(rng, name) for name in KIND_OF_FIELD]
     own += [toolbox.operation_schema(rng, name) for name in OPERATIONS]

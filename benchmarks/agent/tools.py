@@ -135,16 +135,12 @@ class ToolError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One tool call."""
-
     name: str
     arguments: dict[str, Value]
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a session's interface names its tools and their parameters."""
-
     verb: str
     suffix: str
     operands: tuple[str, str]
@@ -152,33 +148,26 @@ class Style:
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Style":
-        """Draw one of all the ways."""
         return cls(*map(rng.choice, (_VERBS, _SUFFIXES, _OPERANDS, _KEYS)))  # type: ignore[arg-type]
 
     def lookup(self, name: str, subject: str) -> Call:
-        """The call that looks up a field of a subject."""
         key = self.key.format(kind=KIND_OF_FIELD[name])
         return Call(f"{self.verb}_{name}", {key: subject})
 
     def operation(self, name: str, first: int, second: int) -> Call:
-        """The call that calculates with two numbers."""
         operands: dict[str, Value] = dict(zip(self.operands, (first, second), strict=True))
         return Call(f"{name}_{self.suffix}", operands)
 
 
 @dataclass(slots=True)
 class Toolbox:
-    """Holds what the tools of one session work on: a table for each field, by name."""
+    """Tables that the tools of one session work on, one for each field, by name."""
 
     style: Style
     tables: dict[str, dict[str, Value]] = field(default_factory=dict)
 
     def run(self, call: Call) -> Value:
-        """Carry out a call.
-
-        Raises:
-            ToolError: the call is wrong; the message is what the model is told.
-        """
+        """Carry out a call; ToolError: the call is wrong; the message is what the model is told."""
         for name in KIND_OF_FIELD:
             expected = self.style.lookup(name, "")
             if call.name == expected.name:
@@ -196,7 +185,6 @@ class Toolbox:
             raise ToolError(f"no {name} is known of {subject}") from None
 
     def lookup_schema(self, rng: random.Random, name: str) -> Schema:
-        """The schema of the look-up of a field."""
         kind = KIND_OF_FIELD[name]
         call = self.style.lookup(name, "")
         result = "a number" if FIELDS[kind][name] == NUMBER else "a name"
@@ -208,7 +196,6 @@ class Toolbox:
         )
 
     def operation_schema(self, rng: random.Random, name: str) -> Schema:
-        """The schema of a calculation."""
         call = self.style.operation(name, 0, 0)
         description = f"Calculate with two numbers: {name}."
         first, second = call.arguments

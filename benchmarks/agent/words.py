@@ -133,11 +133,7 @@ _NUMBER_EVERY = 7
 
 
 def split_of_name(kind: str, name: str) -> Split:
-    """The split that a two-word name belongs to.
-
-    Raises:
-        ValueError: it is not a name of this kind.
-    """
+    """Return a two-word name's split; ValueError: it is not a name of this kind."""
     first, second = name.split(" ")
     columns = COLUMNS[kind]
     row, column = columns[0].index(first), columns[1].index(second)
@@ -145,12 +141,11 @@ def split_of_name(kind: str, name: str) -> Split:
 
 
 def split_of_number(number: int) -> Split:
-    """The split that a number in a question or a table belongs to."""
+    """Return the split that a number in a question or a table belongs to."""
     return "held-out" if number % _NUMBER_EVERY == 3 else "train"
 
 
 def draw_name(rng: random.Random, kind: str, split: Split, taken: Sequence[str] = ()) -> str:
-    """Draw a name of this split that is not taken."""
     while True:
         name = " ".join(rng.choice(column) for column in COLUMNS[kind])
         if split_of_name(kind, name) == split and name not in taken:

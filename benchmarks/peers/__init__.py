@@ -4,11 +4,11 @@
         measure(peer.url)
 
 They run the same model with the same engine arguments on as many engines, bound to as many
-cores. One module a peer says what its settings are, and where they are documented.
+cores. `systems` says what each one's settings are, and where they are documented.
 """
 
-from benchmarks.peers.options import Options
-from benchmarks.peers.plan import PeerUnavailable
-from benchmarks.peers.running import PEERS, Peer, start
+from benchmarks.peers.plan import Options, PeerUnavailable
+from benchmarks.peers.running import Peer, start
+from benchmarks.peers.systems import PEERS
 
 __all__ = ["PEERS", "Options", "Peer", "PeerUnavailable", "start"]

@@ -1,9 +1,9 @@
 """A peer under a process of its own, so that several are up at once and each stops alone.
 
-What stops a peer ends every descendant of the process that started it; so each has such a process
-to itself. It ends, with its peer, when the pipe that it reads closes: nothing outlives its caller,
-however that one ends. ``python -m benchmarks.peers.apart NAME`` is that process: options come as a
-line of JSON, and what becomes of it goes back as others.
+Stopping a peer ends every descendant of the process that started it, so each has a process to
+itself. That ends, with its peer, when the pipe that it reads closes: nothing outlives its caller.
+``python -m benchmarks.peers.apart NAME`` is that process: it reads options as a line of JSON, and
+says in others what becomes of it.
 """
 
 import contextlib
@@ -20,8 +20,7 @@ from typing import IO, Any
 
 import psutil
 
-from benchmarks.peers.options import Options
-from benchmarks.peers.plan import PeerUnavailable
+from benchmarks.peers.plan import Options, PeerUnavailable
 from benchmarks.peers.running import Peer, start
 
 # A Serve application and its Ray end within some 45 seconds; one that does not is ended.
@@ -36,11 +35,10 @@ class Apart:
     process: psutil.Process
 
     def memory_bytes(self) -> int:
-        """Return what all its processes have in memory; pages that they share count once."""
+        """Memory of all its processes; pages that they share count once."""
         return int(sum(_each(self.process, lambda one: float(one.memory_full_info().pss))))
 
     def cpu_s(self) -> float:
-        """Seconds of CPU time that its living processes have had."""
         return sum(_each(self.process, lambda one: sum(one.cpu_times()[:2])))
 
 
@@ -52,11 +50,7 @@ def _each(above: psutil.Process, ask: Callable[[psutil.Process], float]) -> Iter
 
 @contextlib.contextmanager
 def start_apart(name: str, options: Options, on_progress: Callable[[str], None]) -> Iterator[Apart]:
-    """As `benchmarks.peers.start`; blocks need not be nested.
-
-    Raises:
-        PeerUnavailable: it cannot run here, with the reason in one line.
-    """
+    """Start a peer as `benchmarks.peers.start` does; blocks need not be nested."""
     command = [sys.executable, "-m", __spec__.name, name]
     # In a session of its own: Ctrl-C reaches the caller, whose block's end stops it.
     child = subprocess.Popen(
@@ -102,7 +96,6 @@ def _stop(child: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    """Start the peer, say so, and stop it when the pipe closes."""
     # The caller's session may ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     given = json.loads(sys.stdin.readline())

@@ -1,9 +1,8 @@
 """Measures how long an engine's iterations take by the tokens that they prefill.
 
 While one stream decodes, prompts of one size after the other are sent; the longest time between
-two tokens of the stream meanwhile is that of the iteration with the prompt in it. The server
-should be a bare engine, idle, that takes the largest size in one step (vLLM's
-``max_num_batched_tokens``).
+two tokens of the stream meanwhile is that of the iteration with the prompt in it. The server is a
+bare engine, idle, that takes the largest size in one step (vLLM's ``max_num_batched_tokens``).
 """
 
 import asyncio
@@ -11,7 +10,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import httpx
@@ -19,6 +18,7 @@ import httpx
 from benchmarks.selection import DEFAULT_VOCABULARY
 
 SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+SLO_MULTIPLE = 5.0
 _STREAM_TOKENS = 1000
 _PROMPT_TOKENS = 16
 _TIMEOUT_S = 120.0
@@ -34,18 +34,12 @@ async def iterations(
     """Measure; takes some ten seconds and more.
 
     Args:
-        url: the server's URL.
-        model: the model's name on that server.
-        sizes: lengths of the prompts, in tokens.
         repeats: number of prompts of each size; the median counts.
         unloaded_s: how long only the stream runs, for the step without load.
 
     Returns:
         Points (tokens prefilled in an iteration, its median seconds), and the median seconds of a
-        decode step without load; both are what `collocated.largest_chunk` takes.
-
-    Raises:
-        httpx.HTTPError: the server fails or refuses.
+        decode step without load; both are what `largest_chunk` takes.
     """
     draw = random.Random(0)
     first, last = (int(end) for end in str(DEFAULT_VOCABULARY).split(":"))
@@ -95,3 +89,30 @@ async def iterations(
             with contextlib.suppress(asyncio.CancelledError):
                 await stream
     return points, step_s
+
+
+def largest_chunk(
+    points: Iterable[tuple[int, float]], decode_step_s: float, multiple: float = SLO_MULTIPLE
+) -> int:
+    """Return a collocated engine's chunk by the paper's rule, from measured iterations.
+
+    It counts if all smaller ones stay within the bound too: one lucky measurement does not decide.
+
+    Args:
+        points: tokens of a chunk, and seconds of an iteration that computes it.
+        multiple: how many decode steps an iteration may take.
+
+    Raises ValueError: no points, or not even the smallest chunk stays within the bound.
+    """
+    if decode_step_s <= 0:
+        raise ValueError(f"decode_step_s: {decode_step_s:g} is not positive")
+    largest = 0
+    for tokens, step_s in sorted(points):
+        if step_s > multiple * decode_step_s:
+            break
+        largest = tokens
+    if not largest:
+        raise ValueError(
+            f"no chunk stays within {multiple:g} x {decode_step_s:g} s; measure smaller ones"
+        )
+    return largest

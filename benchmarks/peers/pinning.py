@@ -2,8 +2,7 @@
 
 An engine is the process that vLLM calls ``VLLM::EngineCore``, with its workers. Replicas of one
 Ray deployment share their environment, so ``VLLM_CPU_OMP_THREADS_BIND`` cannot give each a core
-of its own; the affinity of each thread can. What is in front of an engine (router, replica,
-tokenization) is left to the scheduler. An engine that is started anew later is not pinned.
+of its own; the affinity of each thread can. An engine that is started anew later is not pinned.
 """
 
 import contextlib
@@ -21,8 +20,7 @@ def autogroup_warning() -> str | None:
     """Say what to change on this machine before engines are pinned, if there is something.
 
     Where the kernel shares out cores by session, a load generator is in another one than engines.
-    It was seen to wait three seconds for a core while two pinned engines had both to themselves,
-    and that reads as if they had given no tokens.
+    It was seen to wait three seconds for a core while two pinned engines had both to themselves.
     """
     try:
         grouped = _AUTOGROUP.read_text().strip() == "1"
@@ -37,7 +35,7 @@ def autogroup_warning() -> str | None:
 
 
 def engine_processes() -> list[psutil.Process]:
-    """The engines among the descendants of this process, oldest first."""
+    """Engines among the descendants of this process, oldest first."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -47,14 +45,9 @@ def engine_processes() -> list[psutil.Process]:
 
 
 def pin(engines: Sequence[psutil.Process], cores: Sequence[int]) -> list[list[int]]:
-    """Give each engine its core; one engine alone gets them all.
+    """Give each engine its core, and return the cores of each; one engine alone gets them all.
 
-    Returns:
-        The cores of each engine.
-
-    Raises:
-        ValueError: not as many engines as cores.
-        OSError: the affinity cannot be set.
+    Raises ValueError for not as many engines as cores, OSError where affinity cannot be set.
     """
     shares = share_out(cores, len(engines))
     for engine, share in zip(engines, shares, strict=True):
@@ -64,11 +57,7 @@ def pin(engines: Sequence[psutil.Process], cores: Sequence[int]) -> list[list[in
 
 
 def share_out(cores: Sequence[int], engines: int) -> list[list[int]]:
-    """Each engine's cores: one for each, or all for the only one.
-
-    Raises:
-        ValueError: there are several engines, and not as many as cores.
-    """
+    """Return each engine's cores; ValueError: there are several, and not as many as cores."""
     shares = [list(cores)] if engines == 1 else [[core] for core in cores]
     if len(shares) != engines:
         raise ValueError(f"{engines} engines for {len(cores)} cores")

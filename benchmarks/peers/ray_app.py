@@ -1,8 +1,7 @@
 """Runs one application of `ray.serve.llm` on a Ray of its own, until it is told to stop.
 
-``python -m benchmarks.peers.ray_app BUILDER PORT CPUS ARGUMENTS``: the builder's name in
-`ray.serve.llm`, the port on loopback, how many CPUs Ray accounts for, and the builder's arguments
-as JSON, in the form of a Serve config file's ``args``.
+``python -m benchmarks.peers.ray_app BUILDER PORT CPUS ARGUMENTS``: a builder of `ray.serve.llm`,
+the port on loopback, Ray's CPUs, and the builder's arguments as JSON (a Serve config's ``args``).
 """
 
 import contextlib

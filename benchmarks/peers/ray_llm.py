@@ -1,12 +1,10 @@
-"""Has what the two peers of Ray Serve LLM share: its fastest documented ingress, and its config.
+"""The two peers of Ray Serve LLM: its fastest documented ingress, and its config.
 
 From Ray's user guides "Direct streaming" and "Enable High Throughput on Ray Serve":
 ``RAY_SERVE_ENABLE_HA_PROXY``, ``RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING`` and
-``RAY_SERVE_THROUGHPUT_OPTIMIZED``. HAProxy then passes bytes between clients and replicas, and
-asks a router which replica. Its replicas listen on all interfaces: mind the firewall.
-
-From the docstring of Ray's `ConsistentHashRouter`: a session's turns go to one replica, by the
-header that ``RAY_SERVE_SESSION_ID_HEADER_KEY`` names (``x-session-id`` if it names none).
+``RAY_SERVE_THROUGHPUT_OPTIMIZED``. HAProxy's replicas listen on all interfaces: mind the firewall.
+`ConsistentHashRouter` sends a session's turns to one replica, by the header that
+``RAY_SERVE_SESSION_ID_HEADER_KEY`` names (Ray's docstring).
 """
 
 import json
@@ -14,14 +12,78 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.peers.options import Options, engine_environment
-from benchmarks.peers.plan import CONVERSATION_HEADER, Part, free_port, module
+from benchmarks.peers.plan import (
+    CONVERSATION_HEADER,
+    Options,
+    Part,
+    PeerPlan,
+    engine_arguments,
+    engine_environment,
+    free_port,
+    module,
+    require_two,
+)
+from conserve.settings import LMCacheSettings
+from deployments.node.lmcache_server import Address, lmcache_command, lmcache_environment
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
-def llm_config(options: Options, replicas: int, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """An `LLMConfig` as a Serve config file has it: replicas chosen by consistent hashing."""
+def ray_serve_llm(options: Options) -> PeerPlan:
+    """Ray Serve LLM's own application, with session affinity: each replica does everything.
+
+    Settings: ``build_openai_app`` with N replicas, direct streaming, and `ConsistentHashRouter` on
+    the conversation's header; see `benchmarks.peers.ray_llm` for where they are documented.
+    """
+    engine = engine_arguments(options)
+    arguments = {"llm_configs": [_llm_config(options, options.engines, engine)]}
+    return PeerPlan(
+        parts=(_serving_part("ray_serve_llm", options, "build_openai_app", arguments),),
+        engine_arguments={"replica": engine},
+        prefillers=0,
+        decoders=options.engines,
+    )
+
+
+def ray_pd(options: Options) -> PeerPlan:
+    """Ray Serve LLM's prefill-decode disaggregation, with KV through an LMCache server.
+
+    Settings: ``build_pd_openai_app`` with one prefill and N - 1 decode replicas, both with the
+    settings of `benchmarks.peers.ray_llm`. Ray's guide "Prefill/decode disaggregation" has LMCache
+    with roles ``kv_producer`` and ``kv_consumer``. It names `LMCacheConnectorV1`, which runs inside
+    the engine and does not support CPUs; this uses LMCache's multi-process connector, the one that
+    ConServe uses, through ``kv_connector_module_path``. Ray gives a connector that it does not know
+    its default protocol, which is the one that it has for LMCache: prefill, then decode. Every turn
+    is prefilled on the prefill replica.
+
+    It prefills with ``max_tokens=1`` beside whatever ``min_tokens`` a request has, which vLLM
+    refuses; so output lengths are forced with ``max_tokens`` and ``ignore_eos`` alone.
+    """
+    require_two(options.engines, "ray_pd")
+    lmcache = LMCacheSettings(
+        chunk_tokens=256 if options.gpu else 128, port=free_port(), http_port=free_port()
+    )
+    shared = engine_arguments(options)
+    prefill = shared | {"kv_transfer_config": _connector("kv_producer", lmcache)}
+    decode = shared | {"kv_transfer_config": _connector("kv_consumer", lmcache)}
+    arguments = {
+        "prefill_config": _llm_config(options, 1, prefill),
+        "decode_config": _llm_config(options, options.engines - 1, decode),
+    }
+    return PeerPlan(
+        parts=(
+            _lmcache_server(lmcache),
+            _serving_part("ray_pd", options, "build_pd_openai_app", arguments),
+        ),
+        engine_arguments={"prefill": prefill, "decode": decode},
+        prefillers=1,
+        decoders=options.engines - 1,
+        min_tokens=False,
+    )
+
+
+def _llm_config(options: Options, replicas: int, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an `LLMConfig` as a Serve config file has it: consistent hashing chooses replicas."""
     bundle = {"CPU": 0.5, **({"GPU": 1} if options.gpu else {})}
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))
@@ -43,8 +105,7 @@ def llm_config(options: Options, replicas: int, engine: Mapping[str, Any]) -> di
     }
 
 
-def serving_part(name: str, options: Options, builder: str, arguments: Mapping[str, Any]) -> Part:
-    """The process that runs an application of `ray.serve.llm`."""
+def _serving_part(name: str, options: Options, builder: str, arguments: Mapping[str, Any]) -> Part:
     environment = {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
@@ -64,5 +125,27 @@ def serving_part(name: str, options: Options, builder: str, arguments: Mapping[s
 def serving_command(
     builder: str, port: int, cpus: int, arguments: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The command line of `benchmarks.peers.ray_app`, which says what it takes."""
     return module("benchmarks.peers.ray_app", builder, str(port), str(cpus), json.dumps(arguments))
+
+
+def _connector(role: str, lmcache: LMCacheSettings) -> dict[str, Any]:
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        "kv_role": role,
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": lmcache.port,
+        },
+    }
+
+
+def _lmcache_server(lmcache: LMCacheSettings) -> Part:
+    environment = lmcache_environment()
+    address = Address("127.0.0.1", lmcache.port, lmcache.http_port)
+    return Part(
+        "lmcache",
+        tuple(lmcache_command(lmcache, address)),
+        {key: value for key, value in environment.items() if os.environ.get(key) != value},
+        ready_url=f"http://127.0.0.1:{lmcache.http_port}/healthcheck",
+    )

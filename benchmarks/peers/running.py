@@ -1,6 +1,7 @@
 """Starts a peer, waits until it serves and is warm, and stops all that it started."""
 
 import contextlib
+import secrets
 import signal
 import socket
 import tempfile
@@ -13,52 +14,31 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import httpx
+
 from benchmarks.machine import environment
-from benchmarks.peers import (
-    collocated,
-    conserve,
-    elastic,
-    full_disaggregation,
-    per_turn,
-    ray_pd,
-    ray_serve_llm,
-    vllm,
-    vllm_router,
-)
-from benchmarks.peers.options import Options
 from benchmarks.peers.pinning import engine_processes, pin
-from benchmarks.peers.plan import PeerPlan, PeerUnavailable
-from benchmarks.peers.waiting import answers, serves, until_ready, warm_up
+from benchmarks.peers.plan import Options, PeerPlan, PeerUnavailable
+from benchmarks.peers.systems import PEERS
 from conserve.launch import Launch
 
-PEERS = {
-    peer.NAME: peer
-    for peer in (
-        conserve,
-        elastic,
-        ray_serve_llm,
-        ray_pd,
-        vllm,
-        vllm_router,
-        collocated,
-        per_turn,
-        full_disaggregation,
-    )
-}
+_POLL_S = 0.5
+_ANSWER_S = 15.0
+# Conversations for each engine until it counts as warm: where a hash of its name chooses a
+# conversation's engine, the chance that one of N engines gets none is about N * exp(-6).
+_WARM_CONVERSATIONS = 6
+_WARM_WORDS = 250
+_WARM_TOKENS = 8
+_LAST_LINES = 3
+_LONGEST_LINE = 300
 
 
 @dataclass(frozen=True)
 class Peer:
     """A peer that is up and warm.
 
-    Attributes:
-        name: its key in `PEERS`.
-        url: its server's URL, without ``/v1``.
-        model: the name to ask it for.
-        session_header: the request header by which it tells conversations apart, if it does.
-        min_tokens: whether it takes requests with ``min_tokens``.
-        described: how it was started, for reports: command lines and what they add to the
-            environment, engine arguments, engines, cores, logs, versions.
+    ``described`` is how it was started, for reports: command lines and what they add to the
+    environment, engine arguments, engines, cores, logs, versions.
     """
 
     name: str
@@ -76,13 +56,8 @@ def start(
     """Have a peer up and warm for the time of a ``with`` block.
 
     When it stops it ends every descendant of this process, as `conserve.launch.Launch` does. So
-    several peers at a time go into nested blocks, and a process that is to outlive a peer
-    belongs under another parent.
-
-    Args:
-        name: a key of `PEERS`.
-        options: what every peer is started with.
-        on_progress: called with what is waited for.
+    several peers at a time go into nested blocks, and a process that outlives a peer belongs under
+    another parent.
 
     Raises:
         ValueError: there is no such peer.
@@ -92,7 +67,7 @@ def start(
         raise ValueError(f"no peer {name!r}: there are {', '.join(PEERS)}")
     options = options or Options()
     report = on_progress or (lambda text: None)
-    plan: PeerPlan = PEERS[name].plan(options)
+    plan = PEERS[name](options)
     url = f"http://127.0.0.1:{options.port}"
     _require_free(options.port)
     logs = options.logs or Path(tempfile.mkdtemp(prefix=f"peer-{name}-"))
@@ -126,10 +101,7 @@ def start(
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Have a plain `kill` or a closed terminal end the block as Ctrl-C does: with its processes.
-
-    This works in the main thread alone, and only where the caller has not said otherwise.
-    """
+    """Have a plain `kill` or a closed terminal end the block as Ctrl-C does, in the main thread."""
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -181,3 +153,90 @@ def _described(
         "logs": str(logs),
         **environment(),
     }
+
+
+# --- When it is up, and warm ---------------------------------------------------------------------
+
+
+def until_ready(
+    part: str, launch: Launch, log: Path, ready: Callable[[], bool], deadline_s: float
+) -> None:
+    """Wait until ``ready`` says that a part of a peer is; PeerUnavailable: it ended, or took too
+    long.
+    """
+    while not ready():
+        if not launch.running:
+            raise PeerUnavailable(f"{part} ended while it started: {last_words(log)}")
+        if time.monotonic() > deadline_s:
+            raise PeerUnavailable(f"{part} was not ready in time: {last_words(log)}")
+        time.sleep(_POLL_S)
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=_ANSWER_S).status_code == 200
+    return False
+
+
+def serves(url: str, model: str, plan: PeerPlan) -> bool:
+    """Whether all engines are up: as ``/health`` counts them, else as the model is listed."""
+    if not plan.releases:
+        names = [str(entry.get("id")) for entry in _body(url + "/v1/models").get("data", [])]
+        return model in names
+    health = _body(url + "/health")
+    prefillers, decoders = int(health.get("prefillers", 0)), int(health.get("decoders", 0))
+    return prefillers >= plan.prefillers and decoders >= plan.decoders
+
+
+def _body(url: str) -> dict[str, Any]:
+    try:
+        body = httpx.get(url, timeout=_ANSWER_S).json()
+    except (httpx.HTTPError, ValueError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def warm_up(url: str, model: str, plan: PeerPlan, deadline_s: float) -> None:
+    """Run conversations of two turns on all engines, and forget them; PeerUnavailable: a turn
+    fails.
+    """
+    names = [f"warm-up-{secrets.token_hex(8)}" for _ in range(_WARM_CONVERSATIONS * plan.engines)]
+    headers: list[dict[str, str]] = [
+        {plan.session_header: name} if plan.session_header else {} for name in names
+    ]
+    try:
+        with httpx.Client(base_url=url, timeout=max(1.0, deadline_s - time.monotonic())) as client:
+            for name, header in zip(names, headers, strict=True):
+                if time.monotonic() > deadline_s:
+                    raise PeerUnavailable("its first turns were not done in time")
+                _two_turns(client, model, name, header)
+            if plan.releases:
+                for name in names:
+                    client.delete(f"/v1/conversations/{name}").raise_for_status()
+    except httpx.HTTPStatusError as error:
+        reply = error.response
+        reason = " ".join(reply.text.split())[:_LONGEST_LINE]
+        raise PeerUnavailable(f"a first turn was refused: {reply.status_code} {reason}") from None
+    except httpx.HTTPError as error:
+        raise PeerUnavailable(f"a first turn failed: {type(error).__name__} {error}") from None
+
+
+def _two_turns(client: httpx.Client, model: str, name: str, header: dict[str, str]) -> None:
+    messages = [{"role": "user", "content": f"{name} " + "word " * _WARM_WORDS}]
+    for _ in range(2):
+        body = {"model": model, "messages": messages, "max_tokens": _WARM_TOKENS}
+        reply = client.post("/v1/chat/completions", json=body, headers=header).raise_for_status()
+        answer = reply.json()["choices"][0]["message"]["content"] or ""
+        messages += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "word " * 20},
+        ]
+
+
+def last_words(log: Path) -> str:
+    """Return the last errors in a log, else its last lines, in one line that names it."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line]
+    told = [line for line in lines if "Error" in line or "error:" in line] or lines
+    shown = " | ".join(line[-_LONGEST_LINE:] for line in told[-_LAST_LINES:])
+    return f"{shown or 'it said nothing'} (log: {log})"

@@ -1,53 +1,54 @@
-"""Clients and time of a simulation: which conversations are under way, and what becomes of them."""
+"""Clients and time of a simulation: the conversations under way, and all events."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, islice
 from math import inf
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from benchmarks.counters import ServerFigures
 from benchmarks.records import Answer, Script, TurnRecord, TurnRequest
 from benchmarks.simulate.costs import Costs
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
+from benchmarks.simulate.rivals import Program
 from benchmarks.simulate.system import SimulationError, System
+from conserve.history import TurnKey
 
 _NOTHING_SAID = Answer("")
 
 
+@dataclass(eq=False, slots=True)
 class Open:
     """A conversation under way.
 
     Attributes:
         request: its turn under way, or the next one.
-        records: its turns that are over.
-        sent_s: when its last turn was sent.
+        program: what a rival sees of it.
+        key: the conversation table's, for the turn under way.
+        found_tokens: of the turn's prompt, found in any cache.
+        parks: whether the turn under way leaves its KV in host memory.
     """
 
-    __slots__ = ("records", "request", "script", "sent_s")
+    script: Script
+    request: TurnRequest
+    program: Program
+    key: TurnKey
+    records: list[TurnRecord] = field(default_factory=list)
+    sent_s: float = 0.0
+    decoder: SimulatedEngine | None = None
+    found_tokens: int = 0
+    parks: bool = False
 
-    def __init__(self, script: Script, request: TurnRequest) -> None:
-        self.script = script
-        self.request = request
-        self.records: list[TurnRecord] = []
-        self.sent_s = 0.0
 
-
-OpenT = TypeVar("OpenT", bound=Open)
-
-
-class Clients(ABC, Generic[OpenT]):
-    """One run of one system: its clients, and the events of all that it comprises.
+class Clients(ABC):
+    """One run of one system.
 
     A subclass serves turns (`_serve`), and tells when they are over (`_completed`, `_refuse`).
-
-    Args:
-        on_conversation: called with the turns of each conversation, when it ends.
-        gaps: whether gaps between turns are kept; False: turns follow each other at once.
+    Without ``gaps`` turns follow each other at once.
 
     Attributes:
-        decoders, prefillers: its engines, by name.
         ended_s: when the last conversation ended.
         arrived, turns: number of conversations that came, and of turns that are over.
     """
@@ -67,8 +68,9 @@ class Clients(ABC, Generic[OpenT]):
         self._gaps = gaps
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._number = count()
-        self._under_way: dict[str, OpenT] = {}
-        # Of a closed loop: who begins when somebody ends.
+        self._under_way: dict[str, Open] = {}
+        self._arriving = False
+        # Of a closed loop: conversations that begin when others end.
         self._next_programs: Iterator[tuple[float, Script]] = iter(())
         self._longest_tokens = min(
             costs.capacity_tokens for costs in (*system.prefillers, *system.decoders)
@@ -78,16 +80,27 @@ class Clients(ABC, Generic[OpenT]):
         self.turns = 0
 
     def run(self, plan: Iterable[tuple[float, Script]]) -> None:
-        """Serve all conversations to their ends.
-
-        Args:
-            plan: arrivals in seconds, ascending, and what arrives.
-
-        Raises:
-            SimulationError: a turn of it does not say how long it is.
+        """Serve a plan: arrivals in seconds, ascending; SimulationError: a turn does not say how
+        long it is.
         """
+        self.start(plan)
+        self.advance(inf)
+
+    def start(self, plan: Iterable[tuple[float, Script]]) -> None:
+        """Have a plan's conversations arrive while time goes on (`advance`)."""
         self._next_arrival(iter(plan))
-        self._run_until(inf)
+
+    def advance(self, until_s: float) -> None:
+        """Run all events until then; raises what `run` raises."""
+        events = self._events
+        while events and events[0][0] <= until_s:
+            now_s, _, act, what = heappop(events)
+            act(now_s, what)
+
+    @property
+    def open(self) -> bool:
+        """Whether a conversation is under way, or is still to arrive."""
+        return bool(self._under_way) or self._arriving
 
     def run_programs(
         self,
@@ -96,20 +109,14 @@ class Clients(ABC, Generic[OpenT]):
         until_s: float,
         ramp_s: float = 0.0,
     ) -> None:
-        """Have so many conversations under way at any time: where one ends, the next begins.
+        """Keep this many conversations of a plan under way: where one ends, the next begins.
 
-        Args:
-            plan: what begins, in this order; when it would arrive does not count.
-            until_s: the time is up then. Conversations under way are told as far as they got.
-            ramp_s: the first ones begin evenly over so much time.
-
-        Raises:
-            SimulationError: a turn of it does not say how long it is.
+        At ``until_s`` it tells how far they got. The first begin evenly over ``ramp_s``.
         """
         self._next_programs = iter(plan)
         for number, (_, script) in enumerate(islice(self._next_programs, programs)):
             self._later(ramp_s * number / programs, self._begin, script)
-        self._run_until(until_s)
+        self.advance(until_s)
         if self._events:
             self.ended_s = until_s
         for one in self._under_way.values():
@@ -117,7 +124,7 @@ class Clients(ABC, Generic[OpenT]):
                 self._on_conversation(one.records)
 
     def energy_j(self) -> float | None:
-        """Energy used up to the last conversation's end; None if the profile has no power."""
+        """Energy up to the last conversation's end; None if the profile has no power."""
         total_j = 0.0
         for engine in (*self.prefillers.values(), *self.decoders.values()):
             costs = engine.costs
@@ -132,33 +139,20 @@ class Clients(ABC, Generic[OpenT]):
         return total_j
 
     def shared_found_tokens(self) -> int:
-        """Return what engines did not compute because other conversations had begun with it."""
+        """Tokens that engines did not compute because other conversations begin with them."""
         engines = (*self.prefillers.values(), *self.decoders.values())
         return sum(engine.shared_found_tokens for engine in engines)
 
     @abstractmethod
-    def figures(self, kv_bytes_per_token: float) -> ServerFigures:
-        """Return what a live system would have counted."""
+    def figures(self, kv_bytes_per_token: float) -> ServerFigures: ...
 
     @abstractmethod
-    def _open(self, script: Script, request: TurnRequest) -> OpenT:
-        """A conversation that has arrived."""
+    def _serve(self, one: Open, prompt_tokens: int, now_s: float) -> None: ...
 
     @abstractmethod
-    def _serve(self, one: OpenT, prompt_tokens: int, now_s: float) -> None:
-        """Have the turn answered that a client sends now."""
-
-    @abstractmethod
-    def _closed(self, one: OpenT, now_s: float) -> None:
-        """A conversation has ended."""
+    def _closed(self, one: Open, now_s: float) -> None: ...
 
     # --- Time ---------------------------------------------------------------------------------
-
-    def _run_until(self, until_s: float) -> None:
-        events = self._events
-        while events and events[0][0] <= until_s:
-            now_s, _, act, what = heappop(events)
-            act(now_s, what)
 
     def _later(self, at_s: float, act: Callable[[float, Any], None], what: object) -> None:
         heappush(self._events, (at_s, next(self._number), act, what))
@@ -186,7 +180,6 @@ class Clients(ABC, Generic[OpenT]):
     def _submit(
         self, work: EngineTurn, engine: SimulatedEngine, now_s: float, after_s: float
     ) -> None:
-        """Give a turn to an engine after so many seconds."""
         if after_s:
             self._later(now_s + after_s, self._come, (work, engine))
         else:
@@ -200,6 +193,7 @@ class Clients(ABC, Generic[OpenT]):
 
     def _next_arrival(self, plan: Iterator[tuple[float, Script]]) -> None:
         arriving = next(plan, None)
+        self._arriving = arriving is not None
         if arriving is not None:
             at_s, script = arriving
             self._later(at_s, self._arrive, (script, plan))
@@ -213,14 +207,14 @@ class Clients(ABC, Generic[OpenT]):
         request = script.next(None)
         if request is not None:
             self.arrived += 1
-            one = self._under_way[script.conversation] = self._open(script, request)
+            id = script.conversation
+            one = self._under_way[id] = Open(script, request, Program(id), TurnKey(id, 0, 0))
             self._later(now_s + self._gap_s(request), self._send, one)
 
     def _gap_s(self, request: TurnRequest) -> float:
         return request.gap_s if self._gaps else 0.0
 
-    def _send(self, now_s: float, one: OpenT) -> None:
-        """Send a conversation's next turn."""
+    def _send(self, now_s: float, one: Open) -> None:
         one.sent_s = now_s
         request = one.request
         prompt_tokens, output_tokens = request.prompt_tokens, request.output_tokens
@@ -236,20 +230,16 @@ class Clients(ABC, Generic[OpenT]):
             return
         self._serve(one, prompt_tokens, now_s)
 
-    def _reusable(self, one: OpenT) -> int:
+    def _reusable(self, one: Open) -> int:
         """Tokens that the prompt shares with the one before; all of that one, where not said."""
         if one.request.reused_tokens is not None:
             return one.request.reused_tokens
         return one.records[-1].prompt_tokens if one.records else 0
 
     def _completed(
-        self, one: OpenT, work: EngineTurn, server: str, now_s: float, found_tokens: int = 0
+        self, one: Open, work: EngineTurn, server: str, now_s: float, found_tokens: int = 0
     ) -> None:
-        """A turn is over: record it, and have its client go on.
-
-        Args:
-            found_tokens: of its prompt, what was found in another engine's cache.
-        """
+        """Record a turn, with what another engine's cache had of it, and have its client go on."""
         request = one.request
         following = one.script.next(_NOTHING_SAID)
         one.records.append(
@@ -279,8 +269,7 @@ class Clients(ABC, Generic[OpenT]):
             one.request = following
             self._later(now_s + self._gap_s(following), self._send, one)
 
-    def _refuse(self, one: OpenT, now_s: float, error: str) -> None:
-        """Have a turn fail, and its conversation with it."""
+    def _refuse(self, one: Open, now_s: float, error: str) -> None:
         one.records.append(
             TurnRecord(
                 system=self.system.name,
@@ -298,7 +287,7 @@ class Clients(ABC, Generic[OpenT]):
         self.turns += 1
         self._close(one, now_s)
 
-    def _close(self, one: OpenT, now_s: float) -> None:
+    def _close(self, one: Open, now_s: float) -> None:
         self.ended_s = now_s
         del self._under_way[one.script.conversation]
         self._closed(one, now_s)

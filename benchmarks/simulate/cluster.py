@@ -1,33 +1,32 @@
 """A simulated cluster: the live system's policies and ledger, over simulated engines.
 
-Where a conversation goes, and where a turn is prefilled, is decided by the same classes as in the
-live system: a policy of `conserve.placement`, `conserve.conversations.ConversationTable` with its
-account of what decoders hold, and `conserve.admission.Admission` with its waiting line. What is
-simulated is the rest: engines (`benchmarks.simulate.engine`), handoffs and clients.
-
-Not simulated: engines that fail.
+Placement (`conserve.placement`), the account of what decoders hold (`ConversationTable`) and
+admission with its queue (`conserve.admission.Admission`) are the live system's classes. Engines,
+handoffs and clients are simulated. Engines do not fail.
 """
 
 import math
 import random
 from collections.abc import Callable
+from hashlib import blake2b
 
 import msgspec
 
 from benchmarks.counters import ServerFigures
-from benchmarks.records import Script, TurnRecord, TurnRequest
+from benchmarks.records import SharedPrefix, TurnRecord
 from benchmarks.simulate.clients import Clients, Open
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
-from benchmarks.simulate.kv_use import KvUse
-from benchmarks.simulate.openings import opening
 from benchmarks.simulate.system import System
 from conserve.admission import Admission, Admitted, FirstCome, Levels, QueueFull, Ticket, Window
 from conserve.conversations import ConversationTable
+from conserve.costs import TERMS, SpaceTimeCosts
 from conserve.direct import LARGE_TOKENS
+from conserve.histories.kinship import Opening
 from conserve.history import TurnKey, TurnStats
 from conserve.pausing import Pausing
 from conserve.pausing.host import HostMemory
 from conserve.placement import Step, make_policy
+from conserve.recognition import Chain
 
 # None of the clients is idle for longer than its gaps, and no turn is lost.
 _NEVER_S = 1e12
@@ -38,24 +37,8 @@ _NOISE_SEED = 31
 _TRIED_TOKENS = (512, 4_096)
 
 
-class _Open(Open):
-    """A conversation under way."""
-
-    __slots__ = ("decoder", "found_tokens", "key", "parks")
-
-    def __init__(self, script: Script, request: TurnRequest) -> None:
-        super().__init__(script, request)
-        self.decoder: SimulatedEngine | None = None
-        # The table's key for the turn under way.
-        self.key = TurnKey(script.conversation, 0, 0)
-        # Tokens of the turn's prompt that were found in any cache.
-        self.found_tokens = 0
-        # Whether the turn under way leaves its KV in host memory.
-        self.parks = False
-
-
-class Cluster(Clients[_Open]):
-    """One run of one system that is built as ConServe is: see `Clients`."""
+class Cluster(Clients):
+    """A run of one system that is built as ConServe is."""
 
     def __init__(
         self,
@@ -84,7 +67,7 @@ class Cluster(Clients[_Open]):
         window = Window(follows_kv=system.host_tokens > 0) if system.pausing else None
         self._admission = Admission(self.table, system.queue_limit, timeout_s, order, window)
         self._looks = False
-        self._in_line: dict[str, tuple[_Open, Ticket]] = {}
+        self._in_line: dict[str, tuple[Open, Ticket]] = {}
         self.decoders = {
             (name := f"decoder-{i}"): self._engine(name, costs, self._answered)
             for i, costs in enumerate(system.decoders)
@@ -105,19 +88,19 @@ class Cluster(Clients[_Open]):
             self.table.add_prefiller(name)
         if self.table.loads is not None:
             for name, engine in self._homes.items():
-                # Of one kind are those of one role, as far as anybody was told.
+                # Engines of one role are taken to be of one kind.
                 handoff = engine.costs.handoff
                 tried = [(tokens, handoff(tokens)) for tokens in _TRIED_TOKENS]
                 self.table.loads.joined(name, name.split("-")[0], tried)
         self._tells = False
         self._noise = random.Random(_NOISE_SEED)
-        capacity_tokens = {name: one.costs.capacity_tokens for name, one in self._homes.items()}
-        self._kv_use = KvUse(self.table, capacity_tokens)
+        self._kv_costs = SpaceTimeCosts()
+        for name, engine in self._homes.items():
+            self._kv_costs.add(name, engine.costs.capacity_tokens, 0.0)
         self._handoffs = self._handoff_tokens = self._loaded_tokens = 0
         self._later_prefills = self._cold_prefill_tokens = 0
 
     def figures(self, kv_bytes_per_token: float) -> ServerFigures:
-        """Return what a live system would have counted."""
         tokens = self._handoff_tokens + self._loaded_tokens
         return ServerFigures(
             handoffs=self._handoffs,
@@ -127,15 +110,11 @@ class Cluster(Clients[_Open]):
             later_prefills=self._later_prefills,
             moves=0 if self.table.memory is None else self.table.memory.restores["moved"],
             cold_prefill_tokens=self._cold_prefill_tokens,
-            kv_shares=self._kv_use.shares(self.ended_s),
+            kv_shares=self._kv_shares(),
             shared_found_tokens=self.shared_found_tokens(),
         )
 
-    def _open(self, script: Script, request: TurnRequest) -> _Open:
-        return _Open(script, request)
-
-    def _serve(self, one: _Open, prompt_tokens: int, now_s: float) -> None:
-        """Have a turn answered: where its conversation is bound, or is bound now."""
+    def _serve(self, one: Open, prompt_tokens: int, now_s: float) -> None:
         one.found_tokens = 0
         self._tell_again(now_s)
         if one.decoder is None:
@@ -148,7 +127,7 @@ class Cluster(Clients[_Open]):
             self._place(one, prompt_tokens, now_s)
             return
         one.key = conversation.newest_turn
-        self._kv_use.begin(one.key, now_s)
+        self._count_turn(one.key, now_s)
         counted = None
         if self.system.host_tokens and prompt_tokens - conversation.held_tokens >= LARGE_TOKENS:
             counted = prompt_tokens
@@ -160,7 +139,6 @@ class Cluster(Clients[_Open]):
         self._prefill_later(one, self.prefillers[prefiller_id], now_s)
 
     def _tell_again(self, now_s: float) -> None:
-        """Have engines say what they do, time and again while there is anybody."""
         if self.table.loads is not None and not self._tells:
             self._tells = True
             self._later(now_s + self.system.stale_s, self._tell, None)
@@ -178,9 +156,32 @@ class Cluster(Clients[_Open]):
         off = math.exp(self._noise.gauss(0.0, self.system.noise))
         return msgspec.structs.replace(step, lasted_s=off * step.lasted_s)
 
+    # --- KV space ------------------------------------------------------------------------------
+
+    def _count_kv(self, now_s: float) -> None:
+        for decoder_id, decoder in self.table.decoders.items():
+            self._kv_costs.look(decoder_id, decoder.held_tokens, now_s)
+
+    def _count_turn(self, turn: TurnKey, now_s: float) -> None:
+        history = self.table.get(turn.history_id)
+        assert history is not None
+        assert history.decoder_id is not None
+        self._count_kv(now_s)
+        tokens, had_tokens = history.held_tokens, history.last_tokens
+        self._kv_costs.begin(turn, history.decoder_id, tokens, had_tokens, now_s)
+
+    def _kv_shares(self) -> dict[str, float]:
+        """Return each term's share of all decoders' KV space until the end; empty of no time."""
+        self._count_kv(self.ended_s)
+        of_decoders = [self._kv_costs.terms(id) for id in self._kv_costs.decoders]
+        total = math.fsum(math.fsum(terms.values()) for terms in of_decoders)
+        if not total:
+            return {}
+        return {term: math.fsum(one[term] for one in of_decoders) / total for term in TERMS}
+
     # --- Placement ----------------------------------------------------------------------------
 
-    def _place(self, one: _Open, prompt_tokens: int, now_s: float) -> None:
+    def _place(self, one: Open, prompt_tokens: int, now_s: float) -> None:
         conversation = one.script.conversation
         begins = opening(conversation, one.request.shared, first=not one.records)
         try:
@@ -195,14 +196,13 @@ class Cluster(Clients[_Open]):
         else:
             self._start(one, answer, now_s)
 
-    def _start(self, one: _Open, admitted: Admitted, now_s: float) -> None:
-        """Have the first turn prefilled where it was placed."""
+    def _start(self, one: Open, admitted: Admitted, now_s: float) -> None:
         placement = admitted.placement
         # Otherwise two scripts have one id.
         assert admitted.newly_bound, admitted.history.id
         one.key = admitted.turn
         one.decoder = self._homes[placement.decoder_id]
-        self._kv_use.begin(one.key, now_s)
+        self._count_turn(one.key, now_s)
         if placement.prefiller_id is None:
             self._submit_to_decoder(one, now_s)
         else:
@@ -221,13 +221,12 @@ class Cluster(Clients[_Open]):
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
 
     def _admit(self, now_s: float) -> None:
-        """Place those in line who fit now that somebody has left."""
         for admitted in self._admission.admit(now_s):
             one, _ = self._in_line.pop(admitted.history.id)
             self._start(one, admitted, now_s)
 
     def _look_again(self, now_s: float) -> None:
-        """Look at the line every second while there is one: the window opens by itself."""
+        """Look at the queue every second while there is one: the window opens by itself."""
         window = self._admission.window
         if window is not None and not self._looks:
             self._looks = True
@@ -254,7 +253,7 @@ class Cluster(Clients[_Open]):
 
     # --- Prefills and handoffs ----------------------------------------------------------------
 
-    def _work(self, one: _Open) -> EngineTurn:
+    def _work(self, one: Open) -> EngineTurn:
         request = one.request
         return EngineTurn(
             one.script.conversation,
@@ -265,8 +264,8 @@ class Cluster(Clients[_Open]):
             shared=request.shared,
         )
 
-    def _submit_to_decoder(self, one: _Open, now_s: float) -> None:
-        """Have a decoder answer a turn; what it has dropped it takes from host memory."""
+    def _submit_to_decoder(self, one: Open, now_s: float) -> None:
+        """Send a turn to its decoder, which takes what it has dropped from host memory."""
         decoder = one.decoder
         assert decoder is not None
         work = self._work(one)
@@ -286,8 +285,7 @@ class Cluster(Clients[_Open]):
         one.parks = self._parks(one)
         self._submit(work, decoder, now_s, after_s)
 
-    def _parks(self, one: _Open) -> bool:
-        """Whether a turn that goes to its decoder now leaves its KV in host memory."""
+    def _parks(self, one: Open) -> bool:
         conversation = self.table.get(one.script.conversation)
         assert conversation is not None
         return self.table.park(conversation)
@@ -303,8 +301,7 @@ class Cluster(Clients[_Open]):
         chunk = self.system.handoff_chunk_tokens
         return tokens // chunk * chunk
 
-    def _prefill_later(self, one: _Open, prefiller: SimulatedEngine, now_s: float) -> None:
-        """Prefill a later turn on a prefiller; its history is brought first, if there is any."""
+    def _prefill_later(self, one: Open, prefiller: SimulatedEngine, now_s: float) -> None:
         work = EngineTurn(
             one.script.conversation,
             one.request.prompt_tokens or 0,
@@ -324,16 +321,15 @@ class Cluster(Clients[_Open]):
         self._move(work, prefiller, moved, now_s, self.system.handed_off_s)
 
     def _prefilled(self, work: EngineTurn, prefiller: SimulatedEngine, now_s: float) -> None:
-        """A prefiller is done with a turn: the KV goes to the conversation's decoder."""
-        one = work.turn
-        assert isinstance(one, _Open)
+        """Hand the KV of a prefilled turn to the conversation's decoder."""
+        one: Open = work.turn
         assert one.decoder is not None
         if prefiller is one.decoder:
             # It hosts the conversation.
             self._answered(work, prefiller, now_s)
             return
         self.table.prefilled(one.key, work.prompt_tokens)
-        self._kv_use.prefilled(one.key, work.prompt_tokens - work.cached_tokens)
+        self._kv_costs.prefilled(one.key, work.prompt_tokens - work.cached_tokens)
         one.found_tokens = work.cached_tokens
         to_decode = self._work(one)
         to_decode.loaded_tokens = self._whole_chunks(work.prompt_tokens)
@@ -353,7 +349,6 @@ class Cluster(Clients[_Open]):
         now_s: float,
         after_s: float = 0.0,
     ) -> None:
-        """Bring KV to an engine, for a turn that is to run there."""
         takes_s = engine.costs.handoff(tokens)
         if self.system.transfers_block:
             work.load_s = takes_s
@@ -363,9 +358,7 @@ class Cluster(Clients[_Open]):
     # --- Ends ---------------------------------------------------------------------------------
 
     def _answered(self, work: EngineTurn, decoder: SimulatedEngine, now_s: float) -> None:
-        """A decoder is done with a turn."""
-        one = work.turn
-        assert isinstance(one, _Open)
+        one: Open = work.turn
         id = work.conversation
         stats = TurnStats(
             work.prompt_tokens,
@@ -375,27 +368,43 @@ class Cluster(Clients[_Open]):
             one.request.tool,
             None if work.first_token_s is None else now_s - work.first_token_s,
         )
-        self._kv_use.end(one.key, stats, now_s)
+        self._kv_costs.end(one.key, stats, now_s)
         self.table.advance(one.key, decoder.id, stats, (), now_s)
         if one.parks:
             self._keep_in_host(id, work.prompt_tokens, now_s)
         if self.table.memory is not None:
             decoders = self.table.decoders
             self.table.memory.relieve(decoders[decoder.id], decoders.values(), now_s)
-        self._kv_use.look(now_s)
+        self._count_kv(now_s)
         self._completed(one, work, decoder.id, now_s, one.found_tokens)
         self._admission.observe(now_s)
         if self._admission.line:
             self._admit(now_s)
 
-    def _refuse(self, one: _Open, now_s: float, error: str) -> None:
+    def _refuse(self, one: Open, now_s: float, error: str) -> None:
         super()._refuse(one, now_s, error)
         if self._admission.line:
             self._admit(now_s)
 
-    def _closed(self, one: _Open, now_s: float) -> None:
+    def _closed(self, one: Open, now_s: float) -> None:
         id = one.script.conversation
         self.table.release(id)
-        self._kv_use.look(now_s)
+        self._count_kv(now_s)
         if one.decoder is not None and not self.system.keeps_ended:
             one.decoder.forget(id)
+
+
+def opening(conversation: str, shared: tuple[SharedPrefix, ...], first: bool) -> Opening | None:
+    """Return what the live system would know of a prompt that begins so; None: it shares nothing.
+
+    Tools and system messages are one part there, the longest prefix of these.
+    """
+    if not shared:
+        return None
+    whole = shared[-1]
+    chain = Chain(_digest(conversation), _digest(*whole), (), ends_with_root=first)
+    return Opening(chain, whole.tokens)
+
+
+def _digest(*what: str | int) -> bytes:
+    return blake2b(repr(what).encode(), digest_size=16).digest()

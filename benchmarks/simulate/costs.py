@@ -26,7 +26,6 @@ class Costs:
         per_token_s, per_pair_s, per_cached_token_s: what a prefill adds for each new token, each
             pair of a new token and a token before it, and each token found in a cache.
         batched_tokens: most tokens of one step, decodes and prefills' chunks together.
-        idle_w, prefill_w, decode_w: draw in each phase; None where the profile has no power.
     """
 
     step_s: float
@@ -47,14 +46,7 @@ class Costs:
 
     @classmethod
     def of(cls, profile: Profile, role: Role, cap_w: float | None = None) -> "Costs":
-        """The costs of an engine in this role.
-
-        Args:
-            cap_w: its power cap; None: the highest that the profile has.
-
-        Raises:
-            ProfileError: a cap is asked for that the profile does not have.
-        """
+        """Costs of an engine in this role, by default at the profile's highest power cap."""
         prefill, decode, handoff = profile.prefill, profile.decode, profile.handoff
         power = profile.power_at(cap_w) if profile.power or cap_w is not None else None
         # Of the roles, only prefillers hand KV over.
@@ -81,7 +73,6 @@ class Costs:
 
     @property
     def estimated(self) -> EngineCosts:
-        """The same, as policies estimate with it."""
         return EngineCosts(
             per_token_s=self.per_token_s,
             per_pair_s=self.per_pair_s,
@@ -97,5 +88,5 @@ class Costs:
         )
 
     def handoff(self, tokens: int) -> float:
-        """Seconds until KV of so many tokens has arrived here; 0 for none."""
+        """Seconds until KV of these tokens has arrived here; 0 for none."""
         return self.handoff_s + self.handoff_per_token_s * tokens if tokens else 0.0

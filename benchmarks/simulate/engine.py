@@ -1,31 +1,29 @@
 """One simulated engine: continuous batching with chunked prefill, whose state changes by event.
 
-What is modelled is vLLM's scheduler (first come, first served, or by priority where turns have one;
-decodes before prefills; prefills in chunks; preemption of the last in that order when KV runs out,
-which leaves what was computed of it in the prefix cache until its room is needed) on an engine
-whose step takes what a profile says. Steps without a prefill are taken together up to the next one
-at which anything changes: with ``b`` decodes the KV that is read grows by ``b`` tokens a step, so
-``m`` steps take
+It models vLLM's scheduler on an engine whose step takes what a profile says: first come, first
+served, or by priority; decodes before prefills; prefills in chunks. When KV runs out, the last in
+that order is preempted, and stays in the prefix cache until its room is needed. Steps without a
+prefill are taken together up to the next one at which anything changes: with ``b`` decodes the KV
+that is read grows by ``b`` tokens a step, so ``m`` steps take
 
     m (step_s + per_sequence_s b + per_kv_token_s k) + per_kv_token_s b m (m - 1) / 2
 
-seconds, and the step under way at a given time is found by solving that for ``m``. So a turn costs
-a few events, however many tokens it has.
+seconds. Solving that for ``m`` finds the step under way at a time. So a turn costs a few events,
+however many tokens it has.
 """
 
 import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Any
 
 from benchmarks.records import SharedPrefix
 from benchmarks.simulate.costs import Costs
 from benchmarks.simulate.shared import SharedPrefixes, Stretch
-from benchmarks.simulate.turn import EngineTurn
 from conserve.placement import EngineLoad, Step
-
-__all__ = ["EngineTurn", "SimulatedEngine"]
 
 # Float noise, in steps: a turn that comes at a step's end is not to wait for another one.
 _EPSILON_STEPS = 1e-9
@@ -33,25 +31,62 @@ _EPSILON_STEPS = 1e-9
 _MOST_STEPS = 64
 
 
-class SimulatedEngine:
-    """One engine.
+@dataclass(eq=False, slots=True)
+class EngineTurn:
+    """A turn on one engine.
 
-    Args:
-        costs: its role's costs.
-        schedule: called with a time and a version; the caller then calls `wake` with both.
-        finished: called with a turn that has ended, and when.
-        keeps: whether a conversation's KV stays for its next turn.
-        max_sequences: most sequences in one step.
-        block_tokens: length of a block; only whole blocks of KV are found again.
+    Attributes:
+        output_tokens: one on a prefiller.
+        reusable_tokens: length of the prompt's prefix that an earlier turn had as well.
+        loaded_tokens: prompt tokens whose KV a handoff brought here.
+        load_s: how long loading that KV keeps the engine busy; 0 where it goes on meanwhile.
+        turn: the caller's own.
+        priority: the lowest goes first, then the oldest (vLLM's ``--scheduling-policy priority``).
+        shared: what the prompt begins with that other conversations' prompts do, too.
+        cached_tokens: prompt tokens whose KV was here already, a handoff not counted.
+        admitted_s, first_token_s: negative before.
+    """
+
+    conversation: str
+    prompt_tokens: int
+    output_tokens: int
+    reusable_tokens: int = 0
+    loaded_tokens: int = 0
+    load_s: float = 0.0
+    turn: Any = None
+    priority: float = 0.0
+    shared: tuple[SharedPrefix, ...] = ()
+    # How many came before it, to this engine.
+    came: int = -1
+    cached_tokens: int = 0
+    admitted_s: float = -1.0
+    first_token_s: float = -1.0
+    made_tokens: int = 0
+    # How many of the tokens to prefill (the prompt; after a preemption what was put out, too)
+    # are there, and how many are left.
+    past_tokens: int = 0
+    left_tokens: int = 0
+    begun: bool = False
+    preempted: bool = False
+    # While it decodes: the step at whose end it is done, and which admission this was.
+    finish_step: int = -1
+    number: int = -1
+
+    @property
+    def shared_tokens(self) -> int:
+        return self.shared[-1].tokens if self.shared else 0
+
+
+class SimulatedEngine:
+    """One engine. It has the caller call `wake` at a time and with a version, by ``schedule``.
 
     Attributes:
         busy_prefill_s, busy_decode_s: how long it ran steps with and without a prefill.
         active_tokens: KV of turns that run or are prefilled, what they share once.
         idle_tokens: KV of conversations between turns, and shared prefixes that no turn holds.
-        evicted_tokens, preemptions: idle KV dropped, and number of turns sent back to be computed
-            again, because KV ran out.
-        shared_found_tokens: what turns found of shared prefixes, where their own history was not
-            here and nothing was handed off.
+        evicted_tokens, preemptions: idle KV dropped, and turns preempted, because KV ran out.
+        shared_found_tokens: found of shared prefixes, where a turn's own history was not here and
+            nothing was handed off.
     """
 
     def __init__(
@@ -101,6 +136,7 @@ class SimulatedEngine:
         self._changing = False
         self.busy_prefill_s = 0.0
         self.busy_decode_s = 0.0
+        self.computed_tokens = 0
         self.active_tokens = 0
         self.idle_tokens = 0
         self.evicted_tokens = 0
@@ -122,12 +158,10 @@ class SimulatedEngine:
 
     @property
     def capacity_tokens(self) -> int:
-        """The size of its KV space."""
         return self.costs.capacity_tokens
 
     @property
     def load(self) -> EngineLoad:
-        """Return what a live engine would say of its work."""
         prefilling = sum(work.left_tokens for work in self._prefilling)
         waiting = sum(self._missing(work) for work in self._waiting)
         costs, decodes = self.costs, len(self._decoding)
@@ -137,16 +171,21 @@ class SimulatedEngine:
         return EngineLoad(prefilling + waiting, decodes, step_s)
 
     def _missing(self, work: EngineTurn) -> int:
-        """Return what of a waiting turn's prompt has to be computed, as things are."""
         here = self.finds(work)
         tokens = work.prompt_tokens + work.made_tokens
         return max(1, tokens - max(here, work.loaded_tokens))
 
     @property
     def turns(self) -> int:
-        """How many turns wait or run here."""
         running = len(self._prefilling) + len(self._completing) + len(self._decoding)
         return len(self._waiting) + running
+
+    def busy_s(self, now_s: float) -> tuple[float, float]:
+        """Return `busy_prefill_s` and `busy_decode_s`, the steps under way included."""
+        running_s = now_s - self._began_s if self._under_way else 0.0
+        if self._has_prefill:
+            return self.busy_prefill_s + running_s, self.busy_decode_s
+        return self.busy_prefill_s, self.busy_decode_s + running_s
 
     def pin(self, conversation: str, until_s: float) -> None:
         """Keep a conversation's idle KV until then, unless turns that run need its room."""
@@ -155,7 +194,6 @@ class SimulatedEngine:
         self._pins[conversation] = until_s
 
     def unpin(self, conversation: str) -> None:
-        """Its idle KV may be dropped from now on."""
         if self._pins.pop(conversation, None) is not None:
             self._leave(self._shared.begins(conversation))
 
@@ -176,7 +214,6 @@ class SimulatedEngine:
         return max(own, self._shared.found(self._shared.whole_blocks(work.shared)))
 
     def forget(self, conversation: str) -> None:
-        """Drop the KV of a conversation that has ended."""
         self.unpin(conversation)
         self.idle_tokens -= self._idle.pop(conversation, 0)
         self._shared.forget(conversation)
@@ -199,6 +236,7 @@ class SimulatedEngine:
             self._step += steps
             self._kv_tokens += grown
             self.active_tokens += grown
+            self.computed_tokens += grown
             finishes, step = self._finishes, self._step
             while finishes and finishes[0][0] <= step:
                 _, number, work = heappop(finishes)
@@ -223,14 +261,13 @@ class SimulatedEngine:
         return Step(lasted_s, self._chunk_tokens, self._chunk_pairs, decodes, kv_tokens)
 
     def take_steps(self) -> tuple[Step, ...]:
-        """The steps since this was asked last, as a live engine would tell of them."""
+        """Return the steps since the last call, as a live engine would tell of them."""
         taken, self._taken = tuple(self._taken), []
         return taken
 
     # --- Steps --------------------------------------------------------------------------------
 
     def _start(self, now_s: float) -> None:
-        """Begin the next step, or the next steps, if there is anything to do."""
         decoding = self._decoding
         preempted = False
         self._now_s = now_s
@@ -300,11 +337,8 @@ class SimulatedEngine:
         self._schedule(max(now_s, ends_s), self, self._version)
 
     def _chunks(self, room_tokens: int) -> tuple[float, float, int]:
-        """Put prefills into the step, as many as fit.
-
-        Returns:
-            Seconds that their tokens add, and that loading KV keeps the engine; and how many
-            begin in this step.
+        """Put prefills into the step; returns seconds of their tokens and of loads, and how many
+        begin.
         """
         costs, prefilling = self.costs, self._prefilling
         added_s = loads_s = 0.0
@@ -324,6 +358,7 @@ class SimulatedEngine:
             chunk = min(work.left_tokens, room_tokens)
             pairs = chunk * (chunk + 2 * work.past_tokens)
             added_s += costs.per_token_s * chunk + costs.per_pair_s * pairs
+            self.computed_tokens += chunk
             self._chunk_tokens += chunk
             self._chunk_pairs += pairs
             work.past_tokens += chunk
@@ -337,7 +372,6 @@ class SimulatedEngine:
         return added_s, loads_s, begun
 
     def _prefilled(self, work: EngineTurn, now_s: float) -> None:
-        """A turn's prompt is computed, and with it one token of output."""
         if work.first_token_s < 0:
             work.first_token_s = now_s
         work.made_tokens += 1
@@ -364,7 +398,6 @@ class SimulatedEngine:
     # --- KV -----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Take waiting turns in, in their order, as far as KV and the batch have room."""
         waiting, block = self._waiting, self._block_tokens
         room = self._max_sequences - len(self._decoding) - len(self._prefilling)
         while waiting and room > 0:
@@ -415,21 +448,19 @@ class SimulatedEngine:
             self.shared_found_tokens += max(0, spared)
 
     def _take(self, prefix: tuple[SharedPrefix, ...]) -> None:
-        """Hold a shared prefix."""
         if prefix:
             woken, new = self._shared.take(prefix)
             self.idle_tokens -= woken
             self.active_tokens += woken + new
 
     def _leave(self, prefix: tuple[SharedPrefix, ...]) -> None:
-        """Hold a shared prefix no more."""
         if prefix:
             idle, gone = self._shared.leave(prefix)
             self.active_tokens -= idle + gone
             self.idle_tokens += idle
 
     def _make_room(self, tokens: int) -> bool:
-        """Drop idle KV, the longest unused first, until so many tokens fit."""
+        """Drop idle KV, the longest unused first, until this many tokens fit."""
         pinned_tokens = self._pinned_tokens() if self._pins else 0
         room = self.costs.capacity_tokens - self.active_tokens
         if room - pinned_tokens < tokens:
@@ -454,16 +485,14 @@ class SimulatedEngine:
         return True
 
     def _pinned_tokens(self) -> int:
-        """Idle KV that is not to be dropped."""
         for conversation in [one for one, until_s in self._pins.items() if until_s <= self._now_s]:
             self.unpin(conversation)
         return sum(self._idle.get(one, 0) for one in self._pins)
 
     def _preempt(self) -> None:
-        """Send the turn that goes last back to the line.
+        """Put the turn that goes last back into the queue.
 
-        What was computed of it is found again when it comes back, as far as its room was not
-        needed: as the blocks of any other turn, those of a preempted one stay cached.
+        What was computed of it stays cached, as other turns' blocks do, until its room is needed.
         """
         self.preemptions += 1
         work = max((*self._prefilling, *self._decoding), key=_rank)
@@ -493,7 +522,6 @@ class SimulatedEngine:
         self._wait(work)
 
     def _wait(self, work: EngineTurn) -> None:
-        """Put a turn into the line."""
         if not self._waiting or _rank(self._waiting[-1]) < _rank(work):
             self._waiting.append(work)
         else:
@@ -501,5 +529,4 @@ class SimulatedEngine:
 
 
 def _rank(work: EngineTurn) -> tuple[float, int]:
-    """Return a turn's rank: the lowest goes first, and the last is preempted first."""
     return work.priority, work.came

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from autoscale.capacity.profile import Profile
 from benchmarks.machine import environment
@@ -15,33 +15,15 @@ from benchmarks.selection import Selection
 from benchmarks.simulate.clients import Clients
 from benchmarks.simulate.cluster import Cluster
 from benchmarks.simulate.costs import Costs, Role
-from benchmarks.simulate.rivals.fleet import Fleet
-from benchmarks.simulate.rivals.names import RivalName
+from benchmarks.simulate.fleet import Fleet
+from benchmarks.simulate.rivals import RivalName
 from benchmarks.simulate.system import SimulationError, System
 from benchmarks.workloads import Workload
 from conserve.placement import PolicyName
 
-Name = (
-    Literal[
-        "conserve",
-        "pausing",
-        "parking",
-        "elastic",
-        "elastic_pausing",
-        "elastic_parking",
-        "collocated",
-        "collocated_parking",
-        "full_disaggregation",
-        "per_turn",
-    ]
-    | RivalName
-)
-"""A system's name: ``conserve`` is the paper's, ``pausing`` the same with idle conversations giving
-up their room, ``parking`` with host memory for them; ``elastic`` and the next two are the same with
-that placement; and ``collocated``, ``full_disaggregation`` and ``per_turn`` are called as in
-`benchmarks.peers`, ``collocated_parking`` being the first with both. The others are other systems:
-see `benchmarks.simulate.rivals`."""
-
+# Placements of the systems that are built as ConServe is. ``conserve`` is the paper's, ``pausing``
+# the same with idle conversations giving up their room, ``parking`` with host memory for them, too.
+# ``elastic`` and the next two are these with that placement; `benchmarks.peers` has the others.
 _PLACEMENTS: dict[str, PolicyName] = {
     "conserve": "conversation",
     "pausing": "conversation",
@@ -49,12 +31,15 @@ _PLACEMENTS: dict[str, PolicyName] = {
     "elastic": "elastic",
     "elastic_pausing": "elastic",
     "elastic_parking": "elastic",
+    "collocated": "collocated",
     "collocated_parking": "collocated",
+    "full_disaggregation": "full_disaggregation",
+    "per_turn": "per_turn",
 }
 PARKING = ("parking", "elastic_parking", "collocated_parking")
 PAUSING = ("pausing", "elastic_pausing", *PARKING)
 _RIVALS: tuple[RivalName, ...] = get_args(RivalName)
-NAMES: tuple[str, ...] = (*get_args(get_args(Name)[0]), *_RIVALS)
+NAMES = (*_PLACEMENTS, *_RIVALS)
 
 # More conversations are quick, but they tell no more.
 UNLOADED = 100
@@ -64,7 +49,7 @@ OnConversation = Callable[[list[TurnRecord]], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """How many engines there are, and under which power caps (W; None: the profile's highest).
+    """Engines, and their power caps (W; None: the profile's highest).
 
     A collocated system has as many engines as the others have in all, under the same caps.
     """
@@ -83,24 +68,14 @@ class EngineCounts:
 
 
 def make_system(name: str, profile: Profile, engines: EngineCounts, **options: Any) -> System:
-    """A system on engines of one profile.
-
-    Args:
-        options: fields of `System` that are to be other than its defaults.
-
-    Raises:
-        SimulationError: there is no such system.
-        ProfileError: the profile has no such power cap.
-    """
+    """Make a system on engines of one profile; options are fields of `System`."""
     if name not in NAMES:
         raise SimulationError(f"the system is {name!r}; choose one of {', '.join(NAMES)}")
     rival: RivalName | None = name if name in _RIVALS else None
-    placement: PolicyName = _PLACEMENTS.get(name, name)  # type: ignore[arg-type]
-    role: Role = "collocated"
-    if rival is not None:
-        # Their engines have vLLM's own budget for a step, as decoders have; that of the paper's
-        # collocated engines is smaller, for the sake of TBT.
-        placement, role = "collocated", "decoder"
+    placement = _PLACEMENTS.get(name, "collocated")
+    # Rivals' engines have vLLM's own budget for a step, as decoders have; that of the paper's
+    # collocated engines is smaller, for the sake of TBT.
+    role: Role = "collocated" if rival is None else "decoder"
     if placement == "collocated":
         prefillers: tuple[Costs, ...] = ()
         decoders = engines.prefillers * (
@@ -134,23 +109,19 @@ def serve(
     on_conversation: OnConversation,
     *,
     gaps: bool = True,
-) -> Clients[Any]:
-    """Run all conversations of a plan to their ends; returns the cluster as it is then."""
+) -> Clients:
+    """Run a plan's conversations to their ends; returns the cluster as it is then."""
     cluster = make_cluster(system, on_conversation, gaps=gaps)
     cluster.run(plan)
     return cluster
 
 
-def make_cluster(
-    system: System, on_conversation: OnConversation, *, gaps: bool = True
-) -> Clients[Any]:
-    """A cluster of this system, on which nothing has run yet."""
+def make_cluster(system: System, on_conversation: OnConversation, *, gaps: bool = True) -> Clients:
     kind = Cluster if system.rival is None else Fleet
     return kind(system, on_conversation, gaps=gaps)
 
 
 def unloaded_records(system: System, workload: Workload, conversations: int) -> list[TurnRecord]:
-    """Turns of a few conversations, each alone and without gaps: what bounds are relative to."""
     records: list[TurnRecord] = []
     for _, script in islice(workload, conversations):
         serve(system, [(0.0, script)], records.extend, gaps=False)
@@ -159,8 +130,6 @@ def unloaded_records(system: System, workload: Workload, conversations: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The unloaded reference, its bounds, and how often it exceeds them itself."""
-
     unloaded: Reference
     objectives: Objectives
     violations: dict[str, float]
@@ -173,11 +142,7 @@ class Baseline:
         conversations: int = UNLOADED,
         slo_multiple: float = 5.0,
     ) -> "Baseline":
-        """Run a few of the workload's conversations unloaded.
-
-        Raises:
-            SimulationError: none of them can be served even alone.
-        """
+        """Run a few conversations unloaded; SimulationError: none can be served even alone."""
         records = unloaded_records(system, workload, conversations)
         try:
             unloaded = reference(records)
@@ -206,10 +171,8 @@ def simulate(
     Args:
         described, arrivals: what `Selection` says of the workload, for the report.
         keep_samples: whether the report has every latency by conversation, or distributions alone.
-        on_conversation: called with the turns of each conversation too, when it ends.
 
-    Raises:
-        SimulationError: the workload cannot be simulated, or has nothing in it.
+    Raises SimulationError: the workload cannot be simulated, or has nothing in it.
     """
     tally = Tally(baseline.objectives, baseline.unloaded, keep_samples=keep_samples)
 
@@ -247,7 +210,7 @@ def simulate(
     )
 
 
-def _warnings(failed: int, cluster: Clients[Any]) -> Iterable[str]:
+def _warnings(failed: int, cluster: Clients) -> Iterable[str]:
     if failed:
         yield (
             f"{failed} of {cluster.turns} turns failed. Latencies are of those that completed; "
@@ -277,12 +240,9 @@ def simulate_selection(
     """Simulate every system at every rate; bounds are those of the first system, unloaded.
 
     Args:
-        options: fields of `System` that are to be other than its defaults, by the system's name.
-        keep_samples: see `simulate`; those of every system and rate are kept at the same time.
+        options: fields of `System` that differ from its defaults, by the system's name.
+        keep_samples: those of every system and rate are kept at the same time.
         on_conversation: called at each conversation's end with what runs.
-
-    Raises:
-        SimulationError, ProfileError, WorkloadError: see there.
     """
     systems = [make_system(name, profile, engines, **options.get(name, {})) for name in names]
     baseline = Baseline.of(systems[0], selection.workload(), slo_multiple=slo_multiple)

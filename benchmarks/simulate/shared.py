@@ -1,9 +1,8 @@
-"""Knows what prompts of several conversations begin with, in one simulated engine's prefix cache.
+"""Shared beginnings of prompts in one simulated engine's prefix cache.
 
-vLLM hashes each whole block of a prompt with all before it, so system prompts and tools are found
-by whoever begins with them, and are there once. Their blocks are held by the turns that run; once
-the last of these has ended, they are idle, and dropped like any other KV: the longest unused
-first, of a prefix from its end on.
+vLLM hashes each whole block of a prompt with all before it, so several conversations' system
+prompts and tools are there once. Turns that run hold their blocks. Without any they are idle, and
+dropped like other KV: the longest unused first, of a prefix from its end on.
 """
 
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -14,11 +13,7 @@ from benchmarks.records import SharedPrefix
 class Stretch:
     """Tokens of one part that lie side by side and have the same users.
 
-    Attributes:
-        key: the part's.
-        start, end: from the prompt's first token on.
-        computed: up to where there is KV of it; beyond is room that its users have taken.
-        users: how many turns begin with all of it.
+    There is KV of it up to ``computed``; beyond is room that its users have taken.
     """
 
     __slots__ = ("computed", "end", "key", "start", "users")
@@ -32,13 +27,12 @@ class Stretch:
 
 
 class SharedPrefixes:
-    """The shared prefixes that one engine holds, each token once.
+    """Shared prefixes that one engine holds, each token once.
 
     A part is cut into stretches where some turns have more of it than others. Prefixes given to
     these methods are those that `whole_blocks` returns.
 
     Args:
-        block_tokens: length of a block; only whole ones are shared.
         idle: the engine's idle KV, the longest unused first; stretches without users are among it.
 
     Example:
@@ -62,7 +56,7 @@ class SharedPrefixes:
         self._begins: dict[str, tuple[SharedPrefix, ...]] = {}
 
     def whole_blocks(self, parts: Sequence[SharedPrefix]) -> tuple[SharedPrefix, ...]:
-        """The parts as far as they are whole blocks; a block across two of them is the longer's."""
+        """Cut parts to whole blocks; a block across two of them is the longer's."""
         whole: list[SharedPrefix] = []
         start = 0
         for part in parts:
@@ -73,7 +67,6 @@ class SharedPrefixes:
         return tuple(whole)
 
     def found(self, prefix: Sequence[SharedPrefix]) -> int:
-        """How many tokens of a prefix are here, in whole blocks."""
         at = 0
         for part in prefix:
             for stretch in self._of(part):
@@ -85,10 +78,8 @@ class SharedPrefixes:
         return at // self._block_tokens * self._block_tokens
 
     def take(self, prefix: Sequence[SharedPrefix]) -> tuple[int, int]:
-        """A turn begins with a prefix, and holds it from now on.
-
-        Returns:
-            How many of its tokens were idle, and for how many it needs room.
+        """Let a turn hold a prefix; returns how many of its tokens were idle, and how many need
+        room.
         """
         woken = new = at = 0
         for part in prefix:
@@ -106,17 +97,14 @@ class SharedPrefixes:
         return woken, new
 
     def computed(self, prefix: Sequence[SharedPrefix], tokens: int) -> None:
-        """A turn that holds a prefix has KV of so many of its prompt's tokens now."""
+        """Note that a turn that holds a prefix has KV of this many of its prompt's tokens."""
         for part in prefix:
             for stretch in self._of(part):
                 stretch.computed = max(stretch.computed, min(stretch.end, tokens))
 
     def leave(self, prefix: Sequence[SharedPrefix]) -> tuple[int, int]:
-        """A turn that has taken a prefix has ended, or is sent back.
-
-        Returns:
-            How many tokens are idle with that, and how many are gone since they never were
-            computed.
+        """Let go of a prefix; returns how many tokens are idle with that, and how many never were
+        computed.
         """
         idle = gone = 0
         for part in reversed(prefix):
@@ -135,7 +123,7 @@ class SharedPrefixes:
         return idle, gone
 
     def drop(self, stretch: Stretch, tokens: int) -> None:
-        """So many tokens of a stretch without users were dropped, from its end."""
+        """Drop tokens of a stretch without users, from its end."""
         stretch.end -= tokens
         stretch.computed = min(stretch.computed, stretch.end)
         if stretch.end == stretch.start:
@@ -144,31 +132,28 @@ class SharedPrefixes:
     # --- Conversations between turns ----------------------------------------------------------
 
     def begin(self, conversation: str, prefix: tuple[SharedPrefix, ...]) -> None:
-        """KV is kept for a conversation, of what comes after this prefix."""
+        """Note the prefix after which a conversation's kept KV comes."""
         if prefix:
             self._begins[conversation] = prefix
         else:
             self._begins.pop(conversation, None)
 
     def begins(self, conversation: str) -> tuple[SharedPrefix, ...]:
-        """After which prefix the KV comes that is kept for a conversation."""
         return self._begins.get(conversation, ())
 
     def forget(self, conversation: str) -> None:
-        """Nothing is kept for a conversation any more."""
         self._begins.pop(conversation, None)
 
     # --- inside -------------------------------------------------------------------------------
 
     def _of(self, part: SharedPrefix) -> Iterator[Stretch]:
-        """The stretches of a part that its prefix reaches into, from its beginning on."""
         for stretch in self._parts.get(part.key, ()):
             if stretch.start >= part.tokens:
                 return
             yield stretch
 
     def _cut(self, part: SharedPrefix) -> None:
-        """Have a stretch end where a prefix ends, if it goes on there."""
+        """End a stretch where a prefix ends, if it goes on there."""
         stretches = self._parts.get(part.key, [])
         for index, longer in enumerate(stretches):
             if longer.start < part.tokens < longer.end:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.simulate.costs import Costs
-from benchmarks.simulate.rivals.names import RivalName
+from benchmarks.simulate.rivals import RivalName
 from conserve.placement import PolicyName
 
 History = Literal["kept", "moved", "recomputed"]
@@ -16,32 +16,27 @@ class SimulationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Tells what is simulated.
+    """A system to simulate.
 
     Attributes:
-        prefillers, decoders: the costs of each.
-        placement, wrong_decision_rate, min_remote_prefill_tokens, queue_limit, queue_timeout_s: as
-            in `conserve.settings.Settings`.
-        history: how a prefiller that prefills a later turn gets the turn's history. ``kept``: it
-            finds it in its own cache, and the rest is brought from the decoder, as in the live
-            system; ``moved``: it is brought from the decoder each time; ``recomputed``: it is
-            computed again with the whole prompt.
+        placement, wrong_decision_rate, min_remote_prefill_tokens, queue_limit, queue_timeout_s,
+            pausing: as in `conserve.settings.Settings`.
+        history: how a prefiller that prefills a later turn gets the turn's history. ``kept``: from
+            its own cache, the rest from the decoder, as in the live system; ``moved``: from the
+            decoder each time; ``recomputed``: it computes the whole prompt again.
         transfers_block: whether the engine that takes KV over waits for it within a step, as with a
-            connector that loads synchronously; else its other turns go on meanwhile.
-        direct_s, handed_off_s: what a turn takes beside its engines, as in
-            `autoscale.capacity.profile.Overhead`; it passes before the turn gets to the first.
-        handoff_chunk_tokens: length of a chunk; only whole chunks are handed off.
-        max_sequences, block_tokens: each engine's, as in `SimulatedEngine`.
-        pausing: whether idle conversations give up their room, as in `Settings`.
+            connector that loads synchronously.
+        direct_s, handed_off_s: what a turn takes before it gets to its first engine, as in
+            `autoscale.capacity.profile.Overhead`.
+        handoff_chunk_tokens: only whole chunks are handed off.
         stale_s: how often engines say what they do, where the placement asks for that; above 0.
-        noise: how far what they say of a step is from what it took, as the standard deviation of
-            its logarithm; 0: they say what it took. The same seed draws the same noise.
+        noise: the standard deviation of the logarithm by which what they say of a step is off; the
+            same seed draws the same noise.
         prior_error: the factor by which costs are wrong before the first step is reported.
-        host_tokens: room for KV in host memory; 0: none is kept there, but while it is handed off.
-        keeps_ended: whether engines keep the KV of conversations that have ended until they need
-            its room, as vLLM does; else it is gone at once.
-        rival: another system's rules, by which its decoders are used instead (`placement` and what
-            belongs to it are of no effect); None: ConServe's, as above.
+        host_tokens: room for KV in host memory; 0: only what is being handed off is there.
+        keeps_ended: whether engines keep ended conversations' KV until they need its room, as vLLM
+            does.
+        rival: another system's rules for the decoders, instead of `placement`.
         ttl_s: for how long ``ttl`` keeps idle KV.
         discounts: whether ``thunderagent`` counts acting programs' tokens 2^-t when it resumes.
     """

@@ -4,10 +4,8 @@ A workload is iterated over for pairs of arrival (s) and script; each iteration 
 """
 
 from benchmarks.workloads.agents import agents
-from benchmarks.workloads.arrivals import Arrivals, Pattern
 from benchmarks.workloads.dialogues import dialogues
-from benchmarks.workloads.errors import WorkloadError
-from benchmarks.workloads.plan import Workload
+from benchmarks.workloads.plan import Arrivals, Pattern, Workload, WorkloadError
 from benchmarks.workloads.recorded import recorded
 from benchmarks.workloads.replay import Changes
 from benchmarks.workloads.synthetic import PRESETS, Latency, Shape, Spread, synthetic

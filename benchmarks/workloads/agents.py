@@ -1,28 +1,20 @@
-"""Agents at work: the model decides what happens next, and real tools do what it asks for.
+"""Live agents: the model decides what happens next, and real tools do what it asks for.
 
-Each conversation is a session of `benchmarks.agent`: tool schemas, and tasks that take two to six
-calls. What the model answers is sent back as it is, with what the tools made of it, until it
-answers a task without a call; then the next task comes. So the number of turns, and the lengths
-of all but the first prompt, are the model's doing. The embedded model is trained for these tasks;
-any other that calls tools can try.
-
-A tool's time is exponential. Whether answers are right is told at the end, in `AgentScript.right`.
+Each conversation is a session of `benchmarks.agent`, with tasks that take two to six calls. The
+number of turns, and the lengths of all but the first prompt, are the model's doing.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from benchmarks.agent import Message, Session, is_right, make_session
-from benchmarks.agent.loop import MAX_TURNS, carried_out
-from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.arrivals import Arrivals
-from benchmarks.workloads.dialogues import CHAT
-from benchmarks.workloads.errors import require
-from benchmarks.workloads.plan import Arriving, Workload
+from benchmarks.agent.loop import MAX_TURNS, go_on
+from benchmarks.records import TurnRequest
+from benchmarks.workloads.dialogues import CHAT, chat
+from benchmarks.workloads.plan import Arrivals, Arriving, PlayedScript, Turns, Workload, require
 
 
 def agents(
@@ -36,14 +28,8 @@ def agents(
 ) -> Workload:
     """Agents with a session each; none has another's task.
 
-    Args:
-        mean_gap_s: mean of the exponential times that tools take.
-        max_output_tokens: limit on every answer's length.
-        tasks: how many are asked for one after another in each conversation.
-        seed: chooses the sessions, and draws the gaps.
-
-    Raises:
-        WorkloadError: a setting is wrong.
+    ``mean_gap_s`` is the mean of tools' exponential times; ``tasks`` are asked for one after
+    another.
     """
     require(conversations > 0, f"{conversations} conversations are asked for; give a number from 1")
     require(
@@ -64,12 +50,8 @@ def agents(
     return Workload("agents", {"conversations": conversations}, arrive)
 
 
-class AgentScript:
-    """One agent.
-
-    Attributes:
-        right: for each task that has been answered, whether the answer was right.
-    """
+class AgentScript(PlayedScript):
+    """One agent; ``right`` has whether the answer was right of each task that has been answered."""
 
     def __init__(
         self,
@@ -79,63 +61,27 @@ class AgentScript:
         mean_gap_s: float,
         max_output_tokens: int,
     ) -> None:
+        super().__init__(conversation, self._play(session, rng, mean_gap_s, max_output_tokens))
         self.right: list[bool] = []
-        self._conversation = conversation
-        self._session = session
-        self._rng = rng
-        self._mean_gap_s = mean_gap_s
-        self._max_output_tokens = max_output_tokens
-        self._messages: list[Message] = [{"role": "system", "content": session.system}]
-        self._turns_of_task = 0
-        self._ask()
 
-    @property
-    def conversation(self) -> str:
-        """The conversation's id."""
-        return self._conversation
-
-    def next(self, answer: Answer | None) -> TurnRequest | None:
-        """The next turn: tools' results, or the next task; None after the last task."""
-        first = answer is None
-        if answer is not None and not self._goes_on(answer):
-            return None
-        self._turns_of_task += 1
-        return TurnRequest(
-            gap_s=0.0 if first else float(self._rng.standard_exponential()) * self._mean_gap_s,
-            path=CHAT,
-            body=partial(self._body, tuple(self._messages)),
-        )
-
-    def _goes_on(self, answer: Answer) -> bool:
-        message: Message = {"role": "assistant", "content": answer.content}
-        self._messages.append(message)
-        if answer.tool_calls:
-            message["tool_calls"] = list(answer.tool_calls)
-            for call in answer.tool_calls:
-                _, result = carried_out(self._session.toolbox.run, call["function"])
-                self._messages.append(
-                    {"role": "tool", "tool_call_id": call["id"], "content": result}
-                )
-            if self._turns_of_task < MAX_TURNS:
-                return True
-        task = self._session.tasks[len(self.right)]
-        self.right.append(not answer.tool_calls and is_right(task, answer.content))
-        if len(self.right) == len(self._session.tasks):
-            return False
-        self._ask()
-        return True
-
-    def _ask(self) -> None:
-        task = self._session.tasks[len(self.right)]
-        self._messages.append({"role": "user", "content": task.question})
-        self._turns_of_task = 0
-
-    def _body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        return {
-            "messages": list(messages),
-            "tools": list(self._session.schemas),
-            "max_tokens": self._max_output_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+    def _play(
+        self, session: Session, rng: np.random.Generator, mean_gap_s: float, max_output_tokens: int
+    ) -> Turns:
+        messages: list[Message] = [{"role": "system", "content": session.system}]
+        gap_s = 0.0
+        for task in session.tasks:
+            messages.append({"role": "user", "content": task.question})
+            right = False
+            for _ in range(MAX_TURNS):
+                body = partial(chat, tuple(messages), max_output_tokens, session.schemas)
+                answer = yield TurnRequest(gap_s=gap_s, path=CHAT, body=body)
+                assert answer is not None
+                message: Message = {"role": "assistant", "content": answer.content}
+                if answer.tool_calls:
+                    message["tool_calls"] = list(answer.tool_calls)
+                go_on(messages, message, session.toolbox.run)
+                gap_s = float(rng.standard_exponential()) * mean_gap_s
+                if not answer.tool_calls:
+                    right = is_right(task, answer.content)
+                    break
+            self.right.append(right)

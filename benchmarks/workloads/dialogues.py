@@ -2,22 +2,15 @@
 
 The format is that of ``historical_trajectories`` of ``sierra-research/tau-bench``: a list of
 objects whose ``traj`` is a list of OpenAI-style messages. System, user and tool messages are sent
-as recorded, over ``/v1/chat/completions``; each assistant message is a turn, and the model's answer
-takes its place in the history. What follows the last assistant message is never answered, and not
-sent.
+as recorded; each assistant message is a turn, and the model's answer takes its place.
 
-The model need not do what the recorded one did, and the chat has to stay valid:
+The model need not do what the recorded one did, and the chat has to stay valid. If it made tool
+calls, they get the recorded results in order; calls beyond those get a result that says so, and
+results beyond the calls are sent as the user's text. If it made none, or one that cannot be part of
+a chat (no name, or arguments that are no JSON object), all are text.
 
-- It made tool calls: they get the recorded results in order, under the model's own call ids; calls
-  beyond those get a result that says so, and results beyond the calls are sent as the user's text.
-- It made none: recorded results are sent as the user's text.
-- It made a call that cannot be part of a chat (no name, or arguments that are no JSON object): all
-  its calls count as text.
-
-Lengths in tokens are the server's matter. An answer is limited to the recorded one's length (taken
-to be a token for four characters), unless a limit is given. The recordings have no times: gaps are
-exponential. Dialogues with the same system prompt share it, and a dialogue that is drawn again
-begins with the same text.
+An answer is limited to the recorded one's length (a token for four characters), unless a limit is
+given. The recordings have no times: gaps are exponential.
 """
 
 import json
@@ -33,9 +26,15 @@ import msgspec
 import numpy as np
 
 from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.arrivals import Arrivals, choose
-from benchmarks.workloads.errors import require
-from benchmarks.workloads.plan import Arriving, Workload
+from benchmarks.workloads.plan import (
+    Arrivals,
+    Arriving,
+    PlayedScript,
+    Turns,
+    Workload,
+    choose,
+    require,
+)
 from benchmarks.workloads.traces import read_json
 
 CHAT = "/v1/chat/completions"
@@ -67,11 +66,8 @@ class _RawDialogue(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """Tells what is said before a turn, and how long its answer may be.
-
-    Attributes:
-        messages: system and user messages.
-        results: results of the tools that the answer before called.
+    """A turn: the system's and user's messages before it, and results of the calls of the answer
+    before.
     """
 
     messages: tuple[Message, ...]
@@ -92,17 +88,13 @@ def dialogues(
     """Recorded dialogues, drawn without repeating one until all were drawn.
 
     Args:
-        path: a file of dialogues, plain JSON or compressed with gzip.
+        path: plain JSON or compressed with gzip.
         mean_gap_s: mean of the exponential gaps between an answer and the next turn.
-        max_output_tokens: limit on every answer's length; None: the recorded answer's approximate
-            length.
-        declare_tools: whether to send ``tools``, which the recordings do not have: their names and
-            parameters are inferred from the recorded calls. Without, models make no tool calls;
-            with, the server must have a tool-call parser.
-        seed: chooses the dialogues and their order, and draws the gaps.
+        max_output_tokens: None: each recorded answer's approximate length.
+        declare_tools: whether to send ``tools``, inferred from the recorded calls. Without, models
+            make no tool calls; with, the server must have a tool-call parser.
 
-    Raises:
-        WorkloadError: a setting is wrong, or the file is broken.
+    Raises WorkloadError: a setting is wrong, or the file is broken.
     """
     require(conversations > 0, f"{conversations} conversations are asked for; give a number from 1")
     require(
@@ -125,77 +117,47 @@ def dialogues(
             later_s = rng.standard_exponential(len(plans[number]) - 1) * mean_gap_s
             gaps_s = [0.0, *later_s.tolist()]
             name = f"{index:05d}-dialogue-{number}"
-            yield at_s, DialogueScript(name, plans[number], gaps_s, tools)
+            yield at_s, PlayedScript(name, _play(name, plans[number], gaps_s, tools))
 
     turns = sum(len(plans[number]) for number in chosen)
     return Workload("dialogues", {"conversations": conversations, "turns": turns}, arrive)
 
 
-class DialogueScript:
-    """One dialogue.
-
-    Args:
-        gaps_s: the gap before each turn.
-        tools: sent with every turn, unless None.
-    """
-
-    def __init__(
-        self,
-        conversation: str,
-        turns: Sequence[RecordedTurn],
-        gaps_s: Sequence[float],
-        tools: list[dict[str, Any]] | None,
-    ) -> None:
-        self._conversation = conversation
-        self._turns = turns
-        self._gaps_s = gaps_s
-        self._tools = tools
-        self._messages: list[Message] = []
-        self._next = 0
-
-    @property
-    def conversation(self) -> str:
-        """The conversation's id."""
-        return self._conversation
-
-    def next(self, answer: Answer | None) -> TurnRequest | None:
-        """The next turn, after the model's own answers.
-
-        Raises ValueError without the answer to the turn before.
-        """
-        if self._next == len(self._turns):
-            return None
-        number, turn = self._next, self._turns[self._next]
-        self._next += 1
+def _play(
+    name: str,
+    turns: Sequence[RecordedTurn],
+    gaps_s: Sequence[float],
+    tools: list[dict[str, Any]] | None,
+) -> Turns:
+    messages: list[Message] = []
+    answer: Answer | None = None
+    for number, (turn, gap_s) in enumerate(zip(turns, gaps_s, strict=True)):
         if number == 0:
-            self._messages.extend(turn.messages)
+            messages.extend(turn.messages)
         elif answer is None:
-            raise ValueError(f"{self.conversation}: turn {number + 1} follows no answer")
+            raise ValueError(f"{name}: turn {number + 1} follows no answer")
         else:
-            self._messages.extend(continuation(answer, turn, f"call_{number}"))
-        return TurnRequest(
-            gap_s=self._gaps_s[number],
-            path=CHAT,
-            body=partial(self._body, tuple(self._messages), turn.max_output_tokens),
-        )
+            messages.extend(continuation(answer, turn, f"call_{number}"))
+        body = partial(chat, tuple(messages), turn.max_output_tokens, tools)
+        answer = yield TurnRequest(gap_s=gap_s, path=CHAT, body=body)
 
-    def _body(self, messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
-        body = {
-            "messages": list(messages),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        return body if self._tools is None else body | {"tools": self._tools}
+
+def chat(
+    messages: Sequence[Message], max_tokens: int, tools: Sequence[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """The body of a streamed, greedy chat completion; without ``tools`` where there are none."""
+    body = {
+        "messages": list(messages),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return body if tools is None else body | {"tools": list(tools)}
 
 
 def continuation(answer: Answer, turn: RecordedTurn, call_prefix: str) -> list[Message]:
-    """The answer and what is said after it, as messages that go on with any valid chat.
-
-    Args:
-        call_prefix: begins the ids that are made for calls without one.
-    """
+    """Return the answer and what is said after it, as messages that go on with any valid chat."""
     calls, said = _calls(answer, call_prefix)
     messages: list[Message] = [{"role": "assistant", "content": said}]
     if calls:
@@ -212,9 +174,8 @@ def continuation(answer: Answer, turn: RecordedTurn, call_prefix: str) -> list[M
 
 
 def infer_tools(recordings: Sequence[Sequence[_RawMessage]]) -> list[dict[str, Any]]:
-    """OpenAI tool declarations for the recorded calls: names, parameters and their JSON types.
-
-    Calls whose arguments are no JSON object declare no parameters.
+    """OpenAI tool declarations for the recorded calls; without parameters where arguments are no
+    object.
     """
     properties: dict[str, dict[str, dict[str, str]]] = {}
     for message in (message for messages in recordings for message in messages):
@@ -291,7 +252,7 @@ def _approximate_tokens(message: _RawMessage) -> int:
 
 
 def _calls(answer: Answer, prefix: str) -> tuple[list[dict[str, Any]], str]:
-    """The answer's calls as a chat's history has them, and its text."""
+    """Return the answer's calls as a chat's history has them, and its text."""
     calls = []
     for index, call in enumerate(answer.tool_calls):
         function = call.get("function") or {}
@@ -310,7 +271,7 @@ def _calls(answer: Answer, prefix: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
-    """Parsed arguments of a call, or None where they are no JSON object."""
+    """Parse a call's arguments; None where they are no JSON object."""
     try:
         parsed = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

@@ -1,34 +1,27 @@
 """Recorded agent sessions, replayed with prompts and outputs of exactly the recorded lengths.
 
-**Prompts** are token ids, sent to ``/v1/completions``. Each block of a prompt becomes tokens that
-depend on the session and the block's id alone, and what follows the last whole block becomes tokens
-of that one call; so two prompts of a session share the prefix that the recording says, to the
-token, however the history was edited. Ids are local to a session, but agents share tool schemas and
-system prompts: a prompt's first ``tool_tokens + system_tokens`` tokens come from streams that
-sessions share (the tools' one by its length, the system prompt's by both lengths), as far as the
-prompt's blocks are those the session usually begins with. Where the shared part ends inside a
-block, only the block's first tokens are shared. What the model answers is no part of later prompts:
-they have other tokens in its place, as many as the recording has.
+**Prompts** are token ids. Each block of a prompt becomes tokens that depend on the session and the
+block's id alone, and what follows the last whole block becomes tokens of that one call. So two
+prompts of a session share the prefix that the recording says, to the token. A prompt's first
+``tool_tokens + system_tokens`` tokens come from streams that sessions share (the tools' one by its
+length, the system prompt's by both lengths), as far as the prompt's blocks are those the session
+usually begins with. In place of the model's answers later prompts have other tokens.
 
-**Outputs** have the recorded length (a call recorded with none is sent for one token). A turn is
-effective where the recording stopped with ``end_turn``.
+**Outputs** have the recorded length, at least 1. A turn is effective where the recording stopped
+with ``end_turn``.
 
-**Gaps** are what passed between the end of a call and the start of the next:
-``t(next) - (t + api_time)``, not less than 0. ``t`` is in whole seconds, so a gap is right to a
-second; ``think_time`` is the same rounded, and counts from an earlier call where ``api_time`` is
-missing, so it is not used. A call without ``api_time`` (one in nine) is taken to have lasted as
-long as the session's median call, and no longer than until the next one began.
+**Gaps** are ``t(next) - (t + api_time)``, not less than 0. ``t`` is in whole seconds, so a gap is
+right to a second; ``think_time`` is the same rounded, and not used. A call without ``api_time``
+(one in nine) is taken to have lasted as long as the session's median call, and no longer than until
+the next one began.
 
-**Sub-agents** are conversations of their own. They arrive when they did in the recording, moved by
-what scaling and capping took from the gaps before, and what fewer tokens take from the calls (a
-tenth of the tokens: a tenth of the recorded time). The parent waits for one as long as in the
-recording, less what was taken from the sub-agent's own gaps and calls; those started in the
-background it does not wait for. Arrival and wait follow the recording's clock, not the run's: on a
-slower system a parent may go on before its sub-agent ends.
+**Sub-agents** are conversations of their own. They arrive when they did in the recording, less what
+scaling and capping took from the gaps before, and fewer tokens from the calls. The parent waits for
+one as long as in the recording, less what was taken from the sub-agent's own, unless it was started
+in the background. Both follow the recording's clock, not the run's.
 
 **Scale.** With ``scale_tokens`` every position in a prompt moves from ``p`` to
-``floor(p * scale_tokens)``: ends of blocks, of the shared part, of the prompt. So lengths, and
-reused and new tokens, keep their ratios to within a token. Outputs are rounded, to at least 1.
+``floor(p * scale_tokens)``, so reused and new tokens keep their ratios to within a token.
 """
 
 import heapq
@@ -38,40 +31,21 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.arrivals import Arrivals, choose
-from benchmarks.workloads.errors import WorkloadError, require
-from benchmarks.workloads.plan import Arriving, Workload
+from benchmarks.workloads.plan import (
+    Arrivals,
+    Arriving,
+    PlayedScript,
+    Turns,
+    Workload,
+    WorkloadError,
+    choose,
+    require,
+)
 from benchmarks.workloads.replay import Changes, Replay
 from benchmarks.workloads.tokens import check_vocabulary, key
 from benchmarks.workloads.traces import RecordedSession, read_session, trace_files
 
 _MAX_KEYS_TRIED = 1000
-
-
-class RecordedScript:
-    """One conversation of a replay."""
-
-    def __init__(self, conversation: str, replay: Replay, own: int) -> None:
-        self._conversation = conversation
-        self._replay = replay
-        self._own = own
-        self._turn = 0
-        self._blocks = np.empty(0, dtype=np.int64)
-
-    @property
-    def conversation(self) -> str:
-        """The conversation's id."""
-        return self._conversation
-
-    def next(self, answer: Answer | None) -> TurnRequest | None:
-        """The next recorded turn, whatever the answer was."""
-        if self._turn == self._replay.turns:
-            return None
-        turn, call = self._turn, self._replay.session.calls[self._turn]
-        self._turn += 1
-        self._blocks = np.concatenate((self._blocks[: call.kept_blocks], call.new_blocks))
-        return self._replay.request(self._own, turn, self._blocks)
 
 
 def recorded(
@@ -86,25 +60,16 @@ def recorded(
 ) -> Workload:
     """Recorded sessions, drawn without repeating one until all were drawn.
 
-    All that are drawn are read and checked here, once each; prompts are made when they are sent. A
-    session that is drawn again has other tokens, but for what sessions share.
+    All that are drawn are read and checked here. One that is drawn again has other tokens, but for
+    what sessions share.
 
     Args:
         source: a folder of recordings, or recordings.
         sessions: how many are drawn; their sub-agents are conversations besides.
         vocabulary: token ids to use; it should leave out the model's special tokens.
-        max_turns: sessions with more turns, sub-agents' not counted, are left out. None: none are.
-        seed: chooses the sessions, their order and their tokens.
+        max_turns: sessions with more turns, sub-agents' not counted, are left out.
 
-    Returns:
-        The workload, whose counts are: sessions, conversations (with sub-agents) and turns to be
-        sent; conversations cut, and sub-agents and turns left out, because of the model's context;
-        distinct sessions that were drawn and left out for it, or for their turns; gaps estimated
-        because ``api_time`` was missing; and outputs lengthened to one token.
-
-    Raises:
-        WorkloadError: a setting is wrong, a recording is broken, or no session fits the context
-            and has few enough turns.
+    Raises WorkloadError: a setting is wrong, a recording is broken, or no session is left.
     """
     require(sessions > 0, f"{sessions} sessions are asked for; give a number from 1")
     require(seed >= 0, f"the seed is {seed}; give one from 0")
@@ -175,7 +140,7 @@ def _sessions(session: RecordedSession) -> Iterator[RecordedSession]:
 
 
 def _arrive(chosen: Sequence[Replay], arrivals: Arrivals, seed: int) -> Iterator[Arriving]:
-    """Conversations as they arrive; sub-agents arrive between the sessions that come later."""
+    """Yield conversations as they arrive; sub-agents do between the sessions that come later."""
     waiting: list[tuple[float, str, Replay, int]] = []
     for index, (replay, at_s) in enumerate(zip(chosen, arrivals.times_s(), strict=False)):
         while waiting and waiting[0][0] <= at_s:
@@ -190,11 +155,18 @@ def _arrive(chosen: Sequence[Replay], arrivals: Arrivals, seed: int) -> Iterator
 
 def _start(arriving: tuple[float, str, Replay, int]) -> Arriving:
     arrival_s, name, agent, own = arriving
-    return arrival_s, RecordedScript(name, agent, own)
+    return arrival_s, PlayedScript(name, _play(agent, own))
+
+
+def _play(replay: Replay, own: int) -> Turns:
+    blocks = np.empty(0, dtype=np.int64)
+    for turn, call in enumerate(replay.session.calls[: replay.turns]):
+        blocks = np.concatenate((blocks[: call.kept_blocks], call.new_blocks))
+        yield replay.request(own, turn, blocks)
 
 
 def _own_key(replay: Replay, name: str, seed: int) -> int:
-    """The first of this session's keys with which prompts share no more than they should."""
+    """Return the first of this session's keys with which prompts share no more than they should."""
     for attempt in range(_MAX_KEYS_TRIED):
         own = key(seed, "session", name, attempt)
         if replay.tells_apart(own):

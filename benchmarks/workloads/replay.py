@@ -10,22 +10,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks.records import SharedPrefix, TurnRequest
-from benchmarks.workloads.errors import require
+from benchmarks.workloads.plan import require
 from benchmarks.workloads.tokens import COMPLETIONS, completion, draw, key
 from benchmarks.workloads.traces import RecordedCall, RecordedSession
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Tells what is changed in the recording; nothing, by default.
+    """Changes to the recording.
 
     Attributes:
-        scale_tokens: factor for the lengths of prompts and outputs.
-        scale_gaps: factor for the gaps.
         max_gap_s: longest gap, after scaling.
         max_context_tokens: the model's context. A conversation ends before the first turn whose
-            prompt and output together are longer; a session whose first turn is, is left out. Both
-            are counted.
+            prompt and output together are longer; a session whose first turn is, is left out.
     """
 
     scale_tokens: float = 1.0
@@ -56,27 +53,23 @@ class Changes:
         return np.floor(np.asarray(tokens) * self.scale_tokens).astype(np.int64)
 
     def prompt_tokens(self, call: RecordedCall) -> int:
-        """The length of a call's prompt."""
         return max(1, int(self.position(call.prompt_tokens)))
 
     def output_tokens(self, call: RecordedCall) -> int:
-        """The length of a call's output."""
         return max(1, round(call.output_tokens * self.scale_tokens))
 
     def fits(self, call: RecordedCall) -> bool:
-        """Whether a call fits into the model's context."""
         needed = self.prompt_tokens(call) + self.output_tokens(call)
         return self.max_context_tokens is None or needed <= self.max_context_tokens
 
     def gap_s(self, recorded_s: float) -> float:
-        """A gap's length."""
         scaled_s = recorded_s * self.scale_gaps
         return scaled_s if self.max_gap_s is None else min(scaled_s, self.max_gap_s)
 
 
 @dataclass(frozen=True, slots=True)
 class _Forks:
-    """Knows where prompts part from the one before: what stands there in either of them.
+    """Places where prompts part from the one before, and what stands there in either of them.
 
     Attributes:
         blocks: ids; shape (forks, 2).
@@ -88,11 +81,7 @@ class _Forks:
 
 
 class Replay:
-    """One agent's conversation as it will be sent: pure numbers, for all conversations like it.
-
-    Args:
-        turns: how many of the session's calls are made.
-    """
+    """One agent's conversation as it will be sent; the first ``turns`` of the session's calls."""
 
     def __init__(
         self, session: RecordedSession, changes: Changes, vocabulary: range, seed: int
@@ -120,7 +109,7 @@ class Replay:
         self._forks = self._find_forks()
 
     def agents(self, name: str, at_s: float) -> Iterator[tuple[float, str, "Replay"]]:
-        """This agent and those it starts: when they arrive, and their names."""
+        """Yield this agent and those it starts: when they arrive, and their names."""
         yield at_s, name, self
         for start_s, number, child in self.children:
             yield from child.agents(f"{name}/{number}-{child.session.name}", at_s + start_s)
@@ -134,7 +123,6 @@ class Replay:
         )
 
     def request(self, own: int, turn: int, blocks: Any) -> TurnRequest:
-        """The request for a turn (from 0) whose prompt is ``blocks``, with the key ``own``."""
         call = self.session.calls[turn]
         output_tokens = self._changes.output_tokens(call)
         return TurnRequest(
@@ -163,11 +151,9 @@ class Replay:
         return completion(prompt, self._changes.output_tokens(call))
 
     def _ends(self, blocks: int) -> Any:
-        """Return where blocks begin, and the last one ends."""
         return self._changes.position(np.arange(blocks + 1) * self.session.block_tokens)
 
     def _shared_length(self, call: RecordedCall) -> int:
-        """How many tokens of a call's prompt come from the streams that sessions share."""
         in_head = int(self._changes.position(call.head_blocks * self.session.block_tokens))
         return min(in_head, self._shared_tokens)
 
@@ -209,20 +195,15 @@ class Replay:
 
 
 def _rest(turn: int) -> int:
-    """The id of what follows a prompt's last whole block; no block of a recording has it."""
     return -turn - 1
 
 
 def _timeline(
     session: RecordedSession, changes: Changes, children: Sequence[Replay]
 ) -> tuple[list[float], list[float], float]:
-    """When everything would happen if calls lasted as long as recorded, for their tokens.
+    """Return each call's gap, each sub-agent's start, and what all changes save, in seconds.
 
     A call with a tenth of the recorded tokens is taken to last a tenth of the time.
-
-    Returns:
-        The gap before each call; each sub-agent's start, from the session's; and what all changes
-        save, in seconds.
     """
     gaps_s: list[float] = []
     starts_s: list[float] = []

@@ -1,9 +1,8 @@
 """Conversations drawn from the distributions that papers give.
 
-A conversation is one long series of token ids of its own. A turn's prompt is its beginning, and the
-next turn's prompt is the previous one, then as many stand-in tokens as the previous turn put out,
-then what is appended. So prompts, reuse and outputs have exactly the drawn lengths; what the model
-answers is no part of later prompts, and a server's KV of it is of no use to the next turn.
+A turn's prompt is the beginning of one series of token ids of its conversation: the previous
+prompt, as many stand-in tokens as the previous turn put out, then what is appended. So prompts,
+reuse and outputs have exactly the drawn lengths, and KV of an answer is of no use to the next turn.
 
 "Assumed" below means that the paper's text does not say; change it with ``dataclasses.replace``.
 """
@@ -17,10 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.records import Answer, TurnRequest
-from benchmarks.workloads.arrivals import Arrivals
-from benchmarks.workloads.errors import require
-from benchmarks.workloads.plan import Arriving, Workload
+from benchmarks.records import TurnRequest
+from benchmarks.workloads.plan import Arrivals, Arriving, PlayedScript, Turns, Workload, require
 from benchmarks.workloads.tokens import COMPLETIONS, check_vocabulary, completion, draw, key
 
 # The 95th percentile of the standard normal distribution.
@@ -31,11 +28,7 @@ _PERT_SHAPE = 6
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Whole numbers between two bounds, with a given mean.
-
-    A beta distribution over the bounds, of PERT's variance, since papers give minimum, maximum and
-    average and no more.
-    """
+    """Whole numbers between two bounds, with a mean: a beta distribution of PERT's variance."""
 
     low: int
     mean: float
@@ -49,7 +42,6 @@ class Spread:
         )
 
     def draw(self, rng: np.random.Generator, count: int) -> Any:
-        """An array of ``count`` values."""
         width = self.high - self.low
         share = (self.mean - self.low) / width if width else 0.0
         if share in (0.0, 1.0):
@@ -73,20 +65,17 @@ class Latency:
         )
 
     def draw(self, rng: np.random.Generator, count: int) -> Any:
-        """An array of ``count`` times."""
         sigma = math.log(self.p95_s / self.p50_s) / _Z_95
         return rng.lognormal(math.log(self.p50_s), sigma, count)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Tells what conversations look like.
+    """The shape of conversations.
 
     Attributes:
-        turns: turns of a conversation; all but the last end in a tool call.
-        first_prompt_tokens: turn 1's prompt.
+        turns: all but the last end in a tool call.
         append_tokens: what a later turn adds after the output before it.
-        output_tokens: a turn's output.
         tool_latency: time between a turn's end and the next turn.
         shared_tokens: the first tokens of every conversation's prompt (a system prompt).
     """
@@ -201,14 +190,9 @@ def synthetic(
     Args:
         vocabulary: token ids to use; it should leave out the model's special tokens.
         scale_tokens: factor for each drawn number of tokens; the product is rounded, to at least 1.
-        scale_gaps: factor for the tools' times.
-        max_context_tokens: the model's context. A conversation ends before the first turn whose
-            prompt and output together are longer; one whose first turn is, is left out. Both are
-            counted.
-        seed: seeds all that is drawn, tokens included.
+        max_context_tokens: as in `benchmarks.workloads.replay.Changes`.
 
-    Raises:
-        WorkloadError: a setting is wrong, or no conversation fits the context.
+    Raises WorkloadError: a setting is wrong, or no conversation fits the context.
     """
     require(conversations > 0, f"{conversations} conversations are asked for; give a number from 1")
     for name, scale in (("scale_tokens", scale_tokens), ("scale_gaps", scale_gaps)):
@@ -248,15 +232,14 @@ def synthetic(
             _, turns = turns_of(index)
             if turns:
                 own = key(seed, "conversation", index)
-                yield next(times_s), SyntheticScript(f"{index:05d}-synthetic", turns, stream, own)
+                script = PlayedScript(f"{index:05d}-synthetic", _play(turns, stream, own))
+                yield next(times_s), script
 
     return Workload("synthetic", dict(counts), arrive)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """The tokens of conversations: a beginning that they share, then their own."""
-
     vocabulary: range
     shared: int
     shared_tokens: int
@@ -269,37 +252,16 @@ class _Stream:
         return completion(prompt, turn.output_tokens)
 
 
-class SyntheticScript:
-    """One drawn conversation."""
-
-    def __init__(
-        self, conversation: str, turns: tuple[_Turn, ...], stream: _Stream, own: int
-    ) -> None:
-        self._conversation = conversation
-        self._turns = turns
-        self._stream = stream
-        self._own = own
-        self._next = 0
-
-    @property
-    def conversation(self) -> str:
-        """The conversation's id."""
-        return self._conversation
-
-    def next(self, answer: Answer | None) -> TurnRequest | None:
-        """The next drawn turn, whatever the answer was."""
-        if self._next == len(self._turns):
-            return None
-        turn = self._turns[self._next]
-        self._next += 1
-        return TurnRequest(
+def _play(turns: tuple[_Turn, ...], stream: _Stream, own: int) -> Turns:
+    for turn in turns:
+        yield TurnRequest(
             gap_s=turn.gap_s,
             path=COMPLETIONS,
-            body=partial(self._stream.body, self._own, turn),
+            body=partial(stream.body, own, turn),
             prompt_tokens=turn.prompt_tokens,
             reused_tokens=turn.reused_tokens,
             output_tokens=turn.output_tokens,
-            effective=self._next == len(self._turns),
+            effective=turn is turns[-1],
         )
 
 

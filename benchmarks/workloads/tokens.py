@@ -1,7 +1,7 @@
-"""Prompts of a given length and with given shared prefixes, as token ids made on demand.
+"""Token ids of prompts with given lengths and shared prefixes, made on demand.
 
-A token is a hash of who it belongs to (a key), of a block, and of its place in the block; so the
-same piece of history is the same tokens whenever it is sent, and nothing has to be kept.
+A token is a hash of its owner (a key), of a block, and of its place in the block; so the same piece
+of history is the same tokens whenever it is sent.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.workloads.errors import require
+from benchmarks.workloads.plan import require
 
 COMPLETIONS = "/v1/completions"
 
@@ -28,16 +28,13 @@ def check_vocabulary(vocabulary: range) -> None:
 
 
 def key(*owner: str | int) -> int:
-    """64 bits that stand for whoever the tokens belong to."""
     digest = hashlib.blake2b(repr(owner).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def draw(key: int, blocks: Any, offsets: Any, vocabulary: range) -> Any:
-    """The tokens at ``offsets`` of ``blocks``: an array of ids out of ``vocabulary``.
-
-    Args:
-        blocks, offsets: arrays of integers of the same shape, or one array and one integer.
+    """Return the tokens at ``offsets`` of ``blocks``, arrays of one shape, or one of them an
+    integer.
     """
     blocks = np.atleast_1d(np.asarray(blocks, dtype=np.int64)).astype(np.uint64)
     offsets = np.atleast_1d(np.asarray(offsets, dtype=np.int64)).astype(np.uint64)
@@ -53,7 +50,6 @@ def _mix(values: Any) -> Any:
 
 
 def completion(prompt: Any, output_tokens: int) -> dict[str, Any]:
-    """The body of a completions request for a token-exact prompt and output length."""
     return {
         "prompt": prompt.tolist(),
         "max_tokens": output_tokens,

@@ -1,11 +1,11 @@
-"""Reading recorded sessions: one JSON object a file, plain or compressed with gzip.
+"""Reads recorded sessions: one JSON object a file, plain or compressed with gzip.
 
 The format is that of the ``traces`` folder of ``callanjfox/kv-cache-tester``. A session has
 ``tool_tokens`` and ``system_tokens`` (how its prompts begin), a ``block_size``, and ``requests``.
-These fields of a call (``type`` ``n`` or ``s``) are used: ``t`` (start, s, whole seconds from the
-session's start), ``in`` and ``out`` (tokens), ``hash_ids`` (one for each whole block of the prompt;
-the same number stands for the same tokens after the same history, within the file), ``stop`` and
-``api_time`` (s). A ``subagent`` has calls of its own, with times from its own start.
+Used are a call's ``t`` (start, s, whole seconds from the session's start), ``in`` and ``out``
+(tokens), ``hash_ids`` (one for each whole block of the prompt, the same for the same tokens after
+the same history, within the file), ``stop`` and ``api_time`` (s). A ``subagent`` has calls of its
+own, with times from its own start.
 """
 
 import gzip
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from benchmarks.workloads.errors import WorkloadError, require
+from benchmarks.workloads.plan import WorkloadError, require
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
@@ -36,14 +36,13 @@ class RecordedCall:
     """One model call.
 
     Attributes:
-        started_s: when it started, from the start of the session or sub-agent.
-        took_s: how long it took, as recorded; else an estimate (`estimated`).
+        started_s: from the start of the session or sub-agent.
+        took_s: as recorded; else an estimate (`estimated`).
         kept_blocks: whole blocks at the prompt's start that are those of the call before.
         new_blocks: ids of the others, an array.
         head_blocks: blocks at the prompt's start that are those of the session's head.
         effective: whether the call ended its turn with the user.
-        tool: what it asked for: ``?`` for tools, whose names are not recorded, empty for nothing;
-            None: that is not recorded.
+        tool: ``?`` for tools, whose names are not recorded, empty for nothing; None: not recorded.
     """
 
     started_s: float
@@ -59,17 +58,14 @@ class RecordedCall:
 
     @property
     def ended_s(self) -> float:
-        """When it ended, from the start of the session or sub-agent."""
         return self.started_s + self.took_s
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSession:
-    """The calls of one agent, in order, and the agents that it started.
+    """Calls of one agent, in order, and the agents that it started.
 
-    Attributes:
-        name: unique in its file; not across files.
-        tool_tokens, system_tokens: tool schemas and system prompt, the first tokens of its prompts.
+    Its prompts begin with ``tool_tokens`` and ``system_tokens``; ``name`` is unique in its file.
     """
 
     name: str
@@ -82,12 +78,9 @@ class RecordedSession:
 
 @dataclass(frozen=True, slots=True)
 class SubAgent:
-    """An agent that another one started.
+    """An agent that another one started after its call ``after``; times from the parent's start.
 
-    Attributes:
-        after: index of the parent's call that asked for it.
-        started_s: when it started, from the parent's start.
-        ended_s: when it ended, likewise; None: its parent did not wait for it.
+    ``ended_s`` is None if its parent did not wait for it.
     """
 
     after: int
@@ -128,10 +121,7 @@ class _RawSession(msgspec.Struct):
 
 
 def trace_files(source: Path | Sequence[Path]) -> list[Path]:
-    """The recordings in a folder (``*.json`` and ``*.json.gz``), or those named; sorted.
-
-    Raises WorkloadError where there are none, or one does not exist.
-    """
+    """Return the recordings in a folder (``*.json`` and ``*.json.gz``), or those named; sorted."""
     if isinstance(source, Path) and source.is_dir():
         files = [*source.glob("*.json"), *source.glob("*.json.gz")]
         require(bool(files), f"{source} has no recorded sessions (*.json or *.json.gz)")
@@ -144,9 +134,8 @@ def trace_files(source: Path | Sequence[Path]) -> list[Path]:
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """A file's JSON, plain or compressed with gzip, as an object of type ``kind``.
-
-    Raises WorkloadError where it cannot be read or is something else; it says where in the file.
+    """Read a file's JSON, plain or gzip, as a ``kind``; WorkloadError says where it is something
+    else.
     """
     try:
         content = path.read_bytes()
@@ -165,11 +154,7 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 
 def read_session(path: Path) -> RecordedSession:
-    """Read one recorded session, whole.
-
-    Raises:
-        WorkloadError: it names the file, the record (``requests[3]``), and what is wrong there.
-    """
+    """Read one recorded session; WorkloadError names the file, the record, and what is wrong."""
     raw = read_json(path, _RawSession)
     return _session(raw.id, raw, raw.block_size, f"{path}: requests")
 
@@ -199,11 +184,10 @@ def _session(name: str, raw: _RawSession | _RawSubAgent, block: int, where: str)
 
 
 def _sub_agent(raw: _RawSubAgent, after: int, block: int, where: str) -> SubAgent:
-    """A recorded sub-agent; if it has a duration, its ``t`` is when its result came.
+    """Read a recorded sub-agent; if it has a duration, its ``t`` is when its result came.
 
-    ``t`` less the duration is within a second of the end of the parent's call before it, for every
-    one, and the parent's next call comes after ``t``. One without a duration was started in the
-    background: ``t`` is its start, and the parent goes on.
+    ``t`` less the duration is within a second of the end of the parent's call before it. One
+    without a duration was started in the background: ``t`` is its start, and the parent goes on.
     """
     session = _session(raw.agent_id, raw, block, f"{where}.requests")
     if raw.duration_ms is None:
@@ -226,11 +210,7 @@ def _check(call: _RawCall, before: list[_RawCall], block: int, where: str) -> No
 
 
 def _head(blocks: list[Any], tokens: int, block: int) -> Any:
-    """The blocks that the session's first ``tokens`` tokens, tools and system prompt, are in.
-
-    A few sessions begin with another prompt than they go on with, so the beginning that most calls
-    have is taken.
-    """
+    """Return the blocks of the session's first ``tokens`` tokens, as most of its calls begin."""
     last = max(min(tokens // block, max(map(len, blocks))), 1) - 1
     long = [ids for ids in blocks if len(ids) > last]
     if not long:
@@ -271,7 +251,6 @@ def _calls(raw: list[_RawCall], blocks: list[Any], head: Any) -> tuple[RecordedC
 
 
 def _common(left: Any, right: Any) -> int:
-    """How many items two arrays have in common at their start."""
     shorter = min(len(left), len(right))
     differ = np.flatnonzero(left[:shorter] != right[:shorter])
     return int(differ[0]) if len(differ) else shorter

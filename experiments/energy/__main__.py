@@ -22,8 +22,8 @@ from hetero.power import Cap
 PAPERS_GAIN = 0.2275
 _LIMIT_W = 300.0
 _STEP_S = 0.05
-_PREFILLER = "prefiller"
-_DECODERS = ("decoder-1", "decoder-2", "decoder-3")
+_PREFILLER = "prefiller-0"
+_DECODERS = ("decoder-0", "decoder-1", "decoder-2")
 # Under a cap of 2/3, work that is bound by compute takes the third root of 3/2 times as long, if
 # dynamic power grows with the cube of the clock. What is bound by memory is as fast as before
 # (section 5.5: latencies stay essentially unchanged).
@@ -64,8 +64,7 @@ def run(
     setup: Setup, selection: Selection, draw: Draw, rig: Rig, progress: Progress
 ) -> AccountedRun:
     machine = Machine(
-        {_PREFILLER: _CAPPED if setup.prefiller else Speed()},
-        dict.fromkeys(_DECODERS, _CAPPED if setup.decoders else Speed()),
+        _CAPPED if setup.prefiller else Speed(), _CAPPED if setup.decoders else Speed()
     )
     cap = Cap(fraction=2 / 3)
     tiers = {

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 
 from benchmarks.compare import Comparison
 from benchmarks.metrics import Result
-from benchmarks.order import told
 from benchmarks.report import Report
+from benchmarks.rounds import told
 from experiments.suite.turns import Measured, Unavailable
 
 _COLUMNS = (

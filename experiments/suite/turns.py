@@ -18,12 +18,11 @@ from benchmarks.measure import (
     measure_unloaded,
     report_of_starts,
 )
-from benchmarks.order import Alternation, orders
 from benchmarks.peers import PeerUnavailable
-from benchmarks.records import Answer, Script, TurnRequest
+from benchmarks.records import Answer, RecordWriter, Script, TurnRequest
 from benchmarks.report import Report, write_report
+from benchmarks.rounds import Alternation, orders
 from benchmarks.selection import Selection
-from benchmarks.storage import RecordWriter
 from experiments.suite.fleet import Fleet, Variant
 
 _UNLOADED_CONVERSATIONS = 5

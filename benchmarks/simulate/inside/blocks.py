@@ -1,4 +1,4 @@
-"""The blocks of one engine's KV: whose are in use, kept, or cached."""
+"""The blocks of one engine's KV."""
 
 from collections import OrderedDict
 
@@ -6,16 +6,9 @@ from collections import OrderedDict
 class Blocks:
     """Counts blocks, by conversation; a conversation's are a beginning of its history.
 
-    A block is in one of four states: held by a call that runs; kept for a conversation between
-    turns; cached, and evicted when room is needed (the longest unused first, of one from its end,
-    as vLLM does it); or empty. The last two are free.
-
-    Args:
-        total: how many there are.
-        block_tokens: tokens of one.
-
-    Attributes:
-        evicted: how many cached ones had to make room.
+    A block is held by a call that runs; kept for a conversation between turns; cached, and evicted
+    when room is needed (the longest unused first, of one from its end, as vLLM does it); or empty.
+    The last two are free.
     """
 
     def __init__(self, total: int, block_tokens: int = 16) -> None:
@@ -29,24 +22,18 @@ class Blocks:
         self._cached_blocks = 0
 
     def count(self, tokens: int) -> int:
-        """How many so many tokens take."""
         return -(-tokens // self.block_tokens)
 
     def found(self, key: str) -> int:
-        """How many of a conversation's are kept or cached."""
         return self.kept.get(key, 0) + self.cached.get(key, 0)
 
     def has_room(self, key: str, blocks: int) -> bool:
-        """Whether a conversation can hold so many, of which it may have some already."""
+        """Whether a conversation can hold this many, of which it may have some already."""
         have = self.held.get(key, 0) + self.kept.get(key, 0)
         return blocks - have <= self.free
 
     def hold(self, key: str, blocks: int) -> None:
-        """Have it hold so many in all. What was kept or cached of it is among them.
-
-        Raises:
-            ValueError: there is no room for that; ask `has_room`.
-        """
+        """Have a conversation hold this many in all; ValueError: no room, ask `has_room`."""
         if not self.has_room(key, blocks):
             raise ValueError(f"{key}: no room for {blocks} blocks; {self.free} are free")
         have = self.held.get(key, 0)
@@ -62,12 +49,12 @@ class Blocks:
             self.evicted += gone
 
     def let_go(self, key: str, computed_tokens: int) -> None:
-        """A call ends, or is preempted: what it has computed stays cached, in whole blocks."""
+        """End or preempt a call: what it has computed stays cached, in whole blocks."""
         self.free += self.held.pop(key, 0)
         self._cache(key, computed_tokens // self.block_tokens)
 
     def keep(self, key: str) -> int:
-        """Keep what is cached of a conversation from now on; return how many blocks that are."""
+        """Keep what is cached of a conversation; return how many blocks that are."""
         blocks = self.cached.get(key, 0)
         self._uncache(key, blocks)
         if blocks:
@@ -76,7 +63,7 @@ class Blocks:
         return blocks
 
     def unkeep(self, key: str, blocks: int | None = None) -> int:
-        """Return so many of the kept blocks to the cache, from the end on (None: all)."""
+        """Return kept blocks to the cache, from the end on (None: all)."""
         have = self.kept.get(key, 0)
         given = have if blocks is None else min(have, blocks)
         if given == have:
@@ -88,7 +75,6 @@ class Blocks:
         return given
 
     def drop(self, key: str) -> None:
-        """Nothing of a conversation is needed any more."""
         self.unkeep(key)
         self._uncache(key, self.cached.get(key, 0))
 

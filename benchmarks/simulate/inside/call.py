@@ -9,24 +9,15 @@ class Call:
 
     Attributes:
         key: its conversation's.
-        prompt_tokens: history included.
-        output_tokens: how many it puts out; at least 1.
-        conversation_came_s: when its conversation began.
-        came_s: when it came.
-        resume_s: in how many seconds after it its client says that the next turn comes; None: it
-            does not say.
-        last: whether its client says that no other turn follows.
+        resume_s, last: when its client says that the next turn comes, and whether none does.
         since_s: it waits since then: it came, or was preempted.
         computed_tokens: of which there is KV here while it runs.
-        made_tokens: put out so far.
-        runs: whether it does; else it waits.
         decodes: whether all before its newest token is computed.
         found_tokens: what the cache had of it when it began first; negative before.
         charged_tokens: up to where its conversation was charged.
-        missed_tokens: of its prompt, what the cache did not have when it came.
+        missed_tokens: of its prompt, not in the cache when it came.
         level: as it was ranked last; 0 goes first.
-        preemptions: how often.
-        first_token_s, last_token_s: when they came; negative before.
+        first_token_s, last_token_s: negative before.
         gaps_s: between its tokens; steps that were taken together count one by one.
     """
 
@@ -53,10 +44,8 @@ class Call:
 
     @property
     def tokens(self) -> int:
-        """Its prompt, and what it has put out."""
         return self.prompt_tokens + self.made_tokens
 
     @property
     def missing_tokens(self) -> int:
-        """Return what is to be computed until its next token comes."""
         return self.tokens - self.computed_tokens

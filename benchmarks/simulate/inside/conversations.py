@@ -13,23 +13,21 @@ from conserve.engine_scheduling import ChunkController, FeedbackQueue, Pin, Rete
 # As in `deployments.engine.scheduler.scheduling`.
 _APPEND_TOKENS = 128
 _LEVEL = 1 << 32
-# Who waits is ranked anew so many times while it rises by a level. Live it is every 50 ms, which
+# A waiting call is ranked anew this often while it rises by a level. Live it is every 50 ms, which
 # for hundreds that wait would be most of what there is to simulate.
 _RANKS_A_LEVEL = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Tells which parts are on, and with which settings.
+    """Parts that are on, and their settings.
 
     Attributes:
-        order: levels decide who begins, who computes first, and who is preempted; else who came
-            first.
-        by_conversation: without levels, who came first is whose conversation did.
+        order: levels decide the order of calls; else arrival does.
+        by_conversation: without levels, the conversation's arrival counts.
         chunks: prefills beside decodes are cut.
         retention: what a turn leaves is kept for the next one.
         in_parts: a prompt without room for all of it begins with a part.
-        feedback, chunking, keeping: arguments of `FeedbackQueue`, `ChunkController`, `Retention`.
     """
 
     order: bool = True
@@ -51,17 +49,6 @@ class _History:
 
 
 class ConversationScheduler(Scheduler):
-    """See the module.
-
-    Args:
-        parts: what of it is on.
-
-    Attributes:
-        queue, controller, retention: the policies.
-        reclaimed_blocks: kept ones that gave way.
-        parts_begun: prompts that began without room for all of them.
-    """
-
     def __init__(
         self,
         blocks: Blocks,
@@ -92,7 +79,6 @@ class ConversationScheduler(Scheduler):
     # --- turns -------------------------------------------------------------------------------
 
     def add(self, call: Call, now_s: float) -> None:
-        """A call comes, at its level."""
         history = self._histories.setdefault(call.key, _History())
         if history.ended_s is not None:
             self.retention.returned(call.key, now_s - history.ended_s)
@@ -104,7 +90,6 @@ class ConversationScheduler(Scheduler):
         super().add(call, now_s)
 
     def forget(self, key: str) -> None:
-        """A conversation has ended, and the table says so: its KV goes first."""
         super().forget(key)
         self.blocks.drop(key)
         self.queue.forget(key)
@@ -140,7 +125,6 @@ class ConversationScheduler(Scheduler):
     # --- a step ------------------------------------------------------------------------------
 
     def schedule(self, now_s: float) -> Step | None:
-        """Return what the next step computes."""
         self._now_s = now_s
         self._expire(now_s)
         if self._part is not None and (self._part.decodes or not self._part.runs):
@@ -154,7 +138,6 @@ class ConversationScheduler(Scheduler):
         return super().schedule(now_s)
 
     def done(self, step: Step, lasted_s: float, now_s: float, steps: int = 1) -> list[Call]:
-        """A step is over; what it took is learned."""
         if step.decodes:
             for number in range(steps):
                 at_s = now_s - lasted_s * (steps - 1 - number)
@@ -162,7 +145,6 @@ class ConversationScheduler(Scheduler):
         return super().done(step, lasted_s, now_s, steps)
 
     def longest_s(self, step: Step) -> float | None:
-        """Levels change while somebody waits, and what is kept expires."""
         return self._ranks_every_s if self.waiting else None
 
     def _set_limit(self, now_s: float) -> None:
@@ -333,16 +315,18 @@ class ConversationScheduler(Scheduler):
 
 
 def time_to_live(seconds: float) -> Parts:
-    """First come, first served by conversation, and what a turn leaves is kept for so long unless
-    somebody needs it: Continuum, as MARS's paper has it for a baseline (section 6.2)."""
+    """Continuum, as MARS's paper has it for a baseline (section 6.2): first come, first served by
+    conversation, and what a turn leaves is kept for this time unless it is needed.
+    """
     keeping = {"hold_s": seconds, "longest_s": seconds}
     return Parts(order=False, by_conversation=True, chunks=False, in_parts=False, keeping=keeping)
 
 
 def attained_service() -> Parts:
-    """Serve the conversation first that was served least, and preempt it last: Autellix (PLAS), as
-    MARS's paper has it for a baseline. Levels of service alone, which is never forgotten; a wait of
-    a minute lets rise by one.
+    """Autellix (PLAS), as MARS's paper has it for a baseline: the least served conversation goes
+    first.
+
+    Service is never forgotten; a minute's wait rises by one level.
     """
     feedback = {
         "footprints": (),

@@ -1,9 +1,8 @@
 """Works out what steps take on the papers' GPUs with the papers' models, from data sheets.
 
-The same arithmetic as in the profile `h100-qwen3-8b` (whose ``sources`` say more): of a GPU's peak
-compute 45 % is reached in matrix products (30 % in those of many small experts), of its bandwidth
-75 %. These shares are assumed; all else is from NVIDIA's data sheets and the models' cards and
-configurations.
+As in the profile `h100-qwen3-8b` (whose ``sources`` say more), matrix products reach 45 % of a
+GPU's peak compute (30 % in those of many small experts), and reads 75 % of its bandwidth. These
+shares are assumed; all else is from NVIDIA's data sheets and the models' configurations.
 """
 
 from collections.abc import Sequence
@@ -21,13 +20,7 @@ _MEMORY_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU.
-
-    Attributes:
-        flops: in 16 bits, dense, a second, at peak.
-        bytes_per_s: of its memory.
-        reserve_bytes: for activations.
-    """
+    """A GPU; flops are in 16 bits, dense, a second, at peak, and some memory is for activations."""
 
     name: str
     flops: float
@@ -41,9 +34,7 @@ class Model:
     """A model.
 
     Attributes:
-        weights_bytes: all of them.
-        expert_bytes: those of the experts among them; 0: a dense model.
-        experts, active: how many experts a layer has, and a token uses.
+        expert_bytes: of the weights; 0: a dense model.
         flops_per_token: two for each active parameter, but for embeddings.
         kv_bytes: of a token.
         pair_flops: for each pair of a token and one before it.
@@ -87,15 +78,12 @@ LLAMA3_8B = Model("Llama-3-8B", 16.1e9, 2 * 6.98e9, 2 * 32 * 8 * 128 * 2, 2 * 32
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Tells what a model's steps take on a GPU.
+    """Time that a model's steps take on a GPU.
 
     Matrix products take what reading the weights or computing takes, whichever is longer: so
     decodes hide behind a prefill's compute. Of experts, those are read that any token of the step
     uses, if tokens choose at random. Attention takes the time of its compute (prefills), and of
     reading KV (decodes).
-
-    Attributes:
-        share_prefill, share_decode: of the GPU, in what matters to each; 1: all of it.
     """
 
     gpu: Gpu
@@ -103,13 +91,12 @@ class Steps:
 
     @property
     def capacity_tokens(self) -> int:
-        """KV that there is room for."""
         room = _MEMORY_SHARE * self.gpu.memory_bytes - self.model.weights_bytes
         return int((room - self.gpu.reserve_bytes) / self.model.kv_bytes)
 
     @property
     def per_kv_token_s(self) -> float:
-        """Return what each token of KV that decodes read adds."""
+        """Seconds that each token of KV that decodes read adds."""
         return self.model.kv_bytes / (_BANDWIDTH_SHARE * self.gpu.bytes_per_s)
 
     def step_s(
@@ -120,13 +107,10 @@ class Steps:
         compute: float = 1.0,
         bandwidth: float = 1.0,
     ) -> float:
-        """Time of a step.
+        """Return the time of a step with this many decodes, which read ``kv_tokens`` in all.
 
-        Args:
-            decodes: sequences that decode in it.
-            kv_tokens: of all of them.
-            chunks: of prefills: tokens, and how many are before them.
-            compute, bandwidth: shares of the GPU's that the step has.
+        Chunks are of prefills: tokens, and how many are before them. The step has these shares of
+        the GPU.
         """
         tokens = decodes + sum(chunk for chunk, _ in chunks)
         if not tokens:

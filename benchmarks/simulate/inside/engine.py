@@ -10,20 +10,10 @@ from benchmarks.simulate.inside.scheduler import Scheduler, Step
 
 
 class Engine:
-    """Plays one.
+    """Runs a scheduler's steps, one after the other.
 
-    Steps that only decode are taken together up to the next at which anything may change. One that
-    is under way is not broken off: who comes waits for its end.
-
-    Args:
-        loop: virtual time.
-        scheduler: of whichever kind.
-        costs: what steps take.
-        ended: called with each call that has ended.
-
-    Attributes:
-        busy_s: how long steps ran.
-        prefilled_tokens, decoded_tokens: what they computed.
+    Steps that only decode are taken together up to the next at which anything may change. A step
+    under way is not broken off: a call that comes waits for its end.
     """
 
     def __init__(
@@ -39,8 +29,10 @@ class Engine:
         self.decoded_tokens = 0
 
     def submit(self, call: Call) -> None:
-        """A call comes now."""
         self.scheduler.add(call, self._loop.now_s)
+        self._wake()
+
+    def _wake(self) -> None:
         if not self._runs:
             # All that comes at this moment is there before the step begins.
             self._runs = True

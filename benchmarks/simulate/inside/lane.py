@@ -6,6 +6,7 @@ from collections.abc import Callable
 from benchmarks.simulate.inside.call import Call
 from benchmarks.simulate.inside.conversations import ConversationScheduler
 from benchmarks.simulate.inside.costs import Steps
+from benchmarks.simulate.inside.engine import Engine
 from benchmarks.simulate.inside.loop import Loop
 from benchmarks.simulate.inside.scheduler import Scheduler, Step
 from benchmarks.simulate.inside.sm_share import FedBackShare, FixedShare, bandwidth_of
@@ -17,19 +18,14 @@ _CHUNK_TOKENS = 512
 _REBIND_S = 50e-6
 
 
-class LaneEngine:
-    """Plays an engine whose scheduler has decodes, and what may run beside them; all else is
-    prefilled in the lane, one prompt after the other. What is else, `PrefillLane` says; with vLLM's
-    scheduler (a split that nobody decides about) it is every prompt.
+class LaneEngine(Engine):
+    """An engine whose scheduler has decodes, and what may run beside them.
 
-    While both have work, decodes have the SMs that `sm_share` says, and the lane the others; else
-    whoever has work has all. What the lane computes goes on at its new speed when that changes;
-    steps of decodes end as they began. Each change costs the lane 50 us. What both take of each
-    other's bandwidth is not modelled.
-
-    Args:
-        loop, scheduler, costs, ended: as for `Engine`.
-        sm_share: how many SMs decodes have.
+    All else is prefilled in the lane, one prompt after the other: what `PrefillLane` says, or with
+    vLLM's scheduler every prompt. While both have work, decodes have the SMs that `sm_share` says,
+    and the lane the others; else the one with work has all. The lane goes on at its new speed when
+    that changes; steps of decodes end as they began. Each change costs the lane 50 us. What both
+    take of each other's bandwidth is not modelled.
 
     Attributes:
         laned: calls that went through the lane.
@@ -43,13 +39,9 @@ class LaneEngine:
         ended: Callable[[Call], None],
         sm_share: FedBackShare | FixedShare,
     ) -> None:
-        self._loop = loop
-        self.scheduler = scheduler
-        self._costs = costs
-        self._ended = ended
+        super().__init__(loop, scheduler, costs, ended)
         self._sm_share = sm_share
         self._policy = PrefillLane()
-        self._runs = False
         self._waiting: list[Call] = []
         # The chunk that the lane computes: whose, how many tokens, how much is left of it (seconds,
         # with all SMs, as a share of them says), since when and how fast.
@@ -63,13 +55,12 @@ class LaneEngine:
         self.laned = 0
 
     def submit(self, call: Call) -> None:
-        """A call comes now."""
         call.came_s = call.since_s = self._loop.now_s
         self._waiting.append(call)
         self._begin_those_who_may()
 
     def _begin_those_who_may(self) -> None:
-        """Begin one that waits for the lane in it, and those that need it no longer in steps."""
+        """Begin a waiting call in the lane, and those that need it no longer in steps."""
         for call in list(self._waiting):
             route = self._route(call)
             if route == "wait":
@@ -98,11 +89,6 @@ class LaneEngine:
 
     # --- decodes -----------------------------------------------------------------------------
 
-    def _wake(self) -> None:
-        if not self._runs:
-            self._runs = True
-            self._loop.at(self._loop.now_s, self._step)
-
     def _step(self) -> None:
         now_s = self._loop.now_s
         self._begin_those_who_may()
@@ -117,15 +103,12 @@ class LaneEngine:
         took_s = self._costs.step_s(
             len(step.decodes), kv_tokens, chunks, share, bandwidth_of(share)
         )
-        self._loop.at(now_s + took_s, self._done, step, took_s, share)
+        self._loop.at(now_s + took_s, self._shared, step, took_s, share)
 
-    def _done(self, step: Step, lasted_s: float, share: float) -> None:
-        now_s = self._loop.now_s
+    def _shared(self, step: Step, lasted_s: float, share: float) -> None:
         if step.decodes and share < 1:
-            self._sm_share.step(lasted_s, share, now_s)
-        for call in self.scheduler.done(step, lasted_s, now_s):
-            self._ended(call)
-        self._step()
+            self._sm_share.step(lasted_s, share, self._loop.now_s)
+        self._done(step, lasted_s, 1)
 
     def _decode_share(self) -> float:
         if self._call is None:
@@ -162,7 +145,6 @@ class LaneEngine:
         self._loop.at(ends_s, self._chunk_done, self._version)
 
     def _share_anew(self) -> None:
-        """The lane has more SMs, or less, from now on."""
         if self._call is None or (share := self._share()) == self._lane_share:
             return
         passed_s = max(0.0, self._loop.now_s - self._since_s)

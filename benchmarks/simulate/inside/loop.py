@@ -8,11 +8,7 @@ from typing import Any
 
 
 class Loop:
-    """Events in the order of their times, and of equal ones as they were put in.
-
-    Attributes:
-        now_s: the time of what happens now.
-    """
+    """Events in the order of their times, and of equal ones as they were put in."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -20,16 +16,14 @@ class Loop:
         self._numbers = count()
 
     def at(self, at_s: float, do: Callable[..., None], *arguments: Any) -> None:
-        """Have something done then."""
         heappush(self._events, (at_s, next(self._numbers), do, arguments))
 
     @property
     def next_s(self) -> float:
-        """When something happens next; infinite: never."""
+        """When the next event is; infinite: never."""
         return self._events[0][0] if self._events else math.inf
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
         while self._events:
             self.now_s, _, do, arguments = heappop(self._events)
             do(*arguments)

@@ -8,37 +8,29 @@ from benchmarks.simulate.inside.call import Call
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Tells what a step computes.
-
-    Attributes:
-        decodes: calls, of which it computes a token each.
-        chunks: others, and how many of their tokens.
-    """
+    """A step's work: calls that decode, and chunks of others' tokens."""
 
     decodes: tuple[Call, ...]
     chunks: tuple[tuple[Call, int], ...]
 
     @property
     def prefill_tokens(self) -> int:
-        """Return the length of all chunks."""
         return sum(tokens for _, tokens in self.chunks)
 
 
 class Scheduler:
     """Decides what a step computes, as vLLM 0.29 does (`v1/core/sched/scheduler.py`).
 
-    Who runs goes on first, in the order of the list; a chunk is as large as what is left of the
-    step. Where there is no room for it, the last one is preempted. Then, if nobody was, those who
-    wait begin in their order, if there is room for all of their prompt. What ends, or is preempted,
+    Running calls go on first, in their order; a chunk is as large as what is left of the step.
+    Where there is no room for it, the last one is preempted. Then, unless one was, waiting calls
+    begin in their order, if there is room for all of their prompt. What ends, or is preempted,
     stays cached until its room is needed.
 
     Args:
-        blocks: of its KV.
         step_tokens: most tokens of a step (``max_num_batched_tokens``).
         most_calls: that run at a time (``max_num_seqs``).
 
     Attributes:
-        preemptions: how often.
         expected_tokens, recomputed_tokens: what prompts repeat of the turn before, in whole blocks,
             and what of it was not found when they began first.
     """
@@ -55,11 +47,7 @@ class Scheduler:
         self._history_tokens: dict[str, int] = {}
 
     def add(self, call: Call, now_s: float) -> None:
-        """A call comes.
-
-        Raises:
-            ValueError: it can never run: its KV does not fit.
-        """
+        """Add a call; ValueError: it can never run: its KV does not fit."""
         most = call.prompt_tokens + call.output_tokens
         if self.blocks.count(most) > self.blocks.total:
             raise ValueError(
@@ -70,31 +58,25 @@ class Scheduler:
         self._order_waiting()
 
     def forget(self, key: str) -> None:
-        """A conversation has ended. vLLM is not told, and its KV stays until its room is needed."""
+        """End a conversation. vLLM is not told, and its KV stays until its room is needed."""
         self._history_tokens.pop(key, None)
 
     def found_tokens(self, call: Call) -> int:
-        """Return what of a call's prompt is here. Its last token is computed in any case: the next
-        one comes of it.
-        """
+        """Tokens of a call's prompt that are here, less its last: the next token comes of it."""
         size = self.blocks.block_tokens
         return min(self.blocks.found(call.key), (call.tokens - 1) // size) * size
 
     def takes(self, call: Call, now_s: float) -> None:
-        """A call's prompt is prefilled elsewhere, into blocks of this engine.
-
-        Raises:
-            ValueError: there is no room for it.
+        """Hold blocks for a call's prompt that is prefilled elsewhere; ValueError: there is no
+        room.
         """
         call.computed_tokens = self.found_tokens(call)
         self._begins(call, now_s)
         self.blocks.hold(call.key, self.blocks.count(call.tokens))
 
     def took(self, call: Call, now_s: float) -> bool:
-        """A prompt that was prefilled elsewhere is; from now on the call decodes here.
-
-        Returns:
-            Whether it has ended with its first token.
+        """Decode a call whose prompt was prefilled elsewhere; returns whether its first token ends
+        it.
         """
         self._computed(call, call.prompt_tokens - call.found_tokens, now_s)
         self._put_out(call, 1, now_s)
@@ -119,13 +101,8 @@ class Scheduler:
         return Step(decodes, chunks)
 
     def done(self, step: Step, lasted_s: float, now_s: float, steps: int = 1) -> list[Call]:
-        """A step, or so many that only decoded, are over.
-
-        Args:
-            lasted_s: one of them.
-
-        Returns:
-            Calls that have ended.
+        """End a step, or several that only decoded (``lasted_s`` each); returns the calls that have
+        ended.
         """
         ended = []
         for call in step.decodes:
@@ -148,8 +125,9 @@ class Scheduler:
         return ended
 
     def steps_alike(self, step: Step) -> int:
-        """How many steps like this one may follow each other before anything has to be decided, by
-        what ends and by room; 1 at least."""
+        """How many steps like this one may follow each other before anything has to be decided; 1
+        or more.
+        """
         if step.chunks:
             return 1
         steps = min(call.output_tokens - call.made_tokens for call in step.decodes)
@@ -164,7 +142,7 @@ class Scheduler:
     # --- a step ------------------------------------------------------------------------------
 
     def _go_on(self, scheduled: dict[Call, int], now_s: float) -> bool:
-        """Go on with those who run; return whether any of them was preempted."""
+        """Go on with running calls; return whether any of them was preempted."""
         preempted = False
         for call in list(self.running):
             if self._left <= 0:
@@ -189,7 +167,6 @@ class Scheduler:
         return preempted
 
     def _begin(self, scheduled: dict[Call, int], now_s: float) -> None:
-        """Begin those who wait."""
         while self.waiting and self._left > 0 and len(self.running) < self.most_calls:
             call = self.waiting[0]
             call.computed_tokens = self.found_tokens(call)
@@ -243,24 +220,19 @@ class Scheduler:
 
     # --- what others decide differently ------------------------------------------------------
 
-    def _order_waiting(self) -> None:
-        """In which order calls begin."""
+    def _order_waiting(self) -> None: ...
 
     def _chunk(self, call: Call, tokens: int) -> int:
         """How many tokens of a call the step computes; 0: none of it now."""
         return tokens
 
     def _make_room(self, call: Call, tokens: int, now_s: float) -> bool:
-        """Whether there is room for more of a call that runs."""
         return self.blocks.has_room(call.key, self.blocks.count(call.computed_tokens + tokens))
 
     def _make_room_for_all(self, call: Call, now_s: float) -> bool:
-        """Whether there is room for one that waits."""
         return self.blocks.has_room(call.key, self.blocks.count(call.tokens))
 
     def _victim(self, now_s: float) -> Call:
-        """Choose who is preempted."""
         return self.running[-1]
 
-    def _computed(self, call: Call, tokens: int, now_s: float) -> None:
-        """So much of a prompt is."""
+    def _computed(self, call: Call, tokens: int, now_s: float) -> None: ...

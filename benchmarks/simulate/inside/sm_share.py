@@ -9,7 +9,7 @@ _SATURATES_AT = 0.4
 
 
 def bandwidth_of(share: float) -> float:
-    """Return the share of the memory's bandwidth that so many of the SMs get."""
+    """Return the share of the memory's bandwidth that a share of the SMs gets."""
     return min(1.0, share / _SATURATES_AT)
 
 
@@ -20,27 +20,20 @@ class FixedShare:
         self._share = share
 
     def decide(self, waited_s: float, now_s: float) -> float:
-        """Return the SMs that decodes have beside a prefill."""
         return self._share
 
-    def step(self, lasted_s: float, share: float, now_s: float) -> None:
-        """A step with decodes, beside a prefill, is over."""
+    def step(self, lasted_s: float, share: float, now_s: float) -> None: ...
 
 
 class FedBackShare:
-    """R of AgentServe's algorithm 1, as `DecodeReserve` has it.
-
-    Args:
-        late_s: the bound of time per output token.
-    """
+    """R of AgentServe's algorithm 1, as `DecodeReserve` has it."""
 
     def __init__(self, late_s: float) -> None:
         self._reserve = DecodeReserve(range(1, SLOTS + 1), late_s=late_s)
 
     def decide(self, waited_s: float, now_s: float) -> float:
-        """Return the SMs that decodes have beside a prefill that is there for so long."""
+        """Return the share of SMs that decodes have beside a prefill that has waited."""
         return self._reserve.decide(decodes=True, waited_s=waited_s, now_s=now_s) / SLOTS
 
     def step(self, lasted_s: float, share: float, now_s: float) -> None:
-        """A step with decodes, beside a prefill, is over."""
         self._reserve.step(lasted_s, round(share * SLOTS), now_s)

@@ -36,7 +36,7 @@ from benchmarks.plots import (
     failures,
     of_ratios,
 )
-from benchmarks.records import TurnRecord
+from benchmarks.records import RecordWriter, TurnRecord, read_records, write_parquet
 from benchmarks.report import (
     Report,
     ReportError,
@@ -47,7 +47,6 @@ from benchmarks.report import (
     write_report,
 )
 from benchmarks.rounds import alternate, pooled
-from benchmarks.storage import RecordWriter, read_records, write_parquet
 from tests.unit.benchmarks.stub import Planned, Stub, refuse, serving
 
 

@@ -5,8 +5,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Counter as Counted
 
-from benchmarks import gpus
 from benchmarks.counters import NAMES, ServerFigures, read, rise, server_figures
+from benchmarks.machine import gpu_energy_j, gpu_names
 from conserve.admission.waiting import WaitingLine
 from conserve.conversations import ConversationTable
 from conserve.metrics import Metrics
@@ -95,26 +95,26 @@ conserve_computed_tokens_total{tier="slow"} 900.0
 
 
 def test_gpus_of_this_machine(machine: Machine) -> None:
-    before_j = gpus.energy_j()
+    before_j = gpu_energy_j()
     assert before_j is not None
-    assert gpus.names() == ["NVIDIA A40", "NVIDIA A40"]
+    assert gpu_names() == ["NVIDIA A40", "NVIDIA A40"]
     machine.advance(100)
-    after_j = gpus.energy_j()
+    after_j = gpu_energy_j()
     assert after_j is not None
     assert after_j - before_j == pytest.approx(2 * 30 * 100)
 
 
 def test_a_gpu_that_does_not_count_energy(machine: Machine) -> None:
     machine.gpus[1].unsupported |= standin.NO_ENERGY
-    assert gpus.energy_j() is None
+    assert gpu_energy_j() is None
     # Whatever else is wrong is not taken for that, nor left out of the sum.
     machine.gpus[1].unsupported = 0
     machine.gpus[1].lost = 1
     with pytest.raises(GpuLost):
-        gpus.energy_j()
+        gpu_energy_j()
 
 
 def test_a_machine_without_a_driver(machine: Machine) -> None:
     machine.fail_to_open(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    assert gpus.names() == []
-    assert gpus.energy_j() is None
+    assert gpu_names() == []
+    assert gpu_energy_j() is None

@@ -286,7 +286,7 @@ def test_what_the_server_counts_is_read_before_and_after() -> None:
 
 def test_energy_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter((100.0, 130.0, None, None))
-    monkeypatch.setattr("benchmarks.gpus.energy_j", lambda: next(readings))
+    monkeypatch.setattr("benchmarks.driver.gpu_energy_j", lambda: next(readings))
     for expected in (30.0, None):
         assert _drive(Stub(), [(0.0, Planned("c", _turns("one")))]).energy_j == expected
     with pytest.raises(StopIteration):

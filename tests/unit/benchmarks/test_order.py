@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import order
-from benchmarks.order import Alternation, orders, told
+from benchmarks import rounds
+from benchmarks.rounds import Alternation, orders, told
 
 
 @given(
@@ -53,6 +53,6 @@ def test_reports_say_the_order() -> None:
 
 
 def test_the_documented_examples() -> None:
-    result = doctest.testmod(order)
+    result = doctest.testmod(rounds)
     assert result.attempted >= 1
     assert result.failed == 0

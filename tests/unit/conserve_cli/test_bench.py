@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from benchmarks.records import read_records
 from benchmarks.report import read_report
-from benchmarks.storage import read_records
 from conserve_cli.bench import cli
 from tests.checkout import DATA
 from tests.unit.benchmarks.stub import Behaviour, Stub, hang, refuse, served

@@ -17,7 +17,7 @@ FEW = Selection("synthetic", 6, rate_per_s=2.0)
 
 
 def test_every_turn_is_answered_and_counted_once() -> None:
-    machine = Machine({"p": Speed()}, {"d1": Speed(), "d2": Speed()})
+    machine = Machine(Speed(), Speed(), decoders=2)
     busy: Counter[str] = Counter()
     for _, steps in machine.run(FEW.workload()):
         for name, step in steps.items():
@@ -27,30 +27,34 @@ def test_every_turn_is_answered_and_counted_once() -> None:
     turns = FEW.workload().counts["turns"]
     assert len(outcome.turn_s) == turns
     assert len(outcome.ttft1_s) == 6
-    first_prompts = appended = outputs = 0
+    first_prompts = decoders = 0
     for _, script in FEW.workload():
-        held = 0
+        held = None
         while (request := script.next(None)) is not None:
             assert request.prompt_tokens is not None
             assert request.output_tokens is not None
-            first_prompts += 0 if held else request.prompt_tokens
-            appended += request.prompt_tokens - held if held else 0
-            outputs += request.output_tokens
-            held = request.prompt_tokens + request.output_tokens
-    assert outcome.computed_tokens["p"] == first_prompts
-    assert outcome.computed_tokens["d1"] + outcome.computed_tokens["d2"] == appended + outputs
+            if held is None:
+                # What is no whole chunk is not handed over.
+                first_prompts += request.prompt_tokens
+                held = request.prompt_tokens // 256 * 256
+            # The prefill puts the first token out.
+            decoders += request.prompt_tokens - held // 16 * 16 + request.output_tokens - 1
+            held = request.prompt_tokens
+    assert outcome.computed_tokens["prefiller-0"] == first_prompts
+    assert outcome.computed_tokens["decoder-0"] + outcome.computed_tokens["decoder-1"] == decoders
     # 25,000 prompt tokens a second, and no faster than the steps let it.
-    assert outcome.busy["p"].prefill_s == pytest.approx(first_prompts / 25_000)
+    assert outcome.busy["prefiller-0"].prefill_s == pytest.approx(first_prompts / 25_000)
     for name, seconds in busy.items():
         assert seconds == pytest.approx(outcome.busy[name].prefill_s + outcome.busy[name].decode_s)
 
 
 def test_slower_prefills_take_longer() -> None:
-    fast, slow = Machine({"p": Speed()}, {"d": Speed()}), Machine({"p": Speed(2.0)}, {"d": Speed()})
+    fast, slow = (Machine(speed, Speed(), decoders=1) for speed in (Speed(), Speed(2.0)))
     for machine in (fast, slow):
         for _ in machine.run(FEW.workload()):
             pass
-    assert slow.outcome.busy["p"].prefill_s == pytest.approx(2 * fast.outcome.busy["p"].prefill_s)
+    fast_s, slow_s = (one.outcome.busy["prefiller-0"].prefill_s for one in (fast, slow))
+    assert slow_s == pytest.approx(2 * fast_s)
     assert max(slow.outcome.ttft1_s) > max(fast.outcome.ttft1_s)
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,14 +19,18 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.peers import PEERS, Options, PeerUnavailable, start, vllm_router
-from benchmarks.peers.chunks import iterations
-from benchmarks.peers.collocated import largest_chunk
-from benchmarks.peers.command import peers
-from benchmarks.peers.options import engine_arguments, engine_environment
+from benchmarks.peers import PEERS, Options, PeerUnavailable, start, systems
+from benchmarks.peers.__main__ import peers
+from benchmarks.peers.chunks import iterations, largest_chunk
 from benchmarks.peers.pinning import pin, share_out
-from benchmarks.peers.plan import Part, PeerPlan, free_port
-from benchmarks.peers.waiting import answers, last_words, serves, until_ready, warm_up
+from benchmarks.peers.plan import (
+    Part,
+    PeerPlan,
+    engine_arguments,
+    engine_environment,
+    free_port,
+)
+from benchmarks.peers.running import answers, last_words, serves, until_ready, warm_up
 from conserve.launch import Launch
 from conserve.settings import load
 
@@ -35,7 +38,7 @@ from conserve.settings import load
 @pytest.fixture(autouse=True)
 def router_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made of a plan here is looked at, and not started."""
-    monkeypatch.setattr(vllm_router, "_INSTALLED", Path(sys.executable))
+    monkeypatch.setattr(systems, "_ROUTER_INSTALLED", Path(sys.executable))
 
 
 @pytest.mark.parametrize(
@@ -66,13 +69,13 @@ def test_all_engines_of_all_peers_have_the_same_arguments() -> None:
     assert shared["max_model_len"] == 4096
     own = {"max_num_batched_tokens", "kv_transfer_config"}
     for name, peer in PEERS.items():
-        for arguments in peer.plan(options).engine_arguments.values():
+        for arguments in peer(options).engine_arguments.values():
             assert {key: arguments[key] for key in arguments if key not in own} == shared, name
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_has_as_many_engines_as_asked_for(name: str) -> None:
-    plan = PEERS[name].plan(Options(engines=4, device="cpu"))
+    plan = PEERS[name](Options(engines=4, device="cpu"))
     assert plan.engines == (1 if name == "vllm" else 4)
     collocated = ("vllm", "vllm_router", "ray_serve_llm", "collocated")
     assert plan.prefillers == (0 if name in collocated else 1)
@@ -83,7 +86,7 @@ def test_a_peer_has_as_many_engines_as_asked_for(name: str) -> None:
 )
 def test_one_engine_cannot_be_disaggregated(name: str) -> None:
     with pytest.raises(PeerUnavailable, match=f"{name} needs a prefiller and a decoder"):
-        PEERS[name].plan(Options(engines=1))
+        PEERS[name](Options(engines=1))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_one_engine_cannot_be_disaggregated(name: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_conserve_accepts_the_settings_of_each_placement(name: str, device: Any) -> None:
     options = Options(engines=3, device=device, wrong_decision_rate=0.2, engine={"seed": 7})
-    plan = PEERS[name].plan(options)
+    plan = PEERS[name](options)
     (part,) = plan.parts
     given = part.command[part.command.index("conserve.app") + 1 :]
     settings = load(dict(item.split("=", 1) for item in given))
@@ -110,13 +113,13 @@ def test_conserve_accepts_the_settings_of_each_placement(name: str, device: Any)
     [({"device": "gpu"}, 2944), ({"device": "cpu"}, 512), ({"chunk_tokens": 384}, 384)],
 )
 def test_the_chunk_of_the_papers_collocated_engines(options: dict[str, Any], expected: int) -> None:
-    (arguments,) = PEERS["collocated"].plan(Options(**options)).engine_arguments.values()
+    (arguments,) = PEERS["collocated"](Options(**options)).engine_arguments.values()
     assert arguments["max_num_batched_tokens"] == expected
 
 
 def test_elastic_is_what_a_user_starts() -> None:
     """With a chunk of its own it was compared unfairly with others, which have vLLM's."""
-    plan = PEERS["elastic"].plan(Options(device="cpu"))
+    plan = PEERS["elastic"](Options(device="cpu"))
     (part,) = plan.parts
     assert not [one for one in part.command if "max_num_batched_tokens" in one]
     for arguments in plan.engine_arguments.values():
@@ -124,7 +127,7 @@ def test_elastic_is_what_a_user_starts() -> None:
 
 
 def test_bare_vllm_has_the_threads_and_the_memory_of_all_engines() -> None:
-    (part,) = PEERS["vllm"].plan(Options(engines=3, device="cpu")).parts
+    (part,) = PEERS["vllm"](Options(engines=3, device="cpu")).parts
     assert part.environment["OMP_NUM_THREADS"] == "3"
     assert part.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
     other = engine_environment(Options(engines=3, device="cpu"))
@@ -133,7 +136,7 @@ def test_bare_vllm_has_the_threads_and_the_memory_of_all_engines() -> None:
 
 def test_vllms_router_schedules_programs_over_all_servers() -> None:
     options = Options(engines=3, device="cpu", engine={"num_gpu_blocks_override": 96})
-    plan = PEERS["vllm_router"].plan(options)
+    plan = PEERS["vllm_router"](options)
     *servers, router = plan.parts
     urls = [f"http://127.0.0.1:{one.command[one.command.index('--port') + 1]}" for one in servers]
     assert [one.ready_url for one in servers] == [url + "/health" for url in urls]
@@ -145,14 +148,14 @@ def test_vllms_router_schedules_programs_over_all_servers() -> None:
 
 
 def test_vllms_router_says_how_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_router, "_INSTALLED", Path("/nowhere"))
+    monkeypatch.setattr(systems, "_ROUTER_INSTALLED", Path("/nowhere"))
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(PeerUnavailable, match=r"make \.clients/vllm-router/\.installed"):
-        PEERS["vllm_router"].plan(Options())
+        PEERS["vllm_router"](Options())
 
 
 def test_ray_serve_llm_chooses_replicas_by_the_header_that_bench_sends() -> None:
-    plan = PEERS["ray_serve_llm"].plan(Options(engines=3, device="gpu"))
+    plan = PEERS["ray_serve_llm"](Options(engines=3, device="gpu"))
     (part,) = plan.parts
     assert part.environment["RAY_SERVE_SESSION_ID_HEADER_KEY"] == plan.session_header
     (config,) = json.loads(part.command[-1])["llm_configs"]
@@ -163,7 +166,7 @@ def test_ray_serve_llm_chooses_replicas_by_the_header_that_bench_sends() -> None
 
 
 def test_ray_pd_has_one_prefill_replica_and_one_lmcache_server() -> None:
-    server, serving = PEERS["ray_pd"].plan(Options(engines=4, device="cpu")).parts
+    server, serving = PEERS["ray_pd"](Options(engines=4, device="cpu")).parts
     arguments = json.loads(serving.command[-1])
     ports = set()
     for side, replicas, role in (("prefill", 1, "kv_producer"), ("decode", 3, "kv_consumer")):
@@ -382,7 +385,7 @@ def test_a_peer_that_dies_while_it_starts_takes_its_other_processes_along(
     second = (sys.executable, "-c", "raise ValueError('unknown connector')")
     parts = (Part("first", first, ready_url=f"http://127.0.0.1:{port}"), Part("second", second))
     plan = PeerPlan(parts, {}, prefillers=0, decoders=1)
-    monkeypatch.setitem(PEERS, "fake", SimpleNamespace(plan=lambda options: plan))
+    monkeypatch.setitem(PEERS, "fake", lambda options: plan)
     with (
         pytest.raises(PeerUnavailable, match=r"second ended .* ValueError: unknown connector"),
         start("fake", Options(port=free_port(), logs=tmp_path)),
@@ -393,13 +396,12 @@ def test_a_peer_that_dies_while_it_starts_takes_its_other_processes_along(
 
 _NEVER_READY = """
 import sys
-from types import SimpleNamespace
 from benchmarks.peers import Options, running
 from benchmarks.peers.plan import Part, PeerPlan
 
 part = Part("part", (sys.executable, "-c", "import time; time.sleep(60)"))
 plan = PeerPlan((part,), {}, prefillers=0, decoders=1)
-running.PEERS["fake"] = SimpleNamespace(plan=lambda options: plan)
+running.PEERS["fake"] = lambda options: plan
 with running.start("fake", Options(port=int(sys.argv[1]))):
     pass
 """

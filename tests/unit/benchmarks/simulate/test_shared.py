@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from autoscale.capacity.profile import load_profile
 from benchmarks.records import Answer, SharedPrefix, TurnRecord, TurnRequest
 from benchmarks.simulate import Cluster, System
+from benchmarks.simulate.cluster import opening
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
-from benchmarks.simulate.openings import opening
 from benchmarks.simulate.run import NAMES, EngineCounts, make_system, serve
 from benchmarks.simulate.shared import SharedPrefixes, Stretch
 from tests.unit.benchmarks.simulate.test_simulate import COSTS

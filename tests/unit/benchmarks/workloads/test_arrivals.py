@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import Arrivals, WorkloadError
-from benchmarks.workloads.arrivals import choose
+from benchmarks.workloads.plan import choose
 
 
 def first(arrivals: Arrivals, count: int) -> list[float]:

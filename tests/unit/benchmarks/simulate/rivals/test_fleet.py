@@ -9,8 +9,8 @@ import pytest
 from autoscale.capacity.profile import load_profile
 from benchmarks.records import TurnRecord
 from benchmarks.simulate import Cluster, System
+from benchmarks.simulate.fleet import Fleet
 from benchmarks.simulate.rivals import RivalName
-from benchmarks.simulate.rivals.fleet import Fleet
 from benchmarks.simulate.run import EngineCounts, make_cluster, make_system
 from tests.unit.benchmarks.simulate.test_simulate import COSTS, _Scripted, _workload
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks.simulate.rivals import Program
-from benchmarks.simulate.rivals.thunderagent import ThunderAgent
+from benchmarks.simulate.rivals import Program, ThunderAgent
 from tests.unit.benchmarks.simulate.rivals.stub import StubEngine, acting, reasoning
 
 _BUFFER = 100

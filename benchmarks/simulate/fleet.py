@@ -3,25 +3,15 @@
 from collections.abc import Callable
 
 from benchmarks.counters import ServerFigures
-from benchmarks.records import Script, TurnRecord, TurnRequest
+from benchmarks.records import TurnRecord
 from benchmarks.simulate.clients import Clients, Open
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
-from benchmarks.simulate.rivals import Program, make_rival
+from benchmarks.simulate.rivals import make_rival
 from benchmarks.simulate.system import System
 
 
-class _Open(Open):
-    """A conversation under way, and what the rival sees of it."""
-
-    __slots__ = ("program",)
-
-    def __init__(self, script: Script, request: TurnRequest) -> None:
-        super().__init__(script, request)
-        self.program = Program(script.conversation)
-
-
-class Fleet(Clients[_Open]):
-    """One run of one rival: see `Clients`. No turn is refused but one that no engine holds."""
+class Fleet(Clients):
+    """One run of one rival. No turn is refused but one that no engine holds."""
 
     def __init__(
         self,
@@ -43,13 +33,9 @@ class Fleet(Clients[_Open]):
         self._checking = False
 
     def figures(self, kv_bytes_per_token: float) -> ServerFigures:
-        """Nothing is handed over."""
         return ServerFigures(shared_found_tokens=self.shared_found_tokens())
 
-    def _open(self, script: Script, request: TurnRequest) -> _Open:
-        return _Open(script, request)
-
-    def _serve(self, one: _Open, prompt_tokens: int, now_s: float) -> None:
+    def _serve(self, one: Open, prompt_tokens: int, now_s: float) -> None:
         program = one.program
         if not program.turns:
             program.arrived_s = now_s
@@ -62,7 +48,6 @@ class Fleet(Clients[_Open]):
             self._go(one, engine_id, now_s)
 
     def _check_later(self, now_s: float) -> None:
-        """See to it that the rival is asked at each of its intervals while anybody is there."""
         if self._rival.interval_s is not None and not self._checking:
             self._checking = True
             self._later(now_s + self._rival.interval_s, self._check, None)
@@ -74,8 +59,7 @@ class Fleet(Clients[_Open]):
         if self._under_way:
             self._check_later(now_s)
 
-    def _go(self, one: _Open, engine_id: str, now_s: float) -> None:
-        """Give a turn to its engine."""
+    def _go(self, one: Open, engine_id: str, now_s: float) -> None:
         request, program = one.request, one.program
         program.engine_id = engine_id
         work = EngineTurn(
@@ -90,8 +74,7 @@ class Fleet(Clients[_Open]):
         self._submit(work, self.decoders[engine_id], now_s, self.system.direct_s)
 
     def _answered(self, work: EngineTurn, engine: SimulatedEngine, now_s: float) -> None:
-        one = work.turn
-        assert isinstance(one, _Open)
+        one: Open = work.turn
         program = one.program
         program.tokens = work.prompt_tokens + work.output_tokens
         program.reasoning = False
@@ -103,7 +86,7 @@ class Fleet(Clients[_Open]):
             engine.pin(program.id, now_s + keep_s)
         self._completed(one, work, engine.id, now_s)
 
-    def _closed(self, one: _Open, now_s: float) -> None:
+    def _closed(self, one: Open, now_s: float) -> None:
         self._rival.ended(one.program)
         # Its tools are over too.
         for engine in self.decoders.values():
