@@ -362,7 +362,7 @@ class TableService:
     async def metrics(self) -> bytes:
         """The metrics, in Prometheus' text format."""
         await self._look()
-        return self._accounts.metrics.render()
+        return self._accounts.render_metrics()
 
     # --- tools, for the manager of environments -----------------------------------------------
 
