@@ -14,11 +14,13 @@ from conserve.apis import MESSAGES, TOKEN_PATHS, TURN_PATHS
 from conserve.hints import NAMES
 from conserve.identity import AGENT_HEADERS, FINAL_HEADER, HEADERS
 from conserve.settings import Settings
+from deployments.answers import Engine
 from deployments.engine.described import describe
 from deployments.router.frontdoor import FrontDoor
+from deployments.router.interface import SCHEMAS
 from deployments.router.openapi import document
 from deployments.router.upstream import EngineUnreachable, Upstream
-from tests.unit.deployments.stub_table import StubTable
+from tests.unit.deployments.stub_table import StubTable, listed_engine
 
 MODEL = "the-model"
 
@@ -51,9 +53,9 @@ class Table(StubTable):
     def __init__(self, *urls: str) -> None:
         self.urls = urls
 
-    async def call(self, method: str, *_: Any) -> list[dict[str, Any]]:
+    async def call(self, method: str, *_: Any) -> list[Engine]:
         assert method == "engines"
-        return [{"url": url} for url in self.urls]
+        return [listed_engine("d", url=url) for url in self.urls]
 
 
 def request_schema(whole: dict[str, Any], path: str) -> dict[str, Any]:
@@ -106,6 +108,8 @@ def test_it_holds_what_is_referred_to_and_no_more(
     for name in whole["components"]["schemas"]:
         assert f'"#/components/schemas/{name}"' in text
     assert "ChatCompletionRequest" in whole["components"]["schemas"]
+    # Of two schemas with one name, one would be lost.
+    assert not SCHEMAS.keys() & engines_own["components"]["schemas"].keys()
     # vLLM's form of an error is not what clients get.
     assert "ErrorInfo" in engines_own["components"]["schemas"]
     assert "ErrorInfo" not in whole["components"]["schemas"]
