@@ -273,7 +273,11 @@ class ResponseDeleted(Answer, tag_field="object", tag="response"):
     deleted: Literal[True]
 
 
-# --- answers of engines, as far as clients may rely on them ---------------------------------------
+# --- answers of engines ---------------------------------------------------------------------------
+
+
+class EngineAnswer(Answer):
+    """An answer that an engine gives, as far as clients may rely on it."""
 
 
 class CachedTokens(Answer):
@@ -295,7 +299,7 @@ class ChatChoice(Answer):
     message: ChatMessage
 
 
-class ChatCompletion(Answer, tag_field="object", tag="chat.completion"):
+class ChatCompletion(EngineAnswer, tag_field="object", tag="chat.completion"):
     id: str
     created: Count
     model: str
@@ -308,7 +312,7 @@ class TextChoice(Answer):
     text: str
 
 
-class Completion(Answer, tag_field="object", tag="text_completion"):
+class Completion(EngineAnswer, tag_field="object", tag="text_completion"):
     id: str
     created: Count
     model: str
@@ -327,7 +331,7 @@ class Content(Answer):
     type: str
 
 
-class Message(Answer, tag_field="type", tag="message"):
+class Message(EngineAnswer, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"]
     content: Annotated[list[Content], Meta(min_length=1)]
@@ -335,7 +339,7 @@ class Message(Answer, tag_field="type", tag="message"):
     usage: ContentUsage
 
 
-class Response(Answer, tag_field="object", tag="response"):
+class Response(EngineAnswer, tag_field="object", tag="response"):
     id: str
     created_at: Count
     model: str
@@ -344,16 +348,16 @@ class Response(Answer, tag_field="object", tag="response"):
     usage: ContentUsage
 
 
-class TokenCount(Answer):
+class TokenCount(EngineAnswer):
     input_tokens: Count
 
 
-class Tokens(Answer):
+class Tokens(EngineAnswer):
     count: Count
     max_model_len: Count
     tokens: list[Count]
     token_strs: list[str] | None = None
 
 
-class Text(Answer):
+class Text(EngineAnswer):
     prompt: str

@@ -15,7 +15,7 @@ from conserve.history import History, TurnKey, TurnStats
 from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
-from deployments.table.engine_metrics import ENERGY, ENGINES
+from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
 from deployments.table.metrics import TABLE, TENANTS, Metrics, Observed, Rows, TenantCounts
 from deployments.table.registry import Registry
 from hetero.energy import EnergyBook, EngineEnergy
@@ -48,8 +48,9 @@ class Accounts:
         self.metrics = Metrics(
             Rows(TABLE, observed),
             Rows(ENGINES, registry),
-            Rows(ENERGY, self._energy),
-            Rows(TENANTS, self._tenants),
+            Rows(SCHEDULERS, registry),
+            Rows(ENERGY, self._energy, has_gpus),
+            Rows(TENANTS, self._tenants, TenantCounts.any),
         )
 
     def render_metrics(self) -> bytes:

@@ -143,7 +143,8 @@ class Metrics:
 # --- metrics that are read from state -------------------------------------------------------------
 
 _State = TypeVar("_State")
-# A number; or for each sample its labels' values, then its number; or None: leave the metric out.
+# A number, or for each sample its labels' values and then its number. None: leave the metric out,
+# or the sample whose number it is.
 Samples = float | Iterable[tuple[Any, ...]] | None
 
 
@@ -164,23 +165,34 @@ class Row(Generic[_State]):
 
 
 class Rows(Collector, Generic[_State]):
-    """Rows, and the state that they are read from."""
+    """Rows, and the state that they are read from.
 
-    def __init__(self, rows: Sequence[Row[_State]], state: _State) -> None:
+    Args:
+        if_any: whether the state has anything to show; without, all rows are left out.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row[_State]],
+        state: _State,
+        if_any: Callable[[_State], bool] = lambda _: True,
+    ) -> None:
         self._rows = rows
         self._state = state
+        self._if_any = if_any
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        for row in self._rows:
+        for row in self._rows if self._if_any(self._state) else ():
             samples = row.read(self._state)
             if samples is None:
                 continue
             family = row.kind(row.name, row.help, labels=row.labels)
             for *labels, value in [(samples,)] if isinstance(samples, int | float) else samples:
-                family.add_metric([str(label) for label in labels], value)
+                if value is not None:
+                    family.add_metric([str(label) for label in labels], value)
             yield family
 
 
@@ -373,9 +385,8 @@ class TenantCounts:
             self._named.add(tenant)
         return tenant
 
-    @property
     def any(self) -> bool:
-        """Whether there are tenants."""
+        """Return whether there are tenants."""
         return bool(self.usage.tenants() or self.turns or self.refusals)
 
 
@@ -384,13 +395,9 @@ def _usage(read: Callable[[TenantUsage], int]) -> Callable[[TenantCounts], Sampl
         sums: Counts[str] = Counts()
         for tenant, usage in tenants.usage.tenants().items():
             sums[tenants.label(tenant)] += read(usage)
-        return sums.items() if tenants.any else None
+        return sums.items()
 
     return samples
-
-
-def _counts(counts: Callable[[TenantCounts], Counts[tuple[str, str]]]) -> Any:
-    return lambda tenants: [(*k, n) for k, n in counts(tenants).items()] if tenants.any else None
 
 
 TENANTS: tuple[Row[TenantCounts], ...] = (
@@ -408,11 +415,13 @@ TENANTS: tuple[Row[TenantCounts], ...] = (
     ),
     Row(
         COUNTER, "conserve_tenant_turns", "Turns, by tenant and outcome.",
-        ("tenant", "outcome"), _counts(lambda tenants: tenants.turns),
+        ("tenant", "outcome"),
+        lambda tenants: [(*key, count) for key, count in tenants.turns.items()],
     ),
     Row(
         COUNTER, "conserve_tenant_refusals",
         "Turns refused because of a tenant's limit, by tenant and limit.",
-        ("tenant", "limit"), _counts(lambda tenants: tenants.refusals),
+        ("tenant", "limit"),
+        lambda tenants: [(*key, count) for key, count in tenants.refusals.items()],
     ),
 )  # fmt: skip

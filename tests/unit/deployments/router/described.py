@@ -10,19 +10,8 @@ from conserve.apis import is_anthropic
 from deployments import answers
 from deployments.router.interface import COMPONENTS, PATHS, SCHEMAS
 
-# Answers that an engine gives. Of these the document says only a part.
-ENGINES_ANSWERS = {
-    kind.__name__
-    for kind in (
-        answers.ChatCompletion,
-        answers.Completion,
-        answers.Message,
-        answers.Response,
-        answers.Text,
-        answers.TokenCount,
-        answers.Tokens,
-    )
-}
+# Of these the document says only a part.
+ENGINES_ANSWERS = {kind.__name__ for kind in answers.EngineAnswer.__subclasses__()}
 
 
 def _strict() -> dict[str, Any]:

@@ -6,19 +6,18 @@ import httpx
 import jsonschema
 import pytest
 
-from conserve.history import TurnStats
 from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from deployments.environments.client import EnvironmentClient, _checked
 from deployments.environments.service import EnvironmentService
-from deployments.messages import BeginTurn, EngineStarting, PlaceTurn, TurnPlan, Unplaced
+from deployments.messages import EngineStarting
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table import TableService
 from tests.unit.deployments.environments.test_manager import World, root, world
 from tests.unit.deployments.router.described import check, own_operations, template_of
 from tests.unit.deployments.stub_table import StubTable
-from tests.unit.deployments.table.test_hosts import engine
+from tests.unit.deployments.table.test_hosts import a_service, a_turn, engine
 
 __all__ = ["root", "world"]
 
@@ -52,25 +51,13 @@ class Environments(EnvironmentClient):
         return _checked(await self._service.run("run", conversation_id, name, body))
 
 
-async def a_turn(service: TableService, name: str, ends: bool) -> None:
-    plan = await service.begin(BeginTurn("r", name, None))
-    assert isinstance(plan, Unplaced)
-    plan = await service.place(PlaceTurn("r", name, 100))
-    assert isinstance(plan, TurnPlan)
-    if ends:
-        await service.prefilled(plan, None)
-        await service.advance(plan.turn, plan.decoder_id, TurnStats(100, 10, 0, 64), ())
-
-
-async def a_service() -> TableService:
-    """Engines of both roles, one that starts, one conversation at rest and one with a turn."""
-    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
-    service._recovery.complete.set()
-    await service.register(engine("p", "prefiller", also_hosts=False, handoffs=((128, 0.01),)))
-    await service.register(engine("d", "decoder", sm_slots=7, sms=92, gpus=("GPU-1",)))
+async def a_busy_service() -> TableService:
+    """Engines of both roles, one that starts, a conversation at rest and one with a turn."""
+    service = await a_service("d")
+    await service.register(engine("parted", "decoder", sm_slots=7, sms=92, handoffs=((128, 0.1),)))
     await service.engine_starting(EngineStarting("d2", "warming up"))
     await service.beat("d", None, EngineLoad(700, 3, 0.02, 5000.0))
-    await a_turn(service, "a/b", ends=True)
+    await a_turn(service, "a/b")
     await a_turn(service, "c", ends=False)
     await service.report_tool("a/b", ToolReport("bash", "call 1"))
     return service
@@ -99,14 +86,15 @@ class Client:
 
 @pytest.fixture
 async def client(world: World) -> Client:
-    return Client(await a_service(), world.service)
+    return Client(await a_busy_service(), world.service)
 
 
 @pytest.mark.anyio
 async def test_every_own_answer_is_as_described(client: Client) -> None:
     assert (await client("GET", "/health"))["starting"] == {"warming up": 1}
     engines = (await client("GET", "/v1/engines"))["data"]
-    assert [one["load"] is None for one in engines] == [True, False]
+    assert [one["load"] is None for one in engines] == [True, False, True]
+    assert ["sms" in one for one in engines] == [False, False, True]
     for headers in ({}, ANTHROPIC):
         listed = await client("GET", "/v1/models", headers=headers)
         path = f"/v1/models/{listed['data'][0]['id']}"

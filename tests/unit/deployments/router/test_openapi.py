@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+import httpx
 import pytest
 import schemathesis
 from fastapi import FastAPI
@@ -179,35 +180,24 @@ def test_an_engine_is_asked_once(
     monkeypatch.setattr(Upstream, "described", described)
     door = FrontDoor(Settings(), Table("gone", "there"), "router")  # type: ignore[arg-type]
     for _ in range(2):
-        start, body = get(door)
-        assert start["status"] == 200
-        assert json.loads(body["body"])["openapi"] == "3.1.0"
+        answer = get(door)
+        assert answer.status_code == 200
+        assert answer.json()["openapi"] == "3.1.0"
     assert asked == ["gone", "there"]
 
 
 def test_without_an_engine_there_is_none_yet() -> None:
     door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
-    start, _ = get(door)
-    assert start["status"] == 503
-    assert (b"retry-after", b"5") in start["headers"]
+    answer = get(door)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
 
 
-def get(door: FrontDoor) -> list[dict[str, Any]]:
-    """What is sent back to a request for the document."""
-    sent: list[dict[str, Any]] = []
+def get(door: FrontDoor) -> httpx.Response:
+    """Return the answer to a request for the document."""
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b""}
+    async def asked() -> httpx.Response:
+        transport = httpx.ASGITransport(door)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            return await http.get("/openapi.json")
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "GET",
-        "path": "/openapi.json",
-        "query_string": b"",
-        "headers": [],
-    }
-    asyncio.run(door(scope, receive, send))
-    return sent
+    return asyncio.run(asked())

@@ -15,7 +15,7 @@ from conserve.history import TurnStats
 from conserve.placement import ConversationPlacement
 from conserve.tenants import UsageBook
 from deployments.messages import EngineInfo
-from deployments.table.engine_metrics import ENERGY, ENGINES
+from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
 from deployments.table.metrics import (
     NAMED_TENANTS,
     TABLE,
@@ -88,7 +88,7 @@ def test_every_family_is_explained_and_named_for_its_unit(scene: Scene) -> None:
         assert family.documentation.endswith("."), name
         assert family.type in ("counter", "gauge", "histogram"), name
         assert name.endswith(UNITS + COUNTED), name
-    rows = (*TABLE, *ENGINES, *ENERGY, *TENANTS)
+    rows = (*TABLE, *ENGINES, *SCHEDULERS, *ENERGY, *TENANTS)
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         assert row.name.startswith("conserve_")
@@ -213,7 +213,7 @@ def samples(rows: Rows[TenantCounts]) -> dict[tuple[str, ...], float]:
 def test_metrics_name_so_many_tenants_and_sum_the_others_up() -> None:
     book = UsageBook()
     metrics = TenantCounts(book)
-    rows = Rows(TENANTS, metrics)
+    rows = Rows(TENANTS, metrics, TenantCounts.any)
     assert not list(rows.collect())
     for number in range(NAMED_TENANTS + 5):
         book.tenant(f"t{number}").held_tokens = 10
@@ -232,7 +232,7 @@ def test_metrics_name_so_many_tenants_and_sum_the_others_up() -> None:
 
 def text(book: EnergyBook) -> str:
     registry = CollectorRegistry()
-    registry.register(Rows(ENERGY, book))
+    registry.register(Rows(ENERGY, book, has_gpus))
     return generate_latest(registry).decode()
 
 
