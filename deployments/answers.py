@@ -18,7 +18,7 @@ Phase = Literal["reasoning", "acting", "paused"]
 Isolation = Literal["namespaces", "limits", "container"]
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct):
     """A JSON object."""
 
 
@@ -123,7 +123,7 @@ class AnthropicModels(Answer):
 
 
 class Turn(Answer):
-    """What the engine counted in the last turn."""
+    """Tokens of the last turn, as the engine counted them."""
 
     prompt_tokens: Count
     output_tokens: Count
@@ -212,7 +212,7 @@ class ProgramReleased(Answer):
 
 
 class EnvironmentLimits(Answer):
-    """What an environment may use."""
+    """Bounds of an environment's use."""
 
     cpu_s: Count
     wall_s: Positive
@@ -249,7 +249,7 @@ class EnvironmentRemoved(Answer, tag_field="object", tag="environment.deleted"):
 
 
 class CommandDone(Answer):
-    """What became of a command."""
+    """The outcome of a command."""
 
     exit_code: Annotated[Count, Meta(description="128 and its number if a signal ended it.")]
     stdout: str

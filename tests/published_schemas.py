@@ -226,10 +226,10 @@ class Published:
         if type_ is not None and self._expanded is not None and type_ not in self._expanded:
             return
         for name, values in options.items():
-            for one in values[1:] if name in needed else values:
-                yield one._replace(where=f".{name}{one.where}", value={**plain, name: one.value})
             if self._nulls and name in optional:
                 yield Variant(f".{name}", "null", {**plain, name: None}, null=True)
+            for one in values[1:] if name in needed else values:
+                yield one._replace(where=f".{name}{one.where}", value={**plain, name: one.value})
 
 
 def _is_model(kind: Any) -> bool:

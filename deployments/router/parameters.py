@@ -244,7 +244,7 @@ NEEDED: dict[str, dict[str, Json]] = {
     "/detokenize": {
         "tokens": {
             "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
-            "maxItems": budget.MOST_TOKENIDS,
+            "maxItems": budget.MOST_TOKEN_IDS,
         }
     },
 }

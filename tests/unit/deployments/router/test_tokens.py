@@ -215,7 +215,7 @@ def test_those_are_asked_first_that_it_disturbs_least() -> None:
         listed_engine("busy", "prefiller", queued_tokens=500),
         listed_engine("idle", "prefiller", queued_tokens=0),
     ]
-    order = [one["id"] for one in by_leisure(listed)]
+    order = [one.id for one in by_leisure(listed)]
     assert order == ["idle", "busy", "decoder", "crowded", "leaving"]
 
 
