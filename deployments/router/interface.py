@@ -314,7 +314,7 @@ PATHS: Json = {
             "releaseProgram",
             "End a conversation, by its id as a program",
             answers.ProgramReleased,
-            body="Program",
+            body="ReleaseAsked",
         )
     },
     "/health": {"get": _HEALTH},

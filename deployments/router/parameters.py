@@ -74,7 +74,7 @@ BODIES: Json = {
         event={"type": "string", "enum": list(tool_reports.EVENTS)},
         tool=_printable(MOST_NAME_CHARS),
     ),
-    "Program": _object(program_id={**ID, "minLength": 1, "pattern": r"^[\x21-\x7e]+$"}),
+    "ReleaseAsked": _object(program_id={**ID, "minLength": 1, "pattern": r"^[\x21-\x7e]+$"}),
 }
 
 # --- parameters -----------------------------------------------------------------------------------

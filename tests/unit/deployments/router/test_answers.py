@@ -37,6 +37,9 @@ class Table(StubTable):
     async def call(self, method: str, *given: Any) -> Any:
         return await getattr(self._service, method)(*given)
 
+    def tell(self, method: str, *given: Any) -> None:
+        assert method == "observe"
+
 
 class Environments(EnvironmentClient):
     """The real manager of environments, called without Ray."""
