@@ -4,6 +4,8 @@ import json
 import re
 from typing import Any, NamedTuple
 
+import msgspec
+
 from conserve import apis
 from conserve.complaints import complaint_in
 
@@ -18,6 +20,31 @@ class Told(NamedTuple):
 
     message: str
     param: str | None
+
+
+class ErrorDetails(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct, frozen=True):
+    """An error in OpenAI's shape."""
+
+    error: ErrorDetails
+
+
+class AnthropicErrorDetails(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """An error in Anthropic's shape."""
+
+    error: AnthropicErrorDetails
+    request_id: str | None
 
 
 # Messages become chats before vLLM judges them: what it blames, and what their client wrote.
@@ -72,17 +99,14 @@ class ApiError(Exception):
             path: what was asked for.
         """
         message, param = self.told(path)
+        told: Error | AnthropicError
         if apis.is_anthropic(path):
-            error = {"type": _anthropic_type(self.status), "message": message}
-            return {"type": "error", "error": error, "request_id": None}
-        return {
-            "error": {
-                "message": message,
-                "type": _error_type(self.status),
-                "param": param,
-                "code": self.code,
-            }
-        }
+            details = AnthropicErrorDetails(_anthropic_type(self.status), message)
+            told = AnthropicError(details, None)
+        else:
+            told = Error(ErrorDetails(message, _error_type(self.status), param, self.code))
+        body: dict[str, Any] = msgspec.to_builtins(told)
+        return body
 
     def event(self, path: str, number: int = 0) -> bytes:
         """The event by which a stream that has begun ends with this error.

@@ -1,14 +1,15 @@
-"""Requests that the published schemas of chat completions and Messages allow.
+"""Values that the published schemas of chat completions, Messages and Responses allow.
 
 The ``openai`` and ``anthropic`` packages state what a request may hold as ``TypedDict``s, which are
-generated from the schemas that both companies publish. A request is made for each place where they
-leave a choice: an optional field that is given, a null, each word of an enumeration, each branch of
-a union, in each role's message, each part of its content and each tool.
+generated from the schemas that both companies publish. `Published` makes a value for each place
+where they leave a choice: an optional field that is given, a null, each word of an enumeration,
+each branch of a union. `cases` makes requests of those, for each role's message, each part of its
+content and each tool.
 """
 
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import (
     Annotated,
     Any,
@@ -105,82 +106,137 @@ _WITH_CHOICES = (
     *("auto", "any", "tool", "none", "enabled", "disabled", "adaptive", "between_tools"),
     *("base64", "url", "json_schema", "json_object"),
 )
-# Texts that the model is to read.
-_TEXTS = ("text", "content", "refusal", "title", "context")
-_NAMES = {"name": "look_up", "id": "call_1", "tool_call_id": "call_1", "tool_use_id": "call_1"}
+_TEXTS = {
+    # The model is to read these.
+    **dict.fromkeys(("text", "content", "refusal", "title", "context"), WORD),
+    "name": "look_up",
+    **dict.fromkeys(("id", "tool_call_id", "tool_use_id"), "call_1"),
+}
 
 
-def choices(
-    kind: Any, name: str = "", seen: tuple[Any, ...] = ()
-) -> Iterator[tuple[str, str, Any]]:
-    """Yield values of a type, the plainest first, each of which makes one choice.
+class Variant(NamedTuple):
+    """A value that makes one choice.
+
+    Attributes:
+        where: the place within the value at which it departs from the plainest one.
+        choice: what stands there.
+        null: whether that is a null in a field that may be left out.
+    """
+
+    where: str
+    choice: str
+    value: Any
+    null: bool = False
+
+    @property
+    def place(self) -> str:
+        return f"{self.where}={self.choice}"
+
+
+class Published:
+    """Makes values of types.
 
     Args:
-        name: of the field that they are for.
-        seen: types that it stands within, which are not gone into again.
-
-    Returns:
-        Of each value: where it departs from the plainest, by what, and the value.
+        needed: fields that a schema allows to be left out, and that plain values have all the same,
+            by the names of their types.
+        values: the values to take for fields of these names.
+        texts: a text for fields of these names.
+        expanded: kinds of objects that are gone into; None: all. Of others, the plainest is enough.
+        nulls: whether to make nulls of fields that may be left out, and empty lists.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if name in _VALUES:
-        for value in _VALUES[name]:
-            yield "", repr(value), value
-    elif origin in (Required, NotRequired, Annotated):
-        yield from choices(arguments[0], name, seen)
-    elif origin in (Union, types.UnionType):
-        # A null says less than any value; the plainest is a value.
-        for one in sorted(arguments, key=lambda one: one is type(None)):
-            yield from choices(one, name, seen)
-    elif origin is Literal:
-        for value in arguments:
-            yield "", repr(value), value
-    elif kind is type(None):
-        yield "", "null", None
-    elif kind is bool:
-        for value in (True, False):
-            yield "", repr(value), value
-    elif kind is int or kind is float:
-        yield "", "1", kind(1)
-    elif kind is str:
-        yield "", "a string", WORD if name in _TEXTS else _NAMES.get(name, "word")
-    elif typing_extensions.is_typeddict(kind) or _is_model(kind):
-        yield from _objects(kind, seen)
-    elif isinstance(origin, type) and issubclass(origin, Mapping):
-        yield "", "an object", {}
-    elif isinstance(origin, type) and issubclass(origin, Iterable):
-        for where, what, value in choices(arguments[0], name, seen):
-            yield f"[0]{where}", what, [value]
-    elif isinstance(kind, type) and issubclass(kind, Sequence):
-        yield "", "a list", ["\n\n\n"]
-    else:
-        yield "", "a value", WORD
 
+    def __init__(
+        self,
+        needed: Mapping[str, set[str]] | None = None,
+        values: Mapping[str, list[Any]] | None = None,
+        texts: Mapping[str, str] | None = None,
+        expanded: Collection[str] | None = None,
+        *,
+        nulls: bool = False,
+    ) -> None:
+        self._needed = needed or {}
+        self._values = values or {}
+        self._texts = texts or {}
+        self._expanded = expanded
+        self._nulls = nulls
 
-def _objects(kind: Any, seen: tuple[Any, ...]) -> Iterator[tuple[str, str, Any]]:
-    if kind in seen:
-        return
-    if _is_model(kind):
-        # A block of an answer, which may be sent back as it came.
-        fields = {name: field.annotation for name, field in kind.model_fields.items()}
-        needed = [name for name, field in kind.model_fields.items() if field.is_required()]
-    else:
-        fields = typing.get_type_hints(kind, include_extras=True)
-        needed = [name for name, one in fields.items() if get_origin(one) is Required]
-    options = {name: list(choices(one, name, (*seen, kind))) for name, one in fields.items()}
-    plain = {name: options[name][0][2] for name in needed}
-    type_ = plain.get("type")
-    yield "", f"an object of type {type_}" if type_ else "an object", plain
-    if type_ is not None and type_ not in _WITH_CHOICES:
-        return
-    for name, values in options.items():
-        for where, what, value in values[1:] if name in needed else values:
-            yield f".{name}{where}", what, {**plain, name: value}
+    def variants(self, kind: Any, name: str = "", seen: tuple[Any, ...] = ()) -> Iterator[Variant]:
+        """Yield values of a type, the plainest first.
+
+        Args:
+            name: of the field that they are for.
+            seen: types that it stands within, which are not gone into again.
+        """
+        origin, arguments = get_origin(kind), get_args(kind)
+        if name in self._values:
+            for value in self._values[name]:
+                yield Variant("", repr(value), value)
+        elif origin in (Required, NotRequired, Annotated):
+            yield from self.variants(arguments[0], name, seen)
+        elif origin in (Union, types.UnionType):
+            # A null says less than any value; the plainest is a value.
+            for one in sorted(arguments, key=lambda one: one is type(None)):
+                where = f"<{one.__name__}>" if typing_extensions.is_typeddict(one) else ""
+                for variant in self.variants(one, name, seen):
+                    yield variant._replace(where=where + variant.where)
+        elif origin is Literal:
+            for value in arguments:
+                yield Variant("", str(value), value)
+        elif kind is type(None):
+            yield Variant("", "null", None)
+        elif kind is bool:
+            for value in (True, False):
+                yield Variant("", str(value), value)
+        elif kind is int or kind is float:
+            yield Variant("", "1", kind(1))
+        elif kind is object:
+            yield Variant("", "an object", {"a": 1})
+        elif kind is str:
+            yield Variant("", "a string", self._texts.get(name, "word"))
+        elif typing_extensions.is_typeddict(kind) or _is_model(kind):
+            yield from self._objects(kind, seen)
+        elif isinstance(origin, type) and issubclass(origin, Mapping):
+            yield Variant("", "an object", {})
+        elif isinstance(origin, type) and issubclass(origin, Iterable):
+            for variant in self.variants(arguments[0], name, seen):
+                yield variant._replace(where=f"[0]{variant.where}", value=[variant.value])
+            if self._nulls:
+                yield Variant("", "[]", [])
+        elif isinstance(kind, type) and issubclass(kind, Sequence):
+            yield Variant("", "a list", ["\n\n\n"])
+        else:
+            yield Variant("", "a value", WORD)
+
+    def _objects(self, kind: Any, seen: tuple[Any, ...]) -> Iterator[Variant]:
+        if kind in seen:
+            return
+        if _is_model(kind):
+            # A block of an answer, which may be sent back as it came.
+            fields = {name: field.annotation for name, field in kind.model_fields.items()}
+            needed = {name for name, field in kind.model_fields.items() if field.is_required()}
+        else:
+            fields = typing.get_type_hints(kind, include_extras=True)
+            needed = {name for name, one in fields.items() if get_origin(one) is Required}
+        optional = fields.keys() - needed
+        needed |= self._needed.get(kind.__name__, set())
+        options = {n: list(self.variants(one, n, (*seen, kind))) for n, one in fields.items()}
+        plain = {name: options[name][0].value for name in fields if name in needed}
+        type_ = plain.get("type")
+        yield Variant("", f"an object of type {type_}" if type_ else "an object", plain)
+        if type_ is not None and self._expanded is not None and type_ not in self._expanded:
+            return
+        for name, values in options.items():
+            if self._nulls and name in optional:
+                yield Variant(f".{name}", "null", {**plain, name: None}, null=True)
+            for one in values[1:] if name in needed else values:
+                yield one._replace(where=f".{name}{one.where}", value={**plain, name: one.value})
 
 
 def _is_model(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)
 
+
+_PUBLISHED = Published(values=_VALUES, texts=_TEXTS, expanded=_WITH_CHOICES)
 
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
 _TOOLS: dict[str, list[Json]] = {
@@ -208,7 +264,7 @@ def cases(path: str) -> Iterator[Case]:
     """Requests of an API, one for each choice that its schema leaves."""
     whole, message = _PARAMS[path]
     plain = {"max_tokens": 2, "messages": [{"role": "user", "content": "go on"}]}
-    for where, choice, given in choices(message):
+    for where, choice, given, _ in _PUBLISHED.variants(message):
         body = {**plain, "messages": _history(path, given)}
         yield Case(path, f"{given['role']} message{where}", choice, body)
     for name, kind in typing.get_type_hints(whole, include_extras=True).items():
@@ -217,7 +273,7 @@ def cases(path: str) -> Iterator[Case]:
         more = dict(_TOGETHER.get(name, {}))
         if name == "tool_choice":
             more["tools"] = _TOOLS[path]
-        for where, choice, value in choices(kind, name):
+        for where, choice, value, _ in _PUBLISHED.variants(kind, name):
             yield Case(path, name + where, choice, {**plain, **more, name: value})
     for stream in (True, False, None) if path == CHAT else (True, False):
         yield Case(path, "stream", str(stream), {**plain, "stream": stream})

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from conserve.environments import Environment, Run
 from conserve.environments.settings import EnvironmentSettings
+from deployments.answers import Isolation
 from deployments.environments.processes import choose_ports, place, require_setup
 from deployments.environments.sandbox import Outcome, SandboxError, read_outputs
 
@@ -37,7 +38,7 @@ class Containers:
         root: all environments' folder.
     """
 
-    isolation = "container"
+    isolation: Isolation = "container"
 
     def __init__(self, engine: str, root: Path, settings: EnvironmentSettings) -> None:
         self._engine = engine

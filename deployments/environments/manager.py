@@ -22,13 +22,13 @@ from conserve.environments import (
 from conserve.environments.settings import EnvironmentSettings
 from conserve.errors import ApiError
 from conserve.events import Kind
+from deployments import answers
 from deployments.environments.processes import Backend, Running
 from deployments.environments.sandbox import SandboxError
 
 logger = logging.getLogger("conserve.environments")
 
-Json = dict[str, Any]
-Tell = Callable[[Kind, str, Json], None]
+Tell = Callable[[Kind, str, dict[str, Any]], None]
 
 # Of what was run, so many results are kept for clients that ask again.
 _KEPT_RESULTS = 512
@@ -61,7 +61,9 @@ class Manager:
         self._waiting = 0
         self.running = 0
         self._commands: dict[int, set[Running]] = {}
-        self._results: OrderedDict[tuple[int, str], asyncio.Task[Json]] = OrderedDict()
+        self._results: OrderedDict[tuple[int, str], asyncio.Task[answers.CommandDone]] = (
+            OrderedDict()
+        )
         # Set when an environment is neither declared nor under preparation any more.
         self._settled: dict[int, asyncio.Event] = {}
         self._jobs: set[asyncio.Task[None]] = set()
@@ -70,7 +72,7 @@ class Manager:
 
     # --- what clients ask for ----------------------------------------------------------------
 
-    def declare(self, conversation_id: str, body: Any) -> Json:
+    def declare(self, conversation_id: str, body: Any) -> answers.Environment:
         """Have a conversation hold an environment; it is prepared when it is needed soon.
 
         Raises:
@@ -93,11 +95,11 @@ class Manager:
                 429, f"{error}{how}", "too_many_environments", retry_after_s=30
             ) from None
 
-    def listed(self, conversation_id: str) -> list[Json]:
+    def listed(self, conversation_id: str) -> list[answers.Environment]:
         """The environments that a conversation holds."""
         return [self._view(one) for one in self._ledger.of(conversation_id)]
 
-    def shown(self, conversation_id: str, name: str) -> Json:
+    def shown(self, conversation_id: str, name: str) -> answers.Environment:
         """One of them.
 
         Raises:
@@ -115,7 +117,7 @@ class Manager:
         self._ledger.let_go(conversation_id, name)
         self.step()
 
-    async def run(self, conversation_id: str, name: str, body: Any) -> Json:
+    async def run(self, conversation_id: str, name: str, body: Any) -> answers.CommandDone:
         """Run a command, once there is room; waits for the environment if it is not prepared yet.
 
         Cancelled, it ends the command, unless that has a ``call_id``, by which its client may come
@@ -148,7 +150,7 @@ class Manager:
                 del self._results[key]
             raise
 
-    async def _run(self, one: Environment, conversation_id: str, run: Run) -> Json:
+    async def _run(self, one: Environment, conversation_id: str, run: Run) -> answers.CommandDone:
         name = one.spec.name
         self._ledger.used(conversation_id, name, unix_s())
         self.step()
@@ -167,7 +169,7 @@ class Manager:
         code: int | None = None
         try:
             outcome = await self._carry_out(one, run)
-            code = outcome["exit_code"]
+            code = outcome.exit_code
             return outcome
         except SandboxError as error:
             raise ApiError(500, str(error), "environment_broken") from None
@@ -181,7 +183,7 @@ class Manager:
             said = {"environment": name, "state": "ran", "tool": run.tool}
             self._tell("environment", conversation_id, said | {"wall_s": wall_s, "exit_code": code})
 
-    async def _carry_out(self, one: Environment, run: Run) -> Json:
+    async def _carry_out(self, one: Environment, run: Run) -> answers.CommandDone:
         backend = self._backend(one)
         command = await self._blocking(backend.start, one, run)
         of_it = self._commands.setdefault(one.number, set())
@@ -200,7 +202,16 @@ class Manager:
             of_it.discard(command)
             if not of_it:
                 self._commands.pop(one.number, None)
-        return {**outcome.view(), "isolation": backend.isolation}
+        return answers.CommandDone(
+            exit_code=outcome.exit_code,
+            stdout=outcome.stdout,
+            stderr=outcome.stderr,
+            truncated=outcome.truncated,
+            timed_out=outcome.timed_out,
+            reason=outcome.reason,
+            wall_s=round(outcome.wall_s, 4),
+            isolation=backend.isolation,
+        )
 
     async def _prepared(self, one: Environment, conversation_id: str) -> None:
         if one.state in ("declared", "preparing"):
@@ -329,21 +340,20 @@ class Manager:
     async def _blocking(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    def _view(self, one: Environment) -> Json:
+    def _view(self, one: Environment) -> answers.Environment:
         backend = self._backends[one.spec.kind]
-        return {
-            "id": one.spec.name,
-            "object": "environment",
-            "state": one.state,
-            "kind": one.spec.kind,
-            "image": one.spec.image,
-            "isolation": None if isinstance(backend, str) else backend.isolation,
-            "ports": [*one.ports],
-            "shared": one.spec.shared,
-            "holders": len(one.holders),
-            "limits": one.spec.limits.model_dump(),
-            "error": one.error,
-        }
+        return answers.Environment(
+            id=one.spec.name,
+            state=one.state,
+            kind=one.spec.kind,
+            image=one.spec.image,
+            isolation=None if isinstance(backend, str) else backend.isolation,
+            ports=[*one.ports],
+            shared=one.spec.shared,
+            holders=len(one.holders),
+            limits=answers.EnvironmentLimits(**one.spec.limits.model_dump()),
+            error=one.error,
+        )
 
 
 def _unknown(name: str) -> ApiError:

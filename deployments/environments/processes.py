@@ -11,6 +11,7 @@ from typing import Protocol
 from conserve.environments import Environment, Run
 from conserve.environments.settings import EnvironmentSettings
 from conserve.environments.spec import MOST_PORTS
+from deployments.answers import Isolation
 from deployments.environments.sandbox import (
     Outcome,
     Place,
@@ -48,7 +49,7 @@ class Backend(Protocol):
         isolation: what keeps their commands from the rest, in a word.
     """
 
-    isolation: str
+    isolation: Isolation
 
     def prepare(self, one: Environment) -> tuple[int, ...]:
         """Make it, also where half of it is there; returns the ports that it has.
@@ -84,7 +85,7 @@ class Processes:
     """
 
     def __init__(self, root: Path, settings: EnvironmentSettings, *, namespaces: bool) -> None:
-        self.isolation = "namespaces" if namespaces else "limits"
+        self.isolation: Isolation = "namespaces" if namespaces else "limits"
         self._root = root
         self._settings = settings
         self._sandbox = Sandbox(namespaces=namespaces, network=settings.network)

@@ -70,18 +70,6 @@ class Outcome:
     reason: str | None
     wall_s: float
 
-    def view(self) -> dict[str, Any]:
-        """As clients have it."""
-        return {
-            "exit_code": self.exit_code,
-            "stdout": self.stdout,
-            "stderr": self.stderr,
-            "truncated": self.truncated,
-            "timed_out": self.timed_out,
-            "reason": self.reason,
-            "wall_s": round(self.wall_s, 4),
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

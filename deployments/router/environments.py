@@ -4,14 +4,16 @@ import asyncio
 from collections.abc import Callable
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from conserve import identity
 from conserve.environments.spec import MOST_STDIN_CHARS
 from conserve.errors import ApiError
+from deployments import answers
 from deployments.environments.client import EnvironmentClient
 from deployments.router.reading import read_short
+from deployments.router.responses import answer_response
 
 _OF = "/v1/conversations/{id:path}/environments"
 # A command with all that it reads, each character escaped.
@@ -60,22 +62,22 @@ class Environments:
                 param="id",
             )
         body = await read_short(request, _MOST_BODY_BYTES, b"{}")
-        return JSONResponse(await client.declare(conversation_id, body))
+        return answer_response(await client.declare(conversation_id, body))
 
     async def _list(self, request: Request) -> Response:
         client, conversation_id = self._asked(request)
         found = await client.listed(conversation_id)
-        return JSONResponse({"object": "list", "data": found})
+        return answer_response(answers.Environments(found))
 
     async def _show(self, request: Request) -> Response:
         client, conversation_id = self._asked(request)
-        return JSONResponse(await client.shown(conversation_id, request.path_params["env"]))
+        return answer_response(await client.shown(conversation_id, request.path_params["env"]))
 
     async def _remove(self, request: Request) -> Response:
         client, conversation_id = self._asked(request)
         name = request.path_params["env"]
         await client.let_go(conversation_id, name)
-        return JSONResponse({"id": name, "object": "environment.deleted", "deleted": True})
+        return answer_response(answers.EnvironmentRemoved(name, True))
 
     async def _run(self, request: Request) -> Response:
         client, conversation_id = self._asked(request)
@@ -88,7 +90,7 @@ class Environments:
             await asyncio.wait([running, left], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 return Response(status_code=400)  # Nobody reads it.
-            return JSONResponse(running.result())
+            return answer_response(running.result())
         finally:
             for task in (running, left):
                 task.cancel()

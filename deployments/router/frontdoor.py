@@ -3,13 +3,14 @@
 import logging
 import time
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +18,7 @@ from conserve import apis, identity
 from conserve.direct import Homes
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
+from deployments import answers
 from deployments.environments.client import EnvironmentClient
 from deployments.messages import Refusal
 from deployments.router.access import Access, caller_of
@@ -26,7 +28,7 @@ from deployments.router.events import Events
 from deployments.router.guard import Guard
 from deployments.router.openapi import Description
 from deployments.router.reading import read_short
-from deployments.router.responses import TABLE_RESTARTING, error_response
+from deployments.router.responses import TABLE_RESTARTING, answer_response, error_response
 from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint
 from deployments.router.tool_reports import read_report
@@ -128,33 +130,26 @@ class FrontDoor:
     async def _models(self, request: Request) -> Response:
         if _ANTHROPIC_HEADER in request.headers:
             model = self._settings.model_id
-            ends = {"has_more": False, "first_id": model, "last_id": model}
-            return JSONResponse({"data": [await self._anthropic_card()], **ends})
-        return JSONResponse({"object": "list", "data": [await self._card()]})
+            cards = [await self._anthropic_card()]
+            return answer_response(answers.AnthropicModels(cards, False, model, model))
+        return answer_response(answers.Models([await self._card()]))
 
     async def _model(self, request: Request) -> Response:
         model = request.path_params["model"]
         if model != self._settings.model_id:
             raise unknown_model(model, self._settings.model_id)
         anthropic = _ANTHROPIC_HEADER in request.headers
-        return JSONResponse(await (self._anthropic_card() if anthropic else self._card()))
+        return answer_response(await (self._anthropic_card() if anthropic else self._card()))
 
-    async def _card(self) -> dict[str, Any]:
-        return {
-            "id": self._settings.model_id,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "conserve",
-            "max_model_len": await self._longest(),
-        }
+    async def _card(self) -> answers.Model:
+        longest = await self._longest()
+        return answers.Model(self._settings.model_id, self._started, "conserve", longest)
 
-    async def _anthropic_card(self) -> dict[str, Any]:
+    async def _anthropic_card(self) -> answers.AnthropicModel:
         model = self._settings.model_id
         started = datetime.fromtimestamp(self._started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         longest = await self._longest()
-        limits = {"max_input_tokens": longest, "max_tokens": longest}
-        card = {"type": "model", "id": model, "display_name": model, "created_at": started}
-        return {**card, **limits}
+        return answers.AnthropicModel(model, model, started, longest, longest)
 
     async def _longest(self) -> int | None:
         """How many tokens prompt plus output may have, which is the engines' to say."""
@@ -163,7 +158,7 @@ class FrontDoor:
                 engines = await self._table.engines(soon=True)
             except TableUnavailable:
                 return None  # Which model is served is known all the same.
-            longest = [engine["max_model_len"] for engine in engines if engine["hosts"]]
+            longest = [engine.max_model_len for engine in engines if engine.hosts]
             self._max_model_len = min(longest, default=None)
         return self._max_model_len
 
@@ -187,15 +182,13 @@ class FrontDoor:
         found = await self._table.conversation(id_)
         if found is None:
             raise _unknown_conversation()
-        return JSONResponse(found)
+        return answer_response(found)
 
     async def _release(self, request: Request) -> Response:
         conversation_id = request.path_params["id"]
         if not await self._table.release(identity.scoped(_tenant(request), conversation_id)):
             raise _unknown_conversation()
-        return JSONResponse(
-            {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
-        )
+        return answer_response(answers.ConversationEnded(conversation_id, True))
 
     async def _report_tool(self, request: Request) -> Response:
         id_ = identity.scoped(_tenant(request), request.path_params["id"])
@@ -205,7 +198,7 @@ class FrontDoor:
             raise ApiError(running.status, running.message, running.code)
         if running is None:
             raise _unknown_conversation()
-        return JSONResponse({"running_tools": running})
+        return answer_response(answers.ToolsRunning(running))
 
     async def _release_program(self, request: Request) -> Response:
         body = await _short_object(request)
@@ -218,20 +211,18 @@ class FrontDoor:
             raise ApiError(400, str(error), param="program_id") from None
         id_ = identity.scoped(_tenant(request), program_id.strip())
         released = await self._table.release(id_)
-        return JSONResponse({"program_id": program_id, "released": released})
+        return answer_response(answers.ProgramReleased(program_id, released))
 
     async def _engines(self, request: Request) -> Response:
-        engines = await self._table.engines(exact=True)
-        return JSONResponse({"object": "list", "data": engines})
+        return answer_response(answers.Engines(await self._table.engines(exact=True)))
 
     async def _health(self, request: Request) -> Response:
         alive = await self._table.health()
-        prefills = alive["prefillers"] > 0 or not self._settings.prefiller_replicas
-        healthy = prefills and alive["decoders"] > 0
-        return JSONResponse(
-            {"status": "ok" if healthy else "unavailable", **alive},
-            status_code=200 if healthy else 503,
-        )
+        prefills = alive.prefillers > 0 or not self._settings.prefiller_replicas
+        healthy = prefills and alive.decoders > 0
+        status: Literal["ok", "unavailable"] = "ok" if healthy else "unavailable"
+        health = answers.Health(status=status, **msgspec.structs.asdict(alive))
+        return answer_response(health, 200 if healthy else 503)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(

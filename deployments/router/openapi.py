@@ -1,8 +1,4 @@
-"""`/openapi.json`: the router's HTTP interface, for people, for generators of clients, for fuzzers.
-
-The bodies that engines get are described by them, in vLLM's own words; `interface` has all the
-rest, and `document` puts both together.
-"""
+"""Serves `/openapi.json`: `interface`, and vLLM's own schemas of the bodies that engines get."""
 
 import copy
 from collections.abc import Iterator
@@ -15,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from conserve.apis import COUNT_INPUT, RESPONSES, TOKEN_PATHS, TURN_PATHS
 from conserve.errors import ApiError
 from conserve.settings import Settings
-from deployments.router import interface
+from deployments.router import interface, parameters
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
 
@@ -23,11 +19,7 @@ _SCHEMAS = "#/components/schemas/"
 
 
 class Description:
-    """Serves the document; an engine is asked for its part once.
-
-    Args:
-        table: knows the engines.
-    """
+    """Serves the document, for which an engine is asked once."""
 
     def __init__(self, settings: Settings, table: TableClient, upstream: Upstream) -> None:
         self._settings = settings
@@ -36,10 +28,10 @@ class Description:
         self._document: dict[str, Any] | None = None
 
     async def serve(self, request: Request) -> Response:
-        """The endpoint.
+        """Answer with the document.
 
         Raises:
-            ApiError: 503, no engine can be asked.
+            ApiError: no engine can be asked.
         """
         if self._document is None:
             self._document = document(await self._engines_own(), self._settings.model_id)
@@ -48,7 +40,7 @@ class Description:
     async def _engines_own(self) -> dict[str, Any]:
         for engine in await self._table.engines():
             try:
-                return await self._upstream.described(engine["url"])
+                return await self._upstream.described(engine.url)
             except EngineUnreachable:
                 continue
         raise ApiError(
@@ -60,11 +52,10 @@ class Description:
 
 
 def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
-    """The whole OpenAPI document.
+    """Return the whole OpenAPI document.
 
     Args:
-        theirs: an engine's.
-        model_id: the model served.
+        theirs: an engine's own document.
     """
     schemas = copy.deepcopy(theirs.get("components", {}).get("schemas", {}))
     paths = copy.deepcopy(interface.PATHS)
@@ -73,16 +64,11 @@ def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
         paths[path]["post"]["requestBody"] = body
         for name in _references(body):
             _complete(schemas[name], path, model_id)
-    # It is read as the turn would be.
+    # The body is read as that of the turn.
     paths[COUNT_INPUT]["post"]["requestBody"] = copy.deepcopy(
         paths[RESPONSES]["post"]["requestBody"]
     )
-    components = {
-        "schemas": {**schemas, **interface.SCHEMAS},
-        "responses": interface.RESPONSES,
-        "headers": interface.HEADERS,
-        "parameters": interface.PARAMETERS,
-    }
+    components = {**interface.COMPONENTS, "schemas": {**schemas, **interface.SCHEMAS}}
     used = _used(paths, components)
     return {
         "openapi": "3.1.0",
@@ -100,32 +86,31 @@ def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
 
 
 def _complete(schema: dict[str, Any], path: str, model_id: str) -> None:
-    """Say in vLLM's schema of a request what this router takes, sets and drops."""
+    """Add to vLLM's schema of a request what this router takes, sets and drops."""
     properties = schema["properties"]
     properties["model"] = {"type": "string", "enum": [model_id]}
     if path in TURN_PATHS:
-        properties |= interface.BODY_FIELDS | {
-            name: field for name, field in interface.READ_FIELDS.items() if name not in properties
+        properties |= parameters.BODY_FIELDS | {
+            name: field for name, field in parameters.READ_FIELDS.items() if name not in properties
         }
-        for name, why in interface.DROPPED.items():
+        for name, why in parameters.DROPPED.items():
             properties[name] = {"description": f"Dropped. {why}", "deprecated": True}
-    properties |= interface.CHANGED.get(path, {})
-    needed = interface.NEEDED[path]
-    # The router names the model where the client does not.
+    properties |= parameters.CHANGED.get(path, {})
+    needed = parameters.NEEDED[path]
+    # Where a client names no model, the router does.
     schema["required"] = sorted({*schema.get("required", ()), *needed} - {"model"})
     for name, more in needed.items():
         properties[name] = {**_not_null(properties[name]), **more}
 
 
 def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of the same values, without null."""
     if "anyOf" not in schema:
         return schema
     return {**schema, "anyOf": [one for one in schema["anyOf"] if one.get("type") != "null"]}
 
 
 def _used(paths: dict[str, Any], components: dict[str, Any]) -> set[str]:
-    """Names of the schemas that the paths refer to, directly or not."""
+    """Return the names of the schemas that the paths refer to, directly or not."""
     used: set[str] = set()
     rest = [paths, *(part for name, part in components.items() if name != "schemas")]
     while rest:

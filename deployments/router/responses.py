@@ -1,8 +1,10 @@
-"""Errors as HTTP responses."""
+"""Answers and errors as HTTP responses."""
 
+import msgspec
 from starlette.responses import JSONResponse, Response
 
 from conserve.errors import ApiError
+from deployments.answers import Answer
 
 TABLE_RESTARTING = ApiError(
     503,
@@ -10,6 +12,11 @@ TABLE_RESTARTING = ApiError(
     "unavailable",
     retry_after_s=2,
 )
+
+
+def answer_response(answer: Answer, status: int = 200) -> Response:
+    """Return an answer as JSON."""
+    return Response(msgspec.json.encode(answer), status, media_type="application/json")
 
 
 def error_response(error: ApiError, path: str) -> Response:

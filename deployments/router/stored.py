@@ -12,14 +12,16 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from conserve import budget, identity, wire
 from conserve.errors import ApiError
 from conserve.items import REFERENCE, response_of
 from conserve.settings import Settings
+from deployments import answers
 from deployments.router.access import caller_of
 from deployments.router.reading import understood
+from deployments.router.responses import answer_response
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
 
@@ -167,7 +169,7 @@ class StoredResponses:
         told = await self._ask_decoders("DELETE", response_id, _tenant(request))
         if not told:
             raise _not_found(response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        return answer_response(answers.ResponseDeleted(response_id, True))
 
     async def _require(self, request: Request) -> wire.StoredResponse:
         response_id = request.path_params["id"]
@@ -184,7 +186,7 @@ class StoredResponses:
         if not _ID.fullmatch(response_id):
             return []
         engines = await self._table.engines()
-        urls = [engine["url"] for engine in engines if engine["hosts"]]
+        urls = [engine.url for engine in engines if engine.hosts]
         asked = [self._ask(method, url, response_id, tenant) for url in urls]
         return [told for told in await asyncio.gather(*asked) if told is not None]
 

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from conserve import budget
 from conserve.apis import COUNT_TOKENS, DETOKENIZE, RESPONSES, TOKENIZE
@@ -21,6 +21,7 @@ from conserve.recognition.volatile import without_billing_header
 from conserve.served import as_served
 from conserve.settings import Settings
 from conserve.tenants import Caller
+from deployments import answers
 from deployments.router.access import caller_of
 from deployments.router.patience import hold_back
 from deployments.router.reading import understood, whole_characters
@@ -31,6 +32,7 @@ from deployments.router.request import (
     read_json,
     read_request,
 )
+from deployments.router.responses import answer_response
 from deployments.router.salt import own_media
 from deployments.router.stored import StoredResponses
 from deployments.router.upstream import EngineUnreachable, Upstream
@@ -98,7 +100,7 @@ class TokensEndpoint:
                 RESPONSES, lambda url: self._upstream.check(url, RESPONSES, turn.raw)
             )
         tokens = sum(map(len, checked.prompts))
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+        return answer_response(answers.InputTokens(tokens))
 
     async def _answered(self, request: Request) -> Response:
         path = request.url.path
@@ -134,9 +136,9 @@ class TokensEndpoint:
     async def _ask(self, path: str, ask: Callable[[str], Awaitable[_T]]) -> _T:
         for engine in by_leisure(await self._table.engines())[:_ATTEMPTS]:
             try:
-                return await ask(engine["url"])
+                return await ask(engine.url)
             except EngineUnreachable as error:
-                logger.warning("%s at %s: %s", path, engine["id"], error)
+                logger.warning("%s at %s: %s", path, engine.id, error)
         raise ApiError(
             503, "no engine is ready to answer; try again shortly", "unavailable", retry_after_s=5
         )
@@ -161,7 +163,7 @@ def _busy() -> ApiError:
     )
 
 
-def by_leisure(engines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def by_leisure(engines: Iterable[answers.Engine]) -> list[answers.Engine]:
     """Engines as `/v1/engines` lists them, those first that it disturbs least.
 
     The tokens of a prefiller that hosts no conversation are awaited by nobody, and one that has
@@ -171,10 +173,10 @@ def by_leisure(engines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(
         engines,
         key=lambda engine: (
-            engine["leaving"],
-            engine["hosts"],
-            engine["queued_tokens"] or 0,
-            engine["conversations"] or 0,
+            engine.leaving,
+            engine.hosts,
+            engine.queued_tokens or 0,
+            engine.conversations or 0,
         ),
     )
 

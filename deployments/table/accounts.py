@@ -6,22 +6,19 @@ from typing import Any
 
 from autoscale.autoscaler import Autoscaler
 from conserve.admission import Admission, Admitted
-from conserve.admission.metrics import LineMetrics
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
 from conserve.direct import is_direct
 from conserve.events import EventLog
 from conserve.history import History, TurnKey, TurnStats
-from conserve.metrics import EventCounts, Metrics, ReplicaCounts, SpaceTimeMetrics
 from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
-from conserve.tenants.metrics import TenantMetrics
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
-from deployments.table.engine_metrics import EngineLoads, EngineSchedulers
+from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
+from deployments.table.metrics import TABLE, TENANTS, Metrics, Observed, Rows, TenantCounts
 from deployments.table.registry import Registry
 from hetero.energy import EnergyBook, EngineEnergy
-from hetero.metrics import EnergyMetrics
 
 
 class Accounts:
@@ -45,16 +42,21 @@ class Accounts:
         self._registry = registry
         self._autoscaler = autoscaler
         self._energy = EnergyBook()
-        self.metrics = Metrics(table, admission.line, self._replica_counts)
-        self.metrics.add(LineMetrics(admission, unix_s))
-        self.metrics.add(EventCounts(events))
-        self.metrics.add(EngineLoads(registry))
-        self.metrics.add(EngineSchedulers(registry))
-        self.metrics.add(EnergyMetrics(self._energy))
         self._costs = SpaceTimeCosts()
-        self.metrics.add(SpaceTimeMetrics(self._costs, self.look))
-        self._tenants = TenantMetrics(table.usage)
-        self.metrics.add(self._tenants)
+        self._tenants = TenantCounts(table.usage)
+        observed = Observed(table, admission, registry, autoscaler, events, self._costs)
+        self.metrics = Metrics(
+            Rows(TABLE, observed),
+            Rows(ENGINES, registry),
+            Rows(SCHEDULERS, registry),
+            Rows(ENERGY, self._energy, has_gpus),
+            Rows(TENANTS, self._tenants, TenantCounts.any),
+        )
+
+    def render_metrics(self) -> bytes:
+        """Return the text that `/metrics` answers."""
+        self.look()
+        return self.metrics.render()
 
     # --- a conversation's life ---------------------------------------------------------------
 
@@ -271,17 +273,3 @@ class Accounts:
         self._costs.remove(engine.id)
         if lost:
             self.metrics.engines_lost.labels(engine.role).inc()
-
-    def _replica_counts(self) -> dict[str, ReplicaCounts]:
-        counts: dict[str, ReplicaCounts] = {}
-        for role, wanted in self._autoscaler.wanted.items():
-            living, leaving = self._registry.living_and_leaving(role)
-            need = wanted.need
-            counts[role] = ReplicaCounts(
-                living - leaving,
-                leaving,
-                wanted.scaling.replicas,
-                None if need is None else need.replicas,
-                None if need is None else need.signal,
-            )
-        return counts

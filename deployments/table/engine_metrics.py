@@ -1,201 +1,225 @@
-"""The metrics of engines' work, and of their schedulers."""
+"""The metrics of engines: their work, schedulers and GPUs, as engines last told of them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from conserve.engine_scheduling import SchedulerLoad
+from conserve.placement.load import EngineLoad
+from deployments.messages import EngineInfo
+from deployments.table.metrics import COUNTER, GAUGE, Row, Samples
 from deployments.table.registry import Registry
+from hetero.energy import PHASES, EnergyBook, GpuReading
 
 
-class EngineLoads(Collector):
-    """The loads of the engines that live, as each has told it with its last beat."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ["engine", "role"]
-        prompts = GaugeMetricFamily(
-            "conserve_engine_prefill_tokens",
-            "Tokens of prompts that an engine has and has not computed yet, beyond what caches "
-            "should have.",
-            labels=labels,
-        )
-        decodes = GaugeMetricFamily(
-            "conserve_engine_decodes", "Requests past their first token.", labels=labels
-        )
-        step = GaugeMetricFamily(
-            "conserve_engine_step_seconds",
-            "How long an iteration without a prefill has taken, over 30 s.",
-            labels=labels,
-        )
-        speed = GaugeMetricFamily(
-            "conserve_engine_prefill_tokens_per_second",
-            "How fast an engine has computed prompts while it had any, over 30 s.",
-            labels=labels,
-        )
-        text = CounterMetricFamily(
-            "conserve_engine_text_tokens",
-            "Tokens of prompts' text, by whether an engine had tokenized it before (kept) or not.",
-            labels=[*labels, "source"],
-        )
-        slots = GaugeMetricFamily(
-            "conserve_engine_sm_slots",
-            "Tenths of its GPU's SMs that an engine has to itself.",
-            labels=labels,
-        )
-        sms = GaugeMetricFamily(
-            "conserve_engine_sms", "SMs that an engine has to itself.", labels=labels
-        )
-        for engine_id, load in self._registry.loads.items():
-            of = [engine_id, self._registry.engines[engine_id].role]
-            prompts.add_metric(of, load.prefill_tokens)
-            decodes.add_metric(of, load.decodes)
-            # 0 stands for what is not known.
-            if load.step_s:
-                step.add_metric(of, load.step_s)
-            if load.prefill_tokens_per_s:
-                speed.add_metric(of, load.prefill_tokens_per_s)
-            if load.new_text_tokens:
-                text.add_metric([*of, "kept"], load.kept_text_tokens)
-                text.add_metric([*of, "new"], load.new_text_tokens)
-        yield from (prompts, decodes, step, speed, text)
-        # Nothing of them where nobody asked for slots.
-        for engine in self._registry.engines.values():
-            if engine.sm_slots:
-                slots.add_metric([engine.id, engine.role], engine.sm_slots)
-                sms.add_metric([engine.id, engine.role], engine.sms)
-        if slots.samples:
-            yield from (slots, sms)
+def _loads(read: Callable[[EngineLoad], float | None]) -> Callable[[Registry], Samples]:
+    return lambda registry: [
+        (engine_id, registry.engines[engine_id].role, read(load))
+        for engine_id, load in registry.loads.items()
+    ]
 
 
-# --- engines' schedulers --------------------------------------------------------------------------
+def _text_tokens(registry: Registry) -> Samples:
+    return [
+        (engine_id, registry.engines[engine_id].role, source, tokens)
+        for engine_id, load in registry.loads.items()
+        if load.new_text_tokens
+        for source, tokens in (("kept", load.kept_text_tokens), ("new", load.new_text_tokens))
+    ]
 
 
-# By which class, under which name, what it is, by what it is told apart beside the engine, and what
-# a scheduler says of it: a number, or several by that label; None where it has no such thing.
-_FAMILIES: tuple[tuple[Any, str, str, str | None, Callable[[SchedulerLoad], Any]], ...] = (
-    (
-        GaugeMetricFamily, "waiting",
-        "Calls that wait in an engine, by level; 0 goes first.", "level", lambda one: one.waiting,
-    ),
-    (
-        GaugeMetricFamily, "running",
-        "Calls that run in an engine, by level.", "level", lambda one: one.running,
-    ),
-    (
-        GaugeMetricFamily, "running_kinds",
-        "Calls that run: cold prefills, resumed ones, and decodes.", "kind",
-        lambda one: one.running_kinds,
-    ),
-    (
-        CounterMetricFamily, "begun",
-        "Calls that have begun to run, by what they were then.", "kind", lambda one: one.begun,
-    ),
-    (
-        CounterMetricFamily, "cut",
-        "Chunks of prefills that were made smaller, or put off, for those who decode.", "kind",
-        lambda one: one.cut,
-    ),
-    (
-        CounterMetricFamily, "preempted",
-        "Calls that were preempted, by level.", "level", lambda one: one.preempted,
-    ),
-    (
-        CounterMetricFamily, "parts",
-        "Prompts that have begun without room for all of them.", None, lambda one: one.parts,
-    ),
-    (
-        CounterMetricFamily, "reclaimed_blocks",
-        "Blocks kept between turns that were given up before their time.", None,
-        lambda one: one.reclaimed_blocks,
-    ),
-    (
-        GaugeMetricFamily, "pinned_blocks",
-        "Blocks that are kept between turns.", None, lambda one: one.pinned_blocks,
-    ),
-    (
-        GaugeMetricFamily, "free_blocks",
-        "Blocks that nobody uses; what is cached in them may be evicted.", None,
-        lambda one: one.free_blocks,
-    ),
-    (
-        GaugeMetricFamily, "tpot_seconds",
-        "Time per output token while prefills and decodes share steps, of late.", None,
-        lambda one: one.tpot_s,
-    ),
-    (
-        GaugeMetricFamily, "tpot_bound_seconds",
-        "What that is kept below by cutting prefills.", None, lambda one: one.tpot_bound_s,
-    ),
-    (
-        GaugeMetricFamily, "prefill_budget_tokens",
-        "What a step may prefill beside decodes.", None, lambda one: one.budget_tokens,
-    ),
-    (
-        GaugeMetricFamily, "lane_waiting",
-        "Calls that wait for the prefill lane.", None, lambda one: one.lane_waiting,
-    ),
-    (
-        GaugeMetricFamily, "lane_running",
-        "Calls whose prompt is computed in the prefill lane.", None, lambda one: one.lane_running,
-    ),
-    (
-        GaugeMetricFamily, "lane_tokens",
-        "Tokens that are left to compute in the prefill lane.", None, lambda one: one.lane_tokens,
-    ),
-    (
-        CounterMetricFamily, "lane_prefills",
-        "Prefills that were in the lane: done, or failed and computed inline.", "outcome",
-        lambda one: one.lane_prefills,
-    ),
-    (
-        CounterMetricFamily, "lane_computed_tokens",
-        "Tokens of prompts that were computed in the prefill lane.", None,
-        lambda one: one.lane_computed_tokens,
-    ),
-    (
-        GaugeMetricFamily, "decode_sms",
-        "SMs that an engine's steps have; its prefill lane has the others of its slots.", None,
-        lambda one: one.decode_sms,
-    ),
-)  # fmt: skip
+def _slots(read: Callable[[EngineInfo], int]) -> Callable[[Registry], Samples]:
+    def samples(registry: Registry) -> Samples:
+        engines = [one for one in registry.engines.values() if one.sm_slots]
+        return [(one.id, one.role, read(one)) for one in engines] or None
+
+    return samples
 
 
-class EngineSchedulers(Collector):
-    """Tells what the schedulers of the engines that live have told with their last beats."""
+def _scheduler(
+    kind: Any, name: str, help: str, label: str | None = None, field: str | None = None
+) -> Row[Registry]:
+    """Return a metric of engines' schedulers.
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    Args:
+        label: tells an engine's several values apart, which are a list or a dict.
+        field: of `SchedulerLoad`; None: it has the metric's name. Where that is None, a scheduler
+            has no such value.
+    """
 
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        loads = self._registry.schedulers
-        if loads:
-            yield from _of(loads)
-
-
-def _of(loads: Mapping[str, SchedulerLoad]) -> Iterator[Metric]:
-    for family, name, says, label, get in _FAMILIES:
-        labels = ["engine", label] if label else ["engine"]
-        metric: Any = family(f"conserve_engine_{name}", says, labels=labels)
-        for engine, load in loads.items():
-            found = get(load)
-            if found is None:
+    def samples(registry: Registry) -> Samples:
+        found: list[tuple[Any, ...]] = []
+        for engine_id, load in registry.schedulers.items():
+            value = getattr(load, field or name)
+            if value is None:
                 continue
             if not label:
-                metric.add_metric([engine], found)
+                found.append((engine_id, value))
                 continue
-            by_key = found.items() if isinstance(found, dict) else enumerate(found)
-            for key, value in by_key:
-                metric.add_metric([engine, str(key)], value)
-        if metric.samples:
-            yield metric
+            by_key = value.items() if isinstance(value, dict) else enumerate(value)
+            found += [(engine_id, key, one) for key, one in by_key]
+        return found or None
+
+    labels = ("engine", label) if label else ("engine",)
+    return Row(kind, f"conserve_engine_{name}", help, labels, samples)
+
+
+_ENGINE = ("engine", "role")
+
+ENGINES: tuple[Row[Registry], ...] = (
+    Row(
+        GAUGE, "conserve_engine_prefill_tokens",
+        "Prompt tokens that an engine still has to compute, without those that caches should have.",
+        _ENGINE, _loads(lambda load: load.prefill_tokens),
+    ),
+    Row(
+        GAUGE, "conserve_engine_decodes", "Requests past their first token.",
+        _ENGINE, _loads(lambda load: load.decodes),
+    ),
+    Row(
+        GAUGE, "conserve_engine_step_seconds",
+        "Mean duration of an iteration without a prefill, over 30 s.",
+        _ENGINE, _loads(lambda load: load.step_s or None),
+    ),
+    Row(
+        GAUGE, "conserve_engine_prefill_tokens_per_second",
+        "Speed at which an engine computed prompts while it had any, over 30 s.",
+        _ENGINE, _loads(lambda load: load.prefill_tokens_per_s or None),
+    ),
+    Row(
+        COUNTER, "conserve_engine_text_tokens",
+        "Tokens of prompts' text, by whether an engine had tokenized it before (kept) or not.",
+        (*_ENGINE, "source"), _text_tokens,
+    ),
+    Row(
+        GAUGE, "conserve_engine_sm_slots",
+        "Tenths of its GPU's SMs that an engine has to itself.",
+        _ENGINE, _slots(lambda engine: engine.sm_slots),
+    ),
+    Row(
+        GAUGE, "conserve_engine_sms", "SMs that an engine has to itself.",
+        _ENGINE, _slots(lambda engine: engine.sms),
+    ),
+)  # fmt: skip
+SCHEDULERS: tuple[Row[Registry], ...] = (
+    _scheduler(GAUGE, "waiting", "Calls that wait in an engine, by level; 0 goes first.", "level"),
+    _scheduler(GAUGE, "running", "Calls that run in an engine, by level.", "level"),
+    _scheduler(
+        GAUGE, "running_kinds", "Calls that run: cold prefills, resumed ones, and decodes.", "kind"
+    ),
+    _scheduler(COUNTER, "begun", "Calls that began to run, by their kind at that time.", "kind"),
+    _scheduler(
+        COUNTER, "cut", "Prefill chunks that were made smaller, or put off, for decodes.", "kind"
+    ),
+    _scheduler(COUNTER, "preempted", "Calls that were preempted, by level.", "level"),
+    _scheduler(COUNTER, "parts", "Prompts that began without room for all of them."),
+    _scheduler(COUNTER, "reclaimed_blocks", "Blocks kept between turns that were given up early."),
+    _scheduler(GAUGE, "pinned_blocks", "Blocks that are kept between turns."),
+    _scheduler(GAUGE, "free_blocks", "Unused blocks; what is cached in them may be evicted."),
+    _scheduler(
+        GAUGE,
+        "tpot_seconds",
+        "Recent time per output token while prefills and decodes share steps.",
+        field="tpot_s",
+    ),
+    _scheduler(
+        GAUGE,
+        "tpot_bound_seconds",
+        "Bound that conserve_engine_tpot_seconds is kept below by cutting prefills.",
+        field="tpot_bound_s",
+    ),
+    _scheduler(
+        GAUGE,
+        "prefill_budget_tokens",
+        "Tokens that a step may prefill beside decodes.",
+        field="budget_tokens",
+    ),
+    _scheduler(GAUGE, "lane_waiting", "Calls that wait for the prefill lane."),
+    _scheduler(GAUGE, "lane_running", "Calls whose prompt is computed in the prefill lane."),
+    _scheduler(GAUGE, "lane_tokens", "Tokens that are left to compute in the prefill lane."),
+    _scheduler(
+        COUNTER,
+        "lane_prefills",
+        "Prefills that were in the lane: done, or failed and computed inline.",
+        "outcome",
+    ),
+    _scheduler(
+        COUNTER, "lane_computed_tokens", "Prompt tokens that were computed in the prefill lane."
+    ),
+    _scheduler(
+        GAUGE,
+        "decode_sms",
+        "SMs that an engine's steps have; its prefill lane has the others of its slots.",
+    ),
+)
+
+
+# --- energy ---------------------------------------------------------------------------------------
+
+
+def has_gpus(book: EnergyBook) -> bool:
+    """Return whether any engine has told of its GPUs."""
+    return bool(book.engines or book.joules)
+
+
+def _each_gpu(book: EnergyBook) -> Iterable[tuple[GpuReading, tuple[str, str, str]]]:
+    """Return each GPU once, with its labels; of engines that share it, the first has it."""
+    gpus = {
+        gpu.uuid: (gpu, (gpu.uuid, engine.role, engine.tier))
+        for engine in reversed(book.engines.values())
+        for gpu in engine.latest.gpus
+    }
+    return gpus.values()
+
+
+def _gpu(name: str, help: str, read: Callable[[GpuReading], float | None]) -> Row[EnergyBook]:
+    return Row(
+        GAUGE,
+        f"conserve_gpu_{name}",
+        help,
+        ("gpu", "role", "tier"),
+        lambda book: [(*labels, read(gpu)) for gpu, labels in _each_gpu(book)],
+    )
+
+
+ENERGY: tuple[Row[EnergyBook], ...] = (
+    _gpu("power_watts", "Power of the board.", lambda gpu: gpu.draw_w),
+    _gpu("power_limit_watts", "Power limit that is set.", lambda gpu: gpu.limit_w),
+    _gpu("power_cap_watts", "Power cap that ConServe holds.", lambda gpu: gpu.cap_w),
+    _gpu("utilisation", "Share of time in which a kernel ran, 0-1.", lambda gpu: gpu.utilisation),
+    _gpu("temperature_celsius", "Temperature of the chip.", lambda gpu: gpu.temperature_c),
+    Row(
+        GAUGE, "conserve_gpu_power_cap_refused",
+        "1 where a wanted cap does not hold, by reason; the node's log says what to do.",
+        ("gpu", "role", "tier", "reason"),
+        lambda book: [
+            (*labels, gpu.refusal, 1) for gpu, labels in _each_gpu(book) if gpu.refusal
+        ],
+    ),
+    Row(
+        COUNTER, "conserve_gpu_energy_joules",
+        "Energy of the GPUs of each role, and so of its phase, idle time included.",
+        ("role", "phase", "tier"),
+        lambda book: [
+            (role, PHASES[role], tier, joules) for (role, tier), joules in book.joules.items()
+        ],
+    ),
+    Row(
+        GAUGE, "conserve_gpu_energy_integrated",
+        "1 where a GPU has no energy counter, so that power samples were integrated.",
+        (), lambda book: any(one.latest.integrated for one in book.engines.values()),
+    ),
+    Row(
+        COUNTER, "conserve_computed_tokens",
+        "Tokens prefilled (not found in a cache) or decoded on GPUs whose energy is known.",
+        ("tier",), lambda book: [(tier, use.tokens) for tier, use in book.tiers.items()],
+    ),
+    Row(
+        GAUGE, "conserve_tier_tokens_per_joule",
+        "Tokens that a tier's engines prefilled or decoded, for each joule of its GPUs.",
+        ("tier",), lambda book: [(tier, use.tokens_per_j) for tier, use in book.tiers.items()],
+    ),
+    Row(
+        GAUGE, "conserve_tokens_per_joule",
+        "Tokens that engines prefilled or decoded, for each joule of their GPUs.",
+        (), lambda book: book.overall.tokens_per_j,
+    ),
+)  # fmt: skip

@@ -7,7 +7,7 @@ from conserve.conversations import ConversationTable
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.history import History
 from conserve.placement.load import EngineLoad
-from conserve.wire import SILENCE_S, Role
+from conserve.wire import SILENCE_S, Role, StartPhase
 from deployments.messages import EngineInfo, EngineStarting
 
 # An engine that has not come further by then is taken for one that died while it started.
@@ -46,7 +46,7 @@ class Registry:
         """Note what an engine does that is not ready yet."""
         self._starting[engine.id] = (engine, now_s)
 
-    def starting(self, now_s: float) -> dict[str, int]:
+    def starting(self, now_s: float) -> dict[StartPhase, int]:
         """Count the engines that are not ready yet, by what they do."""
         old = [id_ for id_, (_, at_s) in self._starting.items() if now_s - at_s > _STARTS_WITHIN_S]
         for engine_id in old:

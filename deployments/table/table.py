@@ -13,8 +13,9 @@ what other processes may call.
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import ray
 
 from autoscale.autoscaler import make_autoscaler
@@ -33,6 +34,7 @@ from conserve.placement.load import EngineLoad
 from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, SILENCE_S
+from deployments import answers
 from deployments.messages import (
     BeginTurn,
     EngineInfo,
@@ -308,15 +310,16 @@ class TableService:
         self._ensure_housekeeping()
         self._registry.router_beat(router_id, time.monotonic())
 
-    async def health(self) -> dict[str, Any]:
+    async def health(self) -> answers.Alive:
         """Return how many engines of each role are alive, and what those do that still start."""
         await self._recovery.not_ready()
         roles = [engine.role for engine in self._registry.engines.values()]
-        alive = {"prefillers": roles.count("prefiller"), "decoders": roles.count("decoder")}
         starting = self._registry.starting(time.monotonic())
-        return {**alive, "starting": starting} if starting else alive
+        return answers.Alive(
+            roles.count("prefiller"), roles.count("decoder"), starting or msgspec.UNSET
+        )
 
-    async def engines(self, exact: bool = False) -> list[dict[str, Any]]:
+    async def engines(self, exact: bool = False) -> list[answers.Engine]:
         """The engines alive, for `GET /v1/engines`.
 
         Args:
@@ -329,7 +332,7 @@ class TableService:
         engines = self._registry.engines.values()
         return [engine_view(engine, self._table, loads.get(engine.id)) for engine in engines]
 
-    async def conversation(self, conversation_id: str) -> dict[str, Any] | None:
+    async def conversation(self, conversation_id: str) -> answers.Conversation | None:
         """One conversation, for `GET /v1/conversations/{id}`; the id is scoped to its tenant."""
         await self._recovery.not_ready()
         await self._look()
@@ -357,12 +360,14 @@ class TableService:
             usage = table.usage.tenants().get(tenant)
             total = 0 if usage is None else usage.conversations
         listed = await list_recent(table, limit, unix_s(), tenant)
-        return b'{"object":"list","data":%b,"total":%d}' % (listed, total)
+        # A long list is encoded in slices, so that it stops nothing else.
+        data = cast(list[answers.Conversation], msgspec.Raw(listed))
+        return msgspec.json.encode(answers.Conversations(data, total))
 
     async def metrics(self) -> bytes:
         """The metrics, in Prometheus' text format."""
         await self._look()
-        return self._accounts.metrics.render()
+        return self._accounts.render_metrics()
 
     # --- tools, for the manager of environments -----------------------------------------------
 

@@ -16,6 +16,7 @@ from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.wire import SILENCE_S
+from deployments import answers
 from deployments.detached import actor_name, find_or_make
 from deployments.messages import (
     BeginTurn,
@@ -123,11 +124,11 @@ class TableClient:
         """See `TableService.engine_lost`."""
         await self._ask(_USUAL, TableService.engine_lost, engine_id, why)
 
-    async def health(self) -> dict[str, Any]:
+    async def health(self) -> answers.Alive:
         """See `TableService.health`."""
         return await self._ask(_SOME, TableService.health)
 
-    async def engines(self, *, exact: bool = False, soon: bool = False) -> list[dict[str, Any]]:
+    async def engines(self, *, exact: bool = False, soon: bool = False) -> list[answers.Engine]:
         """See `TableService.engines`.
 
         Args:
@@ -135,7 +136,7 @@ class TableClient:
         """
         return await self._ask(_SOME if soon else _USUAL, TableService.engines, exact)
 
-    async def conversation(self, conversation_id: str) -> dict[str, Any] | None:
+    async def conversation(self, conversation_id: str) -> answers.Conversation | None:
         """See `TableService.conversation`."""
         return await self._ask(_USUAL, TableService.conversation, conversation_id)
 

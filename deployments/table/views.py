@@ -1,4 +1,4 @@
-"""Shows clients conversations, engines and events, as ``GET /v1/...`` answers."""
+"""Makes the answers of ``GET /v1/...`` about conversations, engines and events."""
 
 import asyncio
 import dataclasses
@@ -6,7 +6,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -20,21 +20,22 @@ from conserve.history import History
 from conserve.pausing import RunningTools
 from conserve.pausing.tools import Running
 from conserve.placement.load import EngineLoad
+from deployments import answers
 from deployments.messages import EngineInfo, EventPage, EventQuery
 
-# Of a conversation's, so many are shown.
+# The newest events of a conversation that are shown with it.
 SHOWN_EVENTS = 32
-# Listeners are told so often of what has happened, and of so much at a time.
+# How often listeners are told of events, and how many at a time.
 _EVERY_S = 0.2
 _MOST_AT_ONCE = 512
-# Details that are counted over all tenants, or say how full decoders are.
+# Details that tell of other conversations or tenants, or of how full decoders are.
 _OF_OTHERS = ("history", "turn", "ahead", "missing_tokens", "decoders")
 
 
 async def listen(events: EventLog, query: EventQuery) -> EventPage:
-    """Return what has happened, for ``GET /v1/events``; wait until there is something to tell."""
+    """Return what has happened; wait until there is something to tell."""
     mine = _of(query.tenant, query.conversation_id)
-    # A number that there is not yet is that of a log before this one, whose clock was ahead.
+    # A number above the newest is of an earlier table's log, whose clock was ahead.
     after = events.newest if query.after is None else min(query.after, events.newest)
     deadline_s = time.monotonic() + query.patience_s
     while True:
@@ -50,7 +51,7 @@ async def listen(events: EventLog, query: EventQuery) -> EventPage:
 
 
 def _of(tenant: str | None, conversation_id: str | None) -> Callable[[str], bool] | None:
-    """Says of a history whether it is asked for; None: all are."""
+    """Return a test by a history's id; None: all are asked for."""
     if conversation_id is not None:
         return lambda history_id: identity.conversation_of(history_id) == conversation_id
     if tenant is not None:
@@ -59,31 +60,29 @@ def _of(tenant: str | None, conversation_id: str | None) -> Callable[[str], bool
 
 
 def _json(event: Event) -> bytes:
-    """An event, and of which conversation, or engine."""
+    """Encode an event, and which conversation or engine it is of."""
     shown: dict[str, Any] = {"number": event.number}
     if event.history_id:
         tenant = identity.tenant_of(event.history_id)
         shown["conversation"] = identity.own_id(event.history_id)
         shown |= {} if tenant is None else {"tenant": tenant}
-    return msgspec.json.encode(shown | _view(event))
+    return msgspec.json.encode(shown | _event(event))
 
 
-def own_view(event: Event) -> dict[str, Any]:
-    """One of a conversation's events, for its client: without what tells of others."""
-    return {name: value for name, value in _view(event).items() if name not in _OF_OTHERS}
+def own_event(event: Event) -> answers.Event:
+    """Return one of a conversation's events for its client, without what tells of others."""
+    shown = {name: value for name, value in _event(event).items() if name not in _OF_OTHERS}
+    # Its other fields depend on its kind.
+    return cast(answers.Event, shown)
 
 
-def _view(event: Event) -> dict[str, Any]:
+def _event(event: Event) -> dict[str, Any]:
+    shown = msgspec.to_builtins(answers.Event(event.kind, round(event.at_s, 3)))
     number = identity.number_of(event.history_id)
-    return {
-        "kind": event.kind,
-        "at": round(event.at_s, 3),
-        **({} if number is None else {"history": number}),
-        **event.details,
-    }
+    return {**shown, **({} if number is None else {"history": number}), **event.details}
 
 
-# Of a conversation's, so many are shown: a name that many share may have thousands.
+# The histories of a conversation that are shown: an id that many clients share has thousands.
 SHOWN_HISTORIES = 64
 
 
@@ -92,45 +91,42 @@ def conversation_view(
     now_s: float,
     tools: RunningTools,
     events: Sequence[Event] | None = None,
-) -> dict[str, Any]:
-    """One live conversation, as JSON, with its tenant where there are keys.
+) -> answers.Conversation:
+    """Return one live conversation, with its tenant where there are keys.
 
     Args:
-        histories: its histories, at least one. What is of one alone (the decoder, the last turn) is
-            that of the most recently used.
+        histories: at least one. The decoder and the last turn are the most recently used one's.
         now_s: Unix time.
-        tools: which run, as clients report it.
-        events: what has happened to it; None: that is not shown.
+        events: None: leave them out.
     """
     newest = max(histories, key=lambda one: one.last_used_s)
     ttfet_s = next((one.ttfet_s for one in histories if one.ttfet_s is not None), None)
     first = min(histories, key=lambda one: one.created_s)
     tenant = identity.tenant_of(newest.id)
     energy_j = sum(one.energy_j for one in histories)
-    return {
-        "id": identity.own_id(newest.id),
-        "object": "conversation",
-        **({} if tenant is None else {"tenant": tenant}),
-        "phase": _phase(histories),
-        "turns": sum(one.turns for one in histories),
-        "held_tokens": held_together(histories),
-        "decoder": newest.decoder_id,
-        "moves": sum(one.moves for one in histories),
-        "ttfet_s": None if ttfet_s is None else round(ttfet_s, 4),
-        "created": int(first.created_s),
-        "age_s": round(max(0.0, now_s - first.created_s), 3),
-        "last_used": int(newest.last_used_s),
-        "idle_s": round(max(0.0, now_s - newest.last_used_s), 3),
-        "last_turn": _turn_view(newest),
-        "energy_estimate_j": round(energy_j, 3) if energy_j else None,
-        "running_tools": sum(len(tools.running(one.id)) for one in histories),
-        "histories": [_history_view(one, now_s, tools) for one in _recent(histories)],
-        "histories_total": len(histories),
-        **({} if events is None else {"events": [own_view(one) for one in events]}),
-    }
+    return answers.Conversation(
+        id=identity.own_id(newest.id),
+        tenant=msgspec.UNSET if tenant is None else tenant,
+        phase=_phase(histories),
+        turns=sum(one.turns for one in histories),
+        held_tokens=held_together(histories),
+        decoder=newest.decoder_id,
+        moves=sum(one.moves for one in histories),
+        ttfet_s=None if ttfet_s is None else round(ttfet_s, 4),
+        created=int(first.created_s),
+        age_s=round(max(0.0, now_s - first.created_s), 3),
+        last_used=int(newest.last_used_s),
+        idle_s=round(max(0.0, now_s - newest.last_used_s), 3),
+        last_turn=_last_turn(newest),
+        energy_estimate_j=round(energy_j, 3) if energy_j else None,
+        running_tools=sum(len(tools.running(one.id)) for one in histories),
+        histories=[_history(one, now_s, tools) for one in _recent(histories)],
+        histories_total=len(histories),
+        events=msgspec.UNSET if events is None else [own_event(one) for one in events],
+    )
 
 
-def _phase(histories: Sequence[History]) -> str:
+def _phase(histories: Sequence[History]) -> answers.Phase:
     """`reasoning` while any turn runs, `paused` while none is on a decoder, else `acting`."""
     if any(one.running for one in histories):
         return "reasoning"
@@ -143,90 +139,79 @@ def _recent(histories: Sequence[History]) -> Sequence[History]:
     return heapq.nlargest(SHOWN_HISTORIES, histories, key=lambda one: one.last_used_s)
 
 
-def _history_view(history: History, now_s: float, tools: RunningTools) -> dict[str, Any]:
-    return {
-        "phase": _phase([history]),
-        "turns": history.turns,
-        "held_tokens": history.held_tokens,
-        # Of those, what it begins with as others on its decoder do.
-        "shared_tokens": 0 if history.base is None else history.base.tokens,
-        "decoder": history.decoder_id,
-        "moves": history.moves,
-        "age_s": round(max(0.0, now_s - history.created_s), 3),
-        "idle_s": round(max(0.0, now_s - history.last_used_s), 3),
-        "last_turn": _turn_view(history),
-        "hints": _hints_view(history),
-        # What its last answer called: empty for nothing, null where that is not known.
-        "called": history.tool,
-        "running_tools": [_tool_view(one, now_s) for one in tools.running(history.id)],
-    }
+def _history(history: History, now_s: float, tools: RunningTools) -> answers.History:
+    hints = {} if history.hints is None else dataclasses.asdict(history.hints)
+    return answers.History(
+        phase=_phase([history]),
+        turns=history.turns,
+        held_tokens=history.held_tokens,
+        shared_tokens=0 if history.base is None else history.base.tokens,
+        decoder=history.decoder_id,
+        moves=history.moves,
+        age_s=round(max(0.0, now_s - history.created_s), 3),
+        idle_s=round(max(0.0, now_s - history.last_used_s), 3),
+        last_turn=_last_turn(history),
+        hints={name: value for name, value in hints.items() if value is not None},
+        called=history.tool,
+        running_tools=[_running(one, now_s) for one in tools.running(history.id)],
+    )
 
 
-def _tool_view(one: Running, now_s: float) -> dict[str, Any]:
+def _running(one: Running, now_s: float) -> answers.RunningTool:
     running_s = round(max(0.0, now_s - one.started_s), 3)
-    call_id = {} if one.call_id is None else {"call_id": one.call_id}
-    return {"tool": one.tool, **call_id, "running_s": running_s}
+    call_id = msgspec.UNSET if one.call_id is None else one.call_id
+    return answers.RunningTool(one.tool, running_s, call_id)
 
 
-def _hints_view(history: History) -> dict[str, Any]:
-    if history.hints is None:
-        return {}
-    said = dataclasses.asdict(history.hints)
-    return {name: value for name, value in said.items() if value is not None}
-
-
-def _turn_view(history: History) -> dict[str, int] | None:
+def _last_turn(history: History) -> answers.Turn | None:
     last = history.last_turn
     if last is None:
         return None
-    return {
-        "prompt_tokens": last.prompt_tokens,
-        "output_tokens": last.output_tokens,
-        "decoder_cached_tokens": last.decoder_cached_tokens,
-        "lmcache_tokens": last.lmcache_tokens,
-    }
+    return answers.Turn(
+        last.prompt_tokens, last.output_tokens, last.decoder_cached_tokens, last.lmcache_tokens
+    )
 
 
 def engine_view(
     engine: EngineInfo, table: ConversationTable, load: EngineLoad | None
-) -> dict[str, Any]:
-    """One engine, what it holds and what it does, as JSON.
+) -> answers.Engine:
+    """Return one engine, what it holds and what it does.
 
     Args:
-        load: as it has told it last; None before its first beat.
+        load: None before its first beat.
     """
     decoder = table.decoders.get(engine.id)
     prefiller = table.prefillers.get(engine.id)
-    return {
-        "id": engine.id,
-        "role": engine.role,
-        "hosts": engine.hosts,
-        "url": engine.url,
-        "pid": engine.pid,
-        "leaving": table.is_leaving(engine.id),
-        "capacity_tokens": engine.capacity_tokens,
-        "max_model_len": engine.max_model_len,
-        "max_batched_tokens": engine.max_batched_tokens,
-        "held_tokens": decoder.held_tokens if decoder else None,
-        "conversations": decoder.conversations if decoder else None,
-        "queued_tokens": prefiller.queued_tokens if prefiller else None,
-        "load": None if load is None else _load_view(load),
-        # What it costs to hand over prompts of so many tokens, as tried at its start.
-        "handoff_s": {str(tokens): round(cost_s, 4) for tokens, cost_s in engine.handoffs},
-        "tier": engine.tier,
-        "gpus": list(engine.gpus),
-        **({"sm_slots": engine.sm_slots, "sms": engine.sms} if engine.sm_slots else {}),
-    }
+    return answers.Engine(
+        id=engine.id,
+        role=engine.role,
+        hosts=engine.hosts,
+        url=engine.url,
+        pid=engine.pid,
+        leaving=table.is_leaving(engine.id),
+        capacity_tokens=engine.capacity_tokens,
+        max_model_len=engine.max_model_len,
+        max_batched_tokens=engine.max_batched_tokens,
+        held_tokens=decoder.held_tokens if decoder else None,
+        conversations=decoder.conversations if decoder else None,
+        queued_tokens=prefiller.queued_tokens if prefiller else None,
+        load=None if load is None else _load(load),
+        handoff_s={str(tokens): round(cost_s, 4) for tokens, cost_s in engine.handoffs},
+        tier=engine.tier,
+        gpus=list(engine.gpus),
+        sm_slots=engine.sm_slots or msgspec.UNSET,
+        sms=engine.sms if engine.sm_slots else msgspec.UNSET,
+    )
 
 
-def _load_view(load: EngineLoad) -> dict[str, int | float | None]:
-    return {
-        "prefill_tokens": load.prefill_tokens,
-        "decodes": load.decodes,
+def _load(load: EngineLoad) -> answers.EngineLoad:
+    return answers.EngineLoad(
+        load.prefill_tokens,
+        load.decodes,
         # 0 stands for what is not known.
-        "step_s": round(load.step_s, 6) or None,
-        "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1) or None,
-    }
+        round(load.step_s, 6) or None,
+        round(load.prefill_tokens_per_s, 1) or None,
+    )
 
 
 # --- the newest conversations ---------------------------------------------------------------------
@@ -234,7 +219,8 @@ def _load_view(load: EngineLoad) -> dict[str, int | float | None]:
 
 _T = TypeVar("_T")
 
-# Looked at in one go, and shown in one go: a millisecond each, or a few.
+# Histories that are looked at, and conversations that are encoded, before other calls get their
+# turn: each takes a few milliseconds.
 _LOOKED_AT = 8192
 _SHOWN = 256
 
@@ -242,22 +228,22 @@ _SHOWN = 256
 async def list_recent(
     table: ConversationTable, limit: int, now_s: float, tenant: str | None = None
 ) -> bytes:
-    """The most recently used conversations, the most recent first, as a JSON list.
+    """Return the most recently used conversations, the most recent first, as a JSON list.
 
-    They are those that lived when it was asked for, by when they were last used then or since;
-    what has ended meanwhile is left out.
+    Other calls are served meanwhile. Conversations that end meanwhile are left out, and new ones
+    are not in it.
 
     Args:
-        limit: how many at most.
+        limit: most conversations.
         now_s: Unix time.
-        tenant: of this one alone; None: of all.
+        tenant: whose; None: all tenants'.
     """
     live = table.live()
     beginning = "" if tenant is None else identity.scoped(tenant, "")
     newest: list[tuple[float, int, History]] = []
-    # The count makes each entry unlike any other, so that no two conversations are compared.
+    # The count makes entries differ, so that no two histories are compared.
     count = itertools.count(0, -1)
-    # Of a conversation with several histories, the one that was used last stands for it.
+    # The most recently used history of each conversation that has several.
     several: dict[str, History] = {}
 
     def take(history: History) -> None:
@@ -287,7 +273,7 @@ async def list_recent(
         await asyncio.sleep(0)
     newest.sort(reverse=True)
     parts = []
-    # One that had several histories may have been met as one of them and as the other.
+    # A conversation that got its second history meanwhile may be there twice.
     names = dict.fromkeys(identity.conversation_of(one.id) for _, _, one in newest)
     for shown in _slices([*names], _SHOWN):
         for name in shown:
@@ -304,7 +290,7 @@ def _slices(whole: Sequence[_T], length: int) -> Iterator[Sequence[_T]]:
     return (whole[at : at + length] for at in range(0, len(whole), length))
 
 
-# --- for who keeps something of conversations -----------------------------------------------------
+# --- for the manager of environments --------------------------------------------------------------
 
 
 def standings(
@@ -313,19 +299,19 @@ def standings(
     waiting: Iterable[Ticket],
     pending: Collection[str],
 ) -> dict[str, Standing]:
-    """How these conversations stand; whoever is unknown is left out.
+    """Return how these conversations stand; unknown ones are left out.
 
     Args:
-        conversation_ids: as they are kept.
-        waiting: who waits for room, who goes first first.
-        pending: histories that are being placed.
+        conversation_ids: scoped to their tenants.
+        waiting: the queue, in admission order.
+        pending: ids of histories that are being placed.
     """
     asked = set(conversation_ids)
     found: dict[str, Standing] = {}
     for place, ticket in enumerate(waiting):
         conversation_id = identity.conversation_of(ticket.history_id)
         if conversation_id in asked:
-            # Of several histories, the one that is served first.
+            # The first of its histories counts.
             found.setdefault(conversation_id, Standing("waiting", place))
     placed = {identity.conversation_of(history_id) for history_id in pending}
     for conversation_id in asked:

@@ -30,12 +30,7 @@ def judged(status: int, body: Any, kind: str = JSON, *, cut: bool = False, **hea
         "openapi": "3.1.0",
         "info": {"title": "a", "version": "1"},
         "paths": {"/v1/chat/completions": interface.PATHS["/v1/chat/completions"]},
-        "components": {
-            "schemas": interface.SCHEMAS,
-            "responses": interface.RESPONSES,
-            "headers": interface.HEADERS,
-            "parameters": interface.PARAMETERS,
-        },
+        "components": interface.COMPONENTS,
     }
     operation = schemathesis.openapi.from_dict(document)["/v1/chat/completions"]["POST"]
     content = body.encode() if isinstance(body, str) else json.dumps(body).encode()

@@ -13,7 +13,7 @@ from openai.types.responses.response_input_item_param import ResponseInputItemPa
 from tests.engines.applications import MAIN
 from tests.engines.client import chat, last_turn, lone_answer, prose
 from tests.engines.stage import Stage
-from tests.unit.published import Published
+from tests.published_schemas import Published
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
@@ -28,7 +28,7 @@ TOOL: Any = {
         "required": ["on"],
     },
 }
-PUBLISHED = Published({"FunctionCallOutput": {"call_id"}})
+PUBLISHED = Published({"FunctionCallOutput": {"call_id"}}, texts={"name": "x"}, nulls=True)
 # Of items that are served, what is refused: images, since the model takes text alone.
 UNFIT = ("InputImage", "InputFile", "encrypted_content", "call_id=null", "ItemReference")
 
@@ -276,7 +276,8 @@ async def test_what_the_published_schema_allows_is_served_or_refused_by_name(
 ) -> None:
     served: list[Any] = []
     kinds: set[str] = set()
-    for place, item, _ in PUBLISHED.variants(ResponseInputItemParam):
+    for one in PUBLISHED.variants(ResponseInputItemParam):
+        place, item = one.place, one.value
         kind = item.get("type") or "message"
         if kind not in ("message", "function_call", "function_call_output", "reasoning"):
             if kind in kinds or kind == "item_reference":

@@ -7,10 +7,7 @@ from prometheus_client import Counter as Counted
 
 from benchmarks.counters import NAMES, ServerFigures, read, rise, server_figures
 from benchmarks.machine import gpu_energy_j, gpu_names
-from conserve.admission.waiting import WaitingLine
-from conserve.conversations import ConversationTable
-from conserve.metrics import Metrics
-from conserve.placement import ConversationPlacement
+from deployments.table.metrics import Metrics
 from hetero.nvml import GpuLost
 from tests.nvml import standin
 from tests.nvml.standin import Machine
@@ -27,8 +24,7 @@ def test_counters_are_summed_over_engines() -> None:
 
 
 def test_the_names_are_those_that_conserve_has() -> None:
-    table = ConversationTable(ConversationPlacement(), idle_timeout_s=60)
-    page = Metrics(table, WaitingLine(limit=3, timeout_s=60)).render().decode()
+    page = Metrics().render().decode()
     assert read(page) == {name: 0.0 for name in NAMES if name.startswith("conserve_")}
 
 

@@ -2,7 +2,22 @@
 
 from typing import Any
 
+import msgspec
+
+from conserve.conversations import ConversationTable
+from conserve.placement import ConversationPlacement
+from conserve.wire import Role
+from deployments.answers import Engine
+from deployments.messages import EngineInfo
 from deployments.table.table_client import Patience, TableClient
+from deployments.table.views import engine_view
+
+
+def listed_engine(id_: str, role: Role = "decoder", **changes: Any) -> Engine:
+    """An idle engine as `/v1/engines` lists it."""
+    info = EngineInfo(id_, role, f"http://{id_}", 1, 1000, 900)
+    table = ConversationTable(ConversationPlacement(), idle_timeout_s=60)
+    return msgspec.structs.replace(engine_view(info, table, None), **changes)
 
 
 class StubTable(TableClient):

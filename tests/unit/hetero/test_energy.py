@@ -6,7 +6,6 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
 
 from conserve.history import TurnKey
 from hetero.energy import (
@@ -17,7 +16,6 @@ from hetero.energy import (
     GpuReading,
     divide,
 )
-from hetero.metrics import EnergyMetrics
 from hetero.nvml import NotSupported, Nvml
 from tests.nvml import standin
 from tests.nvml.standin import Machine, StandInGpu
@@ -203,38 +201,3 @@ def test_turns_of_engines_that_report_nothing_leave_nothing() -> None:
     book.report("d", "decoder", "x", said(0), 0.0)
     book.run(TurnKey("a", 1, 1), "d", 1000.0)
     assert (book.engines, book._turns) == ({}, {})
-
-
-def text(book: EnergyBook) -> str:
-    registry = CollectorRegistry()
-    registry.register(EnergyMetrics(book))
-    return generate_latest(registry).decode()
-
-
-def test_metrics_have_power_energy_and_tokens_per_joule() -> None:
-    book = EnergyBook()
-    assert text(book) == ""
-    book.report("p", "prefiller", "fast", said(0), 0.0)
-    book.report("d", "decoder", "slow", said(0), 0.0)
-    book.report("p", "prefiller", "fast", said(100), 1.0)
-    book.report("d", "decoder", "slow", said(300, integrated=True), 1.0)
-    book.computed("p", 500)
-    book.computed("d", 300)
-    shown = text(book)
-    for line in (
-        'conserve_gpu_power_watts{gpu="GPU-1",role="prefiller",tier="fast"} 250.0',
-        'conserve_gpu_power_cap_watts{gpu="GPU-1",role="prefiller",tier="fast"} 200.0',
-        'conserve_gpu_energy_joules_total{phase="tail",role="decoder",tier="slow"} 300.0',
-        'conserve_gpu_energy_joules_total{phase="cold_prefill",role="prefiller",tier="fast"} 100.0',
-        'conserve_tier_tokens_per_joule{tier="fast"} 5.0',
-        'conserve_tier_tokens_per_joule{tier="slow"} 1.0',
-        'conserve_computed_tokens_total{tier="fast"} 500.0',
-        "conserve_tokens_per_joule 2.0",
-        "conserve_gpu_energy_integrated 1.0",
-    ):
-        assert line in shown
-    assert "power_cap_refused{" not in shown
-    refusal = GpuReading("GPU-2", "A40", 1.0, None, None, None, refusal="NoPermission")
-    book.report("e", "decoder", "slow", EngineEnergy(0, "1", False, (refusal,)), 1.0)
-    wanted = 'power_cap_refused{gpu="GPU-2",reason="NoPermission",role="decoder",tier="slow"} 1.0'
-    assert wanted in text(book)

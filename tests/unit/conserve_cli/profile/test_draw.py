@@ -19,8 +19,9 @@ from conserve_cli.profile.draw import (
     parse_energy,
 )
 from conserve_cli.profile.measure import MeasureError
+from deployments.table.engine_metrics import ENERGY
+from deployments.table.metrics import Rows
 from hetero.energy import EnergyBook, EngineEnergy, GpuReading
-from hetero.metrics import EnergyMetrics
 from tests.unit.deployments.table.virtual_time import run
 
 IDLE_W, PREFILL_W, DECODE_W = 50.0, 300.0, 130.0
@@ -51,7 +52,7 @@ class Application:
         self.gpus = {gpu.role: gpu for gpu in gpus}
         self._book = EnergyBook()
         self._registry = CollectorRegistry()
-        self._registry.register(EnergyMetrics(self._book))
+        self._registry.register(Rows(ENERGY, self._book))
         replicas = Gauge("conserve_replicas", "Engines.", ["role"], registry=self._registry)
         for role in ("prefiller", "decoder"):
             replicas.labels(role).set(sum(gpu.role == role for gpu in gpus))

@@ -126,13 +126,13 @@ async def run(world: World, conversation: str = "a", **body: Any) -> Any:
 @pytest.mark.anyio
 async def test_prepared_when_it_is_needed_soon(world: World) -> None:
     made = await world.service.declare("a", {"setup": "echo made > file"})
-    assert made["state"] == "declared"
+    assert made.state == "declared"
     await asyncio.sleep(0.3)
     assert world.folders() == []
     assert world.table.live is not None
     world.table.live["a"] = Standing("waiting", 0)
     await world.until(lambda: ("environment", "ready") in world.kinds())
-    assert (await run(world))["stdout"] == "made\n"
+    assert (await run(world)).stdout == "made\n"
     kinds = [kind for kind, _ in world.kinds()]
     assert kinds == ["environment", "environment"]
     assert world.table.told[1][2]["exit_code"] == 0
@@ -149,11 +149,11 @@ async def test_a_setup_that_fails(world: World) -> None:
     assert isinstance(refused, Refusal)
     assert refused.code == "environment_failed"
     assert "no such thing" in refused.message
-    assert (await world.service.listed("a"))[0]["state"] == "failed"
+    assert (await world.service.listed("a"))[0].state == "failed"
     await world.service.let_go("a", "main")
     await world.until(lambda: not world.folders())
     await world.service.declare("a", {})
-    assert (await run(world, command="echo ok"))["stdout"] == "ok\n"
+    assert (await run(world, command="echo ok")).stdout == "ok\n"
 
 
 @pytest.mark.anyio
@@ -169,7 +169,7 @@ async def test_it_is_killed_and_followed(world: World) -> None:
     await world.until(lambda: len(marked(f"{world.root}:")) >= 3)
     await world.die()
     del world.table.live["b"]
-    assert (await run(world))["stdout"] == "kept\n"
+    assert (await run(world)).stdout == "kept\n"
     await world.until(lambda: world.folders() == ["1"])
     await world.until(lambda: not marked(f"{world.root}:"))
     await cut
@@ -194,7 +194,7 @@ async def test_a_table_that_does_not_know_yet_ends_nobody(world: World) -> None:
     await asyncio.sleep(0.3)
     world.table.live = {}
     await asyncio.sleep(0.3)
-    assert (await run(world))["stdout"] == "kept\n"
+    assert (await run(world)).stdout == "kept\n"
     world.table.live = {"a": LIVE}
     await asyncio.sleep(0.3)
     world.table.live = {}
@@ -207,8 +207,8 @@ async def test_a_call_is_carried_out_once(world: World) -> None:
     named = {"command": "echo ran >> file; sleep 0.5; cat file", "call_id": "c"}
     asks = [world.service.run(f"r{n}", "a", "main", named) for n in range(3)]
     answers = await asyncio.gather(*asks)
-    assert {one["stdout"] for one in answers} == {"ran\n"}
-    assert (await run(world, command="cat file"))["stdout"] == "ran\n"
+    assert {one.stdout for one in answers} == {"ran\n"}
+    assert (await run(world, command="cat file")).stdout == "ran\n"
 
 
 @pytest.mark.anyio

@@ -12,6 +12,7 @@ import pytest
 from conserve.pausing import ToolReport
 from conserve.settings import Settings, SettingsError, load
 from conserve.tenants import KeyFile, KeyFileError, keyfile
+from deployments.answers import Alive
 from deployments.messages import TurnTenant
 from deployments.router.access import require_keys
 from deployments.router.frontdoor import FrontDoor
@@ -50,7 +51,7 @@ class Table(StubTable):
             "report_tool": 1,
             "engines": [],
             "metrics": b"",
-            "health": {"prefillers": 1, "decoders": 1},
+            "health": Alive(1, 1),
         }[method]
 
     def tell(self, method: str, *arguments: Any) -> None:

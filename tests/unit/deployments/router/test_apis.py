@@ -15,6 +15,8 @@ from conserve.recognition import Beginning
 from conserve.recognition.apis import heard
 from conserve.settings import Settings
 from conserve.tenants import Caller, Limits
+from conserve.wire import Role
+from deployments.answers import Engine
 from deployments.engine.response_store import TURN, ResponseKeeper, ResponseStore
 from deployments.router import answer
 from deployments.router.frontdoor import FrontDoor
@@ -23,7 +25,8 @@ from deployments.router.stored import StoredResponses
 from deployments.router.upstream import Checked, EngineUnreachable
 from deployments.table.table_client import TableUnavailable
 from tests.unit.conserve.recognition.apis.told import event
-from tests.unit.deployments.stub_table import StubTable
+from tests.unit.deployments.router import described
+from tests.unit.deployments.stub_table import StubTable, listed_engine
 
 Json = dict[str, Any]
 
@@ -32,11 +35,10 @@ HELLO = [{"role": "user", "content": "hello"}]
 BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=0;"
 
 
-def engine(role: str, url: str) -> Json:
-    """As `/v1/engines` lists it."""
-    load = {"leaving": False, "queued_tokens": 0, "conversations": 0}
-    about = {"hosts": role == "decoder", "max_model_len": 4096 if role == "decoder" else 2048}
-    return {"id": url, "role": role, "url": url, **about, **load}
+def engine(role: Role, url: str) -> Engine:
+    """An engine whose id is its URL."""
+    longest = 4096 if role == "decoder" else 2048
+    return listed_engine(url, role, url=url, max_model_len=longest, queued_tokens=0)
 
 
 class Table(StubTable):
@@ -46,7 +48,7 @@ class Table(StubTable):
         self.listed = [engine("decoder", url) for url in decoders]
         self.listed.insert(1, engine("prefiller", "p"))
 
-    async def call(self, method: str, *_: Any) -> list[Json]:
+    async def call(self, method: str, *_: Any) -> list[Engine]:
         assert method == "engines"
         return [*self.listed]
 
@@ -461,7 +463,9 @@ def at_the_door(
     }
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     status, _, answer = exchange(door, scope, raw)
-    return status, json.loads(answer)
+    told: Json = json.loads(answer)
+    described.check(method, path, status, told)
+    return status, told
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT_TOKENS])
@@ -560,7 +564,7 @@ class Restarted(Table):
         super().__init__()
         self.calls = 0
 
-    async def call(self, method: str, *_: Any) -> list[Json]:
+    async def call(self, method: str, *_: Any) -> list[Engine]:
         self.calls += 1
         if self.calls == 1:
             raise TableUnavailable

@@ -26,7 +26,7 @@ from conserve.apis import RESPONSES
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from deployments.router.request import ClientRequest, read_request
-from tests.unit.published import Published, Variant
+from tests.published_schemas import Published, Variant
 
 Json = dict[str, Any]
 
@@ -48,7 +48,9 @@ PUBLISHED = Published(
         "ResponseInputImageParam": {"image_url"},
         "ResponseInputImageContentParam": {"image_url"},
         "FunctionCallOutput": {"call_id"},
-    }
+    },
+    texts={"name": "x"},
+    nulls=True,
 )
 
 
@@ -113,7 +115,8 @@ def each(form: Any) -> list[Variant]:
 def test_items_are_served_or_refused_by_name() -> None:
     served: Counter[str] = Counter()
     refused: dict[str, str] = {}
-    for place, item, _ in each(ResponseInputItemParam):
+    for one in each(ResponseInputItemParam):
+        place, item = one.place, one.value
         body = {"input": [USER, item, USER]}
         if (error := refusal(body)) is not None:
             assert (error.status, str(error.param)[:8]) == (400, "input[1]"), place
@@ -139,8 +142,9 @@ def test_items_are_served_or_refused_by_name() -> None:
 
 def test_what_is_left_out_and_what_is_null_say_the_same() -> None:
     told = 0
-    for place, item, null in each(ResponseInputItemParam):
-        if not null or (item.get("type") or "message") not in SERVED_ITEMS:
+    for one in each(ResponseInputItemParam):
+        place, item = one.place, one.value
+        if not one.null or (item.get("type") or "message") not in SERVED_ITEMS:
             continue
         with_null, without = {"input": [item]}, {"input": [_without_nulls(item)]}
         if (error := refusal(with_null)) is not None:
@@ -261,11 +265,12 @@ NAMES = {"input", "model", "tools", "previous_response_id"}
 
 def test_fields_of_a_request_are_served_or_refused_by_name() -> None:
     refused = set()
-    for place, body, _ in each(ResponseCreateParamsBase):
+    for one in each(ResponseCreateParamsBase):
+        place = one.place
         name = re.split(r"[.=<[]", place.removeprefix("."))[0]
         if name in NAMES:
             continue
-        body = {"input": "hello", "tools": [FUNCTION], **body}
+        body = {"input": "hello", "tools": [FUNCTION], **one.value}
         if (error := refusal(body)) is not None:
             assert (error.status, str(error.param).partition(".")[0]) == (400, name), place
             assert error.message.startswith(str(error.param))
@@ -289,7 +294,8 @@ def test_null_is_what_is_left_out() -> None:
 
 def test_tools_of_other_kinds_are_not_taken_in_silence() -> None:
     kinds = set()
-    for place, tool, _ in each(ToolParam):
+    for one in each(ToolParam):
+        place, tool = one.place, one.value
         kind = tool["type"]
         served = kind == "function" or (kind == "namespace" and tool["tools"])
         if kind == "namespace" and served:

@@ -13,29 +13,24 @@ from conserve.apis import COUNT_INPUT, COUNT_TOKENS, TOKEN_PATHS
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, keyfile
+from deployments.answers import Engine
 from deployments.router import tokens
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint, by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
-from tests.unit.deployments.stub_table import StubTable
+from tests.unit.deployments.stub_table import StubTable, listed_engine
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
-
-
-def engine(id_: str, role: str = "decoder", **more: Any) -> dict[str, Any]:
-    quiet = {"leaving": False, "queued_tokens": None, "conversations": None}
-    quiet["hosts"] = role == "decoder"
-    return {"id": id_, "role": role, "url": f"http://{id_}", **quiet, **more}
 
 
 class Table(StubTable):
     """Knows engines, and is told nothing: this is no turn."""
 
-    def __init__(self, *engines: dict[str, Any]) -> None:
-        self.listed = engines or (engine("d"),)
+    def __init__(self, *engines: Engine) -> None:
+        self.listed = engines or (listed_engine("d"),)
 
-    async def call(self, method: str, *_: Any) -> list[dict[str, Any]]:
+    async def call(self, method: str, *_: Any) -> list[Engine]:
         assert method == "engines"
         return list(self.listed)
 
@@ -203,22 +198,24 @@ def test_an_engines_refusal_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_another_engine_is_asked_where_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = use(monkeypatch, Engines("gone"))
-    assert asked("/tokenize", HELLO, engine("gone", "prefiller"), engine("d"))[0] == 200
+    assert (
+        asked("/tokenize", HELLO, listed_engine("gone", "prefiller"), listed_engine("d"))[0] == 200
+    )
     assert [url for url, _ in engines.asked] == ["http://gone/tokenize", "http://d/tokenize"]
-    status, answer = asked("/tokenize", HELLO, engine("gone"))
+    status, answer = asked("/tokenize", HELLO, listed_engine("gone"))
     assert status == 503
     assert "try again" in answer["error"]["message"]
 
 
 def test_those_are_asked_first_that_it_disturbs_least() -> None:
     listed = [
-        engine("leaving", "prefiller", leaving=True, queued_tokens=0),
-        engine("crowded", conversations=9),
-        engine("decoder", conversations=2),
-        engine("busy", "prefiller", queued_tokens=500),
-        engine("idle", "prefiller", queued_tokens=0),
+        listed_engine("leaving", "prefiller", leaving=True, queued_tokens=0),
+        listed_engine("crowded", conversations=9),
+        listed_engine("decoder", conversations=2),
+        listed_engine("busy", "prefiller", queued_tokens=500),
+        listed_engine("idle", "prefiller", queued_tokens=0),
     ]
-    order = [one["id"] for one in by_leisure(listed)]
+    order = [one.id for one in by_leisure(listed)]
     assert order == ["idle", "busy", "decoder", "crowded", "leaving"]
 
 

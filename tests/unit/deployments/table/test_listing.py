@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 
+import msgspec
+
 from conserve import identity
 from conserve.clock import unix_s
 from conserve.history import History
@@ -140,8 +142,7 @@ def test_the_service_answers_in_json() -> None:
         assert answer["object"] == "list"
         assert answer["total"] == 2
         (shown,) = answer["data"]
-        one = await service.conversation("second")
-        assert one is not None
+        one = msgspec.to_builtins(await service.conversation("second"))
         # One alone says why it is where it is.
         assert [event["kind"] for event in one.pop("events")] == ["place", "start"]
         # Time has passed between the two.

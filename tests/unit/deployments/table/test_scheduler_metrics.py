@@ -2,12 +2,10 @@
 
 import asyncio
 
-import jsonschema
 import msgspec
 
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.placement.load import EngineLoad
-from deployments.router.interface import SCHEMAS
 from tests.unit.deployments.table.test_hosts import a_service, engine, says, shown
 
 LOAD = SchedulerLoad(
@@ -40,8 +38,6 @@ def test_an_engines_slots_are_shown_where_it_has_any() -> None:
         assert await says(service, 'conserve_engine_sms{engine="parted",role="decoder"} 92.0')
         view = await shown(service, "parted")
         assert (view["sm_slots"], view["sms"]) == (7, 92)
-        described = {"$ref": "#/components/schemas/Engine", "components": {"schemas": SCHEMAS}}
-        jsonschema.validate(view, described)
         await service.engine_lost("parted", "it died")
         assert b"conserve_engine_sm" not in await service.metrics()
 

@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import time
+from typing import Any
 
+import msgspec
 import pytest
 
 from conserve.histories.kinship import Opening
@@ -13,6 +15,7 @@ from conserve.pausing.tools import MOST_RUNNING
 from conserve.placement import EngineLoad
 from conserve.recognition import Chain
 from conserve.settings import Settings
+from deployments.answers import Alive
 from deployments.messages import (
     BeginTurn,
     EngineInfo,
@@ -53,12 +56,10 @@ async def test_health_says_what_engines_do_that_are_not_ready() -> None:
     await service.engine_starting(EngineStarting("prefiller#1", "starting engines"))
     await service.engine_starting(EngineStarting("decoder#1", "starting engines"))
     await service.engine_starting(EngineStarting("prefiller#1", "warming up"))
-    assert await service.health() == {
-        "prefillers": 0, "decoders": 0, "starting": {"starting engines": 1, "warming up": 1},
-    }  # fmt: skip
+    assert await service.health() == Alive(0, 0, {"starting engines": 1, "warming up": 1})
     for role in ("prefiller", "decoder"):
         await service.register(engine(role))
-    assert await service.health() == {"prefillers": 1, "decoders": 1}
+    assert await service.health() == Alive(1, 1)
 
 
 def test_a_conversation_waits_once_for_room() -> None:
@@ -103,7 +104,7 @@ def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> Non
         async def ttfet_s() -> float | None:
             shown = await service.conversation("c")
             assert shown is not None
-            found: float | None = shown["ttfet_s"]
+            found: float | None = shown.ttfet_s
             return found
 
         await seen(None)  # A tool call.
@@ -129,7 +130,7 @@ def test_a_clock_that_is_set_ends_no_conversation(monkeypatch: pytest.MonkeyPatc
             await service._tidy(time.monotonic())
             shown = await service.conversation("full")
             assert shown is not None
-            assert 0 <= shown["age_s"] < 3600
+            assert 0 <= shown.age_s < 3600
 
     asyncio.run(scenario())
 
@@ -147,7 +148,7 @@ def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
         await service.observe(TurnTiming("completed", 1.0, 0.5, (), plan.turn, 0.1))
         shown = await service.conversation("c")
         assert shown is not None
-        assert shown["ttfet_s"] is None
+        assert shown.ttfet_s is None
         assert b"conserve_ttfet_seconds_count 0.0" in await service.metrics()
 
     asyncio.run(scenario())
@@ -175,7 +176,7 @@ def test_a_conversation_is_told_its_share_of_the_energy(monkeypatch: pytest.Monk
         async def told_j() -> float | None:
             shown = await service.conversation("c")
             assert shown is not None
-            found: float | None = shown["energy_estimate_j"]
+            found: float | None = shown.energy_estimate_j
             return found
 
         await beat(0, 0)
@@ -204,9 +205,9 @@ def test_a_conversation_is_told_its_share_of_the_energy(monkeypatch: pytest.Monk
             'conserve_tier_tokens_per_joule{tier="fast"} 0.5',
         ):
             assert line in text
-        described = {found["id"]: found for found in await service.engines()}
-        assert described["decoder#1"]["gpus"] == ["GPU-frugal"]
-        assert described["decoder#1"]["tier"] == "frugal"
+        described = {found.id: found for found in await service.engines()}
+        assert described["decoder#1"].gpus == ["GPU-frugal"]
+        assert described["decoder#1"].tier == "frugal"
 
     asyncio.run(scenario())
 
@@ -218,7 +219,7 @@ def test_without_gpus_nothing_is_said_of_them() -> None:
         assert b"gpu" not in await service.metrics()
         shown = await service.conversation("full")
         assert shown is not None
-        assert shown["energy_estimate_j"] is None
+        assert shown.energy_estimate_j is None
 
     asyncio.run(scenario())
 
@@ -351,11 +352,11 @@ def test_two_turns_of_a_conversation_never_get_the_same_key() -> None:
         assert isinstance(placed, TurnPlan)
         found = await service.conversation("c")
         assert found is not None
-        assert found["phase"] == "reasoning"
+        assert found.phase == "reasoning"
         assert await service.advance(placed.turn, "decoder#1", TurnStats(TOKENS, 1, 0, 0), ())
         found = await service.conversation("c")
         assert found is not None
-        assert found["phase"] == "acting"
+        assert found.phase == "acting"
 
     asyncio.run(scenario())
 
@@ -572,13 +573,14 @@ def test_a_clients_tools_are_noted_until_its_next_turn() -> None:
         assert await service.report_tool("full", ToolReport("bash", "1", ended=True)) == 1
         shown = await service.conversation("full")
         assert shown is not None
-        assert shown["running_tools"] == 1
-        (history,) = shown["histories"]
-        assert history["called"] == "bash"
-        (running,) = history["running_tools"]
-        assert (running["tool"], running["call_id"]) == ("bash", "2")
-        assert running["running_s"] >= 0
-        told = [one for one in shown["events"] if one["kind"].startswith("tool_")]
+        assert shown.running_tools == 1
+        (history,) = shown.histories
+        assert history.called == "bash"
+        (running,) = history.running_tools
+        assert (running.tool, running.call_id) == ("bash", "2")
+        assert running.running_s >= 0
+        events: list[dict[str, Any]] = msgspec.to_builtins(shown.events)
+        told = [one for one in events if one["kind"].startswith("tool_")]
         assert [(one["kind"], one["call_id"]) for one in told] == [
             ("tool_start", "1"), ("tool_start", "2"), ("tool_end", "1"),
         ]  # fmt: skip
@@ -587,7 +589,7 @@ def test_a_clients_tools_are_noted_until_its_next_turn() -> None:
         assert isinstance(await service.begin(BeginTurn("r", "full", [])), TurnPlan)
         shown = await service.conversation("full")
         assert shown is not None
-        assert shown["running_tools"] == 0
+        assert shown.running_tools == 0
         await service.report_tool("full", ToolReport("bash"))
         await service.release("full")
         assert len(service._table.tools) == 0

@@ -1,29 +1,63 @@
 """What `/metrics` says."""
 
 import pytest
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conserve.admission.waiting import WaitingLine
+from autoscale.autoscaler import Autoscaler, Wanted
+from autoscale.scaling import Scaling
+from autoscale.signals import Need
+from conserve.admission import Admission
 from conserve.conversations import ConversationTable
+from conserve.costs import SpaceTimeCosts
+from conserve.events import EventLog
 from conserve.history import TurnStats
-from conserve.metrics import Metrics, ReplicaCounts
 from conserve.placement import ConversationPlacement
+from conserve.tenants import UsageBook
+from deployments.messages import EngineInfo
+from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
+from deployments.table.metrics import (
+    NAMED_TENANTS,
+    TABLE,
+    TENANTS,
+    Metrics,
+    Observed,
+    Rows,
+    TenantCounts,
+)
+from deployments.table.registry import Registry
+from hetero.energy import EnergyBook, EngineEnergy, GpuReading
+from tests.unit.hetero.test_energy import said
 
 # A name without one of these counts things; things that are counted are named in the plural.
-UNITS = ("_seconds", "_tokens", "_bytes")
+UNITS = (
+    "_seconds", "_tokens", "_bytes", "_watts", "_joules", "_celsius", "_per_second", "_per_joule",
+    "_utilisation",
+)  # fmt: skip
 COUNTED = (
     "_handoffs", "_prefills", "_failures", "_moves", "_lost", "_conversations", "_ended",
-    "_turns", "_refusals", "_length", "_replicas",
+    "_turns", "_refusals", "_length", "_replicas", "_waiting", "_active", "_window", "_events",
+    "_decodes", "_running", "_kinds", "_begun", "_cut", "_preempted", "_parts", "_blocks", "_slots",
+    "_sms", "_pauses", "_restores", "_refused", "_integrated",
 )  # fmt: skip
 
 
 class Scene:
     def __init__(self) -> None:
         self.table = ConversationTable(ConversationPlacement(), idle_timeout_s=60)
-        self.line = WaitingLine(limit=3, timeout_s=60)
-        self.replicas = {"decoder": ReplicaCounts(2, 1, 3)}
-        self.metrics = Metrics(self.table, self.line, lambda: self.replicas)
+        admission = Admission(self.table, limit=3, timeout_s=60)
+        self.line = admission.line
+        self.registry = Registry(self.table, 0.0)
+        self.autoscaler = Autoscaler({}, {"decoder": 3}, None, window_s=60)
+        observed = Observed(
+            self.table,
+            admission,
+            self.registry,
+            self.autoscaler,
+            EventLog(lambda: 0.0),
+            SpaceTimeCosts(),
+        )
+        self.metrics = Metrics(Rows(TABLE, observed), Rows(ENGINES, self.registry))
 
     def families(self) -> dict[str, Metric]:
         text = self.metrics.render().decode()
@@ -54,6 +88,12 @@ def test_every_family_is_explained_and_named_for_its_unit(scene: Scene) -> None:
         assert family.documentation.endswith("."), name
         assert family.type in ("counter", "gauge", "histogram"), name
         assert name.endswith(UNITS + COUNTED), name
+    rows = (*TABLE, *ENGINES, *SCHEDULERS, *ENERGY, *TENANTS)
+    assert len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        assert row.name.startswith("conserve_")
+        assert row.help.endswith(".")
+        assert row.name.endswith(UNITS + COUNTED), row.name
     for name in ("conserve_ttft_seconds", "conserve_tbt_seconds", "conserve_queue_wait_seconds"):
         assert families[name].type == "histogram"
 
@@ -150,9 +190,76 @@ def test_odd_engine_ids_survive_the_text_format(scene: Scene) -> None:
 
 
 def test_replicas_are_told_with_the_signal_that_decides(scene: Scene) -> None:
+    for name in ("d1", "d2", "d3"):
+        leaving = name == "d3"
+        info = EngineInfo(name, "decoder", "http://d", 1, 1000, 900, leaving=leaving)
+        scene.registry.add(info, 0.0)
     assert scene.value("conserve_replicas", role="decoder") == 2
     assert scene.value("conserve_leaving_replicas", role="decoder") == 1
     assert scene.value("conserve_wanted_replicas", role="decoder") == 3
     assert "conserve_needed_replicas" in scene.families()
-    scene.replicas = {"decoder": ReplicaCounts(2, 1, 3, 2.4, "occupancy")}
+    scene.autoscaler.wanted["decoder"] = Wanted(Scaling(3), Need(2.4, "occupancy"))
     assert scene.value("conserve_needed_replicas", role="decoder", signal="occupancy") == 2.4
+
+
+def samples(rows: Rows[TenantCounts]) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in rows.collect()
+        for sample in family.samples
+    }
+
+
+def test_metrics_name_so_many_tenants_and_sum_the_others_up() -> None:
+    book = UsageBook()
+    metrics = TenantCounts(book)
+    rows = Rows(TENANTS, metrics, TenantCounts.any)
+    assert not list(rows.collect())
+    for number in range(NAMED_TENANTS + 5):
+        book.tenant(f"t{number}").held_tokens = 10
+        metrics.turn(f"t{number}", "completed")
+    metrics.refused("t0", "turns")
+    metrics.refused(f"t{NAMED_TENANTS + 1}", "turns")
+    found = samples(rows)
+    assert found["conserve_tenant_turns_total", "t0", "completed"] == 1
+    assert found["conserve_tenant_turns_total", "other", "completed"] == 5
+    assert found["conserve_tenant_held_tokens", "other"] == 50
+    assert found["conserve_tenant_refusals_total", "other", "turns"] == 1
+    assert found["conserve_tenant_refusals_total", "t0", "turns"] == 1
+    names = {labels[1] for labels in found}
+    assert len(names) == NAMED_TENANTS + 1
+
+
+def text(book: EnergyBook) -> str:
+    registry = CollectorRegistry()
+    registry.register(Rows(ENERGY, book, has_gpus))
+    return generate_latest(registry).decode()
+
+
+def test_gpus_have_power_energy_and_tokens_per_joule() -> None:
+    book = EnergyBook()
+    assert text(book) == ""
+    book.report("p", "prefiller", "fast", said(0), 0.0)
+    book.report("d", "decoder", "slow", said(0), 0.0)
+    book.report("p", "prefiller", "fast", said(100), 1.0)
+    book.report("d", "decoder", "slow", said(300, integrated=True), 1.0)
+    book.computed("p", 500)
+    book.computed("d", 300)
+    shown = text(book)
+    for line in (
+        'conserve_gpu_power_watts{gpu="GPU-1",role="prefiller",tier="fast"} 250.0',
+        'conserve_gpu_power_cap_watts{gpu="GPU-1",role="prefiller",tier="fast"} 200.0',
+        'conserve_gpu_energy_joules_total{phase="tail",role="decoder",tier="slow"} 300.0',
+        'conserve_gpu_energy_joules_total{phase="cold_prefill",role="prefiller",tier="fast"} 100.0',
+        'conserve_tier_tokens_per_joule{tier="fast"} 5.0',
+        'conserve_tier_tokens_per_joule{tier="slow"} 1.0',
+        'conserve_computed_tokens_total{tier="fast"} 500.0',
+        "conserve_tokens_per_joule 2.0",
+        "conserve_gpu_energy_integrated 1.0",
+    ):
+        assert line in shown
+    assert "power_cap_refused{" not in shown
+    refusal = GpuReading("GPU-2", "A40", 1.0, None, None, None, refusal="NoPermission")
+    book.report("e", "decoder", "slow", EngineEnergy(0, "1", False, (refusal,)), 1.0)
+    wanted = 'power_cap_refused{gpu="GPU-2",reason="NoPermission",role="decoder",tier="slow"} 1.0'
+    assert wanted in text(book)

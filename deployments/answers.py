@@ -1,0 +1,363 @@
+"""The JSON that clients get. `/openapi.json` shows the schemas of these structs.
+
+Optional fields that an answer does not always have are `UNSET` where it leaves them out.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from conserve.environments.ledger import State
+from conserve.events import Kind
+from conserve.wire import START_PHASES, Role, StartPhase
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(ge=0)]
+Phase = Literal["reasoning", "acting", "paused"]
+Isolation = Literal["namespaces", "limits", "container"]
+
+
+class Answer(msgspec.Struct):
+    """A JSON object."""
+
+
+# --- the application ------------------------------------------------------------------------------
+
+
+class Alive(Answer):
+    """Engines that are ready, by role, and those that start."""
+
+    prefillers: Count
+    decoders: Count
+    starting: Annotated[
+        dict[StartPhase, Count] | UnsetType,
+        Meta(description=f"Engines that are not ready yet, by phase: {', '.join(START_PHASES)}."),
+    ] = UNSET
+
+
+class Health(Alive, kw_only=True):
+    """Whether turns can be served."""
+
+    status: Literal["ok", "unavailable"]
+
+
+class EngineLoad(Answer):
+    """The work that an engine has. Means are over 30 s, and null without any such work."""
+
+    prefill_tokens: Annotated[
+        Count,
+        Meta(description="Prompt tokens left to compute, without those that caches should have."),
+    ]
+    decodes: Annotated[Count, Meta(description="Requests past their first token.")]
+    step_s: Annotated[Positive | None, Meta(description="Mean of iterations without a prefill.")]
+    prefill_tokens_per_s: Annotated[Positive | None, Meta(description="Speed of prefills.")]
+
+
+class Engine(Answer, kw_only=True):
+    """An engine that is ready."""
+
+    id: str
+    role: Role
+    hosts: Annotated[bool, Meta(description="Whether conversations are bound to it.")]
+    url: str
+    pid: Count
+    leaving: Annotated[bool, Meta(description="Whether it only finishes what it has.")]
+    capacity_tokens: Annotated[Count, Meta(description="KV space.")]
+    max_model_len: Annotated[Count, Meta(description="Most tokens of prompt and output together.")]
+    max_batched_tokens: Annotated[Count, Meta(description="Most tokens of one iteration.")]
+    held_tokens: Annotated[Count | None, Meta(description="Occupancy; null: it hosts none.")]
+    conversations: Count | None
+    queued_tokens: Annotated[Count | None, Meta(description="Prefills sent there and not done.")]
+    load: EngineLoad | None
+    handoff_s: Annotated[
+        dict[str, Positive],
+        Meta(
+            description="By how many seconds prompts of so many tokens took longer when they were "
+            "handed over, as tried at its start."
+        ),
+    ]
+    tier: str
+    gpus: list[str]
+    sm_slots: Annotated[
+        Count | UnsetType, Meta(description="Tenths of its GPU's SMs that it has to itself.")
+    ] = UNSET
+    sms: Annotated[Count | UnsetType, Meta(description="Number of SMs in its slots.")] = UNSET
+
+
+class Engines(Answer, tag_field="object", tag="list"):
+    data: list[Engine]
+
+
+class Model(Answer, tag_field="object", tag="model"):
+    id: str
+    created: Count
+    owned_by: str
+    max_model_len: Annotated[Count | None, Meta(description="null before a decoder is there.")]
+
+
+class Models(Answer, tag_field="object", tag="list"):
+    data: list[Model]
+
+
+class AnthropicModel(Answer, tag_field="type", tag="model"):
+    """A model, for requests with the header `anthropic-version`."""
+
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: Count | None
+    max_tokens: Count | None
+
+
+class AnthropicModels(Answer):
+    """The models, for requests with the header `anthropic-version`."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+
+class Turn(Answer):
+    """Tokens of the last turn, as the engine counted them."""
+
+    prompt_tokens: Count
+    output_tokens: Count
+    decoder_cached_tokens: Count
+    lmcache_tokens: Count
+
+
+class RunningTool(Answer):
+    """A tool that runs, by its client's report."""
+
+    tool: str
+    running_s: Positive
+    call_id: str | UnsetType = UNSET
+
+
+class History(Answer, kw_only=True):
+    """One history of a conversation."""
+
+    phase: Phase
+    turns: Count
+    held_tokens: Count
+    shared_tokens: Annotated[Count, Meta(description="Those that other histories have, too.")]
+    decoder: str | None
+    moves: Count
+    age_s: Positive
+    idle_s: Positive
+    last_turn: Turn | None
+    hints: dict[str, Any]
+    called: Annotated[
+        str | None,
+        Meta(description="Tool called by its last answer; empty: none; null: not known."),
+    ]
+    running_tools: list[RunningTool]
+
+
+class Event(Answer):
+    """An event of a conversation; it has more fields, by its kind."""
+
+    kind: Kind
+    at: Annotated[Positive, Meta(description="Unix time.")]
+
+
+class Conversation(Answer, tag_field="object", tag="conversation", kw_only=True):
+    """A live conversation."""
+
+    id: str
+    tenant: Annotated[str | UnsetType, Meta(description="Present where there are keys.")] = UNSET
+    phase: Phase
+    turns: Count
+    held_tokens: Count
+    decoder: str | None
+    moves: Count
+    ttfet_s: Positive | None
+    created: Count
+    age_s: Positive
+    last_used: Count
+    idle_s: Positive
+    last_turn: Turn | None
+    energy_estimate_j: Positive | None
+    running_tools: Count
+    histories: Annotated[list[History], Meta(min_length=1)]
+    histories_total: Count
+    events: list[Event] | UnsetType = UNSET
+
+
+class Conversations(Answer, tag_field="object", tag="list"):
+    data: list[Conversation]
+    total: Count
+
+
+class ConversationEnded(Answer, tag_field="object", tag="conversation.deleted"):
+    id: str
+    deleted: Literal[True]
+
+
+class ToolsRunning(Answer):
+    running_tools: Count
+
+
+class ProgramReleased(Answer):
+    program_id: str
+    released: bool
+
+
+# --- environments ---------------------------------------------------------------------------------
+
+
+class EnvironmentLimits(Answer):
+    """Bounds of an environment's use."""
+
+    cpu_s: Count
+    wall_s: Positive
+    memory_bytes: Count
+    processes: Count
+    file_bytes: Count
+    disk_bytes: Count
+    open_files: Count
+    output_bytes: Count
+
+
+class Environment(Answer, tag_field="object", tag="environment"):
+    """An environment for a conversation's tools."""
+
+    id: str
+    state: State
+    kind: Literal["process", "container"]
+    image: str | None
+    isolation: Isolation | None
+    ports: list[Count]
+    shared: bool
+    holders: Count
+    limits: EnvironmentLimits
+    error: str | None
+
+
+class Environments(Answer, tag_field="object", tag="list"):
+    data: list[Environment]
+
+
+class EnvironmentRemoved(Answer, tag_field="object", tag="environment.deleted"):
+    id: str
+    deleted: Literal[True]
+
+
+class CommandDone(Answer):
+    """The outcome of a command."""
+
+    exit_code: Annotated[Count, Meta(description="128 and its number if a signal ended it.")]
+    stdout: str
+    stderr: str
+    truncated: Annotated[bool, Meta(description="Whether some of an output was dropped.")]
+    timed_out: bool
+    reason: Annotated[str | None, Meta(description="Why it was ended early; null: it was not.")]
+    wall_s: Positive
+    isolation: Isolation
+
+
+# --- responses ------------------------------------------------------------------------------------
+
+
+class InputTokens(Answer, tag_field="object", tag="response.input_tokens"):
+    input_tokens: Count
+
+
+class ResponseDeleted(Answer, tag_field="object", tag="response"):
+    id: str
+    deleted: Literal[True]
+
+
+# --- answers of engines ---------------------------------------------------------------------------
+
+
+class EngineAnswer(Answer):
+    """An answer that an engine gives, as far as clients may rely on it."""
+
+
+class CachedTokens(Answer):
+    cached_tokens: Count | None
+
+
+class Usage(Answer):
+    prompt_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class ChatMessage(Answer):
+    role: str
+
+
+class ChatChoice(Answer):
+    index: Count
+    message: ChatMessage
+
+
+class ChatCompletion(EngineAnswer, tag_field="object", tag="chat.completion"):
+    id: str
+    created: Count
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextChoice(Answer):
+    index: Count
+    text: str
+
+
+class Completion(EngineAnswer, tag_field="object", tag="text_completion"):
+    id: str
+    created: Count
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class ContentUsage(Answer):
+    input_tokens: Count
+    output_tokens: Count
+
+
+class Content(Answer):
+    """An object that has more fields, by its type."""
+
+    type: str
+
+
+class Message(EngineAnswer, tag_field="type", tag="message"):
+    id: str
+    role: Literal["assistant"]
+    content: Annotated[list[Content], Meta(min_length=1)]
+    model: str
+    usage: ContentUsage
+
+
+class Response(EngineAnswer, tag_field="object", tag="response"):
+    id: str
+    created_at: Count
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: list[Content]
+    usage: ContentUsage
+
+
+class TokenCount(EngineAnswer):
+    input_tokens: Count
+
+
+class Tokens(EngineAnswer):
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str] | None = None
+
+
+class Text(EngineAnswer):
+    prompt: str

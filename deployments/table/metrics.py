@@ -1,0 +1,427 @@
+"""The metrics of `/metrics`, which the conversation table's process has.
+
+`Metrics` declares those that are counted as things happen. `TABLE` and `TENANTS` declare those that
+are read from state at each scrape; `engine_metrics` has those of engines.
+"""
+
+import functools
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from autoscale.autoscaler import Autoscaler
+from conserve.admission.admission import WHYS, Admission
+from conserve.clock import unix_s
+from conserve.conversations import ConversationTable
+from conserve.costs import SpaceTimeCosts
+from conserve.events import KINDS, EventLog
+from conserve.pausing.memory import PAUSE_REASONS, RESTORES, Memory
+from conserve.tenants.keyfile import OTHER_TENANTS
+from conserve.tenants.usage import TenantUsage, UsageBook
+from deployments.table.registry import Registry
+
+_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_TBT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_WAIT_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+# Tenants beyond these are counted together, so that `/metrics` stays short.
+NAMED_TENANTS = 100
+
+
+class Metrics:
+    """The metrics of one application.
+
+    Args:
+        groups: metrics that are read from state; see `Rows`.
+    """
+
+    def __init__(self, *groups: Collector) -> None:
+        self._registry = CollectorRegistry()
+        for group in groups:
+            self._registry.register(group)
+        counter = functools.partial(Counter, registry=self._registry)
+        histogram = functools.partial(Histogram, registry=self._registry)
+        self.handoffs = counter(
+            "conserve_handoffs", "Conversations whose KV a decoder took from LMCache."
+        )
+        self.handoff_tokens = counter(
+            "conserve_handoff_tokens", "Tokens of KV that decoders took from LMCache."
+        )
+        self.late_handoffs = counter(
+            "conserve_late_handoffs",
+            "Prompts just stored by a prefiller that a decoder had to look up more than once.",
+        )
+        self.missed_handoffs = counter(
+            "conserve_missed_handoffs",
+            "Prompts just stored by a prefiller of which a decoder did not find all.",
+        )
+        self.missed_handoff_tokens = counter(
+            "conserve_missed_handoff_tokens",
+            "Tokens that decoders did not find of such prompts, and computed again.",
+        )
+        self.cold_prefills = counter(
+            "conserve_cold_prefills", "First turns' prompts prefilled on a prefiller."
+        )
+        self.cold_prefill_tokens = counter(
+            "conserve_cold_prefill_tokens", "Input tokens of first turns prefilled on a prefiller."
+        )
+        self.cold_prefill_failures = counter(
+            "conserve_cold_prefill_failures",
+            "Remote prefills that failed; the decoder then prefilled by itself.",
+        )
+        self.later_prefills = counter(
+            "conserve_later_prefills",
+            "Later turns prefilled on a prefiller; none under placement conversation.",
+        )
+        self.prefiller_loaded_tokens = counter(
+            "conserve_prefiller_loaded_tokens", "Tokens of KV that prefillers took from LMCache."
+        )
+        self.prompt_tokens = counter(
+            "conserve_prompt_tokens", "Prompt tokens of completed turns, history included."
+        )
+        self.cached_tokens = counter(
+            "conserve_decoder_cached_tokens",
+            "Prompt tokens of completed turns found in the decoder's own prefix cache.",
+        )
+        self.output_tokens = counter(
+            "conserve_output_tokens", "Tokens generated in completed turns."
+        )
+        self.moves = counter(
+            "conserve_moves",
+            "Conversations bound to another decoder, because theirs was lost, left or had no room.",
+        )
+        self.continued = counter(
+            "conserve_stream_moves", "Streams that went on at another decoder."
+        )
+        self.engines_lost = counter("conserve_engines_lost", "Engines found dead.", ["role"])
+        self.ended = counter(
+            "conserve_conversations_ended", "Conversations that ended, by reason.", ["reason"]
+        )
+        self.turns = counter("conserve_turns", "Turns, by outcome.", ["outcome"])
+        self.later_turns = counter(
+            "conserve_later_turns",
+            "Later turns begun at a history's decoder: direct, or after the table was asked.",
+            ["way"],
+        )
+        self.refusals = counter(
+            "conserve_queue_refusals", "Conversations refused for lack of room.", ["reason"]
+        )
+        self.ttft_s = histogram(
+            "conserve_ttft_seconds",
+            "Time to first token of streamed turns.",
+            buckets=_LATENCY_BUCKETS,
+        )
+        self.ttfet_s = histogram(
+            "conserve_ttfet_seconds",
+            "Time to first effective token: from a conversation's first request to the first token "
+            "of its first answer that is not a tool call.",
+            buckets=_LATENCY_BUCKETS,
+        )
+        self.tbt_s = histogram(
+            "conserve_tbt_seconds", "Time between tokens of streamed turns.", buckets=_TBT_BUCKETS
+        )
+        self.turn_latency_s = histogram(
+            "conserve_turn_latency_seconds",
+            "Turn latency, from the request's arrival to its last byte.",
+            buckets=_LATENCY_BUCKETS,
+        )
+        self.queue_wait_s = histogram(
+            "conserve_queue_wait_seconds",
+            "Time that new conversations waited for a decoder with room.",
+            buckets=_WAIT_BUCKETS,
+        )
+
+    def render(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+# --- metrics that are read from state -------------------------------------------------------------
+
+_State = TypeVar("_State")
+# A number, or for each sample its labels' values and then its number. None: leave the metric out,
+# or the sample whose number it is.
+Samples = float | Iterable[tuple[Any, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Generic[_State]):
+    """A metric whose values are read from a state at each scrape.
+
+    Attributes:
+        kind: `GAUGE` or `COUNTER`.
+        read: gives its samples; see `Samples`.
+    """
+
+    kind: Any
+    name: str
+    help: str
+    labels: Sequence[str]
+    read: Callable[[_State], Samples]
+
+
+class Rows(Collector, Generic[_State]):
+    """Rows, and the state that they are read from.
+
+    Args:
+        if_any: whether the state has anything to show; without, all rows are left out.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row[_State]],
+        state: _State,
+        if_any: Callable[[_State], bool] = lambda _: True,
+    ) -> None:
+        self._rows = rows
+        self._state = state
+        self._if_any = if_any
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        for row in self._rows if self._if_any(self._state) else ():
+            samples = row.read(self._state)
+            if samples is None:
+                continue
+            family = row.kind(row.name, row.help, labels=row.labels)
+            for *labels, value in [(samples,)] if isinstance(samples, int | float) else samples:
+                if value is not None:
+                    family.add_metric([str(label) for label in labels], value)
+            yield family
+
+
+GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The conversation table's state, from which most metrics are read."""
+
+    table: ConversationTable
+    admission: Admission
+    registry: Registry
+    autoscaler: Autoscaler
+    events: EventLog
+    costs: SpaceTimeCosts
+
+
+def _phases(seen: Observed) -> Samples:
+    table = seen.table
+    paused = 0 if table.memory is None else table.memory.paused
+    acting = len(table) - table.reasoning - paused
+    return [("reasoning", table.reasoning), ("acting", acting), ("paused", paused)]
+
+
+def _memory(read: Callable[[Memory], Samples]) -> Callable[[Observed], Samples]:
+    return lambda seen: None if seen.table.memory is None else read(seen.table.memory)
+
+
+def _waiting(seen: Observed) -> Samples:
+    counts = Counts(why for _, why in seen.admission.waiting(unix_s()))
+    return [(why, counts[why]) for why in WHYS]
+
+
+def _needed(seen: Observed) -> Samples:
+    needs = ((role, wanted.need) for role, wanted in seen.autoscaler.wanted.items())
+    return [(role, need.signal, need.replicas) for role, need in needs if need is not None]
+
+
+def _living(seen: Observed) -> Samples:
+    counts = ((role, *seen.registry.living_and_leaving(role)) for role in seen.autoscaler.wanted)
+    return [(role, living - leaving) for role, living, leaving in counts]
+
+
+def _costs(seen: Observed) -> Samples:
+    return [
+        (decoder_id, term, cost)
+        for decoder_id in seen.costs.decoders
+        for term, cost in seen.costs.terms(decoder_id).items()
+    ]
+
+
+TABLE: tuple[Row[Observed], ...] = (
+    Row(
+        GAUGE, "conserve_conversations", "Live histories of conversations, by phase.",
+        ("phase",), _phases,
+    ),
+    Row(
+        COUNTER, "conserve_pauses", "Idle histories that gave up their room, by reason.",
+        ("reason",), _memory(lambda memory: [(one, memory.pauses[one]) for one in PAUSE_REASONS]),
+    ),
+    Row(
+        COUNTER, "conserve_paused_tokens", "Tokens of KV freed by pausing histories.",
+        (), _memory(lambda memory: memory.paused_tokens),
+    ),
+    Row(
+        COUNTER, "conserve_restores",
+        "Paused histories that came back: to their decoder, which had kept them (kept), from host "
+        "memory (reloaded), to another decoder (moved), or to be computed again (again).",
+        ("where",), _memory(lambda memory: [(one, memory.restores[one]) for one in RESTORES]),
+    ),
+    Row(
+        GAUGE, "conserve_parked_tokens",
+        "Tokens of KV in host memory from where histories can come back, as far as is known.",
+        (), _memory(lambda memory: memory.parked_tokens),
+    ),
+    Row(
+        GAUGE, "conserve_decoder_held_tokens",
+        "Occupancy: tokens of KV held for live conversations.",
+        ("decoder",), lambda seen: [(d.id, d.held_tokens) for d in seen.table.decoders.values()],
+    ),
+    Row(
+        GAUGE, "conserve_decoder_capacity_tokens", "KV space, in tokens.",
+        ("decoder",),
+        lambda seen: [(d.id, d.capacity_tokens) for d in seen.table.decoders.values()],
+    ),
+    Row(
+        GAUGE, "conserve_decoder_conversations", "Conversations bound.",
+        ("decoder",), lambda seen: [(d.id, d.conversations) for d in seen.table.decoders.values()],
+    ),
+    Row(
+        COUNTER, "conserve_expected_cached_tokens",
+        "Prompt tokens that decoders should have held when turns began, by the table's account.",
+        (), lambda seen: seen.table.expected_cached_tokens,
+    ),
+    Row(
+        COUNTER, "conserve_missing_cached_tokens",
+        "Of conserve_expected_cached_tokens, tokens that the engine did not have.",
+        (), lambda seen: seen.table.missing_cached_tokens,
+    ),
+    Row(
+        GAUGE, "conserve_prefiller_queued_tokens",
+        "Tokens of prefills sent to a prefiller and not yet done.",
+        ("prefiller",),
+        lambda seen: [(p.id, p.queued_tokens) for p in seen.table.prefillers.values()],
+    ),
+    Row(
+        GAUGE, "conserve_queue_length", "Conversations that wait for a decoder with room.",
+        (), lambda seen: len(seen.admission.line),
+    ),
+    Row(
+        GAUGE, "conserve_waiting",
+        "Queued conversations, by reason: no decoder has room (room), as many are active as the "
+        "window admits (window), or others go first (order).",
+        ("why",), _waiting,
+    ),
+    Row(
+        GAUGE, "conserve_admission_window",
+        "Number of histories that may be active; +Inf: as many as there is room for.",
+        (), lambda seen: None if (window := seen.admission.window) is None else window.limit,
+    ),
+    Row(
+        GAUGE, "conserve_active", "Active histories: a turn runs, or ended a moment ago.",
+        (), lambda seen: seen.admission.active(unix_s()),
+    ),
+    Row(GAUGE, "conserve_replicas", "Engines that take new work.", ("role",), _living),
+    Row(
+        GAUGE, "conserve_leaving_replicas", "Engines that only finish what they have.",
+        ("role",),
+        lambda seen: [
+            (role, seen.registry.living_and_leaving(role)[1]) for role in seen.autoscaler.wanted
+        ],
+    ),
+    Row(
+        GAUGE, "conserve_wanted_replicas", "Engines that the autoscaler wants.",
+        ("role",),
+        lambda seen: [(role, seen.autoscaler.replicas(role)) for role in seen.autoscaler.wanted],
+    ),
+    Row(
+        GAUGE, "conserve_needed_replicas",
+        "Engines that, fully used, would just be enough, by the signal that decides.",
+        ("role", "signal"), _needed,
+    ),
+    Row(
+        COUNTER, "conserve_events", "Events that `GET /v1/events` has told, by kind.",
+        ("kind",), lambda seen: [(kind, seen.events.counts[kind]) for kind in KINDS],
+    ),
+    Row(
+        COUNTER, "conserve_cost_token_seconds",
+        "KV space over time, in token-seconds, by its use; a turn is counted when it ends.",
+        ("decoder", "term"), _costs,
+    ),
+    Row(
+        COUNTER, "conserve_recomputed_tokens",
+        "Prompt tokens that were computed although their history had them before.",
+        (), lambda seen: seen.costs.recomputed_tokens,
+    ),
+)  # fmt: skip
+
+
+# --- tenants --------------------------------------------------------------------------------------
+
+
+class TenantCounts:
+    """Counts turns by tenant: the first `NAMED_TENANTS` by name, all others as one.
+
+    Args:
+        usage: what each tenant has now.
+    """
+
+    def __init__(self, usage: UsageBook) -> None:
+        self.usage = usage
+        self.turns: Counts[tuple[str, str]] = Counts()
+        self.refusals: Counts[tuple[str, str]] = Counts()
+        self._named: set[str] = set()
+
+    def turn(self, tenant: str, outcome: str) -> None:
+        """Count a turn that has ended."""
+        self.turns[self.label(tenant), outcome] += 1
+
+    def refused(self, tenant: str, limit: str) -> None:
+        """Count a turn that was refused because of a limit."""
+        self.refusals[self.label(tenant), limit] += 1
+
+    def label(self, tenant: str) -> str:
+        """Return the tenant's name, or that of all others."""
+        if tenant not in self._named:
+            if len(self._named) >= NAMED_TENANTS:
+                return OTHER_TENANTS
+            self._named.add(tenant)
+        return tenant
+
+    def any(self) -> bool:
+        """Return whether there are tenants."""
+        return bool(self.usage.tenants() or self.turns or self.refusals)
+
+
+def _usage(read: Callable[[TenantUsage], int]) -> Callable[[TenantCounts], Samples]:
+    def samples(tenants: TenantCounts) -> Samples:
+        sums: Counts[str] = Counts()
+        for tenant, usage in tenants.usage.tenants().items():
+            sums[tenants.label(tenant)] += read(usage)
+        return sums.items()
+
+    return samples
+
+
+TENANTS: tuple[Row[TenantCounts], ...] = (
+    Row(
+        GAUGE, "conserve_tenant_running_turns", "Running turns, by tenant.",
+        ("tenant",), _usage(lambda usage: usage.turns),
+    ),
+    Row(
+        GAUGE, "conserve_tenant_held_tokens", "Tokens of KV held for conversations, by tenant.",
+        ("tenant",), _usage(lambda usage: usage.held_tokens),
+    ),
+    Row(
+        GAUGE, "conserve_tenant_conversations", "Live conversations, by tenant.",
+        ("tenant",), _usage(lambda usage: usage.conversations),
+    ),
+    Row(
+        COUNTER, "conserve_tenant_turns", "Turns, by tenant and outcome.",
+        ("tenant", "outcome"),
+        lambda tenants: [(*key, count) for key, count in tenants.turns.items()],
+    ),
+    Row(
+        COUNTER, "conserve_tenant_refusals",
+        "Turns refused because of a tenant's limit, by tenant and limit.",
+        ("tenant", "limit"),
+        lambda tenants: [(*key, count) for key, count in tenants.refusals.items()],
+    ),
+)  # fmt: skip
