@@ -2,6 +2,7 @@
 
 import time
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from conserve.direct import Homes
@@ -42,6 +43,8 @@ class TurnEndpoint:
         arrived_s = time.perf_counter()
         try:
             request = await read_request(scope, receive, self._settings, self._stored)
+        except ClientDisconnect:
+            return
         except ApiError as error:
             caller = caller_of(scope)
             tenant = None if caller is None else caller.tenant
@@ -51,8 +54,6 @@ class TurnEndpoint:
             await hold_back(error, arrived_s)
             await refuse(error, [], send, scope["path"])
             return
-        if request is None:
-            return  # The client left while it sent its request.
         turn = Turn(
             request,
             arrived_s,

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from conserve import budget
@@ -20,17 +20,10 @@ from conserve.errors import ApiError
 from conserve.recognition.volatile import without_billing_header
 from conserve.served import as_served
 from conserve.settings import Settings
-from conserve.tenants import Caller
 from deployments.router.access import caller_of
 from deployments.router.patience import hold_back
-from deployments.router.reading import understood, whole_characters
-from deployments.router.request import (
-    changed_body,
-    checked_body,
-    read_body,
-    read_json,
-    read_request,
-)
+from deployments.router.reading import changed_body, read_body, read_json, understood
+from deployments.router.request import read_request
 from deployments.router.salt import own_media
 from deployments.router.stored import StoredResponses
 from deployments.router.upstream import EngineUnreachable, Upstream
@@ -45,8 +38,8 @@ _WAIT_S = 30.0
 # Engines that are tried, one after another.
 _ATTEMPTS = 3
 
-_Judged = Callable[[Caller | None, Settings, bytes], bytes]
-"""A body as the engine gets it; raises ApiError where it is refused."""
+# Makes of a tenant's salt and a body what the engine gets; raises ApiError where it is refused.
+_Judged = Callable[[str | None, Settings, bytes], bytes]
 _T = TypeVar("_T")
 
 
@@ -91,8 +84,6 @@ class TokensEndpoint:
     async def _counted(self, request: Request) -> Response:
         scope = {**request.scope, "path": RESPONSES}
         turn = await read_request(scope, request.receive, self._settings, self._stored)
-        if turn is None:
-            raise ClientDisconnect
         async with self._one_of_few():
             checked = await self._ask(
                 RESPONSES, lambda url: self._upstream.check(url, RESPONSES, turn.raw)
@@ -106,10 +97,9 @@ class TokensEndpoint:
         longest = self._settings.max_body_bytes
         limit = longest if most_bytes is None else min(most_bytes, longest)
         raw = await read_body(request.headers, request.receive, limit)
-        if raw is None:
-            raise ClientDisconnect
         caller = caller_of(request.scope)
-        asked = await understood(len(raw), _judge, judged, caller, self._settings, raw)
+        salt = None if caller is None else caller.cache_salt
+        asked = await understood(len(raw), judged, salt, self._settings, raw)
         async with self._one_of_few():
             answer = await self._ask(path, lambda url: self._upstream.answered(url + path, asked))
         return Response(answer, media_type="application/json")
@@ -179,35 +169,26 @@ def by_leisure(engines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     )
 
 
-def _judge(judged: _Judged, caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
-    return judged(caller, settings, whole_characters(raw))
-
-
-def _tokenize(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
-    body = read_json(raw, TOKENIZE, settings)
+def _tokenize(salt: str | None, settings: Settings, raw: bytes) -> bytes:
+    raw, body = read_json(raw, TOKENIZE, settings)
     budget.check_tokenize(body, len(raw))
-    return changed_body(raw, body, _with_own_media(body, caller))
+    return changed_body(raw, body, own_media(body, salt))
 
 
-def _detokenize(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
-    budget.check_detokenize(read_json(raw, DETOKENIZE, settings))
+def _detokenize(salt: str | None, settings: Settings, raw: bytes) -> bytes:
+    raw, body = read_json(raw, DETOKENIZE, settings)
+    budget.check_detokenize(body)
     return raw
 
 
-def _count_tokens(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
-    body = checked_body(raw, COUNT_TOKENS, settings)
+def _count_tokens(salt: str | None, settings: Settings, raw: bytes) -> bytes:
+    raw, body = read_json(raw, COUNT_TOKENS, settings)
+    budget.check(body, COUNT_TOKENS)
     # vLLM's error, where there is no name, is one of the server's.
-    named = {**body, "model": settings.model_id}
-    own = _with_own_media(as_served(named, COUNT_TOKENS), caller)
+    own = as_served({**body, "model": settings.model_id}, COUNT_TOKENS)
     if "billing_header" in settings.volatile_text:
         own = without_billing_header(COUNT_TOKENS, own)
-    return changed_body(raw, body, own)
-
-
-def _with_own_media(body: dict[str, Any], caller: Caller | None) -> dict[str, Any]:
-    if caller is None or "messages" not in body:
-        return body
-    return {**body, "messages": own_media(body["messages"], caller.cache_salt)}
+    return changed_body(raw, body, own_media(own, salt))
 
 
 # How each path's body is read, and how long it may be in bytes, if not as any other.

@@ -113,7 +113,6 @@ def read(
     given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
     scope = {"type": "http", "path": path, "headers": given}
     request = asyncio.run(read_request(scope, receive, Settings(**settings), stored))
-    assert request is not None
     assert json.loads(request.raw) == request.body
     return request
 
@@ -329,7 +328,6 @@ def test_a_tenants_media_have_the_same_names_in_the_turns_that_go_on() -> None:
 
         scope = {"type": "http", "path": RESPONSES, "headers": [], "conserve.caller": caller}
         request = asyncio.run(read_request(scope, receive, Settings(), stored))
-        assert request is not None
         assert request.body["cache_salt"] == "salt"
         return request.body
 
