@@ -20,7 +20,6 @@ from conserve.settings import Settings
 from deployments.environments.client import EnvironmentClient
 from deployments.messages import Refusal
 from deployments.router.access import Access, caller_of
-from deployments.router.endpoint import TurnEndpoint
 from deployments.router.environments import Environments
 from deployments.router.events import Events
 from deployments.router.guard import Guard
@@ -30,6 +29,7 @@ from deployments.router.responses import TABLE_RESTARTING, error_response
 from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint
 from deployments.router.tool_reports import read_report
+from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Upstream
 from deployments.table.table_client import TableClient, TableUnavailable
 

@@ -95,9 +95,7 @@ async def read_body(
         async with asyncio.timeout(timeout_s):
             return await _body(headers, receive, limit)
     except TimeoutError:
-        raise ApiError(
-            408, f"the request was not whole after {timeout_s:g} s", "timeout"
-        ) from None
+        raise ApiError(408, f"the request was not whole after {timeout_s:g} s", "timeout") from None
 
 
 async def _body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes:

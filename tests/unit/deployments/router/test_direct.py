@@ -17,7 +17,7 @@ from conserve.settings import Settings
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from deployments.messages import TurnPlan
 from deployments.router.access import Access
-from deployments.router.endpoint import TurnEndpoint
+from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
 from tests.unit.deployments.router.test_turn import Engines, Table, Whole, told_by
 
@@ -146,7 +146,7 @@ def test_a_completion_without_an_id_asks_and_is_not_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table, decoders, homes = Placing(), Decoders(die=set()), Homes()
-    monkeypatch.setattr("deployments.router.endpoint.Homes", lambda: homes)
+    monkeypatch.setattr("deployments.router.turn.Homes", lambda: homes)
     play(table, decoders, {"prompt": "on"}, {"prompt": "on"})
     assert table.asked == ["begin", "place"] * 2
     assert decoders.straight == []

@@ -9,8 +9,8 @@ import pytest
 
 from conserve.settings import Settings
 from deployments.router import reading
-from deployments.router.endpoint import TurnEndpoint
 from deployments.router.frontdoor import FrontDoor
+from deployments.router.turn import TurnEndpoint
 from tests.unit.deployments.stub_table import StubTable
 
 NOTHING = {"type": "http.request", "body": b""}

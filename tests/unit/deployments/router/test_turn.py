@@ -18,7 +18,7 @@ from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from conserve.wire import Emitted
 from deployments.messages import Prefilled, Refusal, TurnPlan, TurnTenant, Unplaced
 from deployments.router.access import Access
-from deployments.router.endpoint import TurnEndpoint
+from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
 from tests.unit.deployments.stub_table import StubTable
 
