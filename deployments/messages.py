@@ -2,9 +2,10 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from conserve.environments import Standing
+from conserve.errors import ApiError
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.history import History, TurnKey
@@ -15,6 +16,8 @@ from conserve.wire import Role, StartPhase
 
 # Ray's name for a resource that the head node alone has.
 HEAD_NODE = "node:__internal_head__"
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,12 +270,25 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A turn that cannot be served now: `conserve.errors.ApiError`, as plain data."""
+    """`conserve.errors.ApiError` as plain data: what was asked for cannot be had now."""
 
     status: int
     message: str
     code: str
     retry_after_s: int | None = None
+
+
+def unrefused(answer: Answer | Refusal) -> Answer:
+    """Return an answer.
+
+    Raises:
+        ApiError: it is a refusal.
+    """
+    if isinstance(answer, Refusal):
+        raise ApiError(
+            answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s
+        )
+    return answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from conserve.direct import Homes
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
 from deployments.environments.client import EnvironmentClient
-from deployments.messages import Refusal
 from deployments.router.access import Access, caller_of
 from deployments.router.environments import Environments
 from deployments.router.events import Events
@@ -201,8 +200,6 @@ class FrontDoor:
         id_ = identity.scoped(_tenant(request), request.path_params["id"])
         report = read_report(await _short_object(request))
         running = await self._table.report_tool(id_, report)
-        if isinstance(running, Refusal):
-            raise ApiError(running.status, running.message, running.code)
         if running is None:
             raise _unknown_conversation()
         return JSONResponse({"running_tools": running})

@@ -1,11 +1,9 @@
 """Serves turns: where one goes, on a first turn the prefill before it, its answer, and its end."""
 
 import asyncio
-import functools
 import json
 import logging
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +22,6 @@ from deployments.messages import (
     BeginTurn,
     PlaceTurn,
     Prefilled,
-    Refusal,
     TurnOutcome,
     TurnPlan,
     TurnTenant,
@@ -250,18 +247,16 @@ class Turn:
         asked, attempt, counted = self._request, self._attempt, None
         if attempt.counter is not None:
             counted = await self._count(attempt.counter.url, attempt.counter.decoder_id)
-        answer = await self._claimed(
-            self._table.begin(
-                BeginTurn(
-                    self._router_id,
-                    asked.explicit_id,
-                    asked.chain,
-                    self._limited,
-                    self._history_id,
-                    self._hints,
-                    attempt.refused_by,
-                    None if counted is None else counted.prompt_tokens,
-                )
+        answer = await self._table.begin(
+            BeginTurn(
+                self._router_id,
+                asked.explicit_id,
+                asked.chain,
+                self._limited,
+                self._history_id,
+                self._hints,
+                attempt.refused_by,
+                None if counted is None else counted.prompt_tokens,
             )
         )
         if isinstance(answer, Unplaced):
@@ -292,37 +287,17 @@ class Turn:
         if chain is not None and self._sent is not None:
             # There is an answer behind it already, of which the client has a part.
             chain = chain._replace(ends_with_root=False)
-        placed = await self._claimed(
-            self._table.place(
-                PlaceTurn(
-                    self._router_id,
-                    unplaced.history_id,
-                    counted.prompt_tokens,
-                    time.perf_counter() - self._arrived_s,
-                    unplaced.claim,
-                    self._limited,
-                    Opening(chain, system_tokens, self._hints),
-                )
+        return await self._table.place(
+            PlaceTurn(
+                self._router_id,
+                unplaced.history_id,
+                counted.prompt_tokens,
+                time.perf_counter() - self._arrived_s,
+                unplaced.claim,
+                self._limited,
+                Opening(chain, system_tokens, self._hints),
             )
         )
-        assert isinstance(placed, TurnPlan)
-        return placed
-
-    async def _claimed(
-        self, asked: Coroutine[Any, Any, TurnPlan | Unplaced | Refusal]
-    ) -> TurnPlan | Unplaced:
-        """Ask the table for a turn, and give it back if the client leaves before the answer."""
-        asking = asyncio.ensure_future(asked)
-        try:
-            answer = await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            asking.add_done_callback(functools.partial(_give_back, self._table))
-            raise
-        if isinstance(answer, Refusal):
-            raise ApiError(
-                answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s
-            )
-        return answer
 
     @property
     def _hints(self) -> Hints | None:
@@ -585,20 +560,6 @@ def _token_ids(asked: ClientRequest, prompt: Any) -> bytes:
     if "cache_salt" in asked.body:
         body["cache_salt"] = asked.body["cache_salt"]
     return json.dumps(body).encode()
-
-
-def _give_back(table: TableClient, asking: "asyncio.Future[Any]") -> None:
-    """Give back what the table was asked for, now that it has answered.
-
-    This takes no `Turn`: a call that is yet to come must not keep a turn's request in memory.
-    """
-    if asking.cancelled() or asking.exception() is not None:
-        return
-    answer = asking.result()
-    if isinstance(answer, TurnPlan):
-        table.abandon(answer)
-    elif isinstance(answer, Unplaced):
-        table.forgo(answer)
 
 
 async def _disconnected(receive: Receive) -> None:

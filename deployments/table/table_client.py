@@ -1,11 +1,8 @@
 """How routers, engines and the manager of environments call the conversation table."""
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
-
-import ray
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from conserve.conversations import MEMORY_ENVIRONMENT
 from conserve.direct import Notice, Report
@@ -16,7 +13,7 @@ from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.wire import SILENCE_S
-from deployments.detached import actor_name, find_or_make
+from deployments.detached import ActorClient, Patience, actor_name, find_or_make
 from deployments.messages import (
     BeginTurn,
     EngineInfo,
@@ -27,7 +24,6 @@ from deployments.messages import (
     Lifecycle,
     PlaceTurn,
     Prefilled,
-    Refusal,
     TurnPlan,
     TurnTiming,
     Unplaced,
@@ -35,25 +31,11 @@ from deployments.messages import (
 from deployments.table.table import TableService
 from hetero.energy import EngineEnergy
 
-Given = ParamSpec("Given")
-Answer = TypeVar("Answer")
+Claimed = TypeVar("Claimed", TurnPlan | Unplaced, TurnPlan)
 
 
 class TableUnavailable(Exception):
     """The conversation table did not answer in time; Ray is starting it again."""
-
-
-class Patience(NamedTuple):
-    """How long a caller waits, in seconds.
-
-    Attributes:
-        down_s: for a table that is down.
-        answer_s: for one that lives and does not answer; None: for as long as it takes, as with
-            what waits for room.
-    """
-
-    down_s: float = 30.0
-    answer_s: float | None = None
 
 
 _USUAL = Patience()
@@ -64,7 +46,7 @@ _SOME = Patience(5.0, 10.0)
 _REPORTING = Patience(1.0, SILENCE_S)
 
 
-class TableClient:
+class TableClient(ActorClient):
     """A caller's end of the table: finds the actor, and waits while Ray starts it again.
 
     Its methods are those of `TableService`. All that return something raise `TableUnavailable` if
@@ -75,17 +57,16 @@ class TableClient:
     def __init__(self, application: str, settings: Settings) -> None:
         self._name = actor_name(application, "table", settings)
         self._settings = settings
-        self._actor: Any = None
 
     # --- of routers --------------------------------------------------------------------------
 
-    async def begin(self, asked: BeginTurn) -> TurnPlan | Unplaced | Refusal:
-        """See `TableService.begin`."""
-        return await self._ask(_USUAL, TableService.begin, asked)
+    async def begin(self, asked: BeginTurn) -> TurnPlan | Unplaced:
+        """Where this is cancelled, the turn is given back."""
+        return await self._claimed(self._ask(_USUAL, TableService.begin, asked))
 
-    async def place(self, asked: PlaceTurn) -> TurnPlan | Refusal:
-        """See `TableService.place`."""
-        return await self._ask(_USUAL, TableService.place, asked)
+    async def place(self, asked: PlaceTurn) -> TurnPlan:
+        """Where this is cancelled, the turn is given back."""
+        return await self._claimed(self._ask(_USUAL, TableService.place, asked))
 
     def forgo(self, placed: Unplaced) -> None:
         """See `TableService.forgo`."""
@@ -111,7 +92,7 @@ class TableClient:
         """See `TableService.release`."""
         return await self._ask(_USUAL, TableService.release, conversation_id)
 
-    async def report_tool(self, conversation_id: str, report: ToolReport) -> int | Refusal | None:
+    async def report_tool(self, conversation_id: str, report: ToolReport) -> int | None:
         """See `TableService.report_tool`."""
         return await self._ask(_USUAL, TableService.report_tool, conversation_id, report)
 
@@ -200,42 +181,25 @@ class TableClient:
 
     # --- how ---------------------------------------------------------------------------------
 
-    async def _ask(
-        self,
-        patience: Patience,
-        method: Callable[Concatenate[TableService, Given], Coroutine[Any, Any, Answer]],
-        *given: Given.args,
-        **named: Given.kwargs,
-    ) -> Answer:
-        deadline_s = time.monotonic() + patience.down_s
-        while True:
-            try:
-                async with asyncio.timeout(patience.answer_s):
-                    remote = getattr(self._connect(), method.__name__).remote
-                    answer: Answer = await remote(*given, **named)
-                    return answer
-            except TimeoutError:
-                raise TableUnavailable(
-                    f"the conversation table did not answer within {patience.answer_s:g} s"
-                ) from None
-            except ray.exceptions.RayActorError as error:
-                self._actor = None
-                if time.monotonic() > deadline_s:
-                    raise TableUnavailable(
-                        f"the conversation table is down: {type(error).__name__}"
-                    ) from error
-                await asyncio.sleep(0.1)
-
-    def _tell(
-        self,
-        method: Callable[Concatenate[TableService, Given], Coroutine[Any, Any, Any]],
-        *given: Given.args,
-        **named: Given.kwargs,
-    ) -> None:
+    async def _claimed(self, asked: Coroutine[Any, Any, Claimed]) -> Claimed:
+        asking = asyncio.ensure_future(asked)
         try:
-            getattr(self._connect(), method.__name__).remote(*given, **named)
-        except ray.exceptions.RayActorError:
-            self._actor = None
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, asking: "asyncio.Future[Any]") -> None:
+        if asking.cancelled() or asking.exception() is not None:
+            return
+        answer = asking.result()
+        if isinstance(answer, TurnPlan):
+            self.abandon(answer)
+        else:
+            self.forgo(answer)
+
+    def _unavailable(self, why: str) -> Exception:
+        return TableUnavailable(f"the conversation table {why}")
 
     def _connect(self) -> Any:
         if self._actor is None:

@@ -5,6 +5,8 @@ import time
 import ray
 
 from conserve.wire import SILENCE_S
+from deployments.detached import call
+from deployments.node.node import NodeService
 from hetero.gpus import UnknownGpu
 from hetero.green_contexts import SmsUnavailable
 from hetero.sm_slots import NoFreeSms, SmLease
@@ -33,7 +35,7 @@ def lease_slots(gpu: str, slots: int, engine_id: str, node_actor: str) -> SmLeas
     while True:
         try:
             actor = ray.get_actor(node_actor, namespace="serve")
-            asked = actor.lease_sm_slots.remote(gpu, engine_id, slots)
+            asked = call(actor, NodeService.lease_sm_slots, gpu, engine_id, slots)
             lease: SmLease = ray.get(asked, timeout=_CALL_TIMEOUT_S)
             return lease
         except (NoFreeSms, UnknownGpu) as error:

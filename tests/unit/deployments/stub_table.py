@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from deployments.table.table_client import Patience, TableClient
+from deployments.detached import Patience
+from deployments.messages import unrefused
+from deployments.table.table_client import TableClient
 
 
 class StubTable(TableClient):
@@ -20,7 +22,7 @@ class StubTable(TableClient):
         raise AssertionError(f"the table was told: {method}")
 
     async def _ask(self, patience: Patience, method: Any, *given: Any, **named: Any) -> Any:
-        return await self.call(method.__name__, *given)
+        return unrefused(await self.call(method.__name__, *given))
 
     def _tell(self, method: Any, *given: Any, **named: Any) -> None:
         self.tell(method.__name__, *given)
