@@ -84,6 +84,12 @@ def caller_of(scope: Scope) -> Caller | None:
     return caller
 
 
+def tenant_of(scope: Scope) -> str | None:
+    """Return the tenant of a request that was let in; None where there are no keys."""
+    caller = caller_of(scope)
+    return None if caller is None else caller.tenant
+
+
 def _key(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "bearer" and token.strip():

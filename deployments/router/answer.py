@@ -9,10 +9,8 @@ from starlette.types import Message, Send
 
 from conserve.apis import form_of, is_dialogue
 from conserve.errors import ApiError
-from deployments.router.responses import error_response
+from deployments.router.errors import RawHeaders, refuse
 from deployments.router.stream_record import END_OF_EVENT, StreamRecord
-
-RawHeaders = list[tuple[bytes, bytes]]
 
 
 class AnsweredWithError(Exception):
@@ -153,19 +151,6 @@ class RelayedAnswer:
             await self.end_with_event(error.event(self._path, self._events))
             return
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def refuse(error: ApiError, own_headers: RawHeaders, send: Send, path: str) -> None:
-    """Answer with an error and nothing else, in the shape of the path's API."""
-    response = error_response(error, path)
-    await send(
-        {
-            "type": "http.response.start",
-            "status": response.status_code,
-            "headers": [*response.raw_headers, *own_headers],
-        }
-    )
-    await send({"type": "http.response.body", "body": response.body})
 
 
 def _start(response: aiohttp.ClientResponse, headers: RawHeaders) -> Message:

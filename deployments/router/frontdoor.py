@@ -13,31 +13,27 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from conserve import apis, identity
+from conserve import apis
 from conserve.direct import Homes
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
 from deployments.environments.client import EnvironmentClient
-from deployments.router.access import Access, caller_of
-from deployments.router.environments import Environments
+from deployments.router.access import Access
+from deployments.router.conversations import Conversations
+from deployments.router.errors import TABLE_RESTARTING, error_response
 from deployments.router.events import Events
 from deployments.router.guard import Guard
 from deployments.router.openapi import Description
-from deployments.router.reading import read_short
-from deployments.router.responses import TABLE_RESTARTING, error_response
 from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint
-from deployments.router.tool_reports import read_report
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Upstream
 from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 
-_LISTED_AT_MOST = 10_000
 # Whoever sends it expects Anthropic's shapes, on paths that are OpenAI's too.
 _ANTHROPIC_HEADER = "anthropic-version"
-_SHORT_BYTES = 64 * 1024
 
 
 class _Name(PathConvertor):
@@ -89,14 +85,9 @@ class FrontDoor:
                 Route("/v1/responses/{id}/cancel", stored.cancel, methods=post),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{model:name}", self._model, methods=get),
-                Route("/v1/conversations", self._conversations, methods=get),
-                Route("/v1/conversations/{id:path}/tools", self._report_tool, methods=post),
-                *Environments(environments, _tenant).routes(),
-                Route("/v1/conversations/{id:name}", self._conversation, methods=get),
-                Route("/v1/conversations/{id:name}", self._release, methods=delete),
+                *Conversations(table, environments).routes(),
                 Route("/v1/engines", self._engines, methods=get),
                 Route("/v1/events", Events(table).serve, methods=get),
-                Route("/programs/release", self._release_program, methods=post),
                 Route("/health", self._health, methods=get),
                 Route("/metrics", self._metrics, methods=get),
                 Route("/openapi.json", Description(settings, table, upstream).serve, methods=get),
@@ -166,57 +157,6 @@ class FrontDoor:
             self._max_model_len = min(longest, default=None)
         return self._max_model_len
 
-    async def _conversations(self, request: Request) -> Response:
-        text = request.query_params.get("limit", "1000")
-        # Only ASCII's digits, and few: `isdigit` holds of "²" too, and `int` refuses thousands.
-        plain = text.isascii() and text.isdigit() and len(text) <= len(str(_LISTED_AT_MOST))
-        if not plain or not 1 <= int(text) <= _LISTED_AT_MOST:
-            raise ApiError(
-                400, f"limit must be a number from 1 to {_LISTED_AT_MOST}", param="limit"
-            )
-        caller = caller_of(request.scope)
-        # An admin's list is of all tenants, unless it asks for one's.
-        everybody = caller is not None and caller.admin and "tenant" not in request.query_params
-        tenant = None if everybody else _tenant(request)
-        listed = await self._table.conversations(int(text), tenant)
-        return Response(listed, media_type="application/json")
-
-    async def _conversation(self, request: Request) -> Response:
-        id_ = identity.scoped(_tenant(request), request.path_params["id"])
-        found = await self._table.conversation(id_)
-        if found is None:
-            raise _unknown_conversation()
-        return JSONResponse(found)
-
-    async def _release(self, request: Request) -> Response:
-        conversation_id = request.path_params["id"]
-        if not await self._table.release(identity.scoped(_tenant(request), conversation_id)):
-            raise _unknown_conversation()
-        return JSONResponse(
-            {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
-        )
-
-    async def _report_tool(self, request: Request) -> Response:
-        id_ = identity.scoped(_tenant(request), request.path_params["id"])
-        report = read_report(await _short_object(request))
-        running = await self._table.report_tool(id_, report)
-        if running is None:
-            raise _unknown_conversation()
-        return JSONResponse({"running_tools": running})
-
-    async def _release_program(self, request: Request) -> Response:
-        body = await _short_object(request)
-        program_id = body.get("program_id")
-        if not isinstance(program_id, str) or not program_id:
-            raise ApiError(400, "program_id must be a non-empty string", param="program_id")
-        try:
-            identity.explicit_id({}, {"program_id": program_id})
-        except identity.InvalidConversationId as error:
-            raise ApiError(400, str(error), param="program_id") from None
-        id_ = identity.scoped(_tenant(request), program_id.strip())
-        released = await self._table.release(id_)
-        return JSONResponse({"program_id": program_id, "released": released})
-
     async def _engines(self, request: Request) -> Response:
         engines = await self._table.engines(exact=True)
         return JSONResponse({"object": "list", "data": engines})
@@ -235,44 +175,6 @@ class FrontDoor:
             await self._table.metrics(),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
-
-
-def _tenant(request: Request) -> str | None:
-    """Return whose conversations a request is about; None where there are no keys.
-
-    Raises:
-        ApiError: another tenant's, and the key is no admin's.
-    """
-    caller, asked = caller_of(request.scope), request.query_params.get("tenant")
-    if caller is None:
-        if asked is not None:
-            raise ApiError(400, "tenant: there are no tenants without keys", param="tenant")
-        return None
-    if asked in (None, caller.tenant):
-        return caller.tenant
-    if not caller.admin:
-        raise ApiError(
-            403,
-            "only an admin key may ask for another tenant",
-            "admin_key_required",
-            param="tenant",
-        )
-    return asked
-
-
-async def _short_object(request: Request) -> dict[str, Any]:
-    body = await read_short(request, _SHORT_BYTES)
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return body
-
-
-def _unknown_conversation() -> ApiError:
-    return ApiError(
-        404,
-        "no live conversation has this id; it was never seen, or has ended",
-        "conversation_not_found",
-    )
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

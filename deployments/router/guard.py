@@ -22,8 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conserve.errors import ApiError
 from conserve.loopback import is_loopback
-from deployments.router.answer import RawHeaders
-from deployments.router.responses import error_response
+from deployments.router.errors import RawHeaders, error_response
 
 _JSON = re.compile(
     r"\s*application/(?:json|[\w.!#$&^+-]+\+json)\s*(?:;|$)", re.IGNORECASE | re.ASCII

@@ -19,7 +19,7 @@ from conserve.recognition.volatile import without_billing_header
 from conserve.served import as_served
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
-from deployments.router.access import caller_of
+from deployments.router.access import caller_of, tenant_of
 from deployments.router.reading import changed_body, read_body, read_json, understood
 from deployments.router.salt import own_media, with_salt
 from deployments.router.stored import PREVIOUS, StoredResponses
@@ -107,8 +107,7 @@ async def read_request(
     raw = await read_body(headers, receive, settings.max_body_bytes)
     goes_on: str | None = None
     if scope["path"] == RESPONSES and stored is not None:
-        caller = caller_of(scope)
-        raw, goes_on = await stored.with_history(raw, None if caller is None else caller.tenant)
+        raw, goes_on = await stored.with_history(raw, tenant_of(scope))
     return await understood(len(raw), _understood, scope, headers, raw, settings, goes_on)
 
 

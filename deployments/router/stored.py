@@ -18,7 +18,7 @@ from conserve import budget, identity, wire
 from conserve.errors import ApiError
 from conserve.items import REFERENCE, response_of
 from conserve.settings import Settings
-from deployments.router.access import caller_of
+from deployments.router.access import tenant_of
 from deployments.router.reading import understood
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
@@ -164,14 +164,14 @@ class StoredResponses:
     async def delete(self, request: Request) -> Response:
         """``DELETE /v1/responses/{id}``."""
         response_id = request.path_params["id"]
-        told = await self._ask_decoders("DELETE", response_id, _tenant(request))
+        told = await self._ask_decoders("DELETE", response_id, tenant_of(request.scope))
         if not told:
             raise _not_found(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def _require(self, request: Request) -> wire.StoredResponse:
         response_id = request.path_params["id"]
-        found = await self._find(response_id, _tenant(request))
+        found = await self._find(response_id, tenant_of(request.scope))
         if found is None:
             raise _not_found(response_id)
         return found
@@ -199,11 +199,6 @@ class StoredResponses:
 
 _STORED = msgspec.json.Decoder(wire.StoredResponse)
 _NAMES = (PREVIOUS.encode(), REFERENCE.encode())
-
-
-def _tenant(request: Request) -> str | None:
-    caller = caller_of(request.scope)
-    return None if caller is None else caller.tenant
 
 
 def _not_found(response_id: str) -> ApiError:

@@ -21,7 +21,7 @@ from conserve.recognition.volatile import without_billing_header
 from conserve.served import as_served
 from conserve.settings import Settings
 from deployments.router.access import caller_of
-from deployments.router.patience import hold_back
+from deployments.router.errors import hold_back
 from deployments.router.reading import changed_body, read_body, read_json, understood
 from deployments.router.request import read_request
 from deployments.router.salt import own_media

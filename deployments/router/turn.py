@@ -28,18 +28,15 @@ from deployments.messages import (
     TurnTiming,
     Unplaced,
 )
-from deployments.router.access import caller_of
+from deployments.router.access import tenant_of
 from deployments.router.answer import (
     AnsweredWithError,
-    RawHeaders,
     RelayedAnswer,
     StreamBroken,
-    refuse,
 )
-from deployments.router.patience import hold_back
+from deployments.router.errors import TABLE_RESTARTING, RawHeaders, hold_back, refuse
 from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt, counted_as_sent
 from deployments.router.request import ClientRequest, read_request
-from deployments.router.responses import TABLE_RESTARTING
 from deployments.router.stored import StoredResponses
 from deployments.router.stream_record import StreamRecord
 from deployments.router.upstream import EngineUnreachable, Upstream, engine_error, error_of_event
@@ -89,10 +86,9 @@ class TurnEndpoint:
         except ClientDisconnect:
             return
         except ApiError as error:
-            caller = caller_of(scope)
-            tenant = None if caller is None else caller.tenant
             latency_s = time.perf_counter() - arrived_s
-            self.table.observe(TurnTiming("refused", latency_s, None, (), tenant=tenant))
+            refused = TurnTiming("refused", latency_s, None, (), tenant=tenant_of(scope))
+            self.table.observe(refused)
             await hold_back(error, arrived_s)
             await refuse(error, [], send, scope["path"])
             return
