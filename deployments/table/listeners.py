@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
@@ -119,29 +120,21 @@ class Listeners:
 logger = logging.getLogger("conserve.table")
 
 
+@dataclass(eq=False)
 class Reports:
     """Takes decoders' reports, each once and in order."""
 
-    def __init__(
-        self,
-        table: ConversationTable,
-        registry: Registry,
-        listeners: Listeners,
-        running: RunningTurns,
-    ) -> None:
-        self._table = table
-        self._registry = registry
-        self._listeners = listeners
-        self._running = running
+    table: ConversationTable
+    registry: Registry
+    listeners: Listeners
+    running: RunningTurns
 
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
-        """See `TableService.hear`."""
-        notice = await self._listeners.hear(decoder_id, registration, heard)
+        notice = await self.listeners.hear(decoder_id, registration, heard)
         return None if notice is None else notice._replace(parks=self._parks_on(decoder_id))
 
     def take(self, decoder_id: str, registration: int, report: Report) -> bool | None:
-        """See `TableService.report`."""
-        notices = self._table.notices
+        notices = self.table.notices
         if not notices.is_current(decoder_id, registration):
             return None
         for event in report.events if notices.is_new(decoder_id, report.number) else ():
@@ -150,25 +143,25 @@ class Reports:
             except Exception:
                 # It would be told again for ever, and nothing after it.
                 logger.exception("what decoder %s says of %s", decoder_id, event.turn)
-        self._listeners.confirmed(decoder_id, report.heard)
+        self.listeners.confirmed(decoder_id, report.heard)
         return self._parks_on(decoder_id)
 
     def _parks_on(self, decoder_id: str) -> bool:
-        memory = self._table.memory
+        memory = self.table.memory
         return memory is not None and memory.parks_on(decoder_id)
 
     def _happened(self, event: Began | Ended, decoder_id: str) -> None:
         turn = event.turn
         if isinstance(event, Began):
-            if self._table.began(turn, decoder_id, unix_s(), event.parks):
-                url = self._registry.engines[decoder_id].url
+            if self.table.began(turn, decoder_id, unix_s(), event.parks):
+                url = self.registry.engines[decoder_id].url
                 plan = TurnPlan(turn, decoder_id, url, later=True, parks=event.parks)
-                self._listeners.began(turn, decoder_id)
-                self._running.begins(plan, event.router_id)
+                self.listeners.began(turn, decoder_id)
+                self.running.begins(plan, event.router_id)
             return
-        self._listeners.ended(turn, decoder_id)
+        self.listeners.ended(turn, decoder_id)
         if not event.completed or event.stats is None:
-            self._running.abandon(turn, decoder_id, event.stats)
-        elif not self._running.advance(turn, decoder_id, event.stats, event.tails):
+            self.running.abandon(turn, decoder_id, event.stats)
+        elif not self.running.advance(turn, decoder_id, event.stats, event.tails):
             # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
-            self._registry.note_forgotten(decoder_id, turn.history_id, turn.incarnation)
+            self.registry.note_forgotten(decoder_id, turn.history_id, turn.incarnation)

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from conserve import identity
 from conserve.admission import Admission, Admitted, WaitingLine
@@ -65,6 +65,7 @@ class PendingTurn:
 _TURN_S, _CONVERSATION_S = 1, 10
 
 
+@dataclass(eq=False)
 class TenantGate:
     """Says whether a turn would break a limit of its tenant; nothing is counted by asking.
 
@@ -72,11 +73,10 @@ class TenantGate:
     as a pending one, then as one that runs. At each moment it is one of the three.
     """
 
-    def __init__(self, table: ConversationTable, line: WaitingLine) -> None:
-        self._table = table
-        self._line = line
-        self._arriving: dict[str, int] = {}
-        self._pending: dict[str, set[PendingTurn]] = {}
+    table: ConversationTable
+    line: WaitingLine
+    _arriving: dict[str, int] = field(default_factory=dict)
+    _pending: dict[str, set[PendingTurn]] = field(default_factory=dict)
 
     # --- what is told ------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class TenantGate:
         """The limit that one more turn would break, whatever its conversation is."""
         if tenant is None or tenant.limits.turns is None:
             return None
-        turns = self._table.usage.tenant(tenant.name).turns
+        turns = self.table.usage.tenant(tenant.name).turns
         turns += self._arriving.get(tenant.name, 0) + len(self._unbound(tenant.name))
         if turns < tenant.limits.turns:
             return None
@@ -125,14 +125,14 @@ class TenantGate:
         """
         if tenant is None:
             return None
-        limits, usage = tenant.limits, self._table.usage.tenant(tenant.name)
+        limits, usage = tenant.limits, self.table.usage.tenant(tenant.name)
         if limits.held_tokens is not None and usage.held_tokens >= limits.held_tokens:
             return Over("held_tokens", limits.held_tokens, _CONVERSATION_S)
         if limits.conversations is None and limits.new_per_minute is None:
             return None
         unbound = self._unbound(tenant.name)
-        new = {one.history_id for one in unbound if one.history_id not in self._table}
-        if history_id in self._table or history_id in new:
+        new = {one.history_id for one in unbound if one.history_id not in self.table}
+        if history_id in self.table or history_id in new:
             return None
         if limits.conversations is not None and (
             usage.histories + len(new) >= limits.conversations
@@ -163,36 +163,29 @@ class TenantGate:
     def _tokens(self, name: str) -> int:
         """Held, and asked for by those in line."""
         beginning = identity.scoped(name, "")
-        waiting = self._line.tokens_of(beginning) if self._line else 0
-        return self._table.usage.tenant(name).held_tokens + waiting
+        waiting = self.line.tokens_of(beginning) if self.line else 0
+        return self.table.usage.tenant(name).held_tokens + waiting
 
 
+@dataclass(eq=False)
 class Room:
-    """Lets pending turns go as room comes free, and tells what gave it up.
-
-    Args:
-        gate: counts pending turns, too.
+    """Admits pending turns as room comes free, and says what made room.
 
     Attributes:
+        gate: counts pending turns, too.
         pending: by the history; one each.
     """
 
-    def __init__(
-        self,
-        table: ConversationTable,
-        admission: Admission,
-        registry: Registry,
-        accounts: Accounts,
-        gate: TenantGate,
-    ) -> None:
-        self._table = table
-        self._admission = admission
-        self._registry = registry
-        self._accounts = accounts
-        self._gate = gate
-        self.pending: dict[str, PendingTurn] = {}
-        # The clock is above whatever a predecessor handed out, of which nothing is kept.
-        self._claims = itertools.count(time.time_ns() // 1_000_000)
+    table: ConversationTable
+    admission: Admission
+    registry: Registry
+    accounts: Accounts
+    gate: TenantGate
+    pending: dict[str, PendingTurn] = field(default_factory=dict)
+    # The clock is above all numbers of a predecessor, of which nothing is kept.
+    _claims: Iterator[int] = field(
+        default_factory=lambda: itertools.count(time.time_ns() // 1_000_000)
+    )
 
     # --- pending turns -----------------------------------------------------------------------
 
@@ -213,14 +206,14 @@ class Room:
             claim = self.new_claim()
         pending = PendingTurn(history_id, router_id, claim, settled, chat)
         self.pending[history_id] = pending
-        self._gate.pends(pending)
+        self.gate.pends(pending)
         return pending
 
     def settle(self, pending: PendingTurn) -> None:
         """A turn is bound or given up."""
         if self.pending.get(pending.history_id) is pending:
             del self.pending[pending.history_id]
-        self._gate.settled(pending)
+        self.gate.settled(pending)
         pending.settle()
 
     def give_up(self, pending: PendingTurn) -> None:
@@ -229,7 +222,7 @@ class Room:
             self.settle(pending)
         elif not pending.granted.done():
             # `place`, which waits for it, settles it: who is in line is always in `pending`.
-            self._admission.leave(pending.history_id)
+            self.admission.leave(pending.history_id)
             pending.granted.cancel()
         else:
             # There is room for it, and `place` does not know yet.
@@ -239,8 +232,8 @@ class Room:
 
     def admit(self) -> None:
         """Let those go for whom there is room by now."""
-        for admitted in self._admission.admit(unix_s()):
-            self._accounts.bound(admitted)
+        for admitted in self.admission.admit(unix_s()):
+            self.accounts.bound(admitted)
             granted = self.pending[admitted.history.id].granted
             assert granted is not None
             granted.set_result(admitted)
@@ -248,28 +241,28 @@ class Room:
 
     def relieve(self, decoder_id: str | None) -> None:
         """Have idle histories leave a decoder that holds more than it should."""
-        memory = self._table.memory
-        if decoder_id not in self._table.decoders:
+        memory = self.table.memory
+        if decoder_id not in self.table.decoders:
             return
-        self._accounts.look(decoder_id)
+        self.accounts.look(decoder_id)
         if memory is None:
             return
-        decoders = self._table.accepting_decoders
-        memory.relieve(self._table.decoders[decoder_id], decoders, unix_s())
+        decoders = self.table.accepting_decoders
+        memory.relieve(self.table.decoders[decoder_id], decoders, unix_s())
         self.forget()
 
     def forget(self) -> None:
         """Have decoders told what paused histories have left there for nobody."""
-        memory = self._table.memory
+        memory = self.table.memory
         for one in () if memory is None else memory.take_forgotten():
-            self._registry.note_forgotten(one.decoder_id, one.history_id, one.incarnation)
+            self.registry.note_forgotten(one.decoder_id, one.history_id, one.incarnation)
 
     def end_displaced(self) -> None:
         """Tell of the histories that have made room for others of their conversations."""
-        for history in self._table.take_displaced():
+        for history in self.table.take_displaced():
             self.has_ended(history, "displaced")
 
     def has_ended(self, history: History, reason: str) -> None:
         """Tell everybody that a conversation has ended."""
-        self._accounts.ended(history, reason)
-        self._registry.note_ended(history)
+        self.accounts.ended(history, reason)
+        self.registry.note_ended(history)

@@ -39,19 +39,18 @@ class TableUnavailable(Exception):
 
 
 _USUAL = Patience()
-# Of who asks again soon, and of whoever looks at the application's health.
+# For callers that ask again soon, and for those that look at the application's health.
 _NONE = Patience(0.0, 10.0)
 _SOME = Patience(5.0, 10.0)
-# A decoder's reports: the next one tells of this one's turns, too.
+# For a decoder's reports: the next one tells of this one's turns, too.
 _REPORTING = Patience(1.0, SILENCE_S)
 
 
 class TableClient(ActorClient):
-    """A caller's end of the table: finds the actor, and waits while Ray starts it again.
+    """A caller's end of the table. Its methods are those of `TableService`, which describes them.
 
-    Its methods are those of `TableService`. All that return something raise `TableUnavailable` if
-    the table stays down, or does not answer. Those that return nothing do not wait: what the table
-    would have raised is dropped.
+    All that return something raise `TableUnavailable` if the table stays down or does not answer,
+    and `ApiError` if it refuses. Those that return nothing do not wait for an answer.
     """
 
     def __init__(self, application: str, settings: Settings) -> None:
@@ -69,11 +68,9 @@ class TableClient(ActorClient):
         return await self._claimed(self._ask(_USUAL, TableService.place, asked))
 
     def forgo(self, placed: Unplaced) -> None:
-        """See `TableService.forgo`."""
         self._tell(TableService.forgo, placed.history_id, placed.claim)
 
     def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
-        """See `TableService.prefilled`."""
         self._tell(TableService.prefilled, plan, done)
 
     def abandon(self, plan: TurnPlan) -> None:
@@ -81,7 +78,6 @@ class TableClient(ActorClient):
         self._tell(TableService.abandon, plan.turn, None, None)
 
     def observe(self, timing: TurnTiming) -> None:
-        """See `TableService.observe`."""
         self._tell(TableService.observe, timing)
 
     def finish(self, history_id: str) -> None:
@@ -89,27 +85,22 @@ class TableClient(ActorClient):
         self._tell(TableService.release, history_id, "final")
 
     async def release(self, conversation_id: str) -> bool:
-        """See `TableService.release`."""
         return await self._ask(_USUAL, TableService.release, conversation_id)
 
     async def report_tool(self, conversation_id: str, report: ToolReport) -> int | None:
-        """See `TableService.report_tool`."""
         return await self._ask(_USUAL, TableService.report_tool, conversation_id, report)
 
     async def router_beat(self, router_id: str) -> None:
-        """See `TableService.router_beat`."""
         await self._ask(_USUAL, TableService.router_beat, router_id)
 
     async def engine_lost(self, engine_id: str, why: str) -> None:
-        """See `TableService.engine_lost`."""
         await self._ask(_USUAL, TableService.engine_lost, engine_id, why)
 
     async def health(self) -> dict[str, Any]:
-        """See `TableService.health`."""
         return await self._ask(_SOME, TableService.health)
 
     async def engines(self, *, exact: bool = False, soon: bool = False) -> list[dict[str, Any]]:
-        """See `TableService.engines`.
+        """Return the engines alive.
 
         Args:
             soon: whether a table that does not answer within ten seconds is unavailable.
@@ -117,30 +108,24 @@ class TableClient(ActorClient):
         return await self._ask(_SOME if soon else _USUAL, TableService.engines, exact)
 
     async def conversation(self, conversation_id: str) -> dict[str, Any] | None:
-        """See `TableService.conversation`."""
         return await self._ask(_USUAL, TableService.conversation, conversation_id)
 
     async def conversations(self, limit: int, tenant: str | None) -> bytes:
-        """See `TableService.conversations`."""
         return await self._ask(_USUAL, TableService.conversations, limit, tenant)
 
     async def events(self, query: EventQuery) -> EventPage:
-        """See `TableService.events`."""
         patience = Patience(0.0, 2 * max(10.0, query.patience_s))
         return await self._ask(patience, TableService.events, query)
 
     async def metrics(self) -> bytes:
-        """See `TableService.metrics`."""
         return await self._ask(_USUAL, TableService.metrics)
 
     # --- of engines --------------------------------------------------------------------------
 
     def engine_starting(self, engine: EngineStarting) -> None:
-        """See `TableService.engine_starting`."""
         self._tell(TableService.engine_starting, engine)
 
     async def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
-        """See `TableService.register`."""
         return await self._ask(_USUAL, TableService.register, engine)
 
     async def beat(
@@ -150,33 +135,26 @@ class TableClient(ActorClient):
         load: EngineLoad | None,
         scheduler: SchedulerLoad | None = None,
     ) -> Heard | None:
-        """See `TableService.beat`."""
         return await self._ask(_USUAL, TableService.beat, engine_id, energy, load, scheduler)
 
     async def leave(self, engine_id: str, overdue: bool) -> bool:
-        """See `TableService.leave`."""
         return await self._ask(_USUAL, TableService.leave, engine_id, overdue)
 
     async def left(self, engine_id: str) -> None:
-        """See `TableService.left`."""
         await self._ask(_USUAL, TableService.left, engine_id)
 
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
-        """See `TableService.hear`."""
         return await self._ask(_REPORTING, TableService.hear, decoder_id, registration, heard)
 
     async def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
-        """See `TableService.report`."""
         return await self._ask(_REPORTING, TableService.report, decoder_id, registration, report)
 
     # --- of the manager of environments ------------------------------------------------------
 
     async def lifecycle(self, conversation_ids: list[str], pressure: HostPressure) -> Lifecycle:
-        """See `TableService.lifecycle`."""
         return await self._ask(_NONE, TableService.lifecycle, conversation_ids, pressure)
 
     def note(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
-        """See `TableService.note`."""
         self._tell(TableService.note, kind, conversation_id, details)
 
     # --- how ---------------------------------------------------------------------------------
