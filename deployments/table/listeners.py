@@ -1,7 +1,4 @@
-"""Talks with decoders that begin turns by themselves: tells them, and waits until they heard.
-
-What may be begun where is `conserve.direct`'s affair.
-"""
+"""Talks with decoders that begin turns by themselves (`conserve.direct`)."""
 
 import asyncio
 import logging
@@ -18,29 +15,27 @@ from deployments.messages import TurnPlan
 from deployments.table.registry import Registry
 from deployments.table.running import RunningTurns
 
-# How long to wait for decoders to say what they have done: whoever asks what there is, begins a
-# turn beside another or ends a conversation, as long as a decoder may begin turns; and whoever
-# moves one, as long as a decoder may be silent.
+logger = logging.getLogger("conserve.table")
+
+# How long to wait for decoders to say what they have done. To list or end conversations, or to
+# begin a turn beside another: as long as a decoder may begin turns. To move a conversation: as long
+# as a decoder may be silent.
 LOOK_S, MOVE_S = LEASE_S, SILENCE_S
 
 
 class Listeners:
-    """One of each table."""
+    """Tells decoders what they may no longer begin, and waits until they have heard."""
 
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
         notices.tell = self._has_news
         self._news: dict[str, asyncio.Event] = {}
         self._waiting: set[tuple[str, int, asyncio.Future[None]]] = set()
-        # Turns that they have begun; of those of a decoder that is lost nobody else tells.
+        # Turns that decoders have begun. Of a lost one's, only this knows.
         self._begun: defaultdict[str, set[TurnKey]] = defaultdict(set)
 
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
-        """Return what is new for a decoder, at once or within a beat; None: it has to register.
-
-        Args:
-            heard: the last notice that it has obeyed.
-        """
+        """Return what is new for a decoder, at once or within a beat; None: it has to register."""
         notices = self._notices
         if not notices.is_current(decoder_id, registration):
             return None
@@ -59,16 +54,11 @@ class Listeners:
         return notices.due(decoder_id, heard)
 
     def confirmed(self, decoder_id: str, heard: int) -> None:
-        """A decoder has heard so much."""
         self._notices.confirm(decoder_id, heard)
         self._let_go()
 
     async def have_heard(self, decoder_ids: Collection[str], patience_s: float) -> bool:
-        """Return when all that these have done, or were told, until now is known; or after so long.
-
-        Returns:
-            Whether it is.
-        """
+        """Wait until all that these have done, or were told, until now is known; returns if so."""
         loop = asyncio.get_running_loop()
         asked = {decoder_id: self._notices.probe(decoder_id) for decoder_id in decoder_ids}
         waiting: list[tuple[str, int, asyncio.Future[None]]] = [
@@ -88,18 +78,14 @@ class Listeners:
     # --- turns -------------------------------------------------------------------------------
 
     def began(self, turn: TurnKey, decoder_id: str) -> None:
-        """A decoder has begun a turn by itself."""
         self._begun[decoder_id].add(turn)
 
     def ended(self, turn: TurnKey, decoder_id: str) -> None:
-        """A turn has ended there."""
         self._begun[decoder_id].discard(turn)
 
     def lost(self, decoder_id: str) -> set[TurnKey]:
-        """A decoder is gone; returns the turns that it had begun by itself."""
+        """Forget a decoder; returns the turns that it had begun by itself."""
         return self._begun.pop(decoder_id, set())
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _has_news(self, decoder_id: str) -> None:
         if decoder_id in self._news:
@@ -112,12 +98,6 @@ class Listeners:
         for decoder_id, number, future in self._waiting:
             if not future.done() and self._notices.has_heard(decoder_id, number):
                 future.set_result(None)
-
-
-# --- what they tell -------------------------------------------------------------------------------
-
-
-logger = logging.getLogger("conserve.table")
 
 
 @dataclass(eq=False)

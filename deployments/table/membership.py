@@ -1,4 +1,4 @@
-"""Takes engines in and lets them go; a new table waits for those of the one before."""
+"""Adds and removes engines; a new table waits for those of its predecessor."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,15 @@ from deployments.table.registry import Registry
 from deployments.table.room import Room
 from deployments.table.running import RunningTurns
 
+logger = logging.getLogger("conserve.table")
+
 # How long a new table waits for engines to report before it takes bindings for unknown.
 RECOVERY_S = 8.0
 
 
 @dataclass(eq=False)
 class Recovery:
-    """Over once all engines are known, or after `RECOVERY_S`.
+    """A new table's wait for engines; it is over once all are known, or after `RECOVERY_S`.
 
     Attributes:
         started_s: when the table did, by the monotonic clock.
@@ -43,11 +45,11 @@ class Recovery:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody is waited for any more."""
+        """Whether engines are waited for no longer."""
         return self.complete.is_set() or self.age_s >= RECOVERY_S
 
     def look(self) -> None:
-        """See whether all engines are known: those that a predecessor had, else the first ones."""
+        """End it if as many engines are known as a predecessor wanted, or as are to start."""
         wanted = self.autoscaler.wanted
         if all(
             self.registry.living_and_leaving(role)[0] >= wanted[role].scaling.replicas
@@ -56,7 +58,7 @@ class Recovery:
             self.complete.set()
 
     async def not_ready(self) -> Refusal | None:
-        """Wait until it is over; what turns are told then if there is no decoder."""
+        """Wait until it is over; return the refusal of turns if there is no decoder then."""
         if not self.complete.is_set():
             left_s = self.started_s + RECOVERY_S - time.monotonic()
             if left_s > 0:
@@ -66,12 +68,9 @@ class Recovery:
         return None if self.table.decoders else refusals.UNAVAILABLE
 
 
-logger = logging.getLogger("conserve.table")
-
-
 @dataclass(eq=False)
 class Membership:
-    """Takes engines in and lets them go, with the turns that they run."""
+    """Adds and removes engines, with the turns that they run."""
 
     table: ConversationTable
     registry: Registry

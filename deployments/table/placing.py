@@ -1,4 +1,4 @@
-"""Turns come: which history each is of, and where that is bound, now or when there is room."""
+"""Finds the history that a turn is of, and binds it to a decoder, now or when there is room."""
 
 import asyncio
 import logging
@@ -58,7 +58,7 @@ class Placing:
         if chain and asked.history_id is None:
             decoder_ids |= self.table.to_be_heard(chain, asked.explicit_id)
         if decoder_ids:
-            # Of what they have done before, all is to be known: another turn, say.
+            # All that they have done before has to be known: another turn, say.
             await self.listeners.have_heard(decoder_ids, LOOK_S)
         history_id = asked.history_id or self._history_of(asked.explicit_id, chain, tenant)
         if over := self.gate.turn_over(tenant):
@@ -77,7 +77,8 @@ class Placing:
         counter = self.registry.tokenizer()
         if counter is None:
             return refusals.UNAVAILABLE
-        claim = 0  # Of no turn: one that could not wait any longer for the one in line.
+        # 0: no claim. Another turn of this history is still queued, so `forgo` must not cancel it.
+        claim = 0
         if history_id not in self.room.pending:
             claim = self.room.pend(history_id, asked.router_id, bool(chain)).claim
         return Unplaced(history_id, counter.url, counter.id, counter.max_model_len, claim)
@@ -85,7 +86,7 @@ class Placing:
     def _history_of(
         self, explicit_id: str | None, chain: Chain | None, tenant: TurnTenant | None
     ) -> str:
-        """The id of the history that a turn continues, or begins."""
+        """Return the id of the history that a turn continues, or begins."""
         found = self.table.recognise(chain, explicit_id) if chain else None
         if found is not None and found not in self.room.pending:
             return found
@@ -124,14 +125,14 @@ class Placing:
             # Both were told `Unplaced`, the second when it had waited for the first for too long.
             return refusals.busy(self.admission.line.retry_after_s(called_s))
         if pending is None:
-            # Of this turn nothing is known (any more): the table before this one was asked to begin
-            # it, or another router has given it up.
+            # The turn is unknown: a predecessor of this table was asked to begin it, or another
+            # router has given it up.
             over = self.gate.turn_over(tenant)
             if over := over or self.gate.conversation_over(tenant, history_id, called_s):
                 return self._over_limit(tenant, over)
             chat = opening is not None and opening.chain is not None
             pending = self.room.pend(history_id, asked.router_id, chat, asked.claim)
-        pending.arrived_s = called_s - asked.waited_s
+        arrived_s = called_s - asked.waited_s
         try:
             largest = max((one.capacity_tokens for one in self.table.decoders.values()), default=0)
             if largest and prompt_tokens > largest:
@@ -153,11 +154,11 @@ class Placing:
             shared_tokens = 0 if opening is None else self.table.held(opening)
             if over := self.gate.binding_over(tenant, prompt_tokens - shared_tokens):
                 return self._over_limit(tenant, over)
-            admitted = await self._admitted(pending, prompt_tokens, opening)
+            admitted = await self._admitted(pending, prompt_tokens, arrived_s, opening)
             history = self.table.get(history_id)
             while not pending.given_up and (history is None or history.decoder_id is None):
                 # Its decoder was lost between the binding and now.
-                admitted = await self._admitted(pending, prompt_tokens, opening)
+                admitted = await self._admitted(pending, prompt_tokens, arrived_s, opening)
                 history = self.table.get(history_id)
         except QueueFull as full:
             self.accounts.turned_away(history_id, "queue_full")
@@ -181,17 +182,17 @@ class Placing:
             self.room.give_up(pending)
 
     async def _admitted(
-        self, pending: PendingTurn, prompt_tokens: int, opening: Opening | None
+        self, pending: PendingTurn, prompt_tokens: int, arrived_s: float, opening: Opening | None
     ) -> Admitted:
         """Bind a conversation, now or when there is room.
 
         Raises:
-            QueueFull: it may not even wait.
+            QueueFull: the queue is full.
             TimeoutError: there was no room for too long.
             asyncio.CancelledError: it was given up meanwhile (`forgo`).
         """
         answer = self.admission.enter(
-            pending.history_id, prompt_tokens, unix_s(), pending.arrived_s, opening
+            pending.history_id, prompt_tokens, unix_s(), arrived_s, opening
         )
         self.room.end_displaced()
         if isinstance(answer, Admitted):
@@ -209,7 +210,7 @@ class Placing:
             return granted.result()
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
-                # This call is being ended, and nobody else knows of the turn.
+                # This call is being ended, and only it knows of the turn.
                 self.running.abandon(granted.result().turn, None, None)
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Keeps turns whose conversations are bound nowhere yet, within their tenants' limits."""
+"""Keeps the turns that wait to be placed, within their tenants' limits."""
 
 import asyncio
 import contextlib
@@ -22,17 +22,14 @@ from deployments.table.registry import Registry
 class PendingTurn:
     """A turn whose conversation is bound nowhere, until it is bound or given up.
 
-    It is made by `TableService.begin`, or by `place` where that knows nothing of the turn.
-
     Attributes:
-        router_id: the router that asked first; if it dies, the turn is given up.
-        claim: tells it from other turns of the conversation, to whoever may give it up.
+        router_id: the router that asked first. If it dies, the turn is given up.
+        claim: tells it from other turns of the conversation.
         settled: done once it is bound or given up; other turns of the conversation wait for that.
-        arrived_s: when the conversation's first request came, in Unix time.
-        chat: whether it has messages; False: it is a completion's.
-        granted: None unless `place` waits for room; done when there is room, cancelled when the
+        chat: whether it has messages.
+        granted: None unless `place` waits for room. Done when there is room, cancelled when the
             turn is given up.
-        given_up: too late for that: there was room, and nobody wants it any more.
+        given_up: whether it was given up once there was room, and `place` has to abandon it.
     """
 
     history_id: str
@@ -40,13 +37,12 @@ class PendingTurn:
     claim: int
     settled: asyncio.Future[None]
     chat: bool = False
-    arrived_s: float = 0.0
     granted: asyncio.Future[Admitted] | None = None
     given_up: bool = False
 
     @property
     def waits(self) -> bool:
-        """Whether `place` waits for room: in line, or just out of it and not resumed yet."""
+        """Whether `place` waits for room: queued, or just admitted and not resumed yet."""
         return self.granted is not None
 
     @property
@@ -55,13 +51,8 @@ class PendingTurn:
         granted = self.granted
         return granted is not None and granted.done() and not granted.cancelled()
 
-    def settle(self) -> None:
-        """Note that the conversation is bound or given up."""
-        if not self.settled.done():
-            self.settled.set_result(None)
 
-
-# When to try again where nobody knows: turns end soon, conversations do not.
+# When to try again, where that is not known: turns end soon, conversations do not.
 _TURN_S, _CONVERSATION_S = 1, 10
 
 
@@ -78,8 +69,6 @@ class TenantGate:
     _arriving: dict[str, int] = field(default_factory=dict)
     _pending: dict[str, set[PendingTurn]] = field(default_factory=dict)
 
-    # --- what is told ------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def arriving(self, tenant: TurnTenant | None) -> Iterator[None]:
         """Count a turn that is neither pending nor running yet."""
@@ -93,13 +82,11 @@ class TenantGate:
             self._arriving[tenant.name] -= 1
 
     def pends(self, pending: PendingTurn) -> None:
-        """Count a turn whose conversation is to be bound."""
         name = identity.tenant_of(pending.history_id)
         if name is not None:
             self._pending.setdefault(name, set()).add(pending)
 
     def settled(self, pending: PendingTurn) -> None:
-        """Count it no longer: it runs, or was given up."""
         name = identity.tenant_of(pending.history_id)
         if name is not None:
             self._pending.get(name, set()).discard(pending)
@@ -107,7 +94,7 @@ class TenantGate:
     # --- what can be asked -------------------------------------------------------------------
 
     def turn_over(self, tenant: TurnTenant | None) -> Over | None:
-        """The limit that one more turn would break, whatever its conversation is."""
+        """Return the limit that one more turn would break, whatever its conversation is."""
         if tenant is None or tenant.limits.turns is None:
             return None
         turns = self.table.usage.tenant(tenant.name).turns
@@ -119,9 +106,9 @@ class TenantGate:
     def conversation_over(
         self, tenant: TurnTenant | None, history_id: str, now_s: float
     ) -> Over | None:
-        """The limit that a turn of this history would break.
+        """Return the limit that a turn of this history would break.
 
-        Histories count as conversations: else one name would do for any number.
+        Histories count as conversations, since one id may have any number of them.
         """
         if tenant is None:
             return None
@@ -145,7 +132,7 @@ class TenantGate:
         return None
 
     def binding_over(self, tenant: TurnTenant | None, prompt_tokens: int) -> Over | None:
-        """The limit that binding a conversation with so many tokens would break."""
+        """Return the limit that binding a conversation with so many tokens would break."""
         if tenant is None or tenant.limits.held_tokens is None:
             return None
         allowed = tenant.limits.held_tokens
@@ -161,7 +148,7 @@ class TenantGate:
         return [one for one in self._pending.get(name, ()) if not one.has_room]
 
     def _tokens(self, name: str) -> int:
-        """Held, and asked for by those in line."""
+        """Count the tokens that are held, and those that queued turns ask for."""
         beginning = identity.scoped(name, "")
         waiting = self.line.tokens_of(beginning) if self.line else 0
         return self.table.usage.tenant(name).held_tokens + waiting
@@ -190,38 +177,38 @@ class Room:
     # --- pending turns -----------------------------------------------------------------------
 
     def new_claim(self) -> int:
-        """A number that no other turn and no other history has got."""
+        """Return a number that no other turn or history has."""
         return next(self._claims)
 
     def pend(
         self, history_id: str, router_id: str, chat: bool, claim: int | None = None
     ) -> PendingTurn:
-        """A turn is to be placed; see `PendingTurn`.
+        """Note that a turn is to be placed.
 
         Args:
             claim: None: a new one.
         """
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if claim is None:
-            claim = self.new_claim()
+        claim = self.new_claim() if claim is None else claim
         pending = PendingTurn(history_id, router_id, claim, settled, chat)
         self.pending[history_id] = pending
         self.gate.pends(pending)
         return pending
 
     def settle(self, pending: PendingTurn) -> None:
-        """A turn is bound or given up."""
+        """Note that a turn is bound or given up."""
         if self.pending.get(pending.history_id) is pending:
             del self.pending[pending.history_id]
         self.gate.settled(pending)
-        pending.settle()
+        if not pending.settled.done():
+            pending.settled.set_result(None)
 
     def give_up(self, pending: PendingTurn) -> None:
-        """Nobody wants a turn any more that is to be placed."""
+        """Give up placing a turn."""
         if pending.granted is None:
             self.settle(pending)
         elif not pending.granted.done():
-            # `place`, which waits for it, settles it: who is in line is always in `pending`.
+            # `place`, which waits for it, settles it: a queued turn is always in `pending`.
             self.admission.leave(pending.history_id)
             pending.granted.cancel()
         else:
@@ -231,7 +218,7 @@ class Room:
     # --- room --------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Let those go for whom there is room by now."""
+        """Admit the waiting turns that fit."""
         for admitted in self.admission.admit(unix_s()):
             self.accounts.bound(admitted)
             granted = self.pending[admitted.history.id].granted
@@ -252,17 +239,17 @@ class Room:
         self.forget()
 
     def forget(self) -> None:
-        """Have decoders told what paused histories have left there for nobody."""
+        """Have decoders told to forget what paused histories have left there."""
         memory = self.table.memory
         for one in () if memory is None else memory.take_forgotten():
             self.registry.note_forgotten(one.decoder_id, one.history_id, one.incarnation)
 
     def end_displaced(self) -> None:
-        """Tell of the histories that have made room for others of their conversations."""
+        """End the histories that have made room for others of their conversations."""
         for history in self.table.take_displaced():
             self.has_ended(history, "displaced")
 
     def has_ended(self, history: History, reason: str) -> None:
-        """Tell everybody that a conversation has ended."""
+        """Note that a conversation has ended, and have its decoder told."""
         self.accounts.ended(history, reason)
         self.registry.note_ended(history)

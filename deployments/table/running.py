@@ -1,4 +1,4 @@
-"""Turns under way: with which router and which decoder each is, and how it ends."""
+"""Keeps the turns under way, with the router and the decoder of each."""
 
 from dataclasses import dataclass, field
 
@@ -15,11 +15,9 @@ from deployments.table.room import Room
 
 @dataclass(eq=False)
 class RunningTurns:
-    """Keeps what a router or a decoder that dies leaves behind.
+    """Begins and ends turns, also those of a router or a decoder that dies.
 
     Attributes:
-        room: comes free as turns end.
-        routers, decoders: of each turn.
         may_be_stored: whether LMCache may have any conversation's KV. Before that, nothing is
             looked up there.
     """
@@ -66,7 +64,6 @@ class RunningTurns:
         return plan
 
     def begins(self, plan: TurnPlan, router_id: str) -> None:
-        """A turn is under way."""
         self.routers[plan.turn], self.decoders[plan.turn] = router_id, plan.decoder_id
         self.may_be_stored |= plan.parks or plan.prefiller_id is not None
         self.accounts.turn_begins(plan)
@@ -105,19 +102,18 @@ class RunningTurns:
         self.room.admit()
 
     def ends(self, turn: TurnKey, stats: TurnStats | None) -> None:
-        """A turn is not under way any more."""
         self.routers.pop(turn, None)
         self.decoders.pop(turn, None)
         self.accounts.turn_ends(turn, stats)
 
     def router_lost(self, router_id: str) -> None:
-        """End what a lost router had begun; decoders report the turns that got to them."""
+        """End the turns of a lost router; decoders report those that got to them."""
         for turn, router in list(self.routers.items()):
             if router == router_id:
                 self.abandon(turn, None, None)
 
     def engine_lost(self, engine_id: str) -> None:
-        """End what a lost engine had under way, or has ended last: it tells of it no more."""
+        """End the turns of a lost engine, which reports them no more."""
         for turn in [turn for turn, on in self.decoders.items() if on == engine_id]:
             history = self.table.get(turn.history_id)
             if history is not None:
