@@ -1,8 +1,7 @@
-"""Responses that decoders keep: by their ids, for their clients and for the turns that go on.
+"""Finds responses that decoders keep, by their ids, for clients and for turns that go on from them.
 
-A turn that goes on from a response by its id (``previous_response_id``), or that names items by
-theirs (``item_reference``), is made the turn that it would have been had its client sent the
-history: it is recognised, placed and served as that.
+A turn that names a response (``previous_response_id``) or its items (``item_reference``) is made
+the turn that it would be if its client had sent the history. It is served as that.
 """
 
 import asyncio
@@ -23,20 +22,16 @@ from deployments.router.reading import understood
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
 
-# Those that routers give; no other can be one, and this may stand in a URL.
+# Routers give no other ids, and these may stand in a URL.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 PREVIOUS = "previous_response_id"
-# A response is kept with all that came before it, so the newest has the items of the others. A
-# history that was edited again and again may need several.
+# A response is kept with its history, so the newest has the items of the others. A history that was
+# edited again and again may need several.
 _MOST_LOOKED_UP = 16
 
 
 class StoredResponses:
-    """Finds responses at the decoders that have given them.
-
-    Args:
-        table: knows the decoders.
-    """
+    """Finds responses at the decoders that have given them."""
 
     def __init__(self, settings: Settings, table: TableClient, upstream: Upstream) -> None:
         self._settings = settings
@@ -44,12 +39,10 @@ class StoredResponses:
         self._upstream = upstream
 
     async def with_history(self, raw: bytes, tenant: str | None) -> tuple[bytes, str | None]:
-        """A turn's body with all of its history, and the id of the conversation that it goes on.
+        """Return a turn's body with its whole history, and the id of the conversation it continues.
 
         Args:
-            raw: JSON in UTF-8, as its client has sent it; where it names no response, it stays as
-                it is, and the id is None.
-            tenant: whose it is, where there are keys.
+            raw: as its client has sent it. If it names no response, it is returned, with None.
 
         Raises:
             ApiError: there is no such response, or the body is too large to look for one.
@@ -100,11 +93,7 @@ class StoredResponses:
         return found
 
     async def _with_items(self, given: list[Any], tenant: str | None) -> tuple[list[Any], str]:
-        """Items in the place of references to them, and the conversation of the newest of them.
-
-        Raises:
-            ApiError: there is no such item, or more responses would have to be looked up.
-        """
+        """Put items in the place of references; returns the newest's conversation, too."""
         known: dict[str, Any] = {}
         looked_up: list[wire.StoredResponse] = []
         items = [*given]
@@ -120,7 +109,7 @@ class StoredResponses:
                 if found is None:
                     raise _no_item(id_, where)
                 looked_up.append(found)
-                # To read one takes as long as to read a body.
+                # A response takes as long to read as a body.
                 size = sum(len(one.request) + len(one.response) for one in looked_up)
                 if len(looked_up) > _MOST_LOOKED_UP or size > 2 * self._settings.max_body_bytes:
                     raise ApiError(
@@ -132,7 +121,7 @@ class StoredResponses:
                 known |= await understood(size, _by_id, found)
             if id_ not in known:
                 raise _no_item(id_, where)
-            # None is named twice: a body of names would be made one without bounds.
+            # No item is named twice: else a short body could become one without bounds.
             items[position] = known[id_]
             known[id_] = None
             if items[position] is None:
@@ -194,7 +183,7 @@ class StoredResponses:
         try:
             return await self._upstream.stored(method, url, response_id, tenant)
         except EngineUnreachable:
-            return None  # What it has kept is gone with it.
+            return None  # Its responses are gone with it.
 
 
 _STORED = msgspec.json.Decoder(wire.StoredResponse)
@@ -219,7 +208,7 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _whole(body: dict[str, Any], found: wire.StoredResponse | None) -> bytes:
-    """A body without names of what is kept: after the history of ``found``."""
+    """Return a body that follows the history of ``found``, and names no response."""
     whole = {name: value for name, value in body.items() if name != PREVIOUS}
     if found is not None:
         whole["input"] = [*_kept(found), *_items(body.get("input"))]
@@ -227,7 +216,7 @@ def _whole(body: dict[str, Any], found: wire.StoredResponse | None) -> bytes:
 
 
 def _kept(found: wire.StoredResponse) -> list[Any]:
-    """The items of a response, after those that it answers."""
+    """Return the items that a response answers, and its own."""
     before = json.loads(bytes(found.request)).get("input")
     output: list[Any] = json.loads(bytes(found.response))["output"]
     return [*_items(before), *output]
@@ -258,5 +247,5 @@ def _no_item(item_id: str, where: str) -> ApiError:
 def _items(given: Any) -> list[Any]:
     if isinstance(given, list):
         return given
-    # What is neither is for the budget to refuse.
+    # Any other value is refused with the rest of the body.
     return [{"role": "user", "content": given} if isinstance(given, str) else given]
