@@ -68,9 +68,9 @@ class Conversations:
                 400, f"limit must be a number from 1 to {_LISTED_AT_MOST}", param="limit"
             )
         caller = caller_of(request.scope)
-        # An admin's list is of all tenants, unless it asks for one's.
-        everybody = caller is not None and caller.admin and "tenant" not in request.query_params
-        tenant = None if everybody else _tenant(request)
+        # An admin's list has all tenants, unless it asks for one.
+        all_tenants = caller is not None and caller.admin and "tenant" not in request.query_params
+        tenant = None if all_tenants else _tenant(request)
         listed = await self._table.conversations(int(text), tenant)
         return Response(listed, media_type="application/json")
 
@@ -149,7 +149,7 @@ class Conversations:
         try:
             await asyncio.wait([running, left], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
-                return Response(status_code=400)  # Nobody reads it.
+                return Response(status_code=400)  # The client has left.
             return JSONResponse(running.result())
         finally:
             for task in (running, left):
@@ -168,11 +168,7 @@ async def _leaves(request: Request) -> None:
 
 
 def _tenant(request: Request) -> str | None:
-    """Return whose conversations a request is about; None where there are no keys.
-
-    Raises:
-        ApiError: another tenant's, and the key is no admin's.
-    """
+    """Return the tenant whose conversations a request is about; None where there are no keys."""
     caller, asked = caller_of(request.scope), request.query_params.get("tenant")
     if caller is None:
         if asked is not None:

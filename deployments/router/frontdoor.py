@@ -1,4 +1,4 @@
-"""The HTTP interface: which path does what, and how errors look."""
+"""The HTTP interface: what each path does, and how errors look."""
 
 import logging
 import time
@@ -32,12 +32,12 @@ from deployments.table.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 
-# Whoever sends it expects Anthropic's shapes, on paths that are OpenAI's too.
+# Clients that send it expect Anthropic's shapes, on paths that are OpenAI's, too.
 _ANTHROPIC_HEADER = "anthropic-version"
 
 
 class _Name(PathConvertor):
-    """A name that may hold slashes, and holds something: `/v1/models/` is `/v1/models`."""
+    """A name that may hold slashes, and is not empty: `/v1/models/` is `/v1/models`."""
 
     regex = ".+"
 
@@ -50,7 +50,7 @@ class FrontDoor:
 
     Args:
         environments: the manager of tool environments; None: there are none.
-        homes: its memory of where histories live; None: one that is empty.
+        homes: a memory of where histories live; None: an empty one.
 
     Raises:
         KeyFileError: the settings name a key file that is not usable.
@@ -68,7 +68,7 @@ class FrontDoor:
         self._settings = settings
         self._table = table
         self._started = int(time.time())
-        # How long prompt plus output may be; None until a decoder has been there.
+        # How long prompt plus output may be; None until a decoder has said so.
         self._max_model_len: int | None = None
         upstream = Upstream(settings.turn_timeout_s)
         turns = TurnEndpoint(settings, table, upstream, router_id, homes)
@@ -147,12 +147,12 @@ class FrontDoor:
         return {**card, **limits}
 
     async def _longest(self) -> int | None:
-        """How many tokens prompt plus output may have, which is the engines' to say."""
+        """Return how many tokens prompt plus output may have, which engines say."""
         if self._max_model_len is None:
             try:
                 engines = await self._table.engines(soon=True)
             except TableUnavailable:
-                return None  # Which model is served is known all the same.
+                return None  # The model's name is known all the same.
             longest = [engine["max_model_len"] for engine in engines if engine["hosts"]]
             self._max_model_len = min(longest, default=None)
         return self._max_model_len
@@ -199,7 +199,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """The methods that a path has."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     on_it = (route for route in routes if route.matches(request.scope)[0] != Match.NONE)
     return {method for route in on_it for method in route.methods or ()}
@@ -210,7 +209,7 @@ async def _unavailable(request: Request, error: Exception) -> Response:
 
 
 async def _left(request: Request, error: Exception) -> Response:
-    """For a client that left while it sent its request; nobody reads this."""
+    """Answer a client that left while it sent its request; it does not read this."""
     return Response(status_code=400)
 
 

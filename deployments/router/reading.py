@@ -42,11 +42,7 @@ _T = TypeVar("_T")
 
 
 async def understood(length: int, function: Callable[..., _T], *arguments: Any) -> _T:
-    """Return what a function makes of a body.
-
-    Args:
-        length: of the body, in bytes; where it is small, the function is called at once.
-    """
+    """Call a function that reads a body, in a thread if that has more than a few bytes."""
     if length <= _SMALL_BYTES:
         return function(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_READER, function, *arguments)
@@ -55,12 +51,12 @@ async def understood(length: int, function: Callable[..., _T], *arguments: Any) 
 def whole_characters(raw: bytes) -> bytes:
     """Put U+FFFD in the place of each half of a surrogate pair in a JSON text.
 
-    Clients cut texts within a pair (JavaScript's by their length), or have them from bytes that are
-    no text. Python's JSON takes a half, and no tokenizer does: vLLM 0.29 refuses the request, and
-    as the half stays in the history, each later one. Recognition counts both as the same.
+    Clients cut texts within a pair, as JavaScript does by length. Python's JSON takes a half, and
+    no tokenizer does: vLLM 0.29 would refuse the request, and each later one of the history.
+    Recognition counts both as the same.
 
     Args:
-        raw: in UTF-8; what is no JSON stays none.
+        raw: in UTF-8; it need not be JSON.
     """
     if not raw.isascii() and _ENCODED.search(raw):
         try:
@@ -189,7 +185,7 @@ def changed_body(raw: bytes, body: dict[str, Any], own: dict[str, Any]) -> bytes
 
 
 def _sources(raw: bytes) -> dict[str, str]:
-    """The text of each member of a JSON object, which is known to be one."""
+    """Return the text of each member of a JSON object."""
     text = raw.decode(json.detect_encoding(raw), "surrogatepass")
     decode = json.JSONDecoder().raw_decode
     found = {}

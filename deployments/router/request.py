@@ -24,11 +24,11 @@ from deployments.router.reading import changed_body, read_body, read_json, under
 from deployments.router.salt import own_media, with_salt
 from deployments.router.stored import PREVIOUS, StoredResponses
 
-# The table gets so many digests to recognise a history by: those of the newest answers.
+# How many digests the table gets to recognise a history by: those of the newest answers.
 _MOST_CANDIDATES = 64
-# What clients ask for at most where nobody has told them how much there is: they send it to models
-# with a small context, too. By the beginning of their `User-Agent`. Claude Code's are by model
-# (https://github.com/anthropics/claude-code/issues/35133), opencode's is its OUTPUT_TOKEN_MAX.
+# Output caps that clients send by default, to models with a small context, too; by the beginning of
+# their `User-Agent`. Claude Code's depend on the model
+# (https://github.com/anthropics/claude-code/issues/35133); opencode's is its OUTPUT_TOKEN_MAX.
 _DEFAULT_CAPS = {
     "claude-cli/": (32_000, 64_000),
     "claude-code/": (32_000, 64_000),
@@ -48,10 +48,7 @@ class ClientRequest:
         chain: digests by which its history is recognised; None for a completion.
         one_off: whether it is a completion without an id: a conversation of this one turn.
         final: whether the client says that it is the conversation's last turn.
-        hints: what its client says of it beside its messages.
-        tenant: whose it is, where there are keys.
-        takes_room_left: whether it asks for more output than it needs, so that what there is room
-            for will do.
+        takes_room_left: whether less output than it asks for will do, if there is no room.
         unserved_tools: kinds of tools that it offers, and that the model is not shown.
     """
 
@@ -82,12 +79,11 @@ class ClientRequest:
 
     @property
     def engine_path(self) -> str:
-        """Its path on engines, where they judge it or serve it."""
+        """The path on engines, which judge and serve it."""
         return self.path + wire.ROOM_LEFT if self.takes_room_left else self.path
 
     @property
     def model(self) -> str:
-        """The name by which it asks for the model."""
         return str(self.body["model"])
 
 
@@ -176,7 +172,7 @@ def _forwarded(body: dict[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _asks_by_default(headers: Mapping[str, str], body: Mapping[str, Any]) -> bool:
-    """Whether the output that is asked for at most is a known client's default."""
+    """Whether the cap on output is a known client's default."""
     client = headers.get("user-agent", "")
     caps = [caps for begins, caps in _DEFAULT_CAPS.items() if client.startswith(begins)]
     return bool(caps) and any(body.get(name) in caps[0] for name in apis.OUTPUT_CAPS)

@@ -1,9 +1,7 @@
-"""The router: ConServe's front door.
+"""The router: each replica listens for itself, and passes engines' bytes on as they come.
 
-Each replica listens for itself, on the port in the settings, and passes an engine's bytes on as
-they come, unread. Measured on two cores with 8 clients, a warm turn of 64 tokens takes 1.05
-times as long through it as without it, and 1.5 times through Serve's own proxy; see
-docs/benchmarks.md.
+Measured on two cores with 8 clients, a warm turn of 64 tokens takes 1.05 times as long through it
+as without it, and 1.5 times through Serve's own proxy; see docs/benchmarks.md.
 """
 
 import asyncio
@@ -51,7 +49,7 @@ _LOOK_S = 0.1
 class Router:
     """Listens, and beats so that the conversation table knows that the application lives.
 
-    The handles are not called: they make the engines part of this application.
+    The handles only make the engines part of this application.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it.

@@ -1,15 +1,15 @@
-"""Under which salt engines keep a prompt's KV: prompts with different salts never share any."""
+"""Salts prompts: engines share no KV between prompts with different salts."""
 
 import hashlib
 import json
 from typing import Any
 
 _FIELD = "cache_salt"
-# What LMCache 0.5.6 takes (`IPCCacheServerKey`); its connector fails the whole engine on any other,
-# in the scheduler.
+# LMCache 0.5.6 takes no others (`IPCCacheServerKey`): its connector fails the whole engine, in the
+# scheduler.
 _LONGEST = 128
 _UNFIT = frozenset("@/\\\0")
-# What holds parts.
+# Members that hold parts.
 _HOLDERS = ("content", "output")
 
 

@@ -1,7 +1,7 @@
-"""The endpoints of `conserve.apis.TOKEN_PATHS`, and `COUNT_INPUT`: an engine's answer, and no turn.
+"""Serves `conserve.apis.TOKEN_PATHS` and `COUNT_INPUT`: an engine's answers that are no turns.
 
-What they take of an engine is bounded as a turn's check is (`conserve.budget`), and a router asks
-for little at a time: engines make tokens in one thread, which turns wait for too.
+They are bounded as a turn's check is (`conserve.budget`), and a router asks for few at a time:
+engines tokenize in one thread, which turns wait for, too.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from deployments.table.table_client import TableClient
 
 logger = logging.getLogger("ray.serve")
 
-# Half a second each at most, of the thread in which an engine makes tokens of turns' prompts too.
+# Each takes up to half a second of the thread in which an engine tokenizes turns' prompts, too.
 _AT_A_TIME = 2
 _MOST_WAITING = 64
 _WAIT_S = 30.0
@@ -44,12 +44,7 @@ _T = TypeVar("_T")
 
 
 class TokensEndpoint:
-    """Has a body judged, then answered by an engine.
-
-    Args:
-        table: knows the engines.
-        stored: finds the history of an input that names a response.
-    """
+    """Has a body judged, then answered by an engine."""
 
     def __init__(
         self,
@@ -66,19 +61,11 @@ class TokensEndpoint:
         self._waiting = 0
 
     async def serve(self, request: Request) -> Response:
-        """The endpoint of each of the paths.
-
-        Raises:
-            ApiError: what is asked for is not to be had.
-        """
+        """Answer on one of `TOKEN_PATHS`."""
         return await _held_back(self._answered(request))
 
     async def count_input(self, request: Request) -> Response:
-        """``POST /v1/responses/input_tokens``: the tokens of the prompt that a turn would have.
-
-        Raises:
-            ApiError: the turn would be refused.
-        """
+        """Count the tokens of the prompt that a turn of ``/v1/responses`` would have."""
         return await _held_back(self._counted(request))
 
     async def _counted(self, request: Request) -> Response:
@@ -133,7 +120,7 @@ class TokensEndpoint:
 
 
 async def _held_back(answer: Awaitable[Response]) -> Response:
-    """An answer; a refusal that took long comes later."""
+    """Return an answer; a refusal that took long comes later."""
     arrived_s = time.perf_counter()
     try:
         return await answer
@@ -145,18 +132,17 @@ async def _held_back(answer: Awaitable[Response]) -> Response:
 def _busy() -> ApiError:
     return ApiError(
         429,
-        "too many ask for tokens at a time; try again shortly, or ask for fewer at once",
+        "too many requests for tokens wait already; try again shortly, or send fewer at a time",
         "overloaded",
         retry_after_s=5,
     )
 
 
 def by_leisure(engines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Engines as `/v1/engines` lists them, those first that it disturbs least.
+    """Sort engines, as `/v1/engines` lists them, by how little it disturbs them.
 
-    The tokens of a prefiller that hosts no conversation are awaited by nobody, and one that has
-    nothing queued is asked by no first turn. An engine that leaves is asked where there is no
-    other.
+    A prefiller that hosts no conversation streams no tokens, and one with an empty queue delays no
+    first turn. An engine that leaves comes last.
     """
     return sorted(
         engines,
@@ -191,7 +177,7 @@ def _count_tokens(salt: str | None, settings: Settings, raw: bytes) -> bytes:
     return changed_body(raw, body, own_media(own, salt))
 
 
-# How each path's body is read, and how long it may be in bytes, if not as any other.
+# How each path's body is read, and its most bytes; None: as many as a turn's.
 _JUDGED: dict[str, tuple[_Judged, int | None]] = {
     TOKENIZE: (_tokenize, budget.MOST_TOKENIZE_BYTES),
     DETOKENIZE: (_detokenize, budget.MOST_DETOKENIZE_BYTES),

@@ -193,11 +193,7 @@ class Turn:
         )  # fmt: skip
 
     def _require_another_try(self) -> None:
-        """Refuse to give the prompt to one more engine, where it may be what ended the others.
-
-        Raises:
-            ApiError: it may.
-        """
+        """Refuse to give the prompt to one more engine, if it may be what ended the others."""
         if len(self._lost) >= _LOST_AT_MOST:
             raise ApiError(
                 500,
@@ -281,7 +277,7 @@ class Turn:
             raise PromptTooLong(counted.longest_tokens, unplaced.max_model_len)
         system_tokens = await self._systems.length(asked, counted, unplaced.tokenizer_url)
         if chain is not None and self._sent is not None:
-            # There is an answer behind it already, of which the client has a part.
+            # The client has a part of the answer already.
             chain = chain._replace(ends_with_root=False)
         return await self._table.place(
             PlaceTurn(
@@ -301,7 +297,7 @@ class Turn:
 
     @property
     def _limited(self) -> TurnTenant | None:
-        """The tenant whose limits the turn has to keep: none, once it has been let in."""
+        """The tenant whose limits the turn has to keep: None once it has been let in."""
         return None if self._let_in else self._request.tenant
 
     async def _count(self, url: str, engine_id: str) -> CountedPrompt:
@@ -328,11 +324,11 @@ class Turn:
         done: Prefilled | None = None
         try:
             if counted_as_sent(asked) is not None:
-                # Nobody has judged the request yet, and what its decoder refuses is not computed.
+                # No engine has judged the request, and one that is refused is not prefilled.
                 await self._upstream.check(plan.prefiller_url, asked.engine_path, asked.raw)
             done = await self._upstream.prefill(plan.prefiller_url, path, raw)
         except (EngineUnreachable, ApiError) as error:
-            # No turn fails for want of a prefiller: its decoder computes what it does not find.
+            # The turn goes on without a prefiller: its decoder computes what it does not find.
             logger.warning("prefill on %s: %s", plan.prefiller_id, error)
             had_it = isinstance(error, ApiError) or error.had_request
             if isinstance(error, EngineUnreachable) or error.status >= 500:
@@ -389,11 +385,7 @@ class Turn:
         return True
 
     def _headers(self, **told: Any) -> dict[str, str]:
-        """Tell a decoder of the turn.
-
-        Args:
-            told: of `wire.DecoderTurn`, what depends on who says that it goes there.
-        """
+        """Return the headers for a decoder; ``told`` is what it hears of where the turn was."""
         asked = self._request
         turn = wire.DecoderTurn(
             recognises=asked.chat,
@@ -441,8 +433,8 @@ class Turn:
         """Pass a decoder's answer on to its end.
 
         Raises:
-            ApiError: it is an error of the request's.
-            EngineUnreachable: the decoder is lost.
+            ApiError: the decoder refuses the request.
+            EngineUnreachable: it is lost.
         """
         path = self._request.path
         if response.status != 200:
@@ -468,7 +460,7 @@ class Turn:
 
     @property
     def _sent(self) -> bytes | None:
-        """Notes of what the client has of a stream that can go on; None if there is none."""
+        """Notes of a stream that the client has a part of and that can go on; None: no such."""
         record = self._answer.record
         return bytes(record.notes) if record is not None and record.can_resume else None
 
@@ -550,7 +542,7 @@ class Turn:
 
 
 def _token_ids(asked: ClientRequest, prompt: Any) -> bytes:
-    """A completion of a turn's prompt, which is token ids, in the turn's cache."""
+    """Return the body of a completion of a turn's prompt, under the turn's salt."""
     # By default vLLM wants room for more than one token behind it.
     body = {"model": asked.model, "prompt": prompt, "max_tokens": 1}
     if "cache_salt" in asked.body:
