@@ -151,6 +151,5 @@ class Membership:
 
     def _remove(self, engine: EngineInfo) -> list[str]:
         unbound = self.registry.remove(engine)
-        for turn in self.listeners.lost(engine.id):
-            self.running.ends(turn, None)
+        self.listeners.lost(engine.id)
         return unbound

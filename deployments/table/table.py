@@ -30,21 +30,7 @@ from conserve.placement.load import EngineLoad
 from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, SILENCE_S
-from deployments.messages import (
-    BeginTurn,
-    EngineInfo,
-    EngineStarting,
-    EventPage,
-    EventQuery,
-    Heard,
-    Lifecycle,
-    PlaceTurn,
-    Prefilled,
-    Refusal,
-    TurnPlan,
-    TurnTiming,
-    Unplaced,
-)
+from deployments import messages
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
 from deployments.table.listeners import LOOK_S, Listeners, Reports
@@ -137,12 +123,12 @@ class TableService:
 
     # --- engines -----------------------------------------------------------------------------
 
-    async def engine_starting(self, engine: EngineStarting) -> None:
+    async def engine_starting(self, engine: messages.EngineStarting) -> None:
         """Note what an engine does that still starts."""
         self._ensure_housekeeping()
         self._registry.start(engine, time.monotonic())
 
-    async def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
+    async def register(self, engine: messages.EngineInfo) -> list[tuple[str, int]]:
         """Add an engine that is ready; returns histories (and incarnations) to forget."""
         self._ensure_housekeeping()
         return self._membership.register(engine)
@@ -153,7 +139,7 @@ class TableService:
         energy: EngineEnergy | None = None,
         load: EngineLoad | None = None,
         scheduler: SchedulerLoad | None = None,
-    ) -> Heard | None:
+    ) -> messages.Heard | None:
         """Note that an engine lives; returns what it has to know, or None: register again.
 
         Args:
@@ -172,7 +158,7 @@ class TableService:
             self._registry.schedulers[engine_id] = scheduler
         ended = self._registry.take_ended(engine_id)
         holds = self._holds(engine_id)
-        return Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s, holds)
+        return messages.Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s, holds)
 
     def _holds(self, engine_id: str) -> list[tuple[str, int, float]]:
         memory = self._table.memory
@@ -227,13 +213,15 @@ class TableService:
 
     # --- turns -------------------------------------------------------------------------------
 
-    async def begin(self, asked: BeginTurn) -> TurnPlan | Unplaced | Refusal:
+    async def begin(
+        self, asked: messages.BeginTurn
+    ) -> messages.TurnPlan | messages.Unplaced | messages.Refusal:
         """Begin a turn; returns where its history is bound, or that it has to be placed."""
         if refusal := await self._recovery.not_ready():
             return refusal
         return await self._placing.begin(asked)
 
-    async def place(self, asked: PlaceTurn) -> TurnPlan | Refusal:
+    async def place(self, asked: messages.PlaceTurn) -> messages.TurnPlan | messages.Refusal:
         """Bind a history for which `begin` answered `Unplaced`; waits for room."""
         return await self._placing.place(asked)
 
@@ -241,7 +229,7 @@ class TableService:
         """Give up placing the turn that `begin` gave this claim."""
         self._placing.forgo(history_id, claim)
 
-    async def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
+    async def prefilled(self, plan: messages.TurnPlan, done: messages.Prefilled | None) -> None:
         """Note that the remote prefill is over; ``done`` is None if it failed."""
         self._running.prefilled(plan, done)
 
@@ -255,11 +243,13 @@ class TableService:
         """End a turn that did not complete."""
         self._running.abandon(turn, decoder_id, stats)
 
-    async def observe(self, timing: TurnTiming) -> None:
+    async def observe(self, timing: messages.TurnTiming) -> None:
         """Note how a turn ended, as its router saw it."""
         self._accounts.observed(timing)
 
-    async def report_tool(self, conversation_id: str, report: ToolReport) -> int | Refusal | None:
+    async def report_tool(
+        self, conversation_id: str, report: ToolReport
+    ) -> int | messages.Refusal | None:
         """Note that a conversation's tool begins or ends; returns how many of them run now.
 
         None if the conversation is unknown.
@@ -331,7 +321,7 @@ class TableService:
         newest = self._events.newest_of(conversation_id, SHOWN_EVENTS)
         return conversation_view(found, unix_s(), self._table.tools, newest)
 
-    async def events(self, query: EventQuery) -> EventPage:
+    async def events(self, query: messages.EventQuery) -> messages.EventPage:
         """Return what has happened, for `GET /v1/events`; may wait for it."""
         return await listen(self._events, query)
 
@@ -358,7 +348,9 @@ class TableService:
 
     # --- tools, for the manager of environments -----------------------------------------------
 
-    async def lifecycle(self, conversation_ids: list[str], pressure: HostPressure) -> Lifecycle:
+    async def lifecycle(
+        self, conversation_ids: list[str], pressure: HostPressure
+    ) -> messages.Lifecycle:
         """Return how conversations stand that have environments.
 
         Args:
@@ -366,10 +358,10 @@ class TableService:
         """
         self._host, self._host_told_s = pressure, time.monotonic()
         if not self._recovery.is_over:
-            return Lifecycle(self._events.first, None)
+            return messages.Lifecycle(self._events.first, None)
         waiting = self._admission.line.tickets(unix_s())
         found = standings(conversation_ids, self._table, waiting, self._pending)
-        return Lifecycle(self._events.first, found)
+        return messages.Lifecycle(self._events.first, found)
 
     async def note(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
         """Add an event of a conversation's tools."""

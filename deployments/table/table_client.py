@@ -13,25 +13,12 @@ from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.wire import SILENCE_S
+from deployments import messages
 from deployments.detached import ActorClient, Patience, actor_name, find_or_make
-from deployments.messages import (
-    BeginTurn,
-    EngineInfo,
-    EngineStarting,
-    EventPage,
-    EventQuery,
-    Heard,
-    Lifecycle,
-    PlaceTurn,
-    Prefilled,
-    TurnPlan,
-    TurnTiming,
-    Unplaced,
-)
 from deployments.table.table import TableService
 from hetero.energy import EngineEnergy
 
-Claimed = TypeVar("Claimed", TurnPlan | Unplaced, TurnPlan)
+Claimed = TypeVar("Claimed", messages.TurnPlan | messages.Unplaced, messages.TurnPlan)
 
 
 class TableUnavailable(Exception):
@@ -59,25 +46,25 @@ class TableClient(ActorClient):
 
     # --- of routers --------------------------------------------------------------------------
 
-    async def begin(self, asked: BeginTurn) -> TurnPlan | Unplaced:
+    async def begin(self, asked: messages.BeginTurn) -> messages.TurnPlan | messages.Unplaced:
         """Where this is cancelled, the turn is given back."""
         return await self._claimed(self._ask(_USUAL, TableService.begin, asked))
 
-    async def place(self, asked: PlaceTurn) -> TurnPlan:
+    async def place(self, asked: messages.PlaceTurn) -> messages.TurnPlan:
         """Where this is cancelled, the turn is given back."""
         return await self._claimed(self._ask(_USUAL, TableService.place, asked))
 
-    def forgo(self, placed: Unplaced) -> None:
+    def forgo(self, placed: messages.Unplaced) -> None:
         self._tell(TableService.forgo, placed.history_id, placed.claim)
 
-    def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
+    def prefilled(self, plan: messages.TurnPlan, done: messages.Prefilled | None) -> None:
         self._tell(TableService.prefilled, plan, done)
 
-    def abandon(self, plan: TurnPlan) -> None:
+    def abandon(self, plan: messages.TurnPlan) -> None:
         """End a turn that got to no decoder."""
         self._tell(TableService.abandon, plan.turn, None, None)
 
-    def observe(self, timing: TurnTiming) -> None:
+    def observe(self, timing: messages.TurnTiming) -> None:
         self._tell(TableService.observe, timing)
 
     def finish(self, history_id: str) -> None:
@@ -113,7 +100,7 @@ class TableClient(ActorClient):
     async def conversations(self, limit: int, tenant: str | None) -> bytes:
         return await self._ask(_USUAL, TableService.conversations, limit, tenant)
 
-    async def events(self, query: EventQuery) -> EventPage:
+    async def events(self, query: messages.EventQuery) -> messages.EventPage:
         patience = Patience(0.0, 2 * max(10.0, query.patience_s))
         return await self._ask(patience, TableService.events, query)
 
@@ -122,10 +109,10 @@ class TableClient(ActorClient):
 
     # --- of engines --------------------------------------------------------------------------
 
-    def engine_starting(self, engine: EngineStarting) -> None:
+    def engine_starting(self, engine: messages.EngineStarting) -> None:
         self._tell(TableService.engine_starting, engine)
 
-    async def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
+    async def register(self, engine: messages.EngineInfo) -> list[tuple[str, int]]:
         return await self._ask(_USUAL, TableService.register, engine)
 
     async def beat(
@@ -134,7 +121,7 @@ class TableClient(ActorClient):
         energy: EngineEnergy | None,
         load: EngineLoad | None,
         scheduler: SchedulerLoad | None = None,
-    ) -> Heard | None:
+    ) -> messages.Heard | None:
         return await self._ask(_USUAL, TableService.beat, engine_id, energy, load, scheduler)
 
     async def leave(self, engine_id: str, overdue: bool) -> bool:
@@ -151,7 +138,9 @@ class TableClient(ActorClient):
 
     # --- of the manager of environments ------------------------------------------------------
 
-    async def lifecycle(self, conversation_ids: list[str], pressure: HostPressure) -> Lifecycle:
+    async def lifecycle(
+        self, conversation_ids: list[str], pressure: HostPressure
+    ) -> messages.Lifecycle:
         return await self._ask(_NONE, TableService.lifecycle, conversation_ids, pressure)
 
     def note(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
@@ -171,7 +160,7 @@ class TableClient(ActorClient):
         if asking.cancelled() or asking.exception() is not None:
             return
         answer = asking.result()
-        if isinstance(answer, TurnPlan):
+        if isinstance(answer, messages.TurnPlan):
             self.abandon(answer)
         else:
             self.forgo(answer)
