@@ -1,4 +1,4 @@
-"""Answers with errors, and later where they took long to find.
+"""Answers with errors; refusals that took long to find come later.
 
 A request that is refused takes time of the threads and cores that all tokens come from. Where that
 was little, it is answered at once. Else its client waits for several times as long, so that of a

@@ -79,12 +79,7 @@ def counted_as_sent(request: ClientRequest) -> CountedPrompt | None:
 
 
 async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> CountedPrompt:
-    """Have an engine check a turn, and count its prompt.
-
-    Raises:
-        ApiError: the engine would refuse the turn.
-        EngineUnreachable: try another engine.
-    """
+    """Have an engine check a turn, and count its prompt."""
     checked = await upstream.check(url, request.engine_path, request.raw)
     prompts = checked.prompts
     lengths = [len(prompt) for prompt in prompts]

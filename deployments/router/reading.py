@@ -54,9 +54,6 @@ def whole_characters(raw: bytes) -> bytes:
     Clients cut texts within a pair, as JavaScript does by length. Python's JSON takes a half, and
     no tokenizer does: vLLM 0.29 would refuse the request, and each later one of the history.
     Recognition counts both as the same.
-
-    Args:
-        raw: in UTF-8; it need not be JSON.
     """
     if not raw.isascii() and _ENCODED.search(raw):
         try:
@@ -77,10 +74,7 @@ def _without_halves(escapes: re.Match[bytes]) -> bytes:
 async def read_body(
     headers: Mapping[str, str], receive: Receive, limit: int, *, short: bool = False
 ) -> bytes:
-    """Read a body of at most ``limit`` bytes to its end.
-
-    Args:
-        short: whether it has to come in less time, since it is no turn's.
+    """Read a body of at most ``limit`` bytes to its end. A ``short`` one is no turn's, and has less time.
 
     Raises:
         ApiError: 413, it is longer; 408, it is not whole in time.
@@ -115,14 +109,7 @@ async def _body(headers: Mapping[str, str], receive: Receive, limit: int) -> byt
 
 
 async def read_short(request: Request, most_bytes: int, empty: bytes = b"") -> Any:
-    """Return the JSON of a request that is no turn.
-
-    Args:
-        empty: the JSON of a request without a body.
-
-    Raises:
-        ApiError: it is too long, or slow, or not JSON.
-    """
+    """Return the JSON of a request that is no turn; ``empty`` is that of one without a body."""
     raw = await read_body(request.headers, request.receive, most_bytes, short=True)
     return _parsed(whole_characters(raw) or empty)
 
@@ -130,14 +117,8 @@ async def read_short(request: Request, most_bytes: int, empty: bytes = b"") -> A
 def read_json(raw: bytes, path: str, settings: Settings) -> tuple[bytes, dict[str, Any]]:
     """Parse a body, unless it holds too much to be parsed, or asks for another model.
 
-    Args:
-        path: a completion may hold token ids beside its values.
-
     Returns:
         Its JSON in whole characters, and the object.
-
-    Raises:
-        ApiError: 400 or 404.
     """
     raw = whole_characters(raw)
     if json.detect_encoding(raw) not in ("utf-8", "utf-8-sig"):
@@ -162,12 +143,9 @@ def _parsed(raw: bytes) -> Any:
 
 
 def changed_body(raw: bytes, body: dict[str, Any], own: dict[str, Any]) -> bytes:
-    """Return the JSON of ``own``, with the text of all members that it shares with ``body``.
+    """Return the JSON of ``own``, with the text that ``raw`` has of what it shares with ``body``.
 
     To write the strings of 8 MiB anew takes 170 ms, and Python does it in one go.
-
-    Args:
-        raw: the JSON of ``body``.
     """
     if own == body:
         return raw

@@ -92,9 +92,6 @@ async def read_request(
 ) -> ClientRequest:
     """Read a request to its end.
 
-    Args:
-        stored: finds the history of a turn that names a response; None where none can.
-
     Raises:
         ApiError: it is not one that can be served; the error says why.
         ClientDisconnect: the client left while it sent.

@@ -18,10 +18,7 @@ def own_media(body: dict[str, Any], salt: str | None) -> dict[str, Any]:
 
     vLLM keeps what it has made of an image under the ``uuid`` of its part, whatever the salt. A
     tenant that named another's image would get it to see. A name that this function has given stays
-    as it is: histories come back from decoders as these got them.
-
-    Args:
-        salt: the tenant's; None where there are no keys: names stay.
+    as it is: histories come back from decoders as these got them. Without keys, names stay.
 
     Returns:
         The same object, if no part has a name.

@@ -56,12 +56,7 @@ _CANCEL_GRACE_S = 10.0
 
 
 class TurnEndpoint:
-    """The ASGI endpoint of the paths that turns come by (`conserve.apis.TURN_PATHS`).
-
-    Attributes:
-        homes: where histories live, as far as this router knows.
-        systems: how long the system parts of prompts are.
-    """
+    """The ASGI endpoint of the paths that turns come by (`conserve.apis.TURN_PATHS`)."""
 
     def __init__(
         self,
@@ -122,7 +117,6 @@ class Turn:
 
     Args:
         arrived_s: when the request came, by `time.perf_counter`.
-        send: sends to the client.
     """
 
     def __init__(
@@ -430,12 +424,7 @@ class Turn:
     async def _relay(
         self, response: aiohttp.ClientResponse, decoder_id: str, decoder_url: str
     ) -> None:
-        """Pass a decoder's answer on to its end.
-
-        Raises:
-            ApiError: the decoder refuses the request.
-            EngineUnreachable: it is lost.
-        """
+        """Pass a decoder's answer on to its end; raises if it refuses the request, or is lost."""
         path = self._request.path
         if response.status != 200:
             error = await engine_error(response)

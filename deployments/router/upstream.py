@@ -125,12 +125,7 @@ class Upstream:
     def post(
         self, url: str, raw: bytes, headers: dict[str, str]
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Send a turn; the response's body is yet to be read.
-
-        Raises:
-            EngineUnreachable: also while the body is being read.
-            ApiError: 504, the engine was silent for too long.
-        """
+        """Send a turn; the response's body is yet to be read, which may fail in the same ways."""
         return self._exchange("POST", url, raw, headers)
 
     @asynccontextmanager

@@ -156,12 +156,7 @@ class TenantGate:
 
 @dataclass(eq=False)
 class Room:
-    """Admits pending turns as room comes free, and says what made room.
-
-    Attributes:
-        gate: counts pending turns, too.
-        pending: by the history; one each.
-    """
+    """Keeps the pending turns, one a history, and admits them as room comes free."""
 
     table: ConversationTable
     admission: Admission

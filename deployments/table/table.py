@@ -124,7 +124,6 @@ class TableService:
     # --- engines -----------------------------------------------------------------------------
 
     async def engine_starting(self, engine: messages.EngineStarting) -> None:
-        """Note what an engine does that still starts."""
         self._ensure_housekeeping()
         self._registry.start(engine, time.monotonic())
 
@@ -140,12 +139,7 @@ class TableService:
         load: EngineLoad | None = None,
         scheduler: SchedulerLoad | None = None,
     ) -> messages.Heard | None:
-        """Note that an engine lives; returns what it has to know, or None: register again.
-
-        Args:
-            energy: what its GPUs have used, where that is known.
-            scheduler: what its scheduler does, where that knows conversations.
-        """
+        """Note that an engine lives; returns what it has to know, or None: register again."""
         engine = self._registry.engine_beat(engine_id, time.monotonic())
         if engine is None:
             return None
@@ -172,14 +166,11 @@ class TableService:
         self._membership.lost(engine_id, why)
 
     async def leave(self, engine_id: str, overdue: bool) -> bool:
-        """Give an engine nothing new, since it is to end.
+        """Give an engine nothing new; returns whether it should stay, and ask again.
 
         Args:
             overdue: whether its time to drain is up. Then each of its histories is unbound, once
                 none of its turns runs.
-
-        Returns:
-            Whether it should stay and ask again, because of what it has.
         """
         return self._membership.leave(engine_id, overdue)
 
@@ -192,10 +183,8 @@ class TableService:
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
         """Return what a decoder has to know before it begins more; None: register again.
 
-        It waits for news for a beat.
-
         Args:
-            heard: the last notice that the decoder has obeyed.
+            heard: the last notice that the decoder has obeyed. For a newer one it waits for a beat.
         """
         return await self._reports.hear(decoder_id, registration, heard)
 
@@ -244,7 +233,6 @@ class TableService:
         self._running.abandon(turn, decoder_id, stats)
 
     async def observe(self, timing: messages.TurnTiming) -> None:
-        """Note how a turn ended, as its router saw it."""
         self._accounts.observed(timing)
 
     async def report_tool(
@@ -286,7 +274,6 @@ class TableService:
     # --- what can be asked -------------------------------------------------------------------
 
     async def router_beat(self, router_id: str) -> None:
-        """Note that a router lives."""
         self._ensure_housekeeping()
         self._registry.router_beat(router_id, time.monotonic())
 
@@ -342,7 +329,6 @@ class TableService:
         return b'{"object":"list","data":%b,"total":%d}' % (listed, total)
 
     async def metrics(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
         await self._look()
         return self._accounts.metrics.render()
 
@@ -364,7 +350,6 @@ class TableService:
         return messages.Lifecycle(self._events.first, found)
 
     async def note(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
-        """Add an event of a conversation's tools."""
         self._events.add(kind, conversation_id, **details)
 
     # --- housekeeping ------------------------------------------------------------------------
