@@ -74,7 +74,7 @@ def _without_halves(escapes: re.Match[bytes]) -> bytes:
 async def read_body(
     headers: Mapping[str, str], receive: Receive, limit: int, *, short: bool = False
 ) -> bytes:
-    """Read a body of at most ``limit`` bytes to its end. A ``short`` one is no turn's, and has less time.
+    """Read a body of at most ``limit`` bytes to its end; a ``short`` one has less time.
 
     Raises:
         ApiError: 413, it is longer; 408, it is not whole in time.
