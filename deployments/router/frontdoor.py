@@ -24,7 +24,6 @@ from deployments.router.errors import TABLE_RESTARTING, error_response
 from deployments.router.events import Events
 from deployments.router.guard import Guard
 from deployments.router.openapi import Description
-from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Upstream
@@ -71,8 +70,10 @@ class FrontDoor:
         # How long prompt plus output may be; None until a decoder has said so.
         self._max_model_len: int | None = None
         upstream = Upstream(settings.turn_timeout_s)
-        turns = TurnEndpoint(settings, table, upstream, router_id, homes)
-        stored = StoredResponses(settings, table, upstream)
+        turns = TurnEndpoint(
+            settings, table, upstream, router_id, Homes() if homes is None else homes
+        )
+        stored = turns.stored
         tokens = TokensEndpoint(settings, table, upstream, stored)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(

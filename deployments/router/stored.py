@@ -7,6 +7,7 @@ the turn that it would be if its client had sent the history. It is served as th
 import asyncio
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,13 +31,13 @@ PREVIOUS = "previous_response_id"
 _MOST_LOOKED_UP = 16
 
 
+@dataclass(eq=False)
 class StoredResponses:
     """Finds responses at the decoders that have given them."""
 
-    def __init__(self, settings: Settings, table: TableClient, upstream: Upstream) -> None:
-        self._settings = settings
-        self._table = table
-        self._upstream = upstream
+    settings: Settings
+    table: TableClient
+    upstream: Upstream
 
     async def with_history(self, raw: bytes, tenant: str | None) -> tuple[bytes, str | None]:
         """Return a turn's body with its whole history, and the id of the conversation it continues.
@@ -68,10 +69,10 @@ class StoredResponses:
             conversation_id = conversation_id or named_id
         before = 0 if found is None else len(found.request) + len(found.response)
         whole = await understood(before + len(raw), _whole, body, found)
-        if len(whole) > self._settings.max_body_bytes:
+        if len(whole) > self.settings.max_body_bytes:
             raise ApiError(
                 413,
-                f"the body and its history are longer than {self._settings.max_body_bytes} bytes",
+                f"the body and its history are longer than {self.settings.max_body_bytes} bytes",
                 "body_too_long",
             )
         assert conversation_id is not None
@@ -111,7 +112,7 @@ class StoredResponses:
                 looked_up.append(found)
                 # A response takes as long to read as a body.
                 size = sum(len(one.request) + len(one.response) for one in looked_up)
-                if len(looked_up) > _MOST_LOOKED_UP or size > 2 * self._settings.max_body_bytes:
+                if len(looked_up) > _MOST_LOOKED_UP or size > 2 * self.settings.max_body_bytes:
                     raise ApiError(
                         400,
                         f"{where}: the items that are named are of too many responses, or of too "
@@ -172,7 +173,7 @@ class StoredResponses:
     async def _ask_decoders(self, method: Any, response_id: str, tenant: str | None) -> list[bytes]:
         if not _ID.fullmatch(response_id):
             return []
-        engines = await self._table.engines()
+        engines = await self.table.engines()
         urls = [engine["url"] for engine in engines if engine["hosts"]]
         asked = [self._ask(method, url, response_id, tenant) for url in urls]
         return [told for told in await asyncio.gather(*asked) if told is not None]
@@ -181,7 +182,7 @@ class StoredResponses:
         self, method: Any, url: str, response_id: str, tenant: str | None
     ) -> bytes | None:
         try:
-            return await self._upstream.stored(method, url, response_id, tenant)
+            return await self.upstream.stored(method, url, response_id, tenant)
         except EngineUnreachable:
             return None  # Its responses are gone with it.
 

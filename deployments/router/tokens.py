@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -43,22 +44,16 @@ _Judged = Callable[[str | None, Settings, bytes], bytes]
 _T = TypeVar("_T")
 
 
+@dataclass(eq=False)
 class TokensEndpoint:
     """Has a body judged, then answered by an engine."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        table: TableClient,
-        upstream: Upstream,
-        stored: StoredResponses,
-    ) -> None:
-        self._settings = settings
-        self._table = table
-        self._upstream = upstream
-        self._stored = stored
-        self._free = asyncio.Semaphore(_AT_A_TIME)
-        self._waiting = 0
+    settings: Settings
+    table: TableClient
+    upstream: Upstream
+    stored: StoredResponses
+    _free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_A_TIME))
+    _waiting: int = 0
 
     async def serve(self, request: Request) -> Response:
         """Answer on one of `TOKEN_PATHS`."""
@@ -70,10 +65,10 @@ class TokensEndpoint:
 
     async def _counted(self, request: Request) -> Response:
         scope = {**request.scope, "path": RESPONSES}
-        turn = await read_request(scope, request.receive, self._settings, self._stored)
+        turn = await read_request(scope, request.receive, self.settings, self.stored)
         async with self._one_of_few():
             checked = await self._ask(
-                RESPONSES, lambda url: self._upstream.check(url, RESPONSES, turn.raw)
+                RESPONSES, lambda url: self.upstream.check(url, RESPONSES, turn.raw)
             )
         tokens = sum(map(len, checked.prompts))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
@@ -81,14 +76,14 @@ class TokensEndpoint:
     async def _answered(self, request: Request) -> Response:
         path = request.url.path
         judged, most_bytes = _JUDGED[path]
-        longest = self._settings.max_body_bytes
+        longest = self.settings.max_body_bytes
         limit = longest if most_bytes is None else min(most_bytes, longest)
         raw = await read_body(request.headers, request.receive, limit)
         caller = caller_of(request.scope)
         salt = None if caller is None else caller.cache_salt
-        asked = await understood(len(raw), judged, salt, self._settings, raw)
+        asked = await understood(len(raw), judged, salt, self.settings, raw)
         async with self._one_of_few():
-            answer = await self._ask(path, lambda url: self._upstream.answered(url + path, asked))
+            answer = await self._ask(path, lambda url: self.upstream.answered(url + path, asked))
         return Response(answer, media_type="application/json")
 
     @asynccontextmanager
@@ -109,7 +104,7 @@ class TokensEndpoint:
             self._free.release()
 
     async def _ask(self, path: str, ask: Callable[[str], Awaitable[_T]]) -> _T:
-        for engine in by_leisure(await self._table.engines())[:_ATTEMPTS]:
+        for engine in by_leisure(await self.table.engines())[:_ATTEMPTS]:
             try:
                 return await ask(engine["url"])
             except EngineUnreachable as error:

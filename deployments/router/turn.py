@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -55,29 +55,24 @@ _REPLACEMENT_POLL_S = 1.0
 _CANCEL_GRACE_S = 10.0
 
 
+@dataclass(eq=False)
 class TurnEndpoint:
     """The ASGI endpoint of the paths that turns come by (`conserve.apis.TURN_PATHS`)."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        table: TableClient,
-        upstream: Upstream,
-        router_id: str,
-        homes: Homes | None = None,
-    ) -> None:
-        self.settings = settings
-        self.table = table
-        self.upstream = upstream
-        self.router_id = router_id
-        self.homes = Homes() if homes is None else homes
-        self.systems = SystemLengths(upstream, settings.volatile_text)
-        self._stored = StoredResponses(settings, table, upstream)
+    settings: Settings
+    table: TableClient
+    upstream: Upstream
+    router_id: str
+    homes: Homes = field(default_factory=Homes)
+
+    def __post_init__(self) -> None:
+        self.systems = SystemLengths(self.upstream, self.settings.volatile_text)
+        self.stored = StoredResponses(self.settings, self.table, self.upstream)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()
         try:
-            request = await read_request(scope, receive, self.settings, self._stored)
+            request = await read_request(scope, receive, self.settings, self.stored)
         except ClientDisconnect:
             return
         except ApiError as error:

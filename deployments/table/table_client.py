@@ -37,7 +37,8 @@ class TableClient(ActorClient):
     """A caller's end of the table. Its methods are those of `TableService`, which describes them.
 
     All that return something raise `TableUnavailable` if the table stays down or does not answer,
-    and `ApiError` if it refuses. Those that return nothing do not wait for an answer.
+    and `ApiError` if it refuses. Those that return nothing do not wait for an answer. A turn whose
+    caller of `begin` or `place` is cancelled is given back.
     """
 
     def __init__(self, application: str, settings: Settings) -> None:
@@ -47,11 +48,9 @@ class TableClient(ActorClient):
     # --- of routers --------------------------------------------------------------------------
 
     async def begin(self, asked: messages.BeginTurn) -> messages.TurnPlan | messages.Unplaced:
-        """Where this is cancelled, the turn is given back."""
         return await self._claimed(self._ask(_USUAL, TableService.begin, asked))
 
     async def place(self, asked: messages.PlaceTurn) -> messages.TurnPlan:
-        """Where this is cancelled, the turn is given back."""
         return await self._claimed(self._ask(_USUAL, TableService.place, asked))
 
     def forgo(self, placed: messages.Unplaced) -> None:
