@@ -33,7 +33,7 @@ from conserve.wire import BEAT_S, SILENCE_S
 from deployments import messages
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
-from deployments.table.listeners import LOOK_S, Listeners, Reports
+from deployments.table.listeners import LOOK_S, Listeners
 from deployments.table.membership import Membership, Recovery
 from deployments.table.placing import Placing
 from deployments.table.registry import Registry
@@ -91,8 +91,7 @@ class TableService:
         self._running = RunningTurns(
             settings, self._table, self._registry, self._accounts, self._room
         )
-        self._listeners = Listeners(self._table.notices)
-        self._reports = Reports(self._table, self._registry, self._listeners, self._running)
+        self._listeners = Listeners(self._table, self._registry, self._running)
         self._placing = Placing(
             settings.queue_timeout_s,
             self._table,
@@ -186,7 +185,7 @@ class TableService:
         Args:
             heard: the last notice that the decoder has obeyed. For a newer one it waits for a beat.
         """
-        return await self._reports.hear(decoder_id, registration, heard)
+        return await self._listeners.hear(decoder_id, registration, heard)
 
     async def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
         """Note what a decoder has done.
@@ -194,7 +193,7 @@ class TableService:
         Returns:
             Whether turns that begin now leave their KV in host memory; None: register again.
         """
-        return self._reports.take(decoder_id, registration, report)
+        return self._listeners.report(decoder_id, registration, report)
 
     async def _look(self) -> None:
         """Wait until all that decoders had done by now is known, or for a while."""
