@@ -130,9 +130,10 @@ def _understood(
         # A name that the router gives is the same one, whichever decoder goes on with it.
         named = {"request_id": f"resp_{secrets.token_hex(16)}"}
         own = canonical({name: value for name, value in own.items() if name not in named}) | named
-    own = with_salt(own_media(_forwarded(own, settings), salt), salt)
-    raw = changed_body(raw, body, own)
+    own = _forwarded(own, settings)
     takes_room_left = _asks_by_default(headers, body)
+    own = with_salt(own_media(own, salt), salt)
+    raw = changed_body(raw, body, own)
     chat = apis.is_dialogue(path)
     chain: Chain | None = None
     if chat:
