@@ -12,7 +12,7 @@ from conserve.environments.spec import MOST_STDIN_CHARS
 from conserve.errors import ApiError
 from deployments.environments.client import EnvironmentClient
 from deployments.router.access import caller_of
-from deployments.router.reading import read_short
+from deployments.router.reading import disconnected, read_short
 from deployments.router.tool_reports import read_report
 from deployments.table.table_client import TableClient
 
@@ -75,22 +75,19 @@ class Conversations:
         return Response(listed, media_type="application/json")
 
     async def _show(self, request: Request) -> Response:
-        id_ = identity.scoped(_tenant(request), request.path_params["id"])
-        found = await self._table.conversation(id_)
+        found = await self._table.conversation(_id(request))
         if found is None:
             raise _unknown_conversation()
         return JSONResponse(found)
 
     async def _release(self, request: Request) -> Response:
-        conversation_id = request.path_params["id"]
-        if not await self._table.release(identity.scoped(_tenant(request), conversation_id)):
+        if not await self._table.release(_id(request)):
             raise _unknown_conversation()
-        return JSONResponse(
-            {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
-        )
+        own_id = request.path_params["id"]
+        return JSONResponse({"id": own_id, "object": "conversation.deleted", "deleted": True})
 
     async def _report_tool(self, request: Request) -> Response:
-        id_ = identity.scoped(_tenant(request), request.path_params["id"])
+        id_ = _id(request)
         report = read_report(await _short_object(request))
         running = await self._table.report_tool(id_, report)
         if running is None:
@@ -145,7 +142,7 @@ class Conversations:
         running = asyncio.ensure_future(
             client.run(conversation_id, request.path_params["env"], body)
         )
-        left = asyncio.ensure_future(_leaves(request))
+        left = asyncio.ensure_future(disconnected(request.receive))
         try:
             await asyncio.wait([running, left], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
@@ -156,15 +153,15 @@ class Conversations:
                 task.cancel()
 
     def _asked(self, request: Request) -> tuple[EnvironmentClient, str]:
-        tenant = _tenant(request)
+        conversation_id = _id(request)
         if self._environments is None:
             raise _OFF
-        return self._environments, identity.scoped(tenant, request.path_params["id"])
+        return self._environments, conversation_id
 
 
-async def _leaves(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _id(request: Request) -> str:
+    """Return the id in a path, as it is kept."""
+    return identity.scoped(_tenant(request), request.path_params["id"])
 
 
 def _tenant(request: Request) -> str | None:

@@ -108,6 +108,12 @@ async def _body(headers: Mapping[str, str], receive: Receive, limit: int) -> byt
             await asyncio.sleep(len(parts[-1]) / _PACE_BYTES_S)
 
 
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client of a request that was read has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def read_short(request: Request, most_bytes: int, empty: bytes = b"") -> Any:
     """Return the JSON of a request that is no turn; ``empty`` is that of one without a body."""
     raw = await read_body(request.headers, request.receive, most_bytes, short=True)

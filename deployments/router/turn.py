@@ -36,6 +36,7 @@ from deployments.router.answer import (
 )
 from deployments.router.errors import TABLE_RESTARTING, RawHeaders, hold_back, refuse
 from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt, counted_as_sent
+from deployments.router.reading import disconnected
 from deployments.router.request import ClientRequest, read_request
 from deployments.router.stored import StoredResponses
 from deployments.router.stream_record import StreamRecord
@@ -143,7 +144,7 @@ class Turn:
     async def run(self, receive: Receive) -> None:
         """Serve the turn to its end, whatever that is, or until its client leaves."""
         serving = asyncio.ensure_future(self._serve())
-        leaving = asyncio.ensure_future(_disconnected(receive))
+        leaving = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
@@ -532,8 +533,3 @@ def _token_ids(asked: ClientRequest, prompt: Any) -> bytes:
     if "cache_salt" in asked.body:
         body["cache_salt"] = asked.body["cache_salt"]
     return json.dumps(body).encode()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
