@@ -448,8 +448,8 @@ def at_the_door(
     door = FrontDoor(Settings(), Table("d1"), "router")  # type: ignore[arg-type]
     for route in door._paths.routes:
         owner = getattr(route.endpoint, "__self__", None)  # type: ignore[attr-defined]
-        if upstream is not None and hasattr(owner, "_upstream"):
-            owner._upstream = upstream
+        if upstream is not None and hasattr(owner, "upstream"):
+            owner.upstream = upstream
     given = {"content-type": "application/json", **headers}
     scope = {
         "path": path,
