@@ -13,7 +13,6 @@ from typing import Any
 from conserve import apis, items
 from conserve.errors import ApiError
 from conserve.items import ITEMS_A_PART
-from conserve.served import CHAT_ROLES_TO_JUDGE, require_served, require_served_message
 
 # Entries of lists and objects in all, at whatever depth, token ids aside.
 MOST_VALUES = 65_536
@@ -42,6 +41,16 @@ MOST_TOOL_CHARS = 64 * 1024
 # What is counted at a time, while other threads wait.
 _PIECE_BYTES = 64 * 1024
 _LARGEST_TOKEN_ID = 2**31 - 1
+# vLLM 0.29 takes larger whole numbers for many a parameter (``stream_interval``, ``vllm_xargs``),
+# and then cannot write them into the message for its core: 500.
+_LEAST_NUMBER, _MOST_NUMBER = -(2**63), 2**63 - 1
+# These are the prompt, or are compiled: their numbers are text by then.
+_AS_TEXT = frozenset(
+    (
+        *("messages", "prompt", "tools", "functions", "documents", "chat_template_kwargs"),
+        *("response_format", "structured_outputs", "system", "input", "output_config", "text"),
+    )
+)
 # `dict | list` would be made anew for every value.
 _CONTAINER = (dict, list)
 # The engine looks at each of these in one go, or at each output token.
@@ -111,19 +120,13 @@ def check(body: Mapping[str, Any], path: str) -> None:
     if path == apis.COMPLETIONS:
         prompts = _check_prompt(body.get("prompt"))
         body = {name: value for name, value in body.items() if name != "prompt"}
-    _check_values(body)
+    has_messages = path not in (apis.COMPLETIONS, apis.RESPONSES)
+    _check_values(body, has_messages)
     if path == apis.RESPONSES:
         _check_count(items.response_items(body), items.MOST_RESPONSE_ITEMS, "input", "items")
         items.check_response_tools(body)
-    elif path != apis.COMPLETIONS:
-        _check_messages(body.get("messages"))
-        if apis.is_anthropic(path):
-            _check_count(items.message_items(body), MOST_ITEMS, "messages", "messages")
-        else:
-            for position, message in enumerate(body["messages"]):
-                if message["role"] in CHAT_ROLES_TO_JUDGE:
-                    require_served_message(message, f"messages[{position}]")
-    require_served(body, path)
+    elif apis.is_anthropic(path):
+        _check_count(items.message_items(body), MOST_ITEMS, "messages", "messages")
     for name, most in _MOST_ENTRIES.items():
         _check_entries(name, body.get(name), most)
     if not isinstance(body.get("structured_outputs"), dict | None):
@@ -172,9 +175,7 @@ def check_tokenize(body: Mapping[str, Any], length: int) -> None:
         raise ApiError(400, "send a prompt, which is a string, or messages", param="prompt")
     if prompt is not None and not isinstance(prompt, str):
         raise ApiError(400, "prompt must be a string; send one at a time", param="prompt")
-    _check_values(body)
-    if messages is not None:
-        _check_messages(messages)
+    _check_values(body, messages is not None)
     _check_entries("tools", body.get("tools"), _MOST_ENTRIES["tools"])
     # The engine would make a truth value of "yes" and of 1.
     if body.get("return_token_strs", False) not in (None, False) and length > MOST_TOKEN_STRS_BYTES:
@@ -222,11 +223,37 @@ def _check_tool_grammars(body: Mapping[str, Any]) -> None:
         )
 
 
-def _check_values(body: Mapping[str, Any]) -> None:
+def _check_values(body: Mapping[str, Any], has_messages: bool = False) -> None:
+    """Bound how many values a request holds, how deep, and its numbers.
+
+    Args:
+        has_messages: whether its messages have to be a chat's, and are looked at as such.
+    """
+    if has_messages and "messages" not in body:
+        raise _no_messages()
     left = MOST_VALUES - len(body)
     for name, value in body.items():
-        level, depth = [value] if isinstance(value, _CONTAINER) else [], 1
-        while level:
+        level, depth = [value], 1
+        if has_messages and name == "messages":
+            entries, level = _in_messages(value)
+            left, depth = left - entries, 3
+        while True:
+            if left < 0:
+                raise ApiError(
+                    400,
+                    f"a request may hold {MOST_VALUES} values in all, and this one exceeds that "
+                    f"in {name[:64]}; send fewer messages, or text instead of structure",
+                    param=name[:64],
+                )
+            if name not in _AS_TEXT and any(map(_takes_more_than_64_bits, level)):
+                raise ApiError(
+                    400,
+                    f"{name} has a number that takes more than 64 bits; send a smaller one",
+                    param=name,
+                )
+            level = [one for one in level if isinstance(one, _CONTAINER)]
+            if not level:
+                break
             depth += 1
             if depth > DEEPEST:
                 raise ApiError(
@@ -236,25 +263,21 @@ def _check_values(body: Mapping[str, Any]) -> None:
                     param=name[:64],
                 )
             left -= sum(map(len, level))
-            if left < 0:
-                raise ApiError(
-                    400,
-                    f"a request may hold {MOST_VALUES} values in all, and this one exceeds that "
-                    f"in {name[:64]}; send fewer messages, or text instead of structure",
-                    param=name[:64],
-                )
             level = [
-                inner
-                for one in level
-                for inner in (one.values() if isinstance(one, dict) else one)
-                if isinstance(inner, _CONTAINER)
+                inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
             ]
 
 
-def _check_messages(messages: Any) -> None:
+def _takes_more_than_64_bits(value: Any) -> bool:
+    return isinstance(value, int) and not _LEAST_NUMBER <= value <= _MOST_NUMBER
+
+
+def _in_messages(messages: Any) -> tuple[int, list[Any]]:
+    """Judge a chat's messages; return how many values they have, and the containers among these."""
     if not isinstance(messages, list) or not messages:
-        raise ApiError(400, "messages must be a list with at least one message", param="messages")
-    items = len(messages)
+        raise _no_messages()
+    items = entries = len(messages)
+    within: list[Any] = []
     for position, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _unfit(f"messages[{position}] must be an object with a role")
@@ -270,6 +293,8 @@ def _check_messages(messages: Any) -> None:
         if not isinstance(calls, list | None):
             raise _unfit(f"messages[{position}].tool_calls must be a list")
         items += ITEMS_A_PART * len(calls or ())
+        entries += len(message)
+        within += [value for value in message.values() if isinstance(value, _CONTAINER)]
     if items > MOST_ITEMS:
         raise ApiError(
             400,
@@ -277,6 +302,11 @@ def _check_messages(messages: Any) -> None:
             f"call counts as {ITEMS_A_PART}, and this one has {items}; join or drop some",
             param="messages",
         )
+    return entries, within
+
+
+def _no_messages() -> ApiError:
+    return _unfit("messages must be a list with at least one message")
 
 
 def _unfit(what: str) -> ApiError:

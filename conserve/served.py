@@ -8,7 +8,7 @@ service tier) have no effect, and are let through.
 from collections.abc import Mapping
 from typing import Any
 
-from conserve.apis import CHAT, MESSAGES, is_anthropic
+from conserve.apis import CHAT, MESSAGES, RESPONSES, is_anthropic
 from conserve.errors import ApiError
 
 Json = dict[str, Any]
@@ -26,6 +26,13 @@ UNSERVED = {
         "container": "nothing is run beside the model; give it tools, and run them in the client",
         "mcp_servers": "connect to them from the client, and send their tools as tools",
     },
+    RESPONSES: {
+        "background": "a turn ends with its client's connection; stream it instead",
+        "conversation": "go on by previous_response_id, or send the whole history",
+        "context_management": "histories are not shortened here; send what is left of it",
+        "prompt": "no templates are kept here; send instructions and input",
+        "moderation": "call a moderation model from the client",
+    },
 }
 # Values of such fields that ask for nothing either.
 _ASK_NOTHING: dict[str, tuple[Any, ...]] = {
@@ -33,9 +40,14 @@ _ASK_NOTHING: dict[str, tuple[Any, ...]] = {
     "function_call": ("auto", "none"),
     "container": ({}, {"id": None}, {"skills": None}, {"id": None, "skills": None}),
     "mcp_servers": ([],),
+    "background": (False,),
+    "conversation": ("", {}),
+    "context_management": ([],),
+    "prompt": ({},),
+    "moderation": (False, {}),
 }
 # Roles of a chat's messages that may hold what is not served.
-CHAT_ROLES_TO_JUDGE = ("assistant", "function")
+_ROLES_TO_JUDGE = ("assistant", "function")
 # By Anthropic's schema any block may stand in any message. vLLM drops the others without a word.
 _BLOCKS = {
     "user": ("text", "image", "tool_result", "tool_reference"),
@@ -50,18 +62,26 @@ _IMAGE_SOURCES = ("base64", "url")
 _THINKING = ("thinking", "redacted_thinking")
 
 
-def require_served(body: Mapping[str, Any], path: str) -> None:
-    """Refuse a request that asks for what is not served.
-
-    Of its messages, `require_served_message` and `require_served_block` judge.
+def as_served(body: Json, path: str) -> Json:
+    """Return a request that says in vLLM's words what it says in the schema's.
 
     Args:
-        body: parsed from JSON.
+        body: parsed from JSON, and let through by `conserve.budget`; it is not changed.
         path: as `conserve.apis` has it.
 
+    Returns:
+        The same object, if there is nothing to say otherwise.
+
     Raises:
-        ApiError: 400; it names the field.
+        ApiError: 400, it asks for what is not served; the error names the field.
     """
+    _require_served(body, path)
+    if path == CHAT:
+        return _with_messages_served(_with_schema(body))
+    return _without_empty_end(body) if is_anthropic(path) else body
+
+
+def _require_served(body: Mapping[str, Any], path: str) -> None:
     messages = is_anthropic(path)
     for name, instead in UNSERVED.get(MESSAGES if messages else path, {}).items():
         asked = body.get(name)
@@ -82,30 +102,6 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind not in (None, plain):
             raise _unserved(f"tools[{position}].type", f"a tool of type {_shown(kind)}", instead)
-
-
-def require_served_message(message: Mapping[str, Any], where: str) -> None:
-    """Refuse a chat's message that vLLM would not show to the model as it is meant.
-
-    Args:
-        message: of one of `CHAT_ROLES_TO_JUDGE`.
-        where: its place in the request.
-
-    Raises:
-        ApiError: 400; it names the field.
-    """
-    if message["role"] == "function":
-        raise _unserved(f"{where}.role", "role function", "send role tool, with its tool_call_id")
-    if message.get("function_call") is not None:
-        raise _unserved(f"{where}.function_call", "it", "send tool_calls")
-    if message.get("audio") is not None:
-        raise _unserved(f"{where}.audio", "it", "send what it said as content")
-    calls = message.get("tool_calls")
-    for position, call in enumerate(calls if isinstance(calls, list) else ()):
-        kind = call.get("type") if isinstance(call, dict) else None
-        if kind not in (None, "function"):
-            field = f"{where}.tool_calls[{position}].type"
-            raise _unserved(field, f"a call of type {_shown(kind)}", "send calls of functions")
 
 
 def require_served_block(block: Mapping[str, Any], where: str, role: str) -> None:
@@ -185,21 +181,6 @@ def require_continuable(body: Mapping[str, Any]) -> None:
         )
 
 
-def as_served(body: Json, path: str) -> Json:
-    """A request that says in vLLM's words what it says in the schema's.
-
-    Args:
-        body: parsed from JSON; it is not changed.
-        path: as `conserve.apis` has it.
-
-    Returns:
-        The same object, if there is nothing to say otherwise.
-    """
-    if path == CHAT:
-        return _with_refusals(_with_schema(body))
-    return _without_empty_end(body) if is_anthropic(path) else body
-
-
 def _with_schema(body: Json) -> Json:
     """A chat whose answer is to be any JSON object, where the schema that it is to have is none."""
     wanted = body.get("response_format")
@@ -211,18 +192,34 @@ def _with_schema(body: Json) -> Json:
     return {**body, "response_format": {"type": "json_object"}}
 
 
-def _with_refusals(body: Json) -> Json:
-    """A chat in which answers that were refusals have those as their content."""
+def _with_messages_served(body: Json) -> Json:
+    """Judge a chat's messages, and make of answers that were refusals answers of that content."""
     messages = body["messages"]
-    if not any(message.get("refusal") for message in messages):
+    told = {}
+    for position, message in enumerate(messages):
+        if message["role"] in _ROLES_TO_JUDGE:
+            _require_served_message(message, f"messages[{position}]")
+        if message.get("refusal") and not message.get("content"):
+            told[position] = {**message, "content": message["refusal"]}
+    if not told:
         return body
-    told = [
-        {**message, "content": message["refusal"]}
-        if message.get("refusal") and not message.get("content")
-        else message
-        for message in messages
-    ]
-    return {**body, "messages": told}
+    return {**body, "messages": [told.get(at, message) for at, message in enumerate(messages)]}
+
+
+def _require_served_message(message: Mapping[str, Any], where: str) -> None:
+    """Refuse a chat's message that vLLM would not show to the model as it is meant."""
+    if message["role"] == "function":
+        raise _unserved(f"{where}.role", "role function", "send role tool, with its tool_call_id")
+    if message.get("function_call") is not None:
+        raise _unserved(f"{where}.function_call", "it", "send tool_calls")
+    if message.get("audio") is not None:
+        raise _unserved(f"{where}.audio", "it", "send what it said as content")
+    calls = message.get("tool_calls")
+    for position, call in enumerate(calls if isinstance(calls, list) else ()):
+        kind = call.get("type") if isinstance(call, dict) else None
+        if kind not in (None, "function"):
+            field = f"{where}.tool_calls[{position}].type"
+            raise _unserved(field, f"a call of type {_shown(kind)}", "send calls of functions")
 
 
 def _without_empty_end(body: Json) -> Json:

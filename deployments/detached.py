@@ -1,13 +1,19 @@
-"""Actors that an application has one of: whoever asks first makes it, the others find it."""
+"""Makes, finds and calls the actors that an application, or a node of it, has one of."""
 
+import asyncio
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conserve.settings import Settings
-from deployments.messages import HEAD_NODE
+from deployments.messages import HEAD_NODE, Refusal, unrefused
+
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
 
 
 def actor_name(application: str, part: str, settings: Settings) -> str:
@@ -20,17 +26,25 @@ def actor_name(application: str, part: str, settings: Settings) -> str:
 
 
 def find_or_make(
-    kind: type, name: str, *arguments: Any, environment: Mapping[str, str] | None = None
+    kind: type,
+    name: str,
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
+    node_id: str | None = None,
 ) -> Any:
-    """The actor of this name, on the head node, where the routers are.
+    """Return the actor of this name; the first caller makes it.
 
     It outlives the replica that happened to start it, is restarted however often it dies, and has
-    to end itself when nobody is left who calls it.
+    to end itself when no caller is left.
 
     Args:
         kind: its class.
         environment: variables of its process.
+        node_id: the node that it runs on; None: the head node, where the routers are.
     """
+    place: dict[str, Any] = {"resources": {HEAD_NODE: 0.001}}
+    if node_id is not None:
+        place = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
     return (
         ray.remote(kind)
         .options(
@@ -41,9 +55,87 @@ def find_or_make(
             max_restarts=-1,
             max_concurrency=100_000,
             num_cpus=0,
-            # Other nodes may come and go.
-            resources={HEAD_NODE: 0.001},
             runtime_env={"env_vars": dict(environment)} if environment else None,
+            **place,
         )
         .remote(*arguments)
     )
+
+
+def call(
+    actor: Any,
+    method: Callable[Concatenate[Any, Given], Coroutine[Any, Any, Answer]],
+    *given: Given.args,
+    **named: Given.kwargs,
+) -> Any:
+    """Call a method of an actor's class; returns Ray's reference to the answer."""
+    return getattr(actor, method.__name__).remote(*given, **named)
+
+
+class Patience(NamedTuple):
+    """How long a caller waits, in seconds.
+
+    Attributes:
+        down_s: for an actor that is down.
+        answer_s: for one that lives and does not answer; None: without a bound, as with what waits
+            for room.
+    """
+
+    down_s: float = 30.0
+    answer_s: float | None = None
+
+
+class ActorClient:
+    """A caller's end of an actor: finds it, and finds it again once Ray has started it again."""
+
+    _actor: Any = None
+
+    def _connect(self) -> Any:
+        """Return the actor; `_actor` is None where it has to be found or made first."""
+        raise NotImplementedError
+
+    def _unavailable(self, why: str) -> Exception:
+        """Return the error for an actor that does not answer; ``why`` completes the sentence."""
+        raise NotImplementedError
+
+    async def _ask(
+        self,
+        patience: Patience,
+        method: Callable[Concatenate[Any, Given], Coroutine[Any, Any, Answer | Refusal]],
+        *given: Given.args,
+        **named: Given.kwargs,
+    ) -> Answer:
+        """Call a method that may be called twice, and wait for its answer.
+
+        Raises:
+            ApiError: the actor refuses.
+            Exception: what `_unavailable` makes of an actor that is silent, or stays down.
+        """
+        deadline_s = time.monotonic() + patience.down_s
+        while True:
+            try:
+                async with asyncio.timeout(patience.answer_s):
+                    answer: Answer | Refusal = await call(self._connect(), method, *given, **named)
+                    return unrefused(answer)
+            except TimeoutError:
+                if patience.answer_s is None:
+                    raise
+                why = f"did not answer within {patience.answer_s:g} s"
+                raise self._unavailable(why) from None
+            except ray.exceptions.RayActorError as error:
+                self._actor = None
+                if time.monotonic() > deadline_s:
+                    raise self._unavailable(f"is down: {type(error).__name__}") from error
+                await asyncio.sleep(0.1)
+
+    def _tell(
+        self,
+        method: Callable[Concatenate[Any, Given], Coroutine[Any, Any, Any]],
+        *given: Given.args,
+        **named: Given.kwargs,
+    ) -> None:
+        """Call a method without waiting: what it raises is dropped."""
+        try:
+            call(self._connect(), method, *given, **named)
+        except ray.exceptions.RayActorError:
+            self._actor = None

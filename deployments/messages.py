@@ -2,9 +2,10 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from conserve.environments import Standing
+from conserve.errors import ApiError
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.history import History, TurnKey
@@ -15,6 +16,8 @@ from conserve.wire import Role, StartPhase
 
 # Ray's name for a resource that the head node alone has.
 HEAD_NODE = "node:__internal_head__"
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +30,21 @@ class EngineInfo:
         pid: its process, on its node.
         capacity_tokens: its KV space.
         max_model_len: the longest that prompt plus output may be, in tokens.
-        holds: a decoder's live conversations, in case the table knows nothing of them.
-        tier: the kind of hardware that it runs on; see `hetero.tiers`.
-        gpus: UUIDs of its GPUs; none on a CPU, or where that is not known.
-        sm_slots: how many tenths of its GPU's SMs it has to itself, and how many SMs those are
-            (`sms`); 0: it runs on all.
-        leaving: whether it is to go, and takes nothing new.
+        holds: a decoder's live conversations, in case the table does not know them.
+        tier: its kind of hardware; see `hetero.tiers`.
+        gpus: UUIDs of its GPUs; empty where they are not known.
+        sm_slots: how many tenths of its GPU's SMs it has to itself; 0: it runs on all.
+        sms: how many SMs those are.
+        leaving: whether it is to end, and takes nothing new.
         max_batched_tokens: most tokens of one iteration, prefills' chunks included.
         host_tokens: how many tokens of KV its node's LMCache server has room for.
-        wanted_replicas: how many of its role a table has wanted last, as it has heard; a new
-            table goes on from there.
-        parked: what its turns have left of what it holds in host memory.
+        wanted_replicas: how many engines of its role the last table wanted; a new table goes on
+            from there.
+        parked: what its histories have in host memory.
         also_hosts: whether it is a prefiller that conversations are bound to as well.
-        registration: of a decoder that begins turns by itself, how often it has registered; 0: it
-            does not.
-        kind: what engines have in common whose work takes the same time.
-        handoffs: prompts' lengths in tokens, and by how many seconds each took longer when it was
+        registration: how often it has registered, if it begins turns by itself; else 0.
+        kind: engines of one kind take the same time for the same work.
+        handoffs: lengths of prompts in tokens, and how many seconds longer each took when it was
             handed over than when it was computed here, as tried at the engine's start.
     """
 
@@ -75,11 +77,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStarting:
-    """An engine replica that is not ready yet, and what it does now.
-
-    Attributes:
-        id: the Serve replica's unique id.
-    """
+    """An engine replica that is not ready yet, and what it does now."""
 
     id: str
     phase: StartPhase
@@ -107,11 +105,11 @@ class Heard:
     """The table's answer to an engine's beat.
 
     Attributes:
-        ended: conversations (and incarnations) that the engine is to forget.
+        ended: histories (and incarnations) that the engine is to forget.
         wanted_replicas: how many engines of its role there are to be.
         decided_s: when that was decided, or confirmed; Unix time.
-        holds: how long its engine is to hold what it has of histories, in seconds from now on, with
-            their incarnations.
+        holds: histories, their incarnations, and for how many seconds from now the engine is to
+            hold what it has of them.
     """
 
     ended: list[tuple[str, int]]
@@ -122,7 +120,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class TurnTenant:
-    """Tells whose turn it is, and what that tenant may have at a time."""
+    """A turn's tenant, and what it may have at a time."""
 
     name: str
     limits: Limits
@@ -130,13 +128,13 @@ class TurnTenant:
 
 @dataclass(frozen=True, slots=True)
 class EventQuery:
-    """Which events somebody wants to be told of.
+    """Asks for events.
 
     Attributes:
         after: the number of the last one that was told; None: of the newest there is.
-        kinds: of these alone; none: of all.
-        tenant: of this one's conversations alone; None: of all, and of engines.
-        conversation_id: of this one alone, scoped to its tenant.
+        kinds: empty: all kinds.
+        tenant: None: all conversations', and engines'.
+        conversation_id: scoped to its tenant; None: all.
         patience_s: how long to wait where there are none yet.
     """
 
@@ -149,7 +147,7 @@ class EventQuery:
 
 @dataclass(frozen=True, slots=True)
 class EventPage:
-    """Tells what has happened after a number.
+    """The events after a number.
 
     Attributes:
         newest: the number of the newest event, whether it was asked for or not.
@@ -168,12 +166,12 @@ class BeginTurn:
 
     Attributes:
         explicit_id: the conversation's, scoped to the tenant, if the client has stated it.
-        chain: of its messages; None for a completion, which is recognised by its id alone.
-        tenant: whose turn it is, where there are keys.
-        history_id: the history's, if this is not the turn's first attempt.
-        hints: what its client says beside its messages; None if nothing.
+        chain: None for a completion, which is recognised by its id alone.
+        tenant: None where there are no keys.
+        history_id: None on the turn's first attempt.
+        hints: None if its client has given none.
         refused_by: the decoder to which it went straight, in vain.
-        prompt_tokens: length of its prompt, where it seems to append much; None: not known.
+        prompt_tokens: None unless it seems to append much.
     """
 
     router_id: str
@@ -193,7 +191,6 @@ class PlaceTurn:
     Attributes:
         waited_s: how long ago its first request came.
         claim: that of `Unplaced`.
-        tenant: as in `BeginTurn`.
         opening: what is known of the prompt beside its length.
     """
 
@@ -208,13 +205,13 @@ class PlaceTurn:
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """Tells where a turn goes. ``prefiller_id`` is set where a remote prefill comes first.
+    """Tells where a turn goes; `prefiller_id` is set where a remote prefill comes first.
 
     Attributes:
         later: whether this decoder had a turn of the history before.
-        looks_up: whether LMCache may have more of the history than this decoder knows of.
-        root: of a history that begins, the digest of its first prompt, where that is a chat's.
-        points: of the same, those of its beginnings whose length is known (`Points.packed`).
+        looks_up: whether LMCache may have more of the history than this decoder.
+        root: the digest of the first prompt, of a chat's history that begins.
+        points: of a history that begins, its beginnings whose length is known (`Points.packed`).
         parks: whether it is to leave its prompt's KV in host memory.
         direct: whether the history's next turn may go to the decoder without asking.
     """
@@ -234,11 +231,12 @@ class TurnPlan:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Tells what a prefiller did: the prompt's length, and how much of its KV it found in LMCache.
+    """Tells what a prefiller did.
 
     Attributes:
-        cached_tokens: how much it found in LMCache and in its own cache; None if it does not say,
-            or there were several prompts.
+        lmcache_tokens: how much of the prompt's KV it found in LMCache.
+        cached_tokens: how much it found there and in its own cache; None if it does not say, or
+            there were several prompts.
     """
 
     prompt_tokens: int
@@ -251,11 +249,10 @@ class Unplaced:
     """A turn whose history is bound nowhere: count its prompt, then ask for a place.
 
     Attributes:
-        history_id: the history's.
         tokenizer_url: the HTTP server of an engine that can count.
         tokenizer_id: that engine's id.
         max_model_len: the longest that prompt plus output may be, in tokens.
-        claim: with it this turn, and no other of the conversation, is given up.
+        claim: gives up this turn, and no other of the conversation.
     """
 
     history_id: str
@@ -267,12 +264,25 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A turn that cannot be served now: `conserve.errors.ApiError`, as plain data."""
+    """`conserve.errors.ApiError` as plain data: what was asked for cannot be had now."""
 
     status: int
     message: str
     code: str
     retry_after_s: int | None = None
+
+
+def unrefused(answer: Answer | Refusal) -> Answer:
+    """Return an answer.
+
+    Raises:
+        ApiError: it is a refusal.
+    """
+    if isinstance(answer, Refusal):
+        raise ApiError(
+            answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s
+        )
+    return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +291,8 @@ class Lifecycle:
 
     Attributes:
         table: tells the table's lives apart.
-        standings: of those that it knows, of those asked for; None: it is being restarted, and does
-            not know yet.
+        standings: of those asked for that it knows; None: it is being restarted, and does not know
+            yet.
     """
 
     table: int
@@ -301,11 +311,11 @@ class TurnTiming:
         latency_s: time from the request's arrival to the answer's last byte.
         ttft_s: time to the first byte of a streamed answer; None if it was not streamed.
         tbt_s: gaps between a stream's parts.
-        turn: which it was; None if it was bound nowhere.
+        turn: None if it was bound nowhere.
         effective_ago_s: how long ago the first token of a chat's answer came that is not a tool
-            call; of an answer in one piece, the answer. Not a time: clocks of nodes differ.
+            call; of an answer in one piece, the answer. Not a time, since nodes' clocks differ.
         continued: how often its stream went on at another decoder.
-        tenant: whose it was, where there are keys.
+        tenant: None where there are no keys.
     """
 
     outcome: TurnOutcome

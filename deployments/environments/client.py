@@ -1,20 +1,16 @@
 """How routers call the manager of environments."""
 
 import asyncio
-import time
 import uuid
-from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import ray
 
 from conserve.errors import ApiError
 from conserve.settings import Settings
-from deployments.detached import actor_name, find_or_make
+from deployments.detached import ActorClient, Patience, actor_name, call, find_or_make
 from deployments.environments.service import EnvironmentService
-from deployments.messages import Refusal
-
-Given = ParamSpec("Given")
+from deployments.messages import unrefused
 
 _RESTARTING = ApiError(
     503,
@@ -29,10 +25,10 @@ _CUT = ApiError(
     "command_cut",
     retry_after_s=2,
 )
-_PATIENCE_S = 20.0
+_USUAL = Patience(20.0)
 
 
-class EnvironmentClient:
+class EnvironmentClient(ActorClient):
     """A router's end of the manager: makes the actor if it is the first, and finds it again.
 
     All methods that wait raise `ApiError` where what was asked for cannot be had, or the manager
@@ -43,23 +39,22 @@ class EnvironmentClient:
         self._application = application
         self._settings = settings
         self._name = actor_name(application, "environments", settings)
-        self._actor: Any = None
 
     async def declare(self, conversation_id: str, body: Any) -> Any:
         """See `Manager.declare`."""
-        return await self._ask(EnvironmentService.declare, conversation_id, body)
+        return await self._ask(_USUAL, EnvironmentService.declare, conversation_id, body)
 
     async def listed(self, conversation_id: str) -> Any:
         """See `Manager.listed`."""
-        return await self._ask(EnvironmentService.listed, conversation_id)
+        return await self._ask(_USUAL, EnvironmentService.listed, conversation_id)
 
     async def shown(self, conversation_id: str, name: str) -> Any:
         """See `Manager.shown`."""
-        return await self._ask(EnvironmentService.shown, conversation_id, name)
+        return await self._ask(_USUAL, EnvironmentService.shown, conversation_id, name)
 
     async def let_go(self, conversation_id: str, name: str) -> None:
         """See `Manager.let_go`."""
-        await self._ask(EnvironmentService.let_go, conversation_id, name)
+        await self._ask(_USUAL, EnvironmentService.let_go, conversation_id, name)
 
     async def run(self, conversation_id: str, name: str, body: Any) -> Any:
         """Have a command run; where this is cancelled, it is ended.
@@ -71,42 +66,23 @@ class EnvironmentClient:
         await self.shown(conversation_id, name)
         run_id = uuid.uuid4().hex
         try:
-            return _checked(await self._connect().run.remote(run_id, conversation_id, name, body))
+            running = call(
+                self._connect(), EnvironmentService.run, run_id, conversation_id, name, body
+            )
+            return unrefused(await running)
         except ray.exceptions.RayActorError:
             self._actor = None
             raise _CUT from None
         except asyncio.CancelledError:
-            self._connect().cut.remote(run_id)
+            self._tell(EnvironmentService.cut, run_id)
             raise
 
     def beat(self) -> None:
         """Tell the manager that a router lives; whether it hears is not awaited."""
-        try:
-            self._connect().beat.remote()
-        except ray.exceptions.RayActorError:
-            self._actor = None
+        self._tell(EnvironmentService.beat)
 
-    async def _ask(
-        self,
-        method: Callable[Concatenate[EnvironmentService, Given], Coroutine[Any, Any, Any]],
-        *given: Given.args,
-        **named: Given.kwargs,
-    ) -> Any:
-        """Call a method that may be called twice.
-
-        Raises:
-            ApiError: what was asked for cannot be had, or the manager stays away.
-        """
-        deadline_s = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                remote = getattr(self._connect(), method.__name__).remote
-                return _checked(await remote(*given, **named))
-            except ray.exceptions.RayActorError:
-                self._actor = None
-                if time.monotonic() > deadline_s:
-                    raise _RESTARTING from None
-                await asyncio.sleep(0.1)
+    def _unavailable(self, why: str) -> Exception:
+        return _RESTARTING
 
     def _connect(self) -> Any:
         if self._actor is None:
@@ -114,11 +90,3 @@ class EnvironmentClient:
                 EnvironmentService, self._name, self._settings, self._application
             )
         return self._actor
-
-
-def _checked(answer: Any) -> Any:
-    if isinstance(answer, Refusal):
-        raise ApiError(
-            answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s
-        )
-    return answer

@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conserve.settings import Settings
 from conserve.wire import BEAT_S
+from deployments.detached import ActorClient, Patience, call, find_or_make
 from deployments.messages import NodeCache
 from deployments.node.caches import CacheDirectory, SeenCaches
 from deployments.node.lmcache_server import Address, LMCacheServer, choose_address, require_nixl
@@ -40,6 +40,7 @@ _BEAT_TIMEOUT_S = 10.0
 _CACHES_PERIOD_S = 1.0
 _GPUS_PERIOD_S = 1.0
 _CACHE_TIMEOUT_S = 2.0
+_PATIENCE = Patience()
 
 
 class NodeService:
@@ -116,28 +117,11 @@ class NodeService:
         keeper = self._keeper()
         return await self._on_gpus(lambda: keeper.lease(gpu, engine_id, slots, time.monotonic()))
 
-    async def rebind_sm_slots(self, lease_id: int, asked_sms: int) -> SmLease:
-        """Change a lease to the smallest slot with at least so many SMs."""
-        keeper = self._keeper()
-        return await self._on_gpus(lambda: keeper.sm_ledger.rebind(lease_id, asked_sms))
-
-    async def split_sm_slots(
-        self, decode_id: int, prefill_id: int, asked_sms: int
-    ) -> tuple[SmLease, SmLease]:
-        """Move the border between decoding's lease and prefill's."""
-        keeper = self._keeper()
-        return await self._on_gpus(lambda: keeper.sm_ledger.split(decode_id, prefill_id, asked_sms))
-
     async def leave(self, engine_id: str) -> None:
         """An engine has ended: its SMs are free at once."""
         keeper = self._gpus
         if keeper is not None:
             await self._on_gpus(lambda: keeper.leave(engine_id))
-
-    async def release_sm_slots(self, lease_id: int) -> SmLease:
-        """End a lease."""
-        keeper = self._keeper()
-        return await self._on_gpus(lambda: keeper.sm_ledger.release(lease_id))
 
     def _keeper(self) -> GpuKeeper:
         if self._gpus is None:
@@ -207,7 +191,8 @@ class NodeService:
     async def _ask_node(self, name: str) -> None:
         try:
             actor = await asyncio.to_thread(ray.get_actor, name, namespace="serve")
-            cache = await asyncio.wait_for(actor.node_cache.remote(), _CACHE_TIMEOUT_S)
+            asked = call(actor, NodeService.node_cache)
+            cache = await asyncio.wait_for(asked, _CACHE_TIMEOUT_S)
         except (TimeoutError, ValueError, ray.exceptions.RayError):
             # Silent, dying or gone. If it lasts, the server is forgotten.
             return
@@ -256,7 +241,7 @@ class NodeNames:
         return name.startswith(self._prefix) and name.endswith(self._suffix)
 
 
-class NodeClient:
+class NodeClient(ActorClient):
     """An engine's end of its node's actor; makes the actor if it is the first."""
 
     def __init__(self, application: str, settings: Settings) -> None:
@@ -265,15 +250,16 @@ class NodeClient:
         self._names = NodeNames(application, settings)
         # Kept for the actor's next life; if there is one already, that has its own.
         self._address = choose_address(settings, ray.util.get_node_ip_address())
-        self._actor = self._connect()
         # Set when the engine knows its GPUs; before that by one that is to lease SMs of them.
         self.use: EngineUse | None = None
         # What these have used for it, from the last beat.
         self.energy: EngineEnergy | None = None
+        # An engine's workers look for the actor by its name.
+        self._connect()
 
     def prepare(self) -> None:
         """Have the node's LMCache server start, without waiting, for engines that are to come."""
-        self._actor.prepare.remote()
+        self._tell(NodeService.prepare)
 
     async def launch(self) -> Address:
         """Have the node's LMCache server started, and see to it that the actor lives on.
@@ -281,7 +267,7 @@ class NodeClient:
         Returns:
             Where the server will listen for this node's engines.
         """
-        self._address = await self._actor.launch.remote()
+        self._address = await self._ask(_PATIENCE, NodeService.launch)
         self.keep_beating()
         return self._address
 
@@ -293,7 +279,7 @@ class NodeClient:
     async def leave(self, engine_id: str) -> None:
         """Say that the engine has ended, so that nobody waits for its SMs."""
         self.use = None
-        await self._actor.leave.remote(engine_id)
+        await self._ask(_PATIENCE, NodeService.leave, engine_id)
 
     async def wait_until_healthy(self) -> None:
         """Return when the node's LMCache server answers.
@@ -301,7 +287,7 @@ class NodeClient:
         Raises:
             RuntimeError: it does not come up; says why.
         """
-        await self._actor.wait_until_healthy.remote()
+        await self._ask(_PATIENCE, NodeService.wait_until_healthy)
 
     def keep_beating(self) -> None:
         """Beat from now on, from a thread: loading a model blocks the event loop for minutes."""
@@ -311,31 +297,23 @@ class NodeClient:
         while True:
             time.sleep(BEAT_S)
             try:
-                beat = self._actor.beat.remote(self.use)
+                beat = call(self._connect(), NodeService.beat, self.use)
                 self.energy = ray.get(beat, timeout=_BEAT_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError:
                 logger.warning("the node actor does not answer")
             except ray.exceptions.RayActorError:
-                try:
-                    self._actor = self._connect()
-                except Exception as error:
-                    logger.warning("the node actor is down: %s", error)
+                self._actor = None
             except Exception:
                 # Without beats caps would be lifted, and the LMCache server would end.
                 logger.exception("a beat to the node actor failed")
 
+    def _unavailable(self, why: str) -> Exception:
+        return RuntimeError(f"the node's actor {why}")
+
     def _connect(self) -> Any:
-        return (
-            ray.remote(NodeService)
-            .options(
-                name=self._names.of(self._node_id),
-                namespace="serve",
-                get_if_exists=True,
-                lifetime="detached",
-                max_restarts=-1,
-                max_concurrency=1000,
-                num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(self._node_id, soft=False),
-            )
-            .remote(self._settings, self._address, self._names)
-        )
+        if self._actor is None:
+            self._actor = find_or_make(
+                NodeService, self.actor_name, self._settings, self._address, self._names,
+                node_id=self._node_id,
+            )  # fmt: skip
+        return self._actor

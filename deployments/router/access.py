@@ -1,4 +1,4 @@
-"""Decides who may ask for what: by keys, where there are any, and by where requests come from."""
+"""Lets requests in by their keys, where there are any, and by where they come from."""
 
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ from conserve.settings import Settings, SettingsError
 from conserve.tenants import Caller, KeyFileError, KeyRing, keyfile
 from deployments.router.guard import is_of_foreign_page
 
-# Whoever balances load over routers has no key, and learns nothing from it.
+# Load balancers have no key, and it tells nothing of tenants.
 _OPEN = ("/health",)
 # They tell of all tenants, and of the machine.
 _OPERATORS = ("/metrics", "/v1/engines", "/v1/events")
@@ -32,7 +32,7 @@ class Access:
         self._open_to_all = settings.unauthenticated
 
     def admit(self, scope: Scope) -> None:
-        """Let a request in, and note whose it is for `caller_of`.
+        """Let a request in, and note its caller.
 
         Raises:
             ApiError: it may not ask for this; nothing of a key is in the error.
@@ -57,7 +57,7 @@ class Access:
             )
         caller = self._keys.find(key, time.monotonic())
         if caller is None:
-            raise ApiError(401, "the API key is not good here, or not any more", "invalid_api_key")
+            raise ApiError(401, "the API key is unknown or revoked", "invalid_api_key")
         if operators and not caller.admin and not _is_here(scope):
             raise ApiError(
                 403, f"{scope['path']} is for admin keys, and not this one", "admin_key_required"
@@ -66,10 +66,10 @@ class Access:
 
 
 def require_keys(settings: Settings) -> None:
-    """Check that the key file is there, before engines are started in vain.
+    """Check the key file, before engines are started in vain.
 
     Raises:
-        SettingsError: it is not, or is not usable.
+        SettingsError: it is missing, or not usable.
     """
     if settings.keys_file is not None:
         try:
@@ -84,6 +84,12 @@ def caller_of(scope: Scope) -> Caller | None:
     return caller
 
 
+def tenant_of(scope: Scope) -> str | None:
+    """Return the tenant of a request that was let in; None where there are no keys."""
+    caller = caller_of(scope)
+    return None if caller is None else caller.tenant
+
+
 def _key(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "bearer" and token.strip():
@@ -95,5 +101,5 @@ def _is_here(scope: Scope) -> bool:
     # Behind a proxy on this machine it is the proxy's client, by X-Forwarded-For: uvicorn puts it
     # there, for peers on loopback.
     peer = scope.get("client")
-    # A page from elsewhere is here in a browser only, and reads what it is answered.
+    # A foreign page comes from a browser on this machine, and would read the answer.
     return peer is not None and is_loopback(peer[0]) and not is_of_foreign_page(scope)

@@ -1,4 +1,4 @@
-"""An engine's answer on its way to the client: bytes, passed on unread as they come."""
+"""Passes an engine's answer on to the client: bytes, as they come, unread."""
 
 import time
 from collections import deque
@@ -9,10 +9,8 @@ from starlette.types import Message, Send
 
 from conserve.apis import form_of, is_dialogue
 from conserve.errors import ApiError
-from deployments.router.responses import error_response
+from deployments.router.errors import RawHeaders, refuse
 from deployments.router.stream_record import END_OF_EVENT, StreamRecord
-
-RawHeaders = list[tuple[bytes, bytes]]
 
 
 class AnsweredWithError(Exception):
@@ -20,7 +18,7 @@ class AnsweredWithError(Exception):
 
 
 class StreamBroken(Exception):
-    """A stream that can be continued, or of which the client has nothing, has ended too soon.
+    """A stream has ended too soon that can be continued, or of which the client has nothing.
 
     Attributes:
         event: the error by which the engine ended it, if it did; the client does not have it.
@@ -32,20 +30,17 @@ class StreamBroken(Exception):
 
 
 class RelayedAnswer:
-    """Relays what a client gets for one turn, and sees of it what can be seen in passing.
+    """Relays a turn's answer, and measures what can be seen in passing.
 
     Args:
-        path: the turn's, see `conserve.apis`.
         arrived_s: when the request came, by `time.perf_counter`.
-        send: sends to the client.
         record: keeps what the client gets of a stream, for another engine to go on with; None if
             that is not wanted.
 
     Attributes:
-        started: whether the client has got something of it, so that it cannot be given anew.
+        started: whether the client has some of it, so that it cannot be given anew.
         streamed: whether it comes as events, and not in one piece.
-        ttft_s: time from the request to the first event of a streamed answer that shows that
-            something was generated; None if there was none.
+        ttft_s: time from the request to a stream's first event with output; None: none came.
         tbt_s: gaps between a stream's events that hold output.
         effective: whether it is a dialogue's, is complete and holds no tool call.
     """
@@ -64,9 +59,7 @@ class RelayedAnswer:
         self.ttft_s: float | None = None
         self.tbt_s: list[float] = []
         self.effective = False
-        # By any of the engines that it has come from.
         self._calls_tool = False
-        # How a stream begins, for the client.
         self._beginning: Message | None = None
 
     async def relay(self, response: aiohttp.ClientResponse, own_headers: RawHeaders) -> None:
@@ -74,14 +67,14 @@ class RelayedAnswer:
 
         Raises:
             AnsweredWithError: the engine could not go on, and has told the client.
-            StreamBroken: nor could it, and another one can; the client has not been told.
+            StreamBroken: it could not, and another one can; the client has not been told.
         """
         self.streamed = response.content_type == "text/event-stream"
         if self.streamed:
             await self._relay_stream(response, own_headers)
             return
-        # It is read whole before the first byte is sent, so that an engine's death can be made good
-        # elsewhere.
+        # It is read whole before the first byte is sent, so that another engine can serve the turn
+        # if this one dies.
         whole = await response.read()
         self.effective = is_dialogue(self._path) and self._form.tool_call not in whole
         self.started = True
@@ -126,8 +119,8 @@ class RelayedAnswer:
         if record is not None and not record.done and (record.can_resume or record.error):
             raise StreamBroken(record.error)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-        # Nothing may be awaited after that: the server takes the exchange for over, and this
-        # turn would count as one whose client has left.
+        # Nothing may be awaited after that: the server takes the exchange for over, and the turn
+        # would count as one whose client has left.
         if form.error in b"".join(ending):
             raise AnsweredWithError
         self.effective = is_dialogue(self._path) and not self._calls_tool
@@ -153,19 +146,6 @@ class RelayedAnswer:
             await self.end_with_event(error.event(self._path, self._events))
             return
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def refuse(error: ApiError, own_headers: RawHeaders, send: Send, path: str) -> None:
-    """Answer with an error and nothing else, in the shape of the path's API."""
-    response = error_response(error, path)
-    await send(
-        {
-            "type": "http.response.start",
-            "status": response.status_code,
-            "headers": [*response.raw_headers, *own_headers],
-        }
-    )
-    await send({"type": "http.response.body", "body": response.body})
 
 
 def _start(response: aiohttp.ClientResponse, headers: RawHeaders) -> Message:

@@ -1,4 +1,4 @@
-"""``GET /v1/events``: what happens at the boundaries of turns, as server-sent events."""
+"""Serves ``GET /v1/events``: what happens at the boundaries of turns, as server-sent events."""
 
 import asyncio
 import dataclasses
@@ -13,19 +13,19 @@ from conserve.events import KINDS
 from deployments.messages import EventQuery
 from deployments.table.table_client import TableClient, TableUnavailable
 
-# What has happened is put into words for each of them, by the table.
+# The table writes the events anew for each of them.
 _LISTENERS = 16
-# After so long without an event a comment says that all is well.
+# After so long without an event, a comment shows that the stream lives.
 _QUIET_S = 10.0
 _BROWSERS_HEADER = "last-event-id"
 MOST_DIGITS = 18
 
 
 class Events:
-    """Tells listeners what has happened, from when they come or from where they were.
+    """Tells listeners what happens, from now on or from where they were.
 
-    An event's ``id`` is its number, its ``event`` the kind, and its ``data`` is JSON. What is not
-    kept any more, for who asks too late, is counted by a ``missed`` event. A stream has no end.
+    An event's ``id`` is its number, its ``event`` the kind, and its ``data`` is JSON. A ``missed``
+    event counts those that are no longer kept. A stream has no end.
     """
 
     def __init__(self, table: TableClient) -> None:
@@ -33,11 +33,7 @@ class Events:
         self._listeners = 0
 
     async def serve(self, request: Request) -> Response:
-        """Answer a listener.
-
-        Raises:
-            ApiError: it asks for what is not there, or there are too many.
-        """
+        """Answer a listener."""
         after, kinds = _after(request), _kinds(request)
         tenant, own_id = (request.query_params.get(name) for name in ("tenant", "conversation"))
         conversation_id = None if own_id is None else identity.scoped(tenant, own_id)
@@ -75,7 +71,7 @@ class Events:
 
 
 def _after(request: Request) -> int | None:
-    """After which number to begin; None: with what happens from now on."""
+    """Return the number after which to begin; None: with what happens from now on."""
     text = request.headers.get(_BROWSERS_HEADER) or request.query_params.get("after")
     if text is None:
         return None

@@ -1,14 +1,12 @@
-"""Which requests a router hears at all, and which web pages may read its answers.
+"""Refuses requests of foreign web pages, and by other servers' names, and answers CORS.
 
-A browser sends a form or a text to any address, loopback included, without asking; what it may not
-send unasked is JSON. And a name of the page's own may come to stand for 127.0.0.1 (DNS rebinding):
-then the browser holds the router for the page's own server, but it sends that name. An address, or
-a name that no public DNS server can answer for, cannot be rebound.
+A browser sends a form or a text to any address, loopback included, without asking; it does not send
+JSON unasked. A name of the page's own may also come to stand for 127.0.0.1 (DNS rebinding). Then
+the browser takes the router for the page's own server, but sends that name. An address, or a name
+that no public DNS server can answer for, cannot be rebound.
 
-What a page of another origin may send and read is agreed between browser and server by CORS
-(https://fetch.spec.whatwg.org/#http-cors-protocol). Starlette's middleware for it takes a fixed
-list of origins, answers preflights as it decides itself, and refuses in plain text; here the guard
-has decided already.
+CORS (https://fetch.spec.whatwg.org/#http-cors-protocol) says what a page of another origin may send
+and read. Starlette's middleware for it takes a fixed list of origins, and refuses in plain text.
 """
 
 import ipaddress
@@ -22,15 +20,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conserve.errors import ApiError
 from conserve.loopback import is_loopback
-from deployments.router.answer import RawHeaders
-from deployments.router.responses import error_response
+from deployments.router.errors import RawHeaders, error_response
 
 _JSON = re.compile(
     r"\s*application/(?:json|[\w.!#$&^+-]+\+json)\s*(?:;|$)", re.IGNORECASE | re.ASCII
 )
-# Distributions' /etc/hosts give them to loopback. A name without a dot is in no public DNS.
+# Names that distributions' /etc/hosts give to loopback. No public DNS has a name without a dot.
 _LOOPBACK_NAMES = ("ip6-localhost", "ip6-loopback", "localhost4", "localhost6")
-# https://www.rfc-editor.org/rfc/rfc6761#section-6.3: browsers take it for loopback by themselves.
+# Browsers take it for loopback (https://www.rfc-editor.org/rfc/rfc6761#section-6.3).
 _LOOPBACK_DOMAIN = ".localhost"
 
 _EXPOSED = (
@@ -38,7 +35,7 @@ _EXPOSED = (
     "Retry-After, X-Should-Retry"
 )
 _METHODS = "GET, POST, DELETE"
-# As long as Chrome keeps a preflight's answer; others keep it longer.
+# Chrome keeps a preflight's answer for no longer.
 _PREFLIGHT_S = 7200
 _ASKED_HEADERS = "access-control-request-headers"
 _ASKED_METHOD = "access-control-request-method"
@@ -47,23 +44,21 @@ _FOREIGN_PAGE = "conserve.foreign_page"
 
 
 def is_of_foreign_page(scope: Scope) -> bool:
-    """Whether a web page sent a request that is of another origin than loopback's, or allowed."""
+    """Whether a web page sent a request, of an origin that is neither loopback's nor allowed."""
     return _FOREIGN_PAGE in scope
 
 
 class Guard:
-    """ASGI middleware that refuses what is not JSON and, on loopback, who comes by another name.
+    """ASGI middleware that refuses bodies other than JSON and, on loopback, other servers' names.
 
-    A page whose origin it lets use the router gets CORS headers with every answer, and its
-    preflights are answered here, since they come without a key.
+    A page that may use the router gets CORS headers with each answer. Its preflights are answered
+    here, since they come without a key.
 
     Args:
-        host: the address that the router listens on; where it is not loopback, names are not
-            checked.
-        allowed_hosts: names that are as good as loopback's, of a proxy on this machine.
-        keyed: whether requests need a key. Without one, a browser that reaches the router would
-            be all that a page of any origin needs, so elsewhere than on loopback too only pages
-            of loopback and of `allowed_hosts` may read answers.
+        host: the address that the router listens on; names are checked on loopback only.
+        allowed_hosts: names that count as loopback's, of a proxy on this machine.
+        keyed: whether requests need a key. Without keys, only pages of loopback and of
+            `allowed_hosts` may read answers, wherever the router listens.
     """
 
     def __init__(
@@ -98,7 +93,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _by_name(self, headers: Headers) -> ApiError | None:
-        """The refusal of a request that names another server, or comes from another's page."""
+        """Return the refusal of a request that names another server, or is a foreign page's."""
         if not self._checks_names:
             return None
         # HTTP/1.0 may come without a Host; browsers never do.
@@ -123,7 +118,7 @@ class Guard:
         return None
 
     def _readable_by(self, headers: Headers) -> str | None:
-        """The origin of the page that asks, if it may read the answer; None where there is none."""
+        """Return the origin of the page that asks, if it may read the answer."""
         origins = headers.getlist("origin")
         if len(origins) != 1 or not (self._any_page or self._is_our_page(origins[0])):
             return None
@@ -173,19 +168,19 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_unspecified(name: str) -> bool:
-    """Whether it is 0.0.0.0 or ``::``, by which a client reaches its own machine."""
+    """Whether a name is 0.0.0.0 or ``::``, by which a client reaches its own machine."""
     address = _address(name)
     return address is not None and address.is_unspecified
 
 
 def _preflight(origin: str, headers: Headers) -> Response:
-    """The answer to a browser that asks what a page of this origin may send."""
+    """Answer a browser that asks what a page of this origin may send."""
     allowed = {
         "Access-Control-Allow-Methods": _METHODS,
         "Access-Control-Max-Age": str(_PREFLIGHT_S),
     }
     if _ASKED_HEADERS in headers:
-        # Those that name conversations and hints are many, and `*` would not cover keys.
+        # Conversations and hints have many headers, and `*` would not cover keys.
         allowed["Access-Control-Allow-Headers"] = headers[_ASKED_HEADERS]
     if headers.get(_ASKED_NETWORK) == "true":
         allowed["Access-Control-Allow-Private-Network"] = "true"

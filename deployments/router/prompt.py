@@ -1,4 +1,4 @@
-"""A turn's prompt in tokens, by the model's own chat template and tokenizer."""
+"""Counts a turn's prompt in tokens, by the model's own chat template and tokenizer."""
 
 import asyncio
 import json
@@ -17,11 +17,11 @@ from conserve.recognition.apis import messages_of, tools_of
 from deployments.router.request import ClientRequest
 from deployments.router.upstream import EngineUnreachable, Upstream
 
-# Of the newest system parts, as many lengths are kept.
+# How many system parts' lengths are kept, the newest.
 _MOST_LENGTHS = 4096
-# Of longer requests it is not counted: nobody is to have a prompt counted twice to slow others.
+# Longer requests have it not counted: to count a prompt twice would slow others.
 _MOST_BYTES = 256 * 1024
-# By these a template may write tools and system messages otherwise, or not at all.
+# With these a template may write tools and system messages otherwise, or not at all.
 _WRITE_IT_OTHERWISE = (
     "chat_template_kwargs",
     "documents",
@@ -54,7 +54,7 @@ class CountedPrompt:
     multimodal: bool = False
 
     def followed_by(self, token_ids: list[int]) -> "CountedPrompt":
-        """The same with what was generated after it, where that can be put behind it."""
+        """Return the prompt with what was generated after it, where that can be put behind it."""
         prompt = self.prompt
         if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
             prompt = [*prompt, *token_ids]
@@ -79,15 +79,7 @@ def counted_as_sent(request: ClientRequest) -> CountedPrompt | None:
 
 
 async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> CountedPrompt:
-    """Have an engine check a turn, and count its prompt.
-
-    Args:
-        url: the engine's URL.
-
-    Raises:
-        ApiError: the engine would refuse the turn.
-        EngineUnreachable: try another engine.
-    """
+    """Have an engine check a turn, and count its prompt."""
     checked = await upstream.check(url, request.engine_path, request.raw)
     prompts = checked.prompts
     lengths = [len(prompt) for prompt in prompts]
@@ -96,11 +88,10 @@ async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> 
 
 
 class SystemLengths:
-    """How long the system parts of dialogues are: their tools and leading system messages.
+    """Keeps the lengths of system parts, which are tools and leading system messages.
 
-    An engine counts each once: the tokens that two prompts with that part and different messages
-    have in common, and the turn's own with them. What may be written otherwise though the digest is
-    the same is not counted.
+    An engine counts each once: the tokens that the turn's prompt and two others with that part have
+    in common. A part that may be written otherwise, though its digest is the same, is not counted.
 
     Args:
         volatile: kinds of text that are left out of digests; see `conserve.recognition.volatile`.
@@ -112,12 +103,7 @@ class SystemLengths:
         self._lengths: OrderedDict[Digest, int] = OrderedDict()
 
     async def length(self, request: ClientRequest, counted: CountedPrompt, url: str) -> int:
-        """The length of a turn's system part in tokens; 0 where it has none, or is not counted.
-
-        Args:
-            counted: its prompt.
-            url: of an engine that can count.
-        """
+        """Return a turn's system part's length in tokens; 0: it has none, or is not counted."""
         system = None if request.chain is None else request.chain.system
         if (
             system is None
@@ -137,7 +123,7 @@ class SystemLengths:
             except EngineUnreachable:
                 return 0
             except ApiError:
-                # It is for the account alone; the turn itself finds out what is wrong.
+                # Only the account needs it; the turn itself finds out what is wrong.
                 known = 0
             self._lengths[system] = known
             if len(self._lengths) > _MOST_LENGTHS:
@@ -146,7 +132,7 @@ class SystemLengths:
         return known
 
     async def _counted(self, request: ClientRequest, prompt: list[int], url: str) -> int:
-        # Whichever API it is, vLLM makes a chat of it.
+        # vLLM makes a chat of any API's turn.
         given = messages_of(request.path, request.body)
         chat: dict[str, Any] = {"model": request.model}
         if "chat_template" in request.body:
@@ -172,7 +158,7 @@ def _is_leading(message: Any) -> bool:
 
 
 def _common_length(one: list[int], other: list[int]) -> int:
-    """The length of the longest common beginning."""
+    """Return the length of the longest common beginning."""
     return bisect_left(
         range(1, min(len(one), len(other)) + 1), True, key=lambda n: one[:n] != other[:n]
     )

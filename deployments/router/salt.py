@@ -1,32 +1,36 @@
-"""Under which salt engines keep a prompt's KV: prompts with different salts never share any."""
+"""Salts prompts: engines share no KV between prompts with different salts."""
 
 import hashlib
 import json
 from typing import Any
 
 _FIELD = "cache_salt"
-# What LMCache 0.5.6 takes (`IPCCacheServerKey`); its connector fails the whole engine on any other,
-# in the scheduler.
+# LMCache 0.5.6 takes no others (`IPCCacheServerKey`): its connector fails the whole engine, in the
+# scheduler.
 _LONGEST = 128
 _UNFIT = frozenset("@/\\\0")
-# What holds parts.
+# Members that hold parts.
 _HOLDERS = ("content", "output")
 
 
-def own_media(messages: Any, salt: str) -> Any:
-    """Messages in which no part goes by a name that another tenant could give.
+def own_media(body: dict[str, Any], salt: str | None) -> dict[str, Any]:
+    """Return a request in which no part goes by a name that another tenant could give.
 
-    vLLM keeps what it has made of an image under the ``uuid`` of its part, whatever the salt: who
-    names another's gets it to see, and who names one first has others see it. A name that this has
-    given before stays: histories come back from decoders as these got them.
-
-    Args:
-        messages: of a chat or of Messages, or items of Responses; any JSON.
+    vLLM keeps what it has made of an image under the ``uuid`` of its part, whatever the salt. A
+    tenant that named another's image would get it to see. A name that this function has given stays
+    as it is: histories come back from decoders as these got them. Without keys, names stay.
 
     Returns:
         The same object, if no part has a name.
     """
-    return _each_owned(messages, salt)
+    if salt is None:
+        return body
+    changed = {
+        name: owned
+        for name in ("messages", "input")
+        if (owned := _each_owned(body.get(name), salt)) is not body.get(name)
+    }
+    return {**body, **changed} if changed else body
 
 
 def _each_owned(given: Any, salt: str) -> Any:
@@ -38,7 +42,7 @@ def _each_owned(given: Any, salt: str) -> Any:
 
 
 def _owned(one: Any, salt: str) -> Any:
-    """A message, an item or a part of either: parts stand in contents, and in outputs of tools."""
+    """Return a message, an item or a part; parts stand in contents, and in outputs of tools."""
     if not isinstance(one, dict):
         return one
     changed = {
@@ -63,31 +67,16 @@ def _hashed(salt: str, value: Any) -> str:
     return hashlib.sha256(json.dumps([salt, value]).encode()).hexdigest()[:32]
 
 
-def salted(raw: bytes, body: dict[str, Any], salt: str | None) -> tuple[bytes, dict[str, Any]]:
-    """A request's body, and the same parsed, with the salt that it is to have.
+def with_salt(body: dict[str, Any], salt: str | None) -> dict[str, Any]:
+    """Return a request with the salt that engines are to keep its KV under.
 
     Args:
-        salt: its tenant's, which replaces the client's; None where there are no keys: the client's
+        salt: its tenant's, which replaces the client's. None where there are no keys: the client's
             stays, and one that LMCache would not take is replaced by its hash.
     """
     given = body.get(_FIELD)
     if salt is None:
         if not isinstance(given, str) or not (len(given) > _LONGEST or _UNFIT & set(given)):
-            return raw, body
+            return body
         salt = hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
-    return with_member(raw, body, _FIELD, salt)
-
-
-def with_member(
-    raw: bytes, body: dict[str, Any], name: str, value: str
-) -> tuple[bytes, dict[str, Any]]:
-    """A request's body, and the same parsed, with one more member, or with another value of it.
-
-    Args:
-        name: letters and underlines, as are the letters and digits of ``value``.
-    """
-    own = {**body, name: value}
-    # A long history is not written anew for it. (In UTF-16, a zero follows the brace.)
-    if name not in body and body and raw[:1] == b"{" and raw[1:2] not in (b"", b"\0"):
-        return b'{"%s": "%s", ' % (name.encode(), value.encode()) + raw[1:], own
-    return json.dumps(own).encode(), own
+    return {**body, _FIELD: salt}

@@ -1,13 +1,13 @@
-"""Responses that decoders keep: by their ids, for their clients and for the turns that go on.
+"""Finds responses that decoders keep, by their ids, for clients and for turns that go on from them.
 
-A turn that goes on from a response by its id (``previous_response_id``), or that names items by
-theirs (``item_reference``), is made the turn that it would have been had its client sent the
-history: it is recognised, placed and served as that.
+A turn that names a response (``previous_response_id``) or its items (``item_reference``) is made
+the turn that it would be if its client had sent the history. It is served as that.
 """
 
 import asyncio
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,39 +19,33 @@ from conserve.errors import ApiError
 from conserve.items import REFERENCE, response_of
 from conserve.settings import Settings
 from deployments import answers
-from deployments.router.access import caller_of
+from deployments.router.access import tenant_of
+from deployments.router.errors import answer_response
 from deployments.router.reading import understood
-from deployments.router.responses import answer_response
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
 
-# Those that routers give; no other can be one, and this may stand in a URL.
+# Routers give no other ids, and these may stand in a URL.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 PREVIOUS = "previous_response_id"
-# A response is kept with all that came before it, so the newest has the items of the others. A
-# history that was edited again and again may need several.
+# A response is kept with its history, so the newest has the items of the others. A history that was
+# edited again and again may need several.
 _MOST_LOOKED_UP = 16
 
 
+@dataclass(eq=False)
 class StoredResponses:
-    """Finds responses at the decoders that have given them.
+    """Finds responses at the decoders that have given them."""
 
-    Args:
-        table: knows the decoders.
-    """
-
-    def __init__(self, settings: Settings, table: TableClient, upstream: Upstream) -> None:
-        self._settings = settings
-        self._table = table
-        self._upstream = upstream
+    settings: Settings
+    table: TableClient
+    upstream: Upstream
 
     async def with_history(self, raw: bytes, tenant: str | None) -> tuple[bytes, str | None]:
-        """A turn's body with all of its history, and the id of the conversation that it goes on.
+        """Return a turn's body with its whole history, and the id of the conversation it continues.
 
         Args:
-            raw: JSON in UTF-8, as its client has sent it; where it names no response, it stays as
-                it is, and the id is None.
-            tenant: whose it is, where there are keys.
+            raw: as its client has sent it. If it names no response, it is returned, with None.
 
         Raises:
             ApiError: there is no such response, or the body is too large to look for one.
@@ -77,10 +71,10 @@ class StoredResponses:
             conversation_id = conversation_id or named_id
         before = 0 if found is None else len(found.request) + len(found.response)
         whole = await understood(before + len(raw), _whole, body, found)
-        if len(whole) > self._settings.max_body_bytes:
+        if len(whole) > self.settings.max_body_bytes:
             raise ApiError(
                 413,
-                f"the body and its history are longer than {self._settings.max_body_bytes} bytes",
+                f"the body and its history are longer than {self.settings.max_body_bytes} bytes",
                 "body_too_long",
             )
         assert conversation_id is not None
@@ -102,11 +96,7 @@ class StoredResponses:
         return found
 
     async def _with_items(self, given: list[Any], tenant: str | None) -> tuple[list[Any], str]:
-        """Items in the place of references to them, and the conversation of the newest of them.
-
-        Raises:
-            ApiError: there is no such item, or more responses would have to be looked up.
-        """
+        """Put items in the place of references; returns the newest's conversation, too."""
         known: dict[str, Any] = {}
         looked_up: list[wire.StoredResponse] = []
         items = [*given]
@@ -122,9 +112,9 @@ class StoredResponses:
                 if found is None:
                     raise _no_item(id_, where)
                 looked_up.append(found)
-                # To read one takes as long as to read a body.
+                # A response takes as long to read as a body.
                 size = sum(len(one.request) + len(one.response) for one in looked_up)
-                if len(looked_up) > _MOST_LOOKED_UP or size > 2 * self._settings.max_body_bytes:
+                if len(looked_up) > _MOST_LOOKED_UP or size > 2 * self.settings.max_body_bytes:
                     raise ApiError(
                         400,
                         f"{where}: the items that are named are of too many responses, or of too "
@@ -134,7 +124,7 @@ class StoredResponses:
                 known |= await understood(size, _by_id, found)
             if id_ not in known:
                 raise _no_item(id_, where)
-            # None is named twice: a body of names would be made one without bounds.
+            # No item is named twice: else a short body could become one without bounds.
             items[position] = known[id_]
             known[id_] = None
             if items[position] is None:
@@ -166,14 +156,14 @@ class StoredResponses:
     async def delete(self, request: Request) -> Response:
         """``DELETE /v1/responses/{id}``."""
         response_id = request.path_params["id"]
-        told = await self._ask_decoders("DELETE", response_id, _tenant(request))
+        told = await self._ask_decoders("DELETE", response_id, tenant_of(request.scope))
         if not told:
             raise _not_found(response_id)
         return answer_response(answers.ResponseDeleted(response_id, True))
 
     async def _require(self, request: Request) -> wire.StoredResponse:
         response_id = request.path_params["id"]
-        found = await self._find(response_id, _tenant(request))
+        found = await self._find(response_id, tenant_of(request.scope))
         if found is None:
             raise _not_found(response_id)
         return found
@@ -185,7 +175,7 @@ class StoredResponses:
     async def _ask_decoders(self, method: Any, response_id: str, tenant: str | None) -> list[bytes]:
         if not _ID.fullmatch(response_id):
             return []
-        engines = await self._table.engines()
+        engines = await self.table.engines()
         urls = [engine.url for engine in engines if engine.hosts]
         asked = [self._ask(method, url, response_id, tenant) for url in urls]
         return [told for told in await asyncio.gather(*asked) if told is not None]
@@ -194,18 +184,13 @@ class StoredResponses:
         self, method: Any, url: str, response_id: str, tenant: str | None
     ) -> bytes | None:
         try:
-            return await self._upstream.stored(method, url, response_id, tenant)
+            return await self.upstream.stored(method, url, response_id, tenant)
         except EngineUnreachable:
-            return None  # What it has kept is gone with it.
+            return None  # Its responses are gone with it.
 
 
 _STORED = msgspec.json.Decoder(wire.StoredResponse)
 _NAMES = (PREVIOUS.encode(), REFERENCE.encode())
-
-
-def _tenant(request: Request) -> str | None:
-    caller = caller_of(request.scope)
-    return None if caller is None else caller.tenant
 
 
 def _not_found(response_id: str) -> ApiError:
@@ -226,7 +211,7 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _whole(body: dict[str, Any], found: wire.StoredResponse | None) -> bytes:
-    """A body without names of what is kept: after the history of ``found``."""
+    """Return a body that follows the history of ``found``, and names no response."""
     whole = {name: value for name, value in body.items() if name != PREVIOUS}
     if found is not None:
         whole["input"] = [*_kept(found), *_items(body.get("input"))]
@@ -234,7 +219,7 @@ def _whole(body: dict[str, Any], found: wire.StoredResponse | None) -> bytes:
 
 
 def _kept(found: wire.StoredResponse) -> list[Any]:
-    """The items of a response, after those that it answers."""
+    """Return the items that a response answers, and its own."""
     before = json.loads(bytes(found.request)).get("input")
     output: list[Any] = json.loads(bytes(found.response))["output"]
     return [*_items(before), *output]
@@ -265,5 +250,5 @@ def _no_item(item_id: str, where: str) -> ApiError:
 def _items(given: Any) -> list[Any]:
     if isinstance(given, list):
         return given
-    # What is neither is for the budget to refuse.
+    # Any other value is refused with the rest of the body.
     return [{"role": "user", "content": given} if isinstance(given, str) else given]

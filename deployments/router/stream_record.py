@@ -9,8 +9,8 @@ from conserve.errors import ApiError
 END_OF_EVENT = b"\n\n"
 _ID = re.compile(rb'"id":"(?:chatcmpl-|cmpl-|msg_)([^"\\]{1,200})"')
 _CREATED = re.compile(rb'"created(?:_at)?":\d+')
-# The first event of Messages and the last but one say what was found in caches. The decoder that
-# goes on with a stream has found something else, and does not say.
+# The first event of Messages and the last but one say what was found in caches. A decoder that goes
+# on with a stream has found something else, which is not told.
 _SAYS_USAGE = b"event: message_delta\n"
 _COUNTED_ONCE = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 # vLLM's own event tells of the classes in which it has failed to read another one.
@@ -22,16 +22,12 @@ _FAILED = ApiError(
 class StreamRecord:
     """Passes a stream's events on, and keeps the notes that come beside them (`wire.note`).
 
-    An event is passed on once it is there whole: half an event could not be completed by another
-    decoder. Of a stream that goes on elsewhere, the events that were passed on before are left out:
-    `resume` says that it begins anew.
-
-    Args:
-        path: the turn's, see `conserve.apis`.
+    An event is passed on once it is whole, since another decoder could not complete half of one.
+    When a stream begins anew elsewhere (`resume`), the events that were passed on are left out.
 
     Attributes:
         notes: of all events passed on, as they came.
-        request_id: under which vLLM has answered, as events name it; None before the first.
+        request_id: vLLM's, as events name it; None before the first.
         error: the event by which the engine ended the stream, which was not passed on.
         done: whether the stream came to its end.
     """
@@ -45,17 +41,17 @@ class StreamRecord:
         self._form = apis.form_of(path)
         self._rest = b""
         self._passed = 0
-        # How many of these came before anything was generated.
+        # How many of the passed events came before anything was generated.
         self._opened = 0
         self._skip = 0
         self._created: bytes | None = None
-        # Of Messages: the first event, where another one's decoder has to agree with it.
+        # The first event of Messages, which a later decoder's usage has to agree with.
         self._start: bytes | None = None
         self._resumed = False
 
     @property
     def can_resume(self) -> bool:
-        """Whether it is known what the client has, and it has something."""
+        """Whether the client has something, and it is known what."""
         return bool(self.notes) or 0 < self._passed == self._opened
 
     def resume(self) -> None:
@@ -65,7 +61,7 @@ class StreamRecord:
         self._rest, self.error = b"", None
 
     def take(self, part: bytes) -> bytes:
-        """Return what a client is to get of the next bytes; may be none."""
+        """Return the events that the next bytes complete, for the client."""
         *events, self._rest = (self._rest + part).split(END_OF_EVENT)
         return b"".join(passed for event in events if (passed := self._take_event(event)))
 
@@ -78,8 +74,7 @@ class StreamRecord:
         if event.startswith(self._form.error):
             if self._path == apis.MESSAGES:
                 event = _FAILED.event(self._path).removesuffix(END_OF_EVENT)
-            # Only where the stream could go on, or begin: else the client gets what the engine
-            # said.
+            # Where the stream can neither go on nor begin anew, the client gets the error.
             if self.can_resume or not self._passed:
                 self.error = event + END_OF_EVENT
                 return b""
@@ -92,7 +87,7 @@ class StreamRecord:
         elif self._created is not None and event.startswith(
             (b"data: {", *self._form.opens, *self._form.ends)
         ):
-            # It is one answer to the client, whenever the engine that goes on has begun.
+            # It stays one answer, though another engine has begun later.
             event = _CREATED.sub(self._created, event, count=1)
         elif self._resumed and self._start is not None and event.startswith(_SAYS_USAGE):
             event = _with_usage(event, self._start)
@@ -113,7 +108,7 @@ class StreamRecord:
 
 
 def _with_usage(event: bytes, start: bytes) -> bytes:
-    """An event of Messages that says of the prompt's tokens what the stream's first one said."""
+    """Return an event of Messages with the prompt's usage from the stream's first event."""
     name, mark, data = event.partition(b"data: ")
     told = json.loads(data)
     said = json.loads(start.partition(mark)[2])["message"]["usage"]

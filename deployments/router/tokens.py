@@ -1,7 +1,7 @@
-"""The endpoints of `conserve.apis.TOKEN_PATHS`, and `COUNT_INPUT`: an engine's answer, and no turn.
+"""Serves `conserve.apis.TOKEN_PATHS` and `COUNT_INPUT`: an engine's answers that are no turns.
 
-What they take of an engine is bounded as a turn's check is (`conserve.budget`), and a router asks
-for little at a time: engines make tokens in one thread, which turns wait for too.
+They are bounded as a turn's check is (`conserve.budget`), and a router asks for few at a time:
+engines tokenize in one thread, which turns wait for, too.
 """
 
 import asyncio
@@ -9,9 +9,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from conserve import budget
@@ -20,19 +21,11 @@ from conserve.errors import ApiError
 from conserve.recognition.volatile import without_billing_header
 from conserve.served import as_served
 from conserve.settings import Settings
-from conserve.tenants import Caller
 from deployments import answers
 from deployments.router.access import caller_of
-from deployments.router.patience import hold_back
-from deployments.router.reading import understood, whole_characters
-from deployments.router.request import (
-    changed_body,
-    checked_body,
-    read_body,
-    read_json,
-    read_request,
-)
-from deployments.router.responses import answer_response
+from deployments.router.errors import answer_response, hold_back
+from deployments.router.reading import changed_body, read_body, read_json, understood
+from deployments.router.request import read_request
 from deployments.router.salt import own_media
 from deployments.router.stored import StoredResponses
 from deployments.router.upstream import EngineUnreachable, Upstream
@@ -40,64 +33,43 @@ from deployments.table.table_client import TableClient
 
 logger = logging.getLogger("ray.serve")
 
-# Half a second each at most, of the thread in which an engine makes tokens of turns' prompts too.
+# Each takes up to half a second of the thread in which an engine tokenizes turns' prompts, too.
 _AT_A_TIME = 2
 _MOST_WAITING = 64
 _WAIT_S = 30.0
 # Engines that are tried, one after another.
 _ATTEMPTS = 3
 
-_Judged = Callable[[Caller | None, Settings, bytes], bytes]
-"""A body as the engine gets it; raises ApiError where it is refused."""
+# Makes of a tenant's salt and a body what the engine gets; raises ApiError where it is refused.
+_Judged = Callable[[str | None, Settings, bytes], bytes]
 _T = TypeVar("_T")
 
 
+@dataclass(eq=False)
 class TokensEndpoint:
-    """Has a body judged, then answered by an engine.
+    """Has a body judged, then answered by an engine."""
 
-    Args:
-        table: knows the engines.
-        stored: finds the history of an input that names a response.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        table: TableClient,
-        upstream: Upstream,
-        stored: StoredResponses,
-    ) -> None:
-        self._settings = settings
-        self._table = table
-        self._upstream = upstream
-        self._stored = stored
-        self._free = asyncio.Semaphore(_AT_A_TIME)
-        self._waiting = 0
+    settings: Settings
+    table: TableClient
+    upstream: Upstream
+    stored: StoredResponses
+    _free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_A_TIME))
+    _waiting: int = 0
 
     async def serve(self, request: Request) -> Response:
-        """The endpoint of each of the paths.
-
-        Raises:
-            ApiError: what is asked for is not to be had.
-        """
+        """Answer on one of `TOKEN_PATHS`."""
         return await _held_back(self._answered(request))
 
     async def count_input(self, request: Request) -> Response:
-        """``POST /v1/responses/input_tokens``: the tokens of the prompt that a turn would have.
-
-        Raises:
-            ApiError: the turn would be refused.
-        """
+        """Count the tokens of the prompt that a turn of ``/v1/responses`` would have."""
         return await _held_back(self._counted(request))
 
     async def _counted(self, request: Request) -> Response:
         scope = {**request.scope, "path": RESPONSES}
-        turn = await read_request(scope, request.receive, self._settings, self._stored)
-        if turn is None:
-            raise ClientDisconnect
+        turn = await read_request(scope, request.receive, self.settings, self.stored)
         async with self._one_of_few():
             checked = await self._ask(
-                RESPONSES, lambda url: self._upstream.check(url, RESPONSES, turn.raw)
+                RESPONSES, lambda url: self.upstream.check(url, RESPONSES, turn.raw)
             )
         tokens = sum(map(len, checked.prompts))
         return answer_response(answers.InputTokens(tokens))
@@ -105,15 +77,14 @@ class TokensEndpoint:
     async def _answered(self, request: Request) -> Response:
         path = request.url.path
         judged, most_bytes = _JUDGED[path]
-        longest = self._settings.max_body_bytes
+        longest = self.settings.max_body_bytes
         limit = longest if most_bytes is None else min(most_bytes, longest)
         raw = await read_body(request.headers, request.receive, limit)
-        if raw is None:
-            raise ClientDisconnect
         caller = caller_of(request.scope)
-        asked = await understood(len(raw), _judge, judged, caller, self._settings, raw)
+        salt = None if caller is None else caller.cache_salt
+        asked = await understood(len(raw), judged, salt, self.settings, raw)
         async with self._one_of_few():
-            answer = await self._ask(path, lambda url: self._upstream.answered(url + path, asked))
+            answer = await self._ask(path, lambda url: self.upstream.answered(url + path, asked))
         return Response(answer, media_type="application/json")
 
     @asynccontextmanager
@@ -134,7 +105,7 @@ class TokensEndpoint:
             self._free.release()
 
     async def _ask(self, path: str, ask: Callable[[str], Awaitable[_T]]) -> _T:
-        for engine in by_leisure(await self._table.engines())[:_ATTEMPTS]:
+        for engine in by_leisure(await self.table.engines())[:_ATTEMPTS]:
             try:
                 return await ask(engine.url)
             except EngineUnreachable as error:
@@ -145,7 +116,7 @@ class TokensEndpoint:
 
 
 async def _held_back(answer: Awaitable[Response]) -> Response:
-    """An answer; a refusal that took long comes later."""
+    """Return an answer; a refusal that took long comes later."""
     arrived_s = time.perf_counter()
     try:
         return await answer
@@ -157,18 +128,17 @@ async def _held_back(answer: Awaitable[Response]) -> Response:
 def _busy() -> ApiError:
     return ApiError(
         429,
-        "too many ask for tokens at a time; try again shortly, or ask for fewer at once",
+        "too many requests for tokens wait already; try again shortly, or send fewer at a time",
         "overloaded",
         retry_after_s=5,
     )
 
 
 def by_leisure(engines: Iterable[answers.Engine]) -> list[answers.Engine]:
-    """Engines as `/v1/engines` lists them, those first that it disturbs least.
+    """Sort engines, as `/v1/engines` lists them, by how little it disturbs them.
 
-    The tokens of a prefiller that hosts no conversation are awaited by nobody, and one that has
-    nothing queued is asked by no first turn. An engine that leaves is asked where there is no
-    other.
+    A prefiller that hosts no conversation streams no tokens, and one with an empty queue delays no
+    first turn. An engine that leaves comes last.
     """
     return sorted(
         engines,
@@ -181,38 +151,29 @@ def by_leisure(engines: Iterable[answers.Engine]) -> list[answers.Engine]:
     )
 
 
-def _judge(judged: _Judged, caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
-    return judged(caller, settings, whole_characters(raw))
-
-
-def _tokenize(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
-    body = read_json(raw, TOKENIZE, settings)
+def _tokenize(salt: str | None, settings: Settings, raw: bytes) -> bytes:
+    raw, body = read_json(raw, TOKENIZE, settings)
     budget.check_tokenize(body, len(raw))
-    return changed_body(raw, body, _with_own_media(body, caller))
+    return changed_body(raw, body, own_media(body, salt))
 
 
-def _detokenize(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
-    budget.check_detokenize(read_json(raw, DETOKENIZE, settings))
+def _detokenize(salt: str | None, settings: Settings, raw: bytes) -> bytes:
+    raw, body = read_json(raw, DETOKENIZE, settings)
+    budget.check_detokenize(body)
     return raw
 
 
-def _count_tokens(caller: Caller | None, settings: Settings, raw: bytes) -> bytes:
-    body = checked_body(raw, COUNT_TOKENS, settings)
+def _count_tokens(salt: str | None, settings: Settings, raw: bytes) -> bytes:
+    raw, body = read_json(raw, COUNT_TOKENS, settings)
+    budget.check(body, COUNT_TOKENS)
     # vLLM's error, where there is no name, is one of the server's.
-    named = {**body, "model": settings.model_id}
-    own = _with_own_media(as_served(named, COUNT_TOKENS), caller)
+    own = as_served({**body, "model": settings.model_id}, COUNT_TOKENS)
     if "billing_header" in settings.volatile_text:
         own = without_billing_header(COUNT_TOKENS, own)
-    return changed_body(raw, body, own)
+    return changed_body(raw, body, own_media(own, salt))
 
 
-def _with_own_media(body: dict[str, Any], caller: Caller | None) -> dict[str, Any]:
-    if caller is None or "messages" not in body:
-        return body
-    return {**body, "messages": own_media(body["messages"], caller.cache_salt)}
-
-
-# How each path's body is read, and how long it may be in bytes, if not as any other.
+# How each path's body is read, and its most bytes; None: as many as a turn's.
 _JUDGED: dict[str, tuple[_Judged, int | None]] = {
     TOKENIZE: (_tokenize, budget.MOST_TOKENIZE_BYTES),
     DETOKENIZE: (_detokenize, budget.MOST_DETOKENIZE_BYTES),

@@ -1,4 +1,4 @@
-"""Reads `POST /v1/conversations/{id}/tools`: that a tool begins, or is done."""
+"""Reads what clients report of their tools (`POST /v1/conversations/{id}/tools`)."""
 
 from typing import Any
 
@@ -11,11 +11,7 @@ EVENTS = ("start", "end")
 
 
 def read_report(body: dict[str, Any]) -> ToolReport:
-    """A client's report.
-
-    Raises:
-        ApiError: it is not one.
-    """
+    """Read a report that a tool begins, or has ended."""
     event = body.get("event")
     if event not in EVENTS:
         raise ApiError(400, 'event must be "start" or "end"', param="event")

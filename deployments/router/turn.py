@@ -1,16 +1,15 @@
-"""One turn: where it goes, on a first turn the prefill before it, its answer, and how it ended."""
+"""Serves turns: where one goes, on a first turn the prefill before it, its answer, and its end."""
 
 import asyncio
-import functools
 import json
 import logging
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from starlette.types import Receive, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from conserve import identity, wire
 from conserve.apis import COMPLETIONS, form_of
@@ -18,27 +17,28 @@ from conserve.direct import Home, Homes
 from conserve.errors import ApiError, PromptTooLong
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
+from conserve.settings import Settings
 from deployments.messages import (
     BeginTurn,
     PlaceTurn,
     Prefilled,
-    Refusal,
     TurnOutcome,
     TurnPlan,
     TurnTenant,
     TurnTiming,
     Unplaced,
 )
+from deployments.router.access import tenant_of
 from deployments.router.answer import (
     AnsweredWithError,
-    RawHeaders,
     RelayedAnswer,
     StreamBroken,
 )
-from deployments.router.patience import hold_back
+from deployments.router.errors import TABLE_RESTARTING, RawHeaders, hold_back, refuse
 from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt, counted_as_sent
-from deployments.router.request import ClientRequest
-from deployments.router.responses import TABLE_RESTARTING
+from deployments.router.reading import disconnected
+from deployments.router.request import ClientRequest, read_request
+from deployments.router.stored import StoredResponses
 from deployments.router.stream_record import StreamRecord
 from deployments.router.upstream import EngineUnreachable, Upstream, engine_error, error_of_event
 from deployments.table.table_client import TableClient, TableUnavailable
@@ -47,14 +47,43 @@ logger = logging.getLogger("ray.serve")
 
 # How often a turn is tried whose engine cannot be reached, before the client got a byte.
 _ATTEMPTS = 3
-# A prompt that may be what kills engines is given to so many, and to no other.
+# A prompt that may be what kills engines is given to two of them at most.
 _LOST_AT_MOST = 2
-# How long a stream without a decoder waits for one with room: longer than a lost one takes to be
-# replaced.
+# How long a stream without a decoder waits for one with room. A lost one is replaced sooner.
 _REPLACEMENT_S = 300.0
 _REPLACEMENT_POLL_S = 1.0
 # A decoder reports a cancelled turn itself; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
+
+
+@dataclass(eq=False)
+class TurnEndpoint:
+    """The ASGI endpoint of the paths that turns come by (`conserve.apis.TURN_PATHS`)."""
+
+    settings: Settings
+    table: TableClient
+    upstream: Upstream
+    router_id: str
+    homes: Homes = field(default_factory=Homes)
+
+    def __post_init__(self) -> None:
+        self.systems = SystemLengths(self.upstream, self.settings.volatile_text)
+        self.stored = StoredResponses(self.settings, self.table, self.upstream)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_s = time.perf_counter()
+        try:
+            request = await read_request(scope, receive, self.settings, self.stored)
+        except ClientDisconnect:
+            return
+        except ApiError as error:
+            latency_s = time.perf_counter() - arrived_s
+            refused = TurnTiming("refused", latency_s, None, (), tenant=tenant_of(scope))
+            self.table.observe(refused)
+            await hold_back(error, arrived_s)
+            await refuse(error, [], send, scope["path"])
+            return
+        await Turn(self, request, arrived_s, send).run(receive)
 
 
 @dataclass(slots=True)
@@ -62,11 +91,18 @@ class _Attempt:
     """One attempt at a turn.
 
     Attributes:
+        home: the decoder that the turn goes straight to, on a first attempt; None: the table is
+            asked.
+        counter: a decoder that counts the prompt before the table is asked, since it appends much.
+        refused_by: the decoder that the turn went straight to in vain.
         plan: where it goes, once the table or a decoder has said so; its turn is then under way.
         prefilled: what the plan's prefiller did.
         at_decoder: whether its decoder has the request.
     """
 
+    home: Home | None = None
+    counter: Home | None = None
+    refused_by: str | None = None
     plan: TurnPlan | None = None
     prefilled: Prefilled | None = None
     at_decoder: bool = False
@@ -77,51 +113,38 @@ class Turn:
 
     Args:
         arrived_s: when the request came, by `time.perf_counter`.
-        send: sends to the client.
-        continues: whether a stream whose decoder is lost goes on at another one, where it can.
-        homes: where histories live, as far as this router knows.
-        moves_appends: whether the table is asked where a turn that appends much is prefilled.
     """
 
     def __init__(
-        self,
-        request: ClientRequest,
-        arrived_s: float,
-        send: Send,
-        table: TableClient,
-        upstream: Upstream,
-        systems: SystemLengths,
-        router_id: str,
-        continues: bool = True,
-        homes: Homes | None = None,
-        moves_appends: bool = False,
+        self, endpoint: TurnEndpoint, request: ClientRequest, arrived_s: float, send: Send
     ) -> None:
+        self._settings = endpoint.settings
+        self._table = endpoint.table
+        self._upstream = endpoint.upstream
+        self._homes = endpoint.homes
+        self._systems = endpoint.systems
+        self._router_id = endpoint.router_id
+
+        # The request, and what its client has of the answer.
+        continues = self._settings.continue_streams and request.one_stream
+        record = StreamRecord(request.path) if continues else None
         self._request = request
-        self._homes = Homes() if homes is None else homes
-        self._moves_appends = moves_appends
-        # A decoder that can count the prompt, which is worth while.
-        self._counts_at: Home | None = None
-        self._home = self._where_it_lives()
-        self._refused_by: str | None = None
         self._arrived_s = arrived_s
-        self._table = table
-        self._upstream = upstream
-        self._systems = systems
-        self._router_id = router_id
-        record = StreamRecord(request.path) if continues and request.one_stream else None
         self._answer = RelayedAnswer(request.path, arrived_s, send, record)
-        self._continued = 0
-        self._let_in = False
-        # None until the table has said which conversation it is, if the request does not.
+
+        # What all attempts have come to.
         self._history_id: str | None = None
-        self._attempt = _Attempt()
-        # Engines that were lost while they had this turn's prompt.
+        self._let_in = False
         self._lost: set[str] = set()
+        self._continued = 0
+
+        # The attempt under way.
+        self._attempt = self._first_attempt()
 
     async def run(self, receive: Receive) -> None:
         """Serve the turn to its end, whatever that is, or until its client leaves."""
         serving = asyncio.ensure_future(self._serve())
-        leaving = asyncio.ensure_future(_disconnected(receive))
+        leaving = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
@@ -135,22 +158,16 @@ class Turn:
             self._table.finish(self._history_id)
 
     async def _serve(self) -> None:
-        for attempt in range(_ATTEMPTS):
-            home, self._home = self._home, None
+        for number in range(_ATTEMPTS):
             try:
-                if home is not None and await self._decode_straight(home):
-                    return
-                plan = await self._place()
-                self._let_in = True
-                await self._decode(plan)
+                if not await self._decode_straight():
+                    plan = await self._place()
+                    self._let_in = True
+                    await self._decode(plan)
                 return
             except EngineUnreachable as error:
-                logger.warning("turn attempt %d: %s", attempt + 1, error)
-                if self._plan is not None:
-                    await self._after_failure(self._plan, str(error), error.had_request)
-                elif home is not None:
-                    had_prompt = error.had_request
-                    await self._report_if_lost(home.decoder_id, home.url, str(error), had_prompt)
+                logger.warning("turn attempt %d: %s", number + 1, error)
+                await self._has_failed(str(error), error.had_request)
                 if self._answer.started and self._sent is None:
                     raise ApiError(
                         503,
@@ -166,11 +183,7 @@ class Turn:
         )  # fmt: skip
 
     def _require_another_try(self) -> None:
-        """Refuse to give the prompt to one more engine, where it may be what ended the others.
-
-        Raises:
-            ApiError: it may.
-        """
+        """Refuse to give the prompt to one more engine, if it may be what ended the others."""
         if len(self._lost) >= _LOST_AT_MOST:
             raise ApiError(
                 500,
@@ -181,6 +194,19 @@ class Turn:
             )
 
     # --- where it goes -----------------------------------------------------------------------
+
+    def _first_attempt(self) -> _Attempt:
+        asked = self._request
+        home = self._homes.find(self._stated_id, asked.chain, self._hints)
+        if home is None:
+            return _Attempt()
+        if self._settings.moves_appends and home.appends_much(len(asked.raw)):
+            return _Attempt(counter=home)
+        limits = None if asked.tenant is None else asked.tenant.limits
+        if limits is not None and (limits.turns, limits.held_tokens) != (None, None):
+            # Tenants with these limits must go through the table, which enforces them.
+            return _Attempt()
+        return _Attempt(home)
 
     async def _place(self) -> TurnPlan:
         deadline_s = time.monotonic() + _REPLACEMENT_S
@@ -200,86 +226,60 @@ class Turn:
             await asyncio.sleep(_REPLACEMENT_POLL_S)
 
     async def _place_once(self) -> TurnPlan:
-        asked = self._request
-        at, self._counts_at = self._counts_at, None
-        counted = None if at is None else await self._count(at.url, at.decoder_id)
-        hints = self._hints
-        answer = await self._claimed(
-            self._table.begin(
-                BeginTurn(
-                    self._router_id,
-                    asked.explicit_id,
-                    asked.chain,
-                    self._limited,
-                    self._history_id,
-                    hints,
-                    self._refused_by,
-                    None if counted is None else counted.prompt_tokens,
-                )
+        asked, attempt, counted = self._request, self._attempt, None
+        if attempt.counter is not None:
+            counted = await self._count(attempt.counter.url, attempt.counter.decoder_id)
+        answer = await self._table.begin(
+            BeginTurn(
+                self._router_id,
+                asked.explicit_id,
+                asked.chain,
+                self._limited,
+                self._history_id,
+                self._hints,
+                attempt.refused_by,
+                None if counted is None else counted.prompt_tokens,
             )
         )
-        if isinstance(answer, TurnPlan):
-            self._history_id = answer.turn.history_id
-            self._attempt.plan = answer
-            if answer.prefiller_url is not None:
+        if isinstance(answer, Unplaced):
+            self._history_id = answer.history_id
+            try:
                 if counted is None:
-                    counted = await self._count(answer.decoder_url, answer.decoder_id)
-                await self._prefill(answer, counted)
-            return answer
-        self._history_id = answer.history_id
-        try:
+                    counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
+                plan = await self._bind(answer, counted)
+            except BaseException:
+                self._table.forgo(answer)
+                raise
+        else:
+            plan = answer
+        self._history_id = plan.turn.history_id
+        attempt.plan = plan
+        if plan.prefiller_url is not None:
             if counted is None:
-                counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
-            if self._sent is None and counted.longest_tokens >= answer.max_model_len:
-                raise PromptTooLong(counted.longest_tokens, answer.max_model_len)
-            system_tokens = await self._systems.length(asked, counted, answer.tokenizer_url)
-        except BaseException:
-            self._table.forgo(answer)
-            raise
-        chain = asked.chain
-        if chain is not None and self._sent is not None:
-            # There is an answer behind it already, of which the client has a part.
-            chain = chain._replace(ends_with_root=False)
-        try:
-            waited_s = time.perf_counter() - self._arrived_s
-            placed = await self._claimed(
-                self._table.place(
-                    PlaceTurn(
-                        self._router_id,
-                        answer.history_id,
-                        counted.prompt_tokens,
-                        waited_s,
-                        answer.claim,
-                        self._limited,
-                        Opening(chain, system_tokens, hints),
-                    )
-                )
-            )
-        except asyncio.CancelledError:
-            # A refusal has settled it already; only who leaves is still in line.
-            self._table.forgo(answer)
-            raise
-        assert isinstance(placed, TurnPlan)
-        self._attempt.plan = placed
-        if placed.prefiller_url is not None:
-            await self._prefill(placed, counted)
-        return placed
+                counted = await self._count(plan.decoder_url, plan.decoder_id)
+            await self._prefill(plan, counted)
+        return plan
 
-    async def _claimed(
-        self, asked: Coroutine[Any, Any, TurnPlan | Unplaced | Refusal]
-    ) -> TurnPlan | Unplaced:
-        """Ask the table for a turn, and give it back if the client leaves before the answer."""
-        asking = asyncio.ensure_future(asked)
-        try:
-            answer = await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            asking.add_done_callback(functools.partial(_give_back, self._table))
-            raise
-        if isinstance(answer, Refusal):
-            raise ApiError(
-                answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s
+    async def _bind(self, unplaced: Unplaced, counted: CountedPrompt) -> TurnPlan:
+        """Ask for a place for a turn that is bound nowhere; waits for room."""
+        asked, chain = self._request, self._request.chain
+        if self._sent is None and counted.longest_tokens >= unplaced.max_model_len:
+            raise PromptTooLong(counted.longest_tokens, unplaced.max_model_len)
+        system_tokens = await self._systems.length(asked, counted, unplaced.tokenizer_url)
+        if chain is not None and self._sent is not None:
+            # The client has a part of the answer already.
+            chain = chain._replace(ends_with_root=False)
+        return await self._table.place(
+            PlaceTurn(
+                self._router_id,
+                unplaced.history_id,
+                counted.prompt_tokens,
+                time.perf_counter() - self._arrived_s,
+                unplaced.claim,
+                self._limited,
+                Opening(chain, system_tokens, self._hints),
             )
-        return answer
+        )
 
     @property
     def _hints(self) -> Hints | None:
@@ -287,7 +287,7 @@ class Turn:
 
     @property
     def _limited(self) -> TurnTenant | None:
-        """The tenant whose limits the turn has to keep: none, once it has been let in."""
+        """The tenant whose limits the turn has to keep: None once it has been let in."""
         return None if self._let_in else self._request.tenant
 
     async def _count(self, url: str, engine_id: str) -> CountedPrompt:
@@ -314,11 +314,11 @@ class Turn:
         done: Prefilled | None = None
         try:
             if counted_as_sent(asked) is not None:
-                # Nobody has judged the request yet, and what its decoder refuses is not computed.
+                # No engine has judged the request, and one that is refused is not prefilled.
                 await self._upstream.check(plan.prefiller_url, asked.engine_path, asked.raw)
             done = await self._upstream.prefill(plan.prefiller_url, path, raw)
         except (EngineUnreachable, ApiError) as error:
-            # No turn fails for want of a prefiller: its decoder computes what it does not find.
+            # The turn goes on without a prefiller: its decoder computes what it does not find.
             logger.warning("prefill on %s: %s", plan.prefiller_id, error)
             had_it = isinstance(error, ApiError) or error.had_request
             if isinstance(error, EngineUnreachable) or error.status >= 500:
@@ -331,27 +331,20 @@ class Turn:
 
     # --- the answer --------------------------------------------------------------------------
 
-    def _where_it_lives(self) -> Home | None:
-        """The decoder to which the turn goes straight; None: the table is asked."""
-        asked = self._request
-        home = self._homes.find(self._stated_id, asked.chain, self._hints)
-        if home is not None and self._moves_appends and home.appends_much(len(asked.raw)):
-            self._counts_at = home
-            return None
-        limits = None if asked.tenant is None else asked.tenant.limits
-        if limits is not None and (limits.turns, limits.held_tokens) != (None, None):
-            # Whoever has these may not have one turn more: the table counts.
-            return None
-        return home
-
     @property
     def _stated_id(self) -> str | None:
         """The conversation's id, as the client states it."""
         return None if self._request.one_off else self._request.explicit_id
 
-    async def _decode_straight(self, home: Home) -> bool:
-        """Have a turn served whose history should live there; False if its decoder refuses."""
-        asked = self._request
+    async def _decode_straight(self) -> bool:
+        """Have the turn served where its history should live.
+
+        Returns:
+            False if that is not known, or the decoder there refuses.
+        """
+        asked, home = self._request, self._attempt.home
+        if home is None:
+            return False
         chain, tenant = asked.chain, asked.tenant
         straight = wire.Straight(
             self._router_id,
@@ -365,8 +358,8 @@ class Turn:
             async with self._upstream.post(url, asked.raw, headers) as response:
                 found = response.headers
                 if response.status == wire.REFUSED_STATUS and wire.REFUSED_HEADER in found:
-                    self._refused_by = home.decoder_id
                     self._homes.forget(self._stated_id, asked.chain)
+                    self._attempt = _Attempt(refused_by=home.decoder_id)
                     return False
                 if wire.TURN_HEADER in found:
                     key = wire.read_key(found[wire.TURN_HEADER])
@@ -382,11 +375,7 @@ class Turn:
         return True
 
     def _headers(self, **told: Any) -> dict[str, str]:
-        """Tell a decoder of the turn.
-
-        Args:
-            told: of `wire.DecoderTurn`, what depends on who says that it goes there.
-        """
+        """Return the headers for a decoder; ``told`` is what it hears of where the turn was."""
         asked = self._request
         turn = wire.DecoderTurn(
             recognises=asked.chat,
@@ -431,12 +420,7 @@ class Turn:
     async def _relay(
         self, response: aiohttp.ClientResponse, decoder_id: str, decoder_url: str
     ) -> None:
-        """Pass a decoder's answer on to its end.
-
-        Raises:
-            ApiError: it is an error of the request's.
-            EngineUnreachable: the decoder is lost.
-        """
+        """Pass a decoder's answer on to its end; raises if it refuses the request, or is lost."""
         path = self._request.path
         if response.status != 200:
             error = await engine_error(response)
@@ -461,7 +445,7 @@ class Turn:
 
     @property
     def _sent(self) -> bytes | None:
-        """Notes of what the client has of a stream that can go on; None if there is none."""
+        """Notes of a stream that the client has a part of and that can go on; None: no such."""
         record = self._answer.record
         return bytes(record.notes) if record is not None and record.can_resume else None
 
@@ -491,8 +475,7 @@ class Turn:
                     self._table.abandon(self._plan)
             return "cancelled"
         except AnsweredWithError:
-            assert self._plan is not None
-            await self._after_failure(self._plan, "an error in the stream", True)
+            await self._has_failed("an error in the stream", had_prompt=True)
             return "failed"
         except ApiError as error:
             failure = error
@@ -508,9 +491,14 @@ class Turn:
         await self._answer.end_with(failure, self._own_headers())
         return "refused" if failure.status < 500 else "failed"
 
-    async def _after_failure(self, plan: TurnPlan, why: str, had_prompt: bool) -> None:
-        await self._report_if_lost(plan.decoder_id, plan.decoder_url, why, had_prompt)
-        self._table.abandon(plan)
+    async def _has_failed(self, why: str, had_prompt: bool) -> None:
+        """Tell the table of the attempt's end, and of its decoder's if that is lost."""
+        home, plan = self._attempt.home, self._plan
+        if plan is not None:
+            await self._report_if_lost(plan.decoder_id, plan.decoder_url, why, had_prompt)
+            self._table.abandon(plan)
+        elif home is not None:
+            await self._report_if_lost(home.decoder_id, home.url, why, had_prompt)
 
     async def _report_if_lost(self, engine_id: str, url: str, why: str, had_prompt: bool) -> None:
         if not await self._upstream.healthy(url):
@@ -539,28 +527,9 @@ class Turn:
 
 
 def _token_ids(asked: ClientRequest, prompt: Any) -> bytes:
-    """A completion of a turn's prompt, which is token ids, in the turn's cache."""
+    """Return the body of a completion of a turn's prompt, under the turn's salt."""
     # By default vLLM wants room for more than one token behind it.
     body = {"model": asked.model, "prompt": prompt, "max_tokens": 1}
     if "cache_salt" in asked.body:
         body["cache_salt"] = asked.body["cache_salt"]
     return json.dumps(body).encode()
-
-
-def _give_back(table: TableClient, asking: "asyncio.Future[Any]") -> None:
-    """Give back what the table was asked for, now that it has answered.
-
-    This takes no `Turn`: a call that is yet to come must not keep a turn's request in memory.
-    """
-    if asking.cancelled() or asking.exception() is not None:
-        return
-    answer = asking.result()
-    if isinstance(answer, TurnPlan):
-        table.abandon(answer)
-    elif isinstance(answer, Unplaced):
-        table.forgo(answer)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

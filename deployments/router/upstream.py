@@ -1,4 +1,4 @@
-"""A router's calls to engines, over HTTP."""
+"""Calls engines over HTTP."""
 
 import json
 from collections.abc import AsyncIterator
@@ -20,11 +20,11 @@ _LONGEST_ERROR_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Tells what an engine says of a turn that it would serve.
+    """The prompts of a turn that an engine would serve.
 
     Attributes:
         prompts: the token ids of each.
-        multimodal: whether there is more to them than these: images, say.
+        multimodal: whether they hold more than these, such as images.
     """
 
     prompts: list[list[int]]
@@ -35,7 +35,7 @@ class EngineUnreachable(Exception):
     """The connection to an engine could not be made, or broke.
 
     Attributes:
-        had_request: it broke, so the engine may have worked on the request.
+        had_request: whether the engine may have worked on the request.
     """
 
     def __init__(self, why: str, *, had_request: bool = True) -> None:
@@ -44,7 +44,10 @@ class EngineUnreachable(Exception):
 
 
 class Upstream:
-    """HTTP to engines. Connections are kept and not limited in number.
+    """HTTP to engines; connections are kept, and not limited in number.
+
+    Its methods raise `ApiError` where the engine refuses, and `EngineUnreachable` where another
+    engine has to be tried.
 
     Args:
         silence_s: the longest silence of an engine within a response.
@@ -55,17 +58,7 @@ class Upstream:
         self._session: aiohttp.ClientSession | None = None
 
     async def check(self, url: str, path: str, raw: bytes) -> Checked:
-        """Have an engine judge a turn without serving it, and say its prompts' tokens.
-
-        Args:
-            url: the engine's URL.
-            path: the turn's path.
-            raw: the turn's body.
-
-        Raises:
-            ApiError: the engine would refuse the turn.
-            EngineUnreachable: try another engine.
-        """
+        """Have an engine judge a turn without serving it, and tokenize its prompts."""
         headers = {"Content-Type": "application/json"}
         async with self.post(url + wire.CHECK_PREFIX + path, raw, headers) as response:
             if response.status == 404:
@@ -80,30 +73,12 @@ class Upstream:
             return Checked(**await response.json())
 
     async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
-        """Have the KV of a turn's prompt computed and stored.
-
-        Args:
-            url: the engine's URL.
-            path: the turn's path.
-            raw: its body; what that wants generated is passed over.
-
-        Raises:
-            ApiError: the engine refuses the request.
-            EngineUnreachable: let the decoder prefill.
-        """
+        """Have the KV of a turn's prompt computed and stored; nothing is generated."""
         answer = await self.answered(url + wire.PREFILL_PREFIX + path, raw)
         return Prefilled(**json.loads(answer))
 
     async def answered(self, url: str, raw: bytes) -> bytes:
-        """An engine's answer to a request that is no turn, as JSON.
-
-        Args:
-            url: the engine's URL, with the path.
-
-        Raises:
-            ApiError: the engine refuses the request.
-            EngineUnreachable: try another engine.
-        """
+        """Return an engine's answer to a request that is no turn, as JSON."""
         async with self.post(url, raw, {"Content-Type": "application/json"}) as response:
             if response.status != 200:
                 raise await engine_error(response)
@@ -112,17 +87,10 @@ class Upstream:
     async def stored(
         self, method: Literal["GET", "DELETE"], url: str, response_id: str, tenant: str | None
     ) -> bytes | None:
-        """Return what a decoder keeps of a response; deleted, nothing. None if it has no such
-        response.
+        """Return what a decoder keeps of a response, or delete it; None if there is no such one.
 
         Args:
-            url: the decoder's URL.
             response_id: letters, digits, ``_`` and ``-``.
-            tenant: whose response it is, where there are keys.
-
-        Raises:
-            ApiError: the decoder fails.
-            EngineUnreachable: it is gone, and what it has kept with it.
         """
         headers = {} if tenant is None else {wire.TENANT_HEADER: tenant}
         path = wire.STORED_PREFIX + response_id
@@ -134,12 +102,7 @@ class Upstream:
             return await response.read()
 
     async def described(self, url: str) -> dict[str, Any]:
-        """An engine's own OpenAPI document, of the paths that routers ask for.
-
-        Raises:
-            ApiError: it has none.
-            EngineUnreachable: try another engine.
-        """
+        """Return an engine's OpenAPI document, of the paths that routers ask for."""
         async with self._exchange("GET", url + "/openapi.json") as response:
             if response.status != 200:
                 raise ApiError(
@@ -152,7 +115,6 @@ class Upstream:
             return document
 
     async def healthy(self, url: str) -> bool:
-        """Whether an engine answers its health check."""
         try:
             timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
             async with self._open().get(url + "/health", timeout=timeout) as response:
@@ -163,12 +125,7 @@ class Upstream:
     def post(
         self, url: str, raw: bytes, headers: dict[str, str]
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Send a turn; the response's body is yet to be read.
-
-        Raises:
-            EngineUnreachable: also while the body is being read.
-            ApiError: 504, the engine was silent for too long.
-        """
+        """Send a turn; the response's body is yet to be read, which may fail in the same ways."""
         return self._exchange("POST", url, raw, headers)
 
     @asynccontextmanager
@@ -202,7 +159,7 @@ class Upstream:
 
 
 async def engine_error(response: aiohttp.ClientResponse) -> ApiError:
-    """An engine's refusal, read to its end (or as far as an error may reasonably be long)."""
+    """Read an engine's refusal to its end, or to the longest that an error may be."""
     raw = bytearray()
     async for part in response.content.iter_any():
         raw += part

@@ -1,4 +1,4 @@
-"""Tells `/metrics`, listeners, the autoscaler and the account of energy of each event."""
+"""Tells metrics, listeners, the autoscaler and the account of energy what happens."""
 
 import math
 import time
@@ -22,10 +22,10 @@ from hetero.energy import EnergyBook, EngineEnergy
 
 
 class Accounts:
-    """One method an event; nothing here changes where a conversation is or goes.
+    """Keeps account of events, by a method each; it changes nothing of where a history goes.
 
     Attributes:
-        metrics: the counters, and what `/metrics` renders.
+        metrics: what `/metrics` renders.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Accounts:
     # --- a conversation's life ---------------------------------------------------------------
 
     def bound(self, admitted: Admitted) -> None:
-        """A conversation goes to a decoder."""
         if not admitted.newly_bound:
             return
         placement = admitted.placement
@@ -77,7 +76,6 @@ class Accounts:
             self._autoscaler.prompt_sent(admitted.prompt_tokens, time.monotonic())
 
     def waits(self, history_id: str, tokens: int) -> None:
-        """A history has a place in the line: behind others, or for want of room."""
         decoders = self._table.accepting_decoders
         missing = min(
             (one.held_tokens + tokens - one.capacity_tokens for one in decoders), default=0
@@ -89,7 +87,6 @@ class Accounts:
         )  # fmt: skip
 
     def window_moved(self) -> None:
-        """Another number of histories may be at work from now on."""
         window = self._admission.window
         assert window is not None
         self._events.add(
@@ -99,12 +96,10 @@ class Accounts:
         )  # fmt: skip
 
     def turned_away(self, history_id: str, code: str) -> None:
-        """A history got no place in the line, or waited there for too long."""
         self._events.add("refuse", history_id, code=code)
         self.metrics.refusals.labels(code).inc()
 
     def turn_begins(self, plan: TurnPlan) -> None:
-        """A turn runs: on its prefiller first, if it has one."""
         self._events.add(
             "start", plan.turn.history_id, turn=plan.turn.turn_id, decoder=plan.decoder_id,
             prefiller=plan.prefiller_id, later=plan.later or None,
@@ -163,7 +158,6 @@ class Accounts:
             self.metrics.cold_prefill_tokens.inc(done.prompt_tokens)
 
     def advanced(self, turn: TurnKey, stats: TurnStats, decoder_id: str) -> None:
-        """A decoder has completed a turn."""
         said: dict[str, Any] = {
             name: round(value, 3) if isinstance(value, float) else value
             for name in ("engine_wait_s", "engine_wait_for", "kept_tokens", "kept_s")
@@ -200,7 +194,6 @@ class Accounts:
             self.metrics.missed_handoff_tokens.inc(stats.missed_tokens)
 
     def observed(self, timing: TurnTiming) -> None:
-        """A router saw a turn end."""
         metrics = self.metrics
         if timing.turn is not None:
             self._events.add(
@@ -224,18 +217,15 @@ class Accounts:
                 metrics.ttfet_s.observe(ttfet_s)
 
     def tool_reported(self, history: History, report: ToolReport, wall_s: float | None) -> None:
-        """A client says that a tool begins or is done, after so long where that is known."""
         self._events.add(
             "tool_end" if report.ended else "tool_start", history.id, tool=report.tool,
             call_id=report.call_id, wall_s=None if wall_s is None else round(wall_s, 3),
         )  # fmt: skip
 
     def over_limit(self, tenant: str, over: Over) -> None:
-        """A turn was refused because its tenant has as much as it may."""
         self._tenants.refused(tenant, over.limit)
 
     def ended(self, history: History, reason: str) -> None:
-        """A conversation has ended."""
         self._events.add("ended", history.id, reason=reason)
         self.metrics.ended.labels(reason).inc()
         last = history.last_turn
@@ -253,7 +243,6 @@ class Accounts:
             self._table.used_energy(history_id, incarnation, joules)
 
     def engine_ready(self, engine: EngineInfo) -> None:
-        """An engine serves from now on."""
         if engine.hosts:
             self._costs.add(engine.id, engine.capacity_tokens, time.monotonic())
             self.look(engine.id)

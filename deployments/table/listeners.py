@@ -1,73 +1,63 @@
-"""Talks with decoders that begin turns by themselves: tells them, and waits until they heard.
-
-What may be begun where is `conserve.direct`'s affair.
-"""
+"""Talks with decoders that begin turns by themselves (`conserve.direct`)."""
 
 import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
-from conserve.direct import LEASE_S, Began, Ended, Notice, Notices, Report
+from conserve.direct import LEASE_S, Began, Ended, Notice, Report
 from conserve.history import TurnKey
 from conserve.wire import BEAT_S, SILENCE_S
 from deployments.messages import TurnPlan
 from deployments.table.registry import Registry
 from deployments.table.running import RunningTurns
 
-# How long to wait for decoders to say what they have done: whoever asks what there is, begins a
-# turn beside another or ends a conversation, as long as a decoder may begin turns; and whoever
-# moves one, as long as a decoder may be silent.
+logger = logging.getLogger("conserve.table")
+
+# How long to wait for decoders to say what they have done. To list or end conversations, or to
+# begin a turn beside another: as long as a decoder may begin turns. To move a conversation: as long
+# as a decoder may be silent.
 LOOK_S, MOVE_S = LEASE_S, SILENCE_S
 
 
+@dataclass(eq=False)
 class Listeners:
-    """One of each table."""
+    """Tells decoders what they may no longer begin, and takes each of their reports once."""
 
-    def __init__(self, notices: Notices) -> None:
-        self._notices = notices
-        notices.tell = self._has_news
-        self._news: dict[str, asyncio.Event] = {}
-        self._waiting: set[tuple[str, int, asyncio.Future[None]]] = set()
-        # Turns that they have begun; of those of a decoder that is lost nobody else tells.
-        self._begun: defaultdict[str, set[TurnKey]] = defaultdict(set)
+    table: ConversationTable
+    registry: Registry
+    running: RunningTurns
+    _news: dict[str, asyncio.Event] = field(default_factory=dict)
+    _waiting: set[tuple[str, int, asyncio.Future[None]]] = field(default_factory=set)
+    # Turns that decoders have begun. Of a lost one's, only this knows.
+    _begun: defaultdict[str, set[TurnKey]] = field(default_factory=lambda: defaultdict(set))
+
+    def __post_init__(self) -> None:
+        self._notices = self.table.notices
+        self._notices.tell = self._has_news
 
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
-        """Return what is new for a decoder, at once or within a beat; None: it has to register.
-
-        Args:
-            heard: the last notice that it has obeyed.
-        """
-        notices = self._notices
-        if not notices.is_current(decoder_id, registration):
+        """Return what is new for a decoder, at once or within a beat; None: it has to register."""
+        if not self._notices.is_current(decoder_id, registration):
             return None
         news = self._news.setdefault(decoder_id, asyncio.Event())
-        due = notices.due(decoder_id, heard)
-        if due is None or due.number > heard:
-            return due
-        news.clear()
-        waiting = asyncio.ensure_future(news.wait())
-        try:
-            await asyncio.wait([waiting], timeout=BEAT_S)
-        finally:
-            waiting.cancel()
-        if not notices.is_current(decoder_id, registration):
-            return None
-        return notices.due(decoder_id, heard)
-
-    def confirmed(self, decoder_id: str, heard: int) -> None:
-        """A decoder has heard so much."""
-        self._notices.confirm(decoder_id, heard)
-        self._let_go()
+        due = self._notices.due(decoder_id, heard)
+        if due is not None and due.number <= heard:
+            news.clear()
+            waiting = asyncio.ensure_future(news.wait())
+            try:
+                await asyncio.wait([waiting], timeout=BEAT_S)
+            finally:
+                waiting.cancel()
+            current = self._notices.is_current(decoder_id, registration)
+            due = self._notices.due(decoder_id, heard) if current else None
+        return None if due is None else due._replace(parks=self._parks_on(decoder_id))
 
     async def have_heard(self, decoder_ids: Collection[str], patience_s: float) -> bool:
-        """Return when all that these have done, or were told, until now is known; or after so long.
-
-        Returns:
-            Whether it is.
-        """
+        """Wait until all that these have done, or were told, until now is known; returns if so."""
         loop = asyncio.get_running_loop()
         asked = {decoder_id: self._notices.probe(decoder_id) for decoder_id in decoder_ids}
         waiting: list[tuple[str, int, asyncio.Future[None]]] = [
@@ -84,91 +74,53 @@ class Listeners:
             self._waiting.difference_update(waiting)
         return not left
 
-    # --- turns -------------------------------------------------------------------------------
+    def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
+        """Take a report; returns what `TableService.report` does."""
+        if not self._notices.is_current(decoder_id, registration):
+            return None
+        for event in report.events if self._notices.is_new(decoder_id, report.number) else ():
+            try:
+                self._happened(event, decoder_id)
+            except Exception:
+                # It would be told again for ever, and nothing after it.
+                logger.exception("what decoder %s says of %s", decoder_id, event.turn)
+        self._notices.confirm(decoder_id, report.heard)
+        self._have_heard()
+        return self._parks_on(decoder_id)
 
-    def began(self, turn: TurnKey, decoder_id: str) -> None:
-        """A decoder has begun a turn by itself."""
-        self._begun[decoder_id].add(turn)
+    def lost(self, decoder_id: str) -> None:
+        """End the turns that a lost decoder had begun by itself."""
+        for turn in self._begun.pop(decoder_id, set()):
+            self.running.ends(turn, None)
 
-    def ended(self, turn: TurnKey, decoder_id: str) -> None:
-        """A turn has ended there."""
+    def _happened(self, event: Began | Ended, decoder_id: str) -> None:
+        turn = event.turn
+        if isinstance(event, Began):
+            if self.table.began(turn, decoder_id, unix_s(), event.parks):
+                url = self.registry.engines[decoder_id].url
+                plan = TurnPlan(turn, decoder_id, url, later=True, parks=event.parks)
+                self._begun[decoder_id].add(turn)
+                self.running.begins(plan, event.router_id)
+            return
         self._begun[decoder_id].discard(turn)
+        if not event.completed or event.stats is None:
+            self.running.abandon(turn, decoder_id, event.stats)
+        elif not self.running.advance(turn, decoder_id, event.stats, event.tails):
+            # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
+            self.registry.note_forgotten(decoder_id, turn.history_id, turn.incarnation)
 
-    def lost(self, decoder_id: str) -> set[TurnKey]:
-        """A decoder is gone; returns the turns that it had begun by itself."""
-        return self._begun.pop(decoder_id, set())
-
-    # --- inside ------------------------------------------------------------------------------
+    def _parks_on(self, decoder_id: str) -> bool:
+        memory = self.table.memory
+        return memory is not None and memory.parks_on(decoder_id)
 
     def _has_news(self, decoder_id: str) -> None:
         if decoder_id in self._news:
             self._news[decoder_id].set()
         if decoder_id not in self._notices.decoders:
             self._news.pop(decoder_id, None)
-            self._let_go()
+            self._have_heard()
 
-    def _let_go(self) -> None:
+    def _have_heard(self) -> None:
         for decoder_id, number, future in self._waiting:
             if not future.done() and self._notices.has_heard(decoder_id, number):
                 future.set_result(None)
-
-
-# --- what they tell -------------------------------------------------------------------------------
-
-
-logger = logging.getLogger("conserve.table")
-
-
-class Reports:
-    """Takes decoders' reports, each once and in order."""
-
-    def __init__(
-        self,
-        table: ConversationTable,
-        registry: Registry,
-        listeners: Listeners,
-        running: RunningTurns,
-    ) -> None:
-        self._table = table
-        self._registry = registry
-        self._listeners = listeners
-        self._running = running
-
-    async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
-        """See `TableService.hear`."""
-        notice = await self._listeners.hear(decoder_id, registration, heard)
-        return None if notice is None else notice._replace(parks=self._parks_on(decoder_id))
-
-    def take(self, decoder_id: str, registration: int, report: Report) -> bool | None:
-        """See `TableService.report`."""
-        notices = self._table.notices
-        if not notices.is_current(decoder_id, registration):
-            return None
-        for event in report.events if notices.is_new(decoder_id, report.number) else ():
-            try:
-                self._happened(event, decoder_id)
-            except Exception:
-                # It would be told again for ever, and nothing after it.
-                logger.exception("what decoder %s says of %s", decoder_id, event.turn)
-        self._listeners.confirmed(decoder_id, report.heard)
-        return self._parks_on(decoder_id)
-
-    def _parks_on(self, decoder_id: str) -> bool:
-        memory = self._table.memory
-        return memory is not None and memory.parks_on(decoder_id)
-
-    def _happened(self, event: Began | Ended, decoder_id: str) -> None:
-        turn = event.turn
-        if isinstance(event, Began):
-            if self._table.began(turn, decoder_id, unix_s(), event.parks):
-                url = self._registry.engines[decoder_id].url
-                plan = TurnPlan(turn, decoder_id, url, later=True, parks=event.parks)
-                self._listeners.began(turn, decoder_id)
-                self._running.begins(plan, event.router_id)
-            return
-        self._listeners.ended(turn, decoder_id)
-        if not event.completed or event.stats is None:
-            self._running.abandon(turn, decoder_id, event.stats)
-        elif not self._running.advance(turn, decoder_id, event.stats, event.tails):
-            # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
-            self._registry.note_forgotten(decoder_id, turn.history_id, turn.incarnation)

@@ -1,9 +1,10 @@
-"""Takes engines in and lets them go; a new table waits for those of the one before."""
+"""Adds and removes engines; a new table waits for those of its predecessor."""
 
 import asyncio
 import contextlib
 import logging
 import time
+from dataclasses import dataclass, field
 
 from autoscale.autoscaler import Autoscaler
 from conserve.conversations import ConversationTable
@@ -16,33 +17,26 @@ from deployments.table.registry import Registry
 from deployments.table.room import Room
 from deployments.table.running import RunningTurns
 
+logger = logging.getLogger("conserve.table")
+
 # How long a new table waits for engines to report before it takes bindings for unknown.
 RECOVERY_S = 8.0
 
 
+@dataclass(eq=False)
 class Recovery:
-    """Over once all engines are known, or after `RECOVERY_S`.
-
-    Args:
-        started_s: when the table did, by the monotonic clock.
+    """A new table's wait for engines; it is over once all are known, or after `RECOVERY_S`.
 
     Attributes:
-        started_s: as given.
+        started_s: when the table did, by the monotonic clock.
         complete: set once all engines are known.
     """
 
-    def __init__(
-        self,
-        table: ConversationTable,
-        registry: Registry,
-        autoscaler: Autoscaler,
-        started_s: float,
-    ) -> None:
-        self._table = table
-        self._registry = registry
-        self._autoscaler = autoscaler
-        self.started_s = started_s
-        self.complete = asyncio.Event()
+    table: ConversationTable
+    registry: Registry
+    autoscaler: Autoscaler
+    started_s: float
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def age_s(self) -> float:
@@ -51,134 +45,111 @@ class Recovery:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody is waited for any more."""
+        """Whether engines are waited for no longer."""
         return self.complete.is_set() or self.age_s >= RECOVERY_S
 
     def look(self) -> None:
-        """See whether all engines are known: those that a predecessor had, else the first ones."""
-        wanted = self._autoscaler.wanted
+        """End it if as many engines are known as a predecessor wanted, or as are to start."""
+        wanted = self.autoscaler.wanted
         if all(
-            self._registry.living_and_leaving(role)[0] >= wanted[role].scaling.replicas
+            self.registry.living_and_leaving(role)[0] >= wanted[role].scaling.replicas
             for role in wanted
         ):
             self.complete.set()
 
     async def not_ready(self) -> Refusal | None:
-        """Wait until it is over; what turns are told then if there is no decoder."""
+        """Wait until it is over; return the refusal of turns if there is no decoder then."""
         if not self.complete.is_set():
             left_s = self.started_s + RECOVERY_S - time.monotonic()
             if left_s > 0:
                 # Perhaps not all come back: then those that did serve.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.complete.wait(), left_s)
-        return None if self._table.decoders else refusals.UNAVAILABLE
+        return None if self.table.decoders else refusals.UNAVAILABLE
 
 
-logger = logging.getLogger("conserve.table")
-
-
+@dataclass(eq=False)
 class Membership:
-    """Takes engines in and lets them go, with what they had under way.
+    """Adds and removes engines, with the turns that they run."""
 
-    Args:
-        recovery: is over when all have come back to a new table.
-        listeners: knows what decoders had begun by themselves.
-    """
-
-    def __init__(
-        self,
-        table: ConversationTable,
-        registry: Registry,
-        accounts: Accounts,
-        autoscaler: Autoscaler,
-        recovery: Recovery,
-        listeners: Listeners,
-        room: Room,
-        running: RunningTurns,
-    ) -> None:
-        self._table = table
-        self._registry = registry
-        self._accounts = accounts
-        self._autoscaler = autoscaler
-        self._recovery = recovery
-        self._listeners = listeners
-        self._room = room
-        self._running = running
+    table: ConversationTable
+    registry: Registry
+    accounts: Accounts
+    autoscaler: Autoscaler
+    recovery: Recovery
+    listeners: Listeners
+    room: Room
+    running: RunningTurns
 
     def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
-        """See `TableService.register`."""
         now_s = time.monotonic()
-        known = self._registry.engines.get(engine.id)
+        known = self.registry.engines.get(engine.id)
         if known is not None and engine.registration:
             # It has not heard that it is known; what it has done since is in what it holds.
             self._remove(known)
-        forget = self._registry.add(engine, now_s)
+        forget = self.registry.add(engine, now_s)
         # It has served under a table before this one, which may have had some of it stored.
-        self._running.may_be_stored |= bool(engine.holds or engine.parked)
-        if engine.wanted_replicas is not None and now_s - self._recovery.started_s <= SILENCE_S:
+        self.running.may_be_stored |= bool(engine.holds or engine.parked)
+        if engine.wanted_replicas is not None and now_s - self.recovery.started_s <= SILENCE_S:
             # A predecessor has wanted so many engines, and they are there.
-            self._autoscaler.adopt(engine.role, engine.wanted_replicas, now_s)
-        self._accounts.engine_ready(engine)
+            self.autoscaler.adopt(engine.role, engine.wanted_replicas, now_s)
+        self.accounts.engine_ready(engine)
         logger.info("%s %s is ready at %s", engine.role, engine.id, engine.url)
-        self._recovery.look()
-        self._room.admit()
+        self.recovery.look()
+        self.room.admit()
         return forget
 
     def lost(self, engine_id: str, why: str) -> None:
-        """See `TableService.engine_lost`."""
-        engine = self._registry.engines.get(engine_id)
+        engine = self.registry.engines.get(engine_id)
         if engine is None:
             return
-        self._running.engine_lost(engine_id)
+        self.running.engine_lost(engine_id)
         unbound = self._remove(engine)
-        self._accounts.engine_gone(engine, len(unbound), why)
+        self.accounts.engine_gone(engine, len(unbound), why)
         logger.warning(
             "%s %s is lost (%s); %d conversations will be prefilled again on their next turn",
             engine.role, engine_id, why, len(unbound),
         )  # fmt: skip
 
     def leave(self, engine_id: str, overdue: bool) -> bool:
-        """See `TableService.leave`."""
-        engine = self._registry.engines.get(engine_id)
+        engine = self.registry.engines.get(engine_id)
         if engine is None:
             # This is a new table, with which it has not registered yet; or it was lost.
             return not overdue
-        if not self._table.is_leaving(engine_id):
-            self._table.leave(engine_id)
+        if not self.table.is_leaving(engine_id):
+            self.table.leave(engine_id)
             logger.info("%s %s is leaving", engine.role, engine_id)
-        if not self._registry.has_routers and self._recovery.age_s > SILENCE_S:
+        if not self.registry.has_routers and self.recovery.age_s > SILENCE_S:
             # Routers belong to a new deployment, with a table of its own: no turn comes here.
             return False
         prefills = False
         if engine.role == "prefiller":
-            prefills = self._table.prefillers[engine_id].queued_tokens > 0 and not overdue
+            prefills = self.table.prefillers[engine_id].queued_tokens > 0 and not overdue
         if not engine.hosts:
             return prefills
-        if overdue or not self._table.accepting_decoders:
+        if overdue or not self.table.accepting_decoders:
             # With no other decoder the application ends, as a rule. Or the others have died: then
             # turns that run are not cut, and the rest is prefilled again once there is another.
-            unbound = self._table.evict(engine_id)
+            unbound = self.table.evict(engine_id)
             if unbound:
                 logger.info(
                     "%s %s leaves: %d conversations will be prefilled again elsewhere",
                     engine.role, engine_id, len(unbound),
                 )  # fmt: skip
-            self._room.admit()
-        return prefills or self._table.decoders[engine_id].conversations > 0
+            self.room.admit()
+        return prefills or self.table.decoders[engine_id].conversations > 0
 
     def left(self, engine_id: str) -> None:
-        """See `TableService.left`."""
-        engine = self._registry.engines.get(engine_id)
+        engine = self.registry.engines.get(engine_id)
         if engine is not None:
-            self._running.engine_lost(engine_id)
+            self.running.engine_lost(engine_id)
             unbound = self._remove(engine)
-            self._accounts.engine_gone(engine, len(unbound))
+            self.accounts.engine_gone(engine, len(unbound))
             logger.info(
                 "%s %s has left, with %d conversations", engine.role, engine_id, len(unbound)
             )
 
     def _remove(self, engine: EngineInfo) -> list[str]:
-        unbound = self._registry.remove(engine)
-        for turn in self._listeners.lost(engine.id):
-            self._running.ends(turn, None)
+        unbound = self.registry.remove(engine)
+        self.listeners.lost(engine.id)
         return unbound

@@ -11,13 +11,12 @@ UNAVAILABLE = Refusal(
 
 TOO_MANY_TOOLS = Refusal(
     400,
-    f"{MOST_RUNNING} tools of this history run by what was reported; report that they have ended",
+    f"{MOST_RUNNING} tools of this history run already; report those that have ended",
     "too_many_tools",
 )
 
 
 def busy(retry_after_s: int) -> Refusal:
-    """Another turn of the conversation is in line."""
     return Refusal(
         429,
         "another turn of this conversation is still waiting for room; send one at a time",
@@ -27,12 +26,10 @@ def busy(retry_after_s: int) -> Refusal:
 
 
 def queue_full(full: QueueFull) -> Refusal:
-    """There is neither room nor a place in the line."""
     return Refusal(429, str(full), "queue_full", full.retry_after_s)
 
 
 def timed_out(prompt_tokens: int, timeout_s: float, retry_after_s: int) -> Refusal:
-    """There was no room for as long as anybody may wait."""
     return Refusal(
         429,
         f"no decoder had room for {prompt_tokens} tokens within {timeout_s:g} s; try again later",
@@ -42,7 +39,6 @@ def timed_out(prompt_tokens: int, timeout_s: float, retry_after_s: int) -> Refus
 
 
 def never_fits(prompt_tokens: int, largest_tokens: int) -> Refusal:
-    """It would wait, and keep others waiting, for room that is nowhere."""
     return Refusal(
         400,
         f"this request has {prompt_tokens} tokens, and a decoder holds {largest_tokens} at most; "
@@ -52,7 +48,6 @@ def never_fits(prompt_tokens: int, largest_tokens: int) -> Refusal:
 
 
 def over_limit(tenant: str, over: Over) -> Refusal:
-    """The tenant has as much as it may."""
     what = {
         "turns": "turns at a time; wait for one to end",
         "held_tokens": "tokens of KV for its conversations; end some of them",

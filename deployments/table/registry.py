@@ -1,4 +1,4 @@
-"""Which engines and routers live, by their beats, and what engines are still to be told."""
+"""Keeps the engines and routers that live, and what engines are still to be told."""
 
 from collections import Counter
 from urllib.parse import urlsplit
@@ -18,13 +18,12 @@ class Registry:
     """Engines and routers that were heard of lately. Times are of the monotonic clock.
 
     Args:
-        table: it is kept up to date about which prefillers and decoders there are.
+        table: is told of prefillers and decoders that come and go.
 
     Attributes:
-        engines: those that live, by id.
-        loads: what those have told last of their work.
-        schedulers: what their schedulers have, of those that know conversations.
-        last_beat_s: when anybody was heard of.
+        loads: what engines have told last of their work, by id.
+        schedulers: the same of their schedulers, where these know conversations.
+        last_beat_s: when any engine or router was heard of.
     """
 
     def __init__(self, table: ConversationTable, now_s: float) -> None:
@@ -43,7 +42,6 @@ class Registry:
     # --- engines -----------------------------------------------------------------------------
 
     def start(self, engine: EngineStarting, now_s: float) -> None:
-        """Note what an engine does that is not ready yet."""
         self._starting[engine.id] = (engine, now_s)
 
     def starting(self, now_s: float) -> dict[StartPhase, int]:
@@ -98,23 +96,22 @@ class Registry:
         return self._table.remove_decoder(engine.id)
 
     def _count_host_memory(self) -> None:
-        """One LMCache server a node: engines that share an address share one."""
+        """Count host memory once a node: engines that share an address share a server."""
         if self._table.memory is not None:
             engines = self.engines.values()
             of_node = {urlsplit(one.url).hostname: one.host_tokens for one in engines}
             self._table.memory.set_host_tokens(sum(of_node.values()))
 
     def silent_engines(self, now_s: float) -> list[str]:
-        """Ids of the engines that have to be taken for lost."""
         return _silent(self._engine_beats_s, now_s)
 
     def living_and_leaving(self, role: Role) -> tuple[int, int]:
-        """How many engines of a role live, and how many of them are leaving."""
+        """Count a role's engines, and those of them that are leaving."""
         found = [engine.id for engine in self.engines.values() if engine.role == role]
         return len(found), sum(map(self._table.is_leaving, found))
 
     def tokenizer(self) -> EngineInfo | None:
-        """The engine to count a prompt: the prefiller that will likely see it, or a decoder."""
+        """Return the engine to count a prompt: the likeliest prefiller for it, or a decoder."""
         prefillers = self._table.accepting_prefillers
         decoders = self._table.accepting_decoders
         if prefillers:
@@ -126,18 +123,18 @@ class Registry:
     # --- what decoders are told --------------------------------------------------------------
 
     def note_ended(self, history: History) -> None:
-        """Note that a conversation has ended; its decoder is told with the decoder's next beat."""
+        """Have a history's decoder told, with its next beat, that the history has ended."""
         if history.decoder_id is not None:
             self.note_forgotten(history.decoder_id, history.id, history.incarnation)
 
     def note_forgotten(self, decoder_id: str, history_id: str, incarnation: int) -> None:
-        """Note that a conversation that was on a decoder is of no use to it any more."""
+        """Have a decoder told to forget a history."""
         if decoder_id in self._ended:
             self._ended[decoder_id].append((history_id, incarnation))
             self._table.notices.give_up(decoder_id, history_id, incarnation, ended=True)
 
     def take_ended(self, engine_id: str) -> list[tuple[str, int]]:
-        """Take out what has been noted for an engine, so that it is told once."""
+        """Return what an engine is to forget; it is told once."""
         ended = self._ended.get(engine_id, [])
         self._ended[engine_id] = []
         return ended
@@ -146,25 +143,21 @@ class Registry:
 
     @property
     def has_routers(self) -> bool:
-        """Whether any router has been heard of lately."""
         return bool(self._router_beats_s)
 
     def router_beat(self, router_id: str, now_s: float) -> None:
-        """Note that a router was heard of."""
         self.last_beat_s = self._router_beats_s[router_id] = now_s
         self._lost_routers.discard(router_id)
 
     def remove_router(self, router_id: str) -> None:
-        """Remove a router that is lost."""
         del self._router_beats_s[router_id]
         self._lost_routers.add(router_id)
 
     def router_is_lost(self, router_id: str) -> bool:
-        """Whether it was lost, and not heard of since: what it asked for is for nobody."""
+        """Whether it was lost, and not heard of since: its client is gone."""
         return router_id in self._lost_routers
 
     def silent_routers(self, now_s: float) -> list[str]:
-        """Ids of the routers that have to be taken for lost."""
         return _silent(self._router_beats_s, now_s)
 
 

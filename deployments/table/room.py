@@ -1,11 +1,11 @@
-"""Keeps turns whose conversations are bound nowhere yet, within their tenants' limits."""
+"""Keeps the turns that wait to be placed, within their tenants' limits."""
 
 import asyncio
 import contextlib
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from conserve import identity
 from conserve.admission import Admission, Admitted, WaitingLine
@@ -22,17 +22,14 @@ from deployments.table.registry import Registry
 class PendingTurn:
     """A turn whose conversation is bound nowhere, until it is bound or given up.
 
-    It is made by `TableService.begin`, or by `place` where that knows nothing of the turn.
-
     Attributes:
-        router_id: the router that asked first; if it dies, the turn is given up.
-        claim: tells it from other turns of the conversation, to whoever may give it up.
+        router_id: the router that asked first. If it dies, the turn is given up.
+        claim: tells it from other turns of the conversation.
         settled: done once it is bound or given up; other turns of the conversation wait for that.
-        arrived_s: when the conversation's first request came, in Unix time.
-        chat: whether it has messages; False: it is a completion's.
-        granted: None unless `place` waits for room; done when there is room, cancelled when the
+        chat: whether it has messages.
+        granted: None unless `place` waits for room. Done when there is room, cancelled when the
             turn is given up.
-        given_up: too late for that: there was room, and nobody wants it any more.
+        given_up: whether it was given up once there was room, and `place` has to abandon it.
     """
 
     history_id: str
@@ -40,13 +37,12 @@ class PendingTurn:
     claim: int
     settled: asyncio.Future[None]
     chat: bool = False
-    arrived_s: float = 0.0
     granted: asyncio.Future[Admitted] | None = None
     given_up: bool = False
 
     @property
     def waits(self) -> bool:
-        """Whether `place` waits for room: in line, or just out of it and not resumed yet."""
+        """Whether `place` waits for room: queued, or just admitted and not resumed yet."""
         return self.granted is not None
 
     @property
@@ -55,16 +51,12 @@ class PendingTurn:
         granted = self.granted
         return granted is not None and granted.done() and not granted.cancelled()
 
-    def settle(self) -> None:
-        """Note that the conversation is bound or given up."""
-        if not self.settled.done():
-            self.settled.set_result(None)
 
-
-# When to try again where nobody knows: turns end soon, conversations do not.
+# When to try again, where that is not known: turns end soon, conversations do not.
 _TURN_S, _CONVERSATION_S = 1, 10
 
 
+@dataclass(eq=False)
 class TenantGate:
     """Says whether a turn would break a limit of its tenant; nothing is counted by asking.
 
@@ -72,13 +64,10 @@ class TenantGate:
     as a pending one, then as one that runs. At each moment it is one of the three.
     """
 
-    def __init__(self, table: ConversationTable, line: WaitingLine) -> None:
-        self._table = table
-        self._line = line
-        self._arriving: dict[str, int] = {}
-        self._pending: dict[str, set[PendingTurn]] = {}
-
-    # --- what is told ------------------------------------------------------------------------
+    table: ConversationTable
+    line: WaitingLine
+    _arriving: dict[str, int] = field(default_factory=dict)
+    _pending: dict[str, set[PendingTurn]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def arriving(self, tenant: TurnTenant | None) -> Iterator[None]:
@@ -93,13 +82,11 @@ class TenantGate:
             self._arriving[tenant.name] -= 1
 
     def pends(self, pending: PendingTurn) -> None:
-        """Count a turn whose conversation is to be bound."""
         name = identity.tenant_of(pending.history_id)
         if name is not None:
             self._pending.setdefault(name, set()).add(pending)
 
     def settled(self, pending: PendingTurn) -> None:
-        """Count it no longer: it runs, or was given up."""
         name = identity.tenant_of(pending.history_id)
         if name is not None:
             self._pending.get(name, set()).discard(pending)
@@ -107,10 +94,10 @@ class TenantGate:
     # --- what can be asked -------------------------------------------------------------------
 
     def turn_over(self, tenant: TurnTenant | None) -> Over | None:
-        """The limit that one more turn would break, whatever its conversation is."""
+        """Return the limit that one more turn would break, whatever its conversation is."""
         if tenant is None or tenant.limits.turns is None:
             return None
-        turns = self._table.usage.tenant(tenant.name).turns
+        turns = self.table.usage.tenant(tenant.name).turns
         turns += self._arriving.get(tenant.name, 0) + len(self._unbound(tenant.name))
         if turns < tenant.limits.turns:
             return None
@@ -119,20 +106,20 @@ class TenantGate:
     def conversation_over(
         self, tenant: TurnTenant | None, history_id: str, now_s: float
     ) -> Over | None:
-        """The limit that a turn of this history would break.
+        """Return the limit that a turn of this history would break.
 
-        Histories count as conversations: else one name would do for any number.
+        Histories count as conversations, since one id may have any number of them.
         """
         if tenant is None:
             return None
-        limits, usage = tenant.limits, self._table.usage.tenant(tenant.name)
+        limits, usage = tenant.limits, self.table.usage.tenant(tenant.name)
         if limits.held_tokens is not None and usage.held_tokens >= limits.held_tokens:
             return Over("held_tokens", limits.held_tokens, _CONVERSATION_S)
         if limits.conversations is None and limits.new_per_minute is None:
             return None
         unbound = self._unbound(tenant.name)
-        new = {one.history_id for one in unbound if one.history_id not in self._table}
-        if history_id in self._table or history_id in new:
+        new = {one.history_id for one in unbound if one.history_id not in self.table}
+        if history_id in self.table or history_id in new:
             return None
         if limits.conversations is not None and (
             usage.histories + len(new) >= limits.conversations
@@ -145,7 +132,7 @@ class TenantGate:
         return None
 
     def binding_over(self, tenant: TurnTenant | None, prompt_tokens: int) -> Over | None:
-        """The limit that binding a conversation with so many tokens would break."""
+        """Return the limit that binding a conversation with so many tokens would break."""
         if tenant is None or tenant.limits.held_tokens is None:
             return None
         allowed = tenant.limits.held_tokens
@@ -161,75 +148,63 @@ class TenantGate:
         return [one for one in self._pending.get(name, ()) if not one.has_room]
 
     def _tokens(self, name: str) -> int:
-        """Held, and asked for by those in line."""
+        """Count the tokens that are held, and those that queued turns ask for."""
         beginning = identity.scoped(name, "")
-        waiting = self._line.tokens_of(beginning) if self._line else 0
-        return self._table.usage.tenant(name).held_tokens + waiting
+        waiting = self.line.tokens_of(beginning) if self.line else 0
+        return self.table.usage.tenant(name).held_tokens + waiting
 
 
+@dataclass(eq=False)
 class Room:
-    """Lets pending turns go as room comes free, and tells what gave it up.
+    """Keeps the pending turns, one a history, and admits them as room comes free."""
 
-    Args:
-        gate: counts pending turns, too.
-
-    Attributes:
-        pending: by the history; one each.
-    """
-
-    def __init__(
-        self,
-        table: ConversationTable,
-        admission: Admission,
-        registry: Registry,
-        accounts: Accounts,
-        gate: TenantGate,
-    ) -> None:
-        self._table = table
-        self._admission = admission
-        self._registry = registry
-        self._accounts = accounts
-        self._gate = gate
-        self.pending: dict[str, PendingTurn] = {}
-        # The clock is above whatever a predecessor handed out, of which nothing is kept.
-        self._claims = itertools.count(time.time_ns() // 1_000_000)
+    table: ConversationTable
+    admission: Admission
+    registry: Registry
+    accounts: Accounts
+    gate: TenantGate
+    pending: dict[str, PendingTurn] = field(default_factory=dict)
+    # The clock is above all numbers of a predecessor, of which nothing is kept.
+    _claims: Iterator[int] = field(
+        default_factory=lambda: itertools.count(time.time_ns() // 1_000_000)
+    )
 
     # --- pending turns -----------------------------------------------------------------------
 
     def new_claim(self) -> int:
-        """A number that no other turn and no other history has got."""
+        """Return a number that no other turn or history has."""
         return next(self._claims)
 
     def pend(
         self, history_id: str, router_id: str, chat: bool, claim: int | None = None
     ) -> PendingTurn:
-        """A turn is to be placed; see `PendingTurn`.
+        """Note that a turn is to be placed.
 
         Args:
             claim: None: a new one.
         """
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if claim is None:
-            claim = self.new_claim()
+        claim = self.new_claim() if claim is None else claim
         pending = PendingTurn(history_id, router_id, claim, settled, chat)
         self.pending[history_id] = pending
-        self._gate.pends(pending)
+        self.gate.pends(pending)
         return pending
 
     def settle(self, pending: PendingTurn) -> None:
-        """A turn is bound or given up."""
+        """Note that a turn is bound or given up."""
         if self.pending.get(pending.history_id) is pending:
             del self.pending[pending.history_id]
-        self._gate.settled(pending)
-        pending.settle()
+        self.gate.settled(pending)
+        if not pending.settled.done():
+            pending.settled.set_result(None)
 
     def give_up(self, pending: PendingTurn) -> None:
-        """Nobody wants a turn any more that is to be placed."""
+        """Give up placing a turn."""
         if pending.granted is None:
             self.settle(pending)
         elif not pending.granted.done():
-            # `place`, which waits for it, settles it: who is in line is always in `pending`.
-            self._admission.leave(pending.history_id)
+            # `place`, which waits for it, settles it: a queued turn is always in `pending`.
+            self.admission.leave(pending.history_id)
             pending.granted.cancel()
         else:
             # There is room for it, and `place` does not know yet.
@@ -238,9 +213,9 @@ class Room:
     # --- room --------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Let those go for whom there is room by now."""
-        for admitted in self._admission.admit(unix_s()):
-            self._accounts.bound(admitted)
+        """Admit the waiting turns that fit."""
+        for admitted in self.admission.admit(unix_s()):
+            self.accounts.bound(admitted)
             granted = self.pending[admitted.history.id].granted
             assert granted is not None
             granted.set_result(admitted)
@@ -248,28 +223,28 @@ class Room:
 
     def relieve(self, decoder_id: str | None) -> None:
         """Have idle histories leave a decoder that holds more than it should."""
-        memory = self._table.memory
-        if decoder_id not in self._table.decoders:
+        memory = self.table.memory
+        if decoder_id not in self.table.decoders:
             return
-        self._accounts.look(decoder_id)
+        self.accounts.look(decoder_id)
         if memory is None:
             return
-        decoders = self._table.accepting_decoders
-        memory.relieve(self._table.decoders[decoder_id], decoders, unix_s())
+        decoders = self.table.accepting_decoders
+        memory.relieve(self.table.decoders[decoder_id], decoders, unix_s())
         self.forget()
 
     def forget(self) -> None:
-        """Have decoders told what paused histories have left there for nobody."""
-        memory = self._table.memory
+        """Have decoders told to forget what paused histories have left there."""
+        memory = self.table.memory
         for one in () if memory is None else memory.take_forgotten():
-            self._registry.note_forgotten(one.decoder_id, one.history_id, one.incarnation)
+            self.registry.note_forgotten(one.decoder_id, one.history_id, one.incarnation)
 
     def end_displaced(self) -> None:
-        """Tell of the histories that have made room for others of their conversations."""
-        for history in self._table.take_displaced():
+        """End the histories that have made room for others of their conversations."""
+        for history in self.table.take_displaced():
             self.has_ended(history, "displaced")
 
     def has_ended(self, history: History, reason: str) -> None:
-        """Tell everybody that a conversation has ended."""
-        self._accounts.ended(history, reason)
-        self._registry.note_ended(history)
+        """Note that a conversation has ended, and have its decoder told."""
+        self.accounts.ended(history, reason)
+        self.registry.note_ended(history)

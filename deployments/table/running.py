@@ -1,4 +1,6 @@
-"""Turns under way: with which router and which decoder each is, and how it ends."""
+"""Keeps the turns under way, with the router and the decoder of each."""
+
+from dataclasses import dataclass, field
 
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
@@ -11,34 +13,23 @@ from deployments.table.registry import Registry
 from deployments.table.room import Room
 
 
+@dataclass(eq=False)
 class RunningTurns:
-    """Keeps what a router or a decoder that dies leaves behind.
-
-    Args:
-        room: comes free as turns end.
+    """Begins and ends turns, also those of a router or a decoder that dies.
 
     Attributes:
-        routers, decoders: of each turn.
         may_be_stored: whether LMCache may have any conversation's KV. Before that, nothing is
             looked up there.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        table: ConversationTable,
-        registry: Registry,
-        accounts: Accounts,
-        room: Room,
-    ) -> None:
-        self._settings = settings
-        self._table = table
-        self._registry = registry
-        self._accounts = accounts
-        self._room = room
-        self.routers: dict[TurnKey, str] = {}
-        self.decoders: dict[TurnKey, str] = {}
-        self.may_be_stored = False
+    settings: Settings
+    table: ConversationTable
+    registry: Registry
+    accounts: Accounts
+    room: Room
+    routers: dict[TurnKey, str] = field(default_factory=dict)
+    decoders: dict[TurnKey, str] = field(default_factory=dict)
+    may_be_stored: bool = False
 
     # --- they begin --------------------------------------------------------------------------
 
@@ -52,9 +43,9 @@ class RunningTurns:
     ) -> TurnPlan:
         """Return where a turn that has just begun goes."""
         assert history.decoder_id is not None
-        engines = self._registry.engines
+        engines = self.registry.engines
         prefiller = engines.get(prefiller_id) if prefiller_id else None
-        parks = self._settings.prefills_later_turns or self._table.park(history)
+        parks = self.settings.prefills_later_turns or self.table.park(history)
         looks_up = prefiller is not None or (not later and self.may_be_stored)
         plan = TurnPlan(
             turn=turn,
@@ -67,72 +58,67 @@ class RunningTurns:
             root=None if later else history.root,
             points=b"" if later else history.points,
             parks=parks,
-            direct=self._settings.later_turns_direct,
+            direct=self.settings.later_turns_direct,
         )
         self.begins(plan, router_id)
         return plan
 
     def begins(self, plan: TurnPlan, router_id: str) -> None:
-        """A turn is under way."""
         self.routers[plan.turn], self.decoders[plan.turn] = router_id, plan.decoder_id
         self.may_be_stored |= plan.parks or plan.prefiller_id is not None
-        self._accounts.turn_begins(plan)
+        self.accounts.turn_begins(plan)
 
     def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
-        """See `TableService.prefilled`."""
-        self._table.prefilled(plan.turn, 0 if done is None else done.prompt_tokens)
-        self._accounts.prefilled(plan, done, goes_on=plan.turn in self.routers)
+        self.table.prefilled(plan.turn, 0 if done is None else done.prompt_tokens)
+        self.accounts.prefilled(plan, done, goes_on=plan.turn in self.routers)
 
     # --- they end ----------------------------------------------------------------------------
 
     def advance(
         self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
     ) -> bool:
-        """See `TableService.advance`."""
         self.ends(turn, stats)
-        if decoder_id not in self._registry.engines:
+        if decoder_id not in self.registry.engines:
             # A new table: the decoder will register, with this turn among its holdings.
             return True
-        if self._table.advance(turn, decoder_id, stats, tails, unix_s()):
-            self._accounts.advanced(turn, stats, decoder_id)
-        still_has = self._table.holds(turn, decoder_id)
-        self._room.relieve(decoder_id)
-        self._room.admit()
+        if self.table.advance(turn, decoder_id, stats, tails, unix_s()):
+            self.accounts.advanced(turn, stats, decoder_id)
+        still_has = self.table.holds(turn, decoder_id)
+        self.room.relieve(decoder_id)
+        self.room.admit()
         return still_has
 
     def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
-        """See `TableService.abandon`."""
         if turn in self.routers:
             # Decoder and router may both tell of it.
-            self._accounts.cut(turn, decoder_id, stats)
+            self.accounts.cut(turn, decoder_id, stats)
         self.ends(turn, stats)
         if stats is not None:
-            self._accounts.handed_off(stats)
-        ended = self._table.abandon(turn, decoder_id, stats, unix_s())
+            self.accounts.handed_off(stats)
+        ended = self.table.abandon(turn, decoder_id, stats, unix_s())
         if ended is not None:
-            self._room.has_ended(ended, "first_turn_failed")
-        self._room.relieve(decoder_id)
-        self._room.admit()
+            self.room.has_ended(ended, "first_turn_failed")
+        self.room.relieve(decoder_id)
+        self.room.admit()
 
     def ends(self, turn: TurnKey, stats: TurnStats | None) -> None:
-        """A turn is not under way any more."""
         self.routers.pop(turn, None)
         self.decoders.pop(turn, None)
-        self._accounts.turn_ends(turn, stats)
+        self.accounts.turn_ends(turn, stats)
 
     def router_lost(self, router_id: str) -> None:
-        """End what a lost router had begun; decoders report the turns that got to them."""
+        """End the turns of a lost router; decoders report those that got to them."""
         for turn, router in list(self.routers.items()):
             if router == router_id:
                 self.abandon(turn, None, None)
 
     def engine_lost(self, engine_id: str) -> None:
-        """End what a lost engine had under way, or has ended last: it tells of it no more."""
+        """End the turns of a lost engine, which reports them no more."""
         for turn in [turn for turn, on in self.decoders.items() if on == engine_id]:
-            history = self._table.get(turn.history_id)
+            history = self.table.get(turn.history_id)
             if history is not None:
                 if history.prefiller_id is not None:
                     # It may not have come there yet: its router tells.
                     continue
-                self._accounts.cut(turn, engine_id, None)
+                self.accounts.cut(turn, engine_id, None)
             self.ends(turn, None)

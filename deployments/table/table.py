@@ -1,13 +1,10 @@
-"""The conversation table's actor: the one authority for bindings, and who waits for one.
+"""The conversation table's actor: the one authority for bindings, and for turns that wait for one.
 
-Its state is soft. If the process dies, Ray starts it again and the engines, which notice at
-their next beat, tell it who they are and what they hold; turns wait until all have, or for a
-while (`membership`). See docs/architecture.md.
+Its state is soft. If the process dies, Ray starts it again. Engines notice at their next beat, and
+tell it who they are and what they hold. Turns wait until all have, or for a while (`Recovery`).
 
-What it decides is elsewhere and pure: where a conversation goes in `conserve.placement`, who goes
-first in `conserve.admission`, what is held where in `conserve.conversations`, how many engines
-there are to be in `autoscale`. What follows from an event is in the files beside this one; here is
-what other processes may call.
+What it decides is elsewhere and pure (see docs/architecture.md). What follows from an event is in
+the files beside this one. This file has what other processes may call.
 """
 
 import asyncio
@@ -34,25 +31,10 @@ from conserve.placement.load import EngineLoad
 from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, SILENCE_S
-from deployments import answers
-from deployments.messages import (
-    BeginTurn,
-    EngineInfo,
-    EngineStarting,
-    EventPage,
-    EventQuery,
-    Heard,
-    Lifecycle,
-    PlaceTurn,
-    Prefilled,
-    Refusal,
-    TurnPlan,
-    TurnTiming,
-    Unplaced,
-)
+from deployments import answers, messages
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
-from deployments.table.listeners import LOOK_S, Listeners, Reports
+from deployments.table.listeners import LOOK_S, Listeners
 from deployments.table.membership import Membership, Recovery
 from deployments.table.placing import Placing
 from deployments.table.registry import Registry
@@ -75,7 +57,7 @@ ABANDONED_S = 120.0
 
 
 class TableService:
-    """Is the conversation table as an actor; `TableClient` makes it one."""
+    """The conversation table; `TableClient` makes it an actor, and calls it."""
 
     def __init__(self, settings: Settings) -> None:
         # Turns are numbered by hundreds.
@@ -110,8 +92,7 @@ class TableService:
         self._running = RunningTurns(
             settings, self._table, self._registry, self._accounts, self._room
         )
-        self._listeners = Listeners(self._table.notices)
-        self._reports = Reports(self._table, self._registry, self._listeners, self._running)
+        self._listeners = Listeners(self._table, self._registry, self._running)
         self._placing = Placing(
             settings.queue_timeout_s,
             self._table,
@@ -133,22 +114,21 @@ class TableService:
             self._room,
             self._running,
         )
-        # Nothing is decided yet: a predecessor's engines are still to say how many were wanted.
+        # 0: nothing is decided. A predecessor's engines are still to say how many were wanted.
         self._decided_s = 0.0
         self._housekeeping: asyncio.Task[None] | None = None
-        # Of the machine on which tools run: what was told last, and when.
+        # The machine on which tools run, as its manager has described it last.
         self._host = HostPressure()
         self._host_told_s = started_s
 
     # --- engines -----------------------------------------------------------------------------
 
-    async def engine_starting(self, engine: EngineStarting) -> None:
-        """Note what an engine does that is not ready yet."""
+    async def engine_starting(self, engine: messages.EngineStarting) -> None:
         self._ensure_housekeeping()
         self._registry.start(engine, time.monotonic())
 
-    async def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
-        """Add an engine that is ready. Returns conversations (and incarnations) to forget."""
+    async def register(self, engine: messages.EngineInfo) -> list[tuple[str, int]]:
+        """Add an engine that is ready; returns histories (and incarnations) to forget."""
         self._ensure_housekeeping()
         return self._membership.register(engine)
 
@@ -158,14 +138,8 @@ class TableService:
         energy: EngineEnergy | None = None,
         load: EngineLoad | None = None,
         scheduler: SchedulerLoad | None = None,
-    ) -> Heard | None:
-        """Note that an engine lives. Returns what it has to know, or None: register again.
-
-        Args:
-            energy: what its GPUs have used, where that is known.
-            load: of its work.
-            scheduler: what its scheduler does, where that knows conversations.
-        """
+    ) -> messages.Heard | None:
+        """Note that an engine lives; returns what it has to know, or None: register again."""
         engine = self._registry.engine_beat(engine_id, time.monotonic())
         if engine is None:
             return None
@@ -178,7 +152,7 @@ class TableService:
             self._registry.schedulers[engine_id] = scheduler
         ended = self._registry.take_ended(engine_id)
         holds = self._holds(engine_id)
-        return Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s, holds)
+        return messages.Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s, holds)
 
     def _holds(self, engine_id: str) -> list[tuple[str, int, float]]:
         memory = self._table.memory
@@ -192,14 +166,11 @@ class TableService:
         self._membership.lost(engine_id, why)
 
     async def leave(self, engine_id: str, overdue: bool) -> bool:
-        """Let an engine go: it gets nothing new.
+        """Give an engine nothing new; returns whether it should stay, and ask again.
 
         Args:
-            overdue: whether its time to drain is up: then its conversations are unbound, each once
+            overdue: whether its time to drain is up. Then each of its histories is unbound, once
                 none of its turns runs.
-
-        Returns:
-            Whether it should stay and ask again, because of what it has.
         """
         return self._membership.leave(engine_id, overdue)
 
@@ -210,13 +181,12 @@ class TableService:
     # --- decoders that begin turns by themselves ---------------------------------------------
 
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
-        """Return what a decoder is to know before it begins more; None: register again. It may
-        wait.
+        """Return what a decoder has to know before it begins more; None: register again.
 
         Args:
-            heard: the last notice that it has obeyed.
+            heard: the last notice that the decoder has obeyed. For a newer one it waits for a beat.
         """
-        return await self._reports.hear(decoder_id, registration, heard)
+        return await self._listeners.hear(decoder_id, registration, heard)
 
     async def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
         """Note what a decoder has done.
@@ -224,55 +194,53 @@ class TableService:
         Returns:
             Whether turns that begin now leave their KV in host memory; None: register again.
         """
-        return self._reports.take(decoder_id, registration, report)
+        return self._listeners.report(decoder_id, registration, report)
 
     async def _look(self) -> None:
-        """Return when all that decoders had done by now is known, or after a while."""
+        """Wait until all that decoders had done by now is known, or for a while."""
         await self._listeners.have_heard(self._table.notices.decoders, LOOK_S)
 
     # --- turns -------------------------------------------------------------------------------
 
-    async def begin(self, asked: BeginTurn) -> TurnPlan | Unplaced | Refusal:
-        """Start a turn; returns where its history is bound, or that it has to be placed."""
+    async def begin(
+        self, asked: messages.BeginTurn
+    ) -> messages.TurnPlan | messages.Unplaced | messages.Refusal:
+        """Begin a turn; returns where its history is bound, or that it has to be placed."""
         if refusal := await self._recovery.not_ready():
             return refusal
         return await self._placing.begin(asked)
 
-    async def place(self, asked: PlaceTurn) -> TurnPlan | Refusal:
+    async def place(self, asked: messages.PlaceTurn) -> messages.TurnPlan | messages.Refusal:
         """Bind a history for which `begin` answered `Unplaced`; waits for room."""
         return await self._placing.place(asked)
 
     async def forgo(self, history_id: str, claim: int) -> None:
-        """Give up placing a turn for which `begin` answered `Unplaced`.
-
-        Args:
-            claim: that answer's; another turn of the conversation is left alone.
-        """
+        """Give up placing the turn that `begin` gave this claim."""
         self._placing.forgo(history_id, claim)
 
-    async def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
+    async def prefilled(self, plan: messages.TurnPlan, done: messages.Prefilled | None) -> None:
         """Note that the remote prefill is over; ``done`` is None if it failed."""
         self._running.prefilled(plan, done)
 
     async def advance(
         self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
     ) -> bool:
-        """Note that a decoder completed a turn. Returns whether it still has the conversation."""
+        """Note that a decoder completed a turn; returns whether the history is still its."""
         return self._running.advance(turn, decoder_id, stats, tails)
 
     async def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
         """End a turn that did not complete."""
         self._running.abandon(turn, decoder_id, stats)
 
-    async def observe(self, timing: TurnTiming) -> None:
-        """Note how a turn ended, as its router saw it."""
+    async def observe(self, timing: messages.TurnTiming) -> None:
         self._accounts.observed(timing)
 
-    async def report_tool(self, conversation_id: str, report: ToolReport) -> int | Refusal | None:
-        """Note that a conversation's tool begins, or is done.
+    async def report_tool(
+        self, conversation_id: str, report: ToolReport
+    ) -> int | messages.Refusal | None:
+        """Note that a conversation's tool begins or ends; returns how many of them run now.
 
-        Returns:
-            How many of it run now; None if the conversation is unknown.
+        None if the conversation is unknown.
         """
         await self._recovery.not_ready()
         found = self._table.histories(conversation_id)
@@ -288,7 +256,7 @@ class TableService:
         return sum(len(self._table.tools.running(one.id)) for one in found)
 
     async def release(self, conversation_id: str, reason: str = "released") -> bool:
-        """End a conversation's histories; False if it is unknown. Its id is as it is kept."""
+        """End a conversation's histories; returns whether there were any."""
         await self._recovery.not_ready()
         found = self._table.histories(identity.conversation_of(conversation_id))
         told: set[str] = set()
@@ -299,19 +267,18 @@ class TableService:
         for history in found:
             told.update(self._table.notices.unconfirmed(history.id))
         self._room.admit()
-        # From then on no decoder takes a turn of the old name for one of what has ended.
+        # After this, no decoder takes a turn of this id for one of a history that has ended.
         await self._listeners.have_heard(told, LOOK_S)
         return bool(found)
 
     # --- what can be asked -------------------------------------------------------------------
 
     async def router_beat(self, router_id: str) -> None:
-        """Note that a router lives."""
         self._ensure_housekeeping()
         self._registry.router_beat(router_id, time.monotonic())
 
     async def health(self) -> answers.Alive:
-        """Return how many engines of each role are alive, and what those do that still start."""
+        """Count the engines of each role that are alive, and those that start, by what they do."""
         await self._recovery.not_ready()
         roles = [engine.role for engine in self._registry.engines.values()]
         starting = self._registry.starting(time.monotonic())
@@ -320,10 +287,10 @@ class TableService:
         )
 
     async def engines(self, exact: bool = False) -> list[answers.Engine]:
-        """The engines alive, for `GET /v1/engines`.
+        """Return the engines alive, for `GET /v1/engines`.
 
         Args:
-            exact: whether what decoders have done just now counts; a turn does not wait for that.
+            exact: whether to wait for what decoders have done just now.
         """
         await self._recovery.not_ready()
         if exact:
@@ -333,7 +300,7 @@ class TableService:
         return [engine_view(engine, self._table, loads.get(engine.id)) for engine in engines]
 
     async def conversation(self, conversation_id: str) -> answers.Conversation | None:
-        """One conversation, for `GET /v1/conversations/{id}`; the id is scoped to its tenant."""
+        """Return a conversation for `GET /v1/conversations/{id}`; None if it is unknown."""
         await self._recovery.not_ready()
         await self._look()
         found = self._table.histories(conversation_id)
@@ -342,15 +309,15 @@ class TableService:
         newest = self._events.newest_of(conversation_id, SHOWN_EVENTS)
         return conversation_view(found, unix_s(), self._table.tools, newest)
 
-    async def events(self, query: EventQuery) -> EventPage:
-        """Return what has happened, for `GET /v1/events`; see `listen`."""
+    async def events(self, query: messages.EventQuery) -> messages.EventPage:
+        """Return what has happened, for `GET /v1/events`; may wait for it."""
         return await listen(self._events, query)
 
     async def conversations(self, limit: int, tenant: str | None = None) -> bytes:
-        """The most recently used conversations, for `GET /v1/conversations`, as JSON.
+        """Return the most recently used conversations, for `GET /v1/conversations`, as JSON.
 
         Args:
-            tenant: of this one alone; None: of all.
+            tenant: None: all tenants.
         """
         await self._recovery.not_ready()
         await self._look()
@@ -365,28 +332,27 @@ class TableService:
         return msgspec.json.encode(answers.Conversations(data, total))
 
     async def metrics(self) -> bytes:
-        """The metrics, in Prometheus' text format."""
         await self._look()
         return self._accounts.render_metrics()
 
     # --- tools, for the manager of environments -----------------------------------------------
 
-    async def lifecycle(self, conversation_ids: list[str], pressure: HostPressure) -> Lifecycle:
-        """How conversations stand, of which somebody keeps something; see `Lifecycle`.
+    async def lifecycle(
+        self, conversation_ids: list[str], pressure: HostPressure
+    ) -> messages.Lifecycle:
+        """Return how conversations stand that have environments.
 
         Args:
-            conversation_ids: scoped to their tenants.
             pressure: of the machine on which their tools run.
         """
         self._host, self._host_told_s = pressure, time.monotonic()
         if not self._recovery.is_over:
-            return Lifecycle(self._events.first, None)
+            return messages.Lifecycle(self._events.first, None)
         waiting = self._admission.line.tickets(unix_s())
         found = standings(conversation_ids, self._table, waiting, self._pending)
-        return Lifecycle(self._events.first, found)
+        return messages.Lifecycle(self._events.first, found)
 
     async def note(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
-        """Something has happened to a conversation's tools."""
         self._events.add(kind, conversation_id, **details)
 
     # --- housekeeping ------------------------------------------------------------------------
@@ -422,9 +388,7 @@ class TableService:
             ray.kill(ray.get_runtime_context().current_actor)
 
     def _cpu_pressure(self, now_s: float) -> float:
-        """Return the pressure on the machine that tools run on; 0 where none do, as far as is
-        known.
-        """
+        """Return the pressure on the machine that tools run on; 0: none run, or it is unknown."""
         told_lately = now_s - self._host_told_s <= SILENCE_S
         return self._host.cpu_pressure if told_lately and self._host.running_tools else 0.0
 
@@ -440,7 +404,6 @@ class TableService:
             logger.info("%ss: %d wanted (%s)", role, scaling.replicas, scaling.why)
 
     async def _router_lost(self, router_id: str) -> None:
-        """Give back what a lost router had begun; decoders report the turns that got to them."""
         self._registry.remove_router(router_id)
         for pending in list(self._pending.values()):
             if pending.router_id == router_id:

@@ -1,11 +1,8 @@
 """How routers, engines and the manager of environments call the conversation table."""
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
-
-import ray
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from conserve.conversations import MEMORY_ENVIRONMENT
 from conserve.direct import Notice, Report
@@ -16,92 +13,57 @@ from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.wire import SILENCE_S
-from deployments import answers
-from deployments.detached import actor_name, find_or_make
-from deployments.messages import (
-    BeginTurn,
-    EngineInfo,
-    EngineStarting,
-    EventPage,
-    EventQuery,
-    Heard,
-    Lifecycle,
-    PlaceTurn,
-    Prefilled,
-    Refusal,
-    TurnPlan,
-    TurnTiming,
-    Unplaced,
-)
+from deployments import answers, messages
+from deployments.detached import ActorClient, Patience, actor_name, find_or_make
 from deployments.table.table import TableService
 from hetero.energy import EngineEnergy
 
-Given = ParamSpec("Given")
-Answer = TypeVar("Answer")
+Claimed = TypeVar("Claimed", messages.TurnPlan | messages.Unplaced, messages.TurnPlan)
 
 
 class TableUnavailable(Exception):
     """The conversation table did not answer in time; Ray is starting it again."""
 
 
-class Patience(NamedTuple):
-    """How long a caller waits, in seconds.
-
-    Attributes:
-        down_s: for a table that is down.
-        answer_s: for one that lives and does not answer; None: for as long as it takes, as with
-            what waits for room.
-    """
-
-    down_s: float = 30.0
-    answer_s: float | None = None
-
-
 _USUAL = Patience()
-# Of who asks again soon, and of whoever looks at the application's health.
+# For callers that ask again soon, and for those that look at the application's health.
 _NONE = Patience(0.0, 10.0)
 _SOME = Patience(5.0, 10.0)
-# A decoder's reports: the next one tells of this one's turns, too.
+# For a decoder's reports: the next one tells of this one's turns, too.
 _REPORTING = Patience(1.0, SILENCE_S)
 
 
-class TableClient:
-    """A caller's end of the table: finds the actor, and waits while Ray starts it again.
+class TableClient(ActorClient):
+    """A caller's end of the table. Its methods are those of `TableService`, which describes them.
 
-    Its methods are those of `TableService`. All that return something raise `TableUnavailable` if
-    the table stays down, or does not answer. Those that return nothing do not wait: what the table
-    would have raised is dropped.
+    All that return something raise `TableUnavailable` if the table stays down or does not answer,
+    and `ApiError` if it refuses. Those that return nothing do not wait for an answer. A turn whose
+    caller of `begin` or `place` is cancelled is given back.
     """
 
     def __init__(self, application: str, settings: Settings) -> None:
         self._name = actor_name(application, "table", settings)
         self._settings = settings
-        self._actor: Any = None
 
     # --- of routers --------------------------------------------------------------------------
 
-    async def begin(self, asked: BeginTurn) -> TurnPlan | Unplaced | Refusal:
-        """See `TableService.begin`."""
-        return await self._ask(_USUAL, TableService.begin, asked)
+    async def begin(self, asked: messages.BeginTurn) -> messages.TurnPlan | messages.Unplaced:
+        return await self._claimed(self._ask(_USUAL, TableService.begin, asked))
 
-    async def place(self, asked: PlaceTurn) -> TurnPlan | Refusal:
-        """See `TableService.place`."""
-        return await self._ask(_USUAL, TableService.place, asked)
+    async def place(self, asked: messages.PlaceTurn) -> messages.TurnPlan:
+        return await self._claimed(self._ask(_USUAL, TableService.place, asked))
 
-    def forgo(self, placed: Unplaced) -> None:
-        """See `TableService.forgo`."""
+    def forgo(self, placed: messages.Unplaced) -> None:
         self._tell(TableService.forgo, placed.history_id, placed.claim)
 
-    def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
-        """See `TableService.prefilled`."""
+    def prefilled(self, plan: messages.TurnPlan, done: messages.Prefilled | None) -> None:
         self._tell(TableService.prefilled, plan, done)
 
-    def abandon(self, plan: TurnPlan) -> None:
+    def abandon(self, plan: messages.TurnPlan) -> None:
         """End a turn that got to no decoder."""
         self._tell(TableService.abandon, plan.turn, None, None)
 
-    def observe(self, timing: TurnTiming) -> None:
-        """See `TableService.observe`."""
+    def observe(self, timing: messages.TurnTiming) -> None:
         self._tell(TableService.observe, timing)
 
     def finish(self, history_id: str) -> None:
@@ -109,27 +71,22 @@ class TableClient:
         self._tell(TableService.release, history_id, "final")
 
     async def release(self, conversation_id: str) -> bool:
-        """See `TableService.release`."""
         return await self._ask(_USUAL, TableService.release, conversation_id)
 
-    async def report_tool(self, conversation_id: str, report: ToolReport) -> int | Refusal | None:
-        """See `TableService.report_tool`."""
+    async def report_tool(self, conversation_id: str, report: ToolReport) -> int | None:
         return await self._ask(_USUAL, TableService.report_tool, conversation_id, report)
 
     async def router_beat(self, router_id: str) -> None:
-        """See `TableService.router_beat`."""
         await self._ask(_USUAL, TableService.router_beat, router_id)
 
     async def engine_lost(self, engine_id: str, why: str) -> None:
-        """See `TableService.engine_lost`."""
         await self._ask(_USUAL, TableService.engine_lost, engine_id, why)
 
     async def health(self) -> answers.Alive:
-        """See `TableService.health`."""
         return await self._ask(_SOME, TableService.health)
 
     async def engines(self, *, exact: bool = False, soon: bool = False) -> list[answers.Engine]:
-        """See `TableService.engines`.
+        """Return the engines alive.
 
         Args:
             soon: whether a table that does not answer within ten seconds is unavailable.
@@ -137,30 +94,24 @@ class TableClient:
         return await self._ask(_SOME if soon else _USUAL, TableService.engines, exact)
 
     async def conversation(self, conversation_id: str) -> answers.Conversation | None:
-        """See `TableService.conversation`."""
         return await self._ask(_USUAL, TableService.conversation, conversation_id)
 
     async def conversations(self, limit: int, tenant: str | None) -> bytes:
-        """See `TableService.conversations`."""
         return await self._ask(_USUAL, TableService.conversations, limit, tenant)
 
-    async def events(self, query: EventQuery) -> EventPage:
-        """See `TableService.events`."""
+    async def events(self, query: messages.EventQuery) -> messages.EventPage:
         patience = Patience(0.0, 2 * max(10.0, query.patience_s))
         return await self._ask(patience, TableService.events, query)
 
     async def metrics(self) -> bytes:
-        """See `TableService.metrics`."""
         return await self._ask(_USUAL, TableService.metrics)
 
     # --- of engines --------------------------------------------------------------------------
 
-    def engine_starting(self, engine: EngineStarting) -> None:
-        """See `TableService.engine_starting`."""
+    def engine_starting(self, engine: messages.EngineStarting) -> None:
         self._tell(TableService.engine_starting, engine)
 
-    async def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
-        """See `TableService.register`."""
+    async def register(self, engine: messages.EngineInfo) -> list[tuple[str, int]]:
         return await self._ask(_USUAL, TableService.register, engine)
 
     async def beat(
@@ -169,74 +120,52 @@ class TableClient:
         energy: EngineEnergy | None,
         load: EngineLoad | None,
         scheduler: SchedulerLoad | None = None,
-    ) -> Heard | None:
-        """See `TableService.beat`."""
+    ) -> messages.Heard | None:
         return await self._ask(_USUAL, TableService.beat, engine_id, energy, load, scheduler)
 
     async def leave(self, engine_id: str, overdue: bool) -> bool:
-        """See `TableService.leave`."""
         return await self._ask(_USUAL, TableService.leave, engine_id, overdue)
 
     async def left(self, engine_id: str) -> None:
-        """See `TableService.left`."""
         await self._ask(_USUAL, TableService.left, engine_id)
 
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
-        """See `TableService.hear`."""
         return await self._ask(_REPORTING, TableService.hear, decoder_id, registration, heard)
 
     async def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
-        """See `TableService.report`."""
         return await self._ask(_REPORTING, TableService.report, decoder_id, registration, report)
 
     # --- of the manager of environments ------------------------------------------------------
 
-    async def lifecycle(self, conversation_ids: list[str], pressure: HostPressure) -> Lifecycle:
-        """See `TableService.lifecycle`."""
+    async def lifecycle(
+        self, conversation_ids: list[str], pressure: HostPressure
+    ) -> messages.Lifecycle:
         return await self._ask(_NONE, TableService.lifecycle, conversation_ids, pressure)
 
     def note(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
-        """See `TableService.note`."""
         self._tell(TableService.note, kind, conversation_id, details)
 
     # --- how ---------------------------------------------------------------------------------
 
-    async def _ask(
-        self,
-        patience: Patience,
-        method: Callable[Concatenate[TableService, Given], Coroutine[Any, Any, Answer]],
-        *given: Given.args,
-        **named: Given.kwargs,
-    ) -> Answer:
-        deadline_s = time.monotonic() + patience.down_s
-        while True:
-            try:
-                async with asyncio.timeout(patience.answer_s):
-                    remote = getattr(self._connect(), method.__name__).remote
-                    answer: Answer = await remote(*given, **named)
-                    return answer
-            except TimeoutError:
-                raise TableUnavailable(
-                    f"the conversation table did not answer within {patience.answer_s:g} s"
-                ) from None
-            except ray.exceptions.RayActorError as error:
-                self._actor = None
-                if time.monotonic() > deadline_s:
-                    raise TableUnavailable(
-                        f"the conversation table is down: {type(error).__name__}"
-                    ) from error
-                await asyncio.sleep(0.1)
-
-    def _tell(
-        self,
-        method: Callable[Concatenate[TableService, Given], Coroutine[Any, Any, Any]],
-        *given: Given.args,
-        **named: Given.kwargs,
-    ) -> None:
+    async def _claimed(self, asked: Coroutine[Any, Any, Claimed]) -> Claimed:
+        asking = asyncio.ensure_future(asked)
         try:
-            getattr(self._connect(), method.__name__).remote(*given, **named)
-        except ray.exceptions.RayActorError:
-            self._actor = None
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, asking: "asyncio.Future[Any]") -> None:
+        if asking.cancelled() or asking.exception() is not None:
+            return
+        answer = asking.result()
+        if isinstance(answer, messages.TurnPlan):
+            self.abandon(answer)
+        else:
+            self.forgo(answer)
+
+    def _unavailable(self, why: str) -> Exception:
+        return TableUnavailable(f"the conversation table {why}")
 
     def _connect(self) -> Any:
         if self._actor is None:

@@ -57,7 +57,7 @@ def test_the_floors_are_kept(copy: Path) -> None:
         ("hetero/tiers.py", "import autoscale.signals"),
         ("autoscale/capacity/plan.py", "import benchmarks.records"),
         ("deployments/table/table.py", "import benchmarks.records"),
-        ("deployments/messages.py", "import deployments.router.endpoint"),
+        ("deployments/messages.py", "import deployments.router.turn"),
         ("deployments/node/node.py", "import deployments.engine.engine"),
         ("benchmarks/driver.py", "import deployments.messages"),
         ("benchmarks/peers/plan.py", "import conserve_cli.main"),

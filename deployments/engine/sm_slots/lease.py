@@ -54,11 +54,14 @@ def lease_slots(gpu: str, slots: int, engine_id: str, node_actor: str) -> SmLeas
     # Only workers lease. Other processes load this file without Ray.
     import ray
 
+    from deployments.detached import call
+    from deployments.node.node import NodeService
+
     deadline_s = time.monotonic() + _TIMEOUT_S
     while True:
         try:
             actor = ray.get_actor(node_actor, namespace="serve")
-            asked = actor.lease_sm_slots.remote(gpu, engine_id, slots)
+            asked = call(actor, NodeService.lease_sm_slots, gpu, engine_id, slots)
             lease: SmLease = ray.get(asked, timeout=_CALL_TIMEOUT_S)
             return lease
         except (NoFreeSms, UnknownGpu) as error:

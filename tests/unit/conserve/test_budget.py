@@ -255,3 +255,35 @@ def test_tokens_to_be_made_text_of(tokens: Any, fits: bool) -> None:
     with pytest.raises(ApiError) as caught:
         budget.check_detokenize({"tokens": tokens})
     assert (caught.value.status, caught.value.param) == (400, "tokens")
+
+
+MOST_NUMBER = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"seed": MOST_NUMBER + 1},
+        {"seed": -MOST_NUMBER - 2},
+        {"vllm_xargs": {"a": [1, {"b": 10**30}]}},
+        {"max_tokens": 8, "stream_interval": 2**80},
+    ],
+)
+def test_a_number_that_takes_more_than_64_bits_is_named(more: dict[str, Any]) -> None:
+    """An engine could not hand it to its core."""
+    for body in (chat(**more), prompted("x", **more)):
+        error = refusal(body)
+        assert error is not None
+        assert (error.status, error.param) == (400, list(more)[-1])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"seed": MOST_NUMBER, "n": 1, "temperature": 1e300, "stop": str(2**80)},
+        {"messages": [{"role": "user", "content": [{"n": 2**80}]}]},
+        {"tools": [{"function": {"parameters": {"maximum": 2**80}}}]},
+    ],
+)
+def test_numbers_that_become_text_on_the_way_may_be_of_any_size(more: dict[str, Any]) -> None:
+    assert refusal(chat(**more) if "messages" not in more else more) is None

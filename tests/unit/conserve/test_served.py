@@ -20,6 +20,11 @@ def chat(*messages: Json, **more: Any) -> Json:
     return {"messages": [USER, *messages], **more}
 
 
+def judge(body: Json, path: str) -> Json:
+    budget.check(body, path)
+    return as_served(body, path)
+
+
 def tool(name: str) -> Json:
     return {"type": "function", "function": {"name": name}}
 
@@ -85,7 +90,7 @@ def block(role: str, **fields: Any) -> Json:
 def test_what_is_not_served_is_refused_by_its_name(path: str, body: Json, param: str) -> None:
     for each in (path, COUNT_TOKENS) if path == MESSAGES else (path,):
         with pytest.raises(ApiError) as error:
-            budget.check(body, each)
+            judge(body, each)
         assert (error.value.status, error.value.param) == (400, param)
         # Anthropic's errors have no field for it.
         assert error.value.message.startswith(param + ": ")
@@ -106,7 +111,7 @@ def test_what_is_not_served_is_refused_by_its_name(path: str, body: Json, param:
     ],
 )
 def test_what_asks_for_nothing_is_let_through(path: str, body: Json) -> None:
-    budget.check(body, path)
+    judge(body, path)
 
 
 def test_a_refusal_is_what_was_said() -> None:

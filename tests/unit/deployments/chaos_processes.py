@@ -28,7 +28,7 @@ from deployments.engine.load import LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.reporter import Reporter
 from deployments.messages import EngineInfo, Prefilled
-from deployments.router.endpoint import TurnEndpoint
+from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
 from deployments.table.table import TableService
 from deployments.table.table_client import TableClient, TableUnavailable

@@ -8,8 +8,9 @@ from conserve.conversations import ConversationTable
 from conserve.placement import ConversationPlacement
 from conserve.wire import Role
 from deployments.answers import Engine
-from deployments.messages import EngineInfo
-from deployments.table.table_client import Patience, TableClient
+from deployments.detached import Patience
+from deployments.messages import EngineInfo, unrefused
+from deployments.table.table_client import TableClient
 from deployments.table.views import engine_view
 
 
@@ -35,7 +36,7 @@ class StubTable(TableClient):
         raise AssertionError(f"the table was told: {method}")
 
     async def _ask(self, patience: Patience, method: Any, *given: Any, **named: Any) -> Any:
-        return await self.call(method.__name__, *given)
+        return unrefused(await self.call(method.__name__, *given))
 
     def _tell(self, method: Any, *given: Any, **named: Any) -> None:
         self.tell(method.__name__, *given)

@@ -48,9 +48,7 @@ def read(path: str, body: Any) -> ClientRequest:
         return {"type": "http.request", "body": json.dumps(body).encode()}
 
     scope = {"type": "http", "path": path, "headers": []}
-    request = asyncio.run(read_request(scope, receive, Settings()))
-    assert request is not None
-    return request
+    return asyncio.run(read_request(scope, receive, Settings()))
 
 
 class Server:

@@ -114,7 +114,6 @@ def read(
     given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
     scope = {"type": "http", "path": path, "headers": given}
     request = asyncio.run(read_request(scope, receive, Settings(**settings), stored))
-    assert request is not None
     assert json.loads(request.raw) == request.body
     return request
 
@@ -330,7 +329,6 @@ def test_a_tenants_media_have_the_same_names_in_the_turns_that_go_on() -> None:
 
         scope = {"type": "http", "path": RESPONSES, "headers": [], "conserve.caller": caller}
         request = asyncio.run(read_request(scope, receive, Settings(), stored))
-        assert request is not None
         assert request.body["cache_salt"] == "salt"
         return request.body
 
@@ -451,8 +449,8 @@ def at_the_door(
     door = FrontDoor(Settings(), Table("d1"), "router")  # type: ignore[arg-type]
     for route in door._paths.routes:
         owner = getattr(route.endpoint, "__self__", None)  # type: ignore[attr-defined]
-        if upstream is not None and hasattr(owner, "_upstream"):
-            owner._upstream = upstream
+        if upstream is not None and hasattr(owner, "upstream"):
+            owner.upstream = upstream
     given = {"content-type": "application/json", **headers}
     scope = {
         "path": path,

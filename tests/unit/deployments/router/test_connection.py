@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 import uvicorn
 
-from deployments.router.connection import Connection
+from deployments.router.router import Connection
 
 # In which a connection is looked after several times.
 WHILE_S = 0.5

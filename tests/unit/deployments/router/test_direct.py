@@ -17,7 +17,7 @@ from conserve.settings import Settings
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from deployments.messages import TurnPlan
 from deployments.router.access import Access
-from deployments.router.endpoint import TurnEndpoint
+from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
 from tests.unit.deployments.router.test_turn import Engines, Table, Whole, told_by
 
@@ -86,10 +86,12 @@ def play(
     *chats: list[Any] | dict[str, Any],
     access: Access | None = None,
     key: str = "",
+    homes: Homes | None = None,
     **settings: Any,
 ) -> list[dict[bytes, bytes]]:
     """Chats, and completions, through one router, one after the other; their answers' headers."""
-    endpoint = TurnEndpoint(Settings(**settings), table, decoders, "router")  # type: ignore[arg-type]
+    homes = Homes() if homes is None else homes
+    endpoint = TurnEndpoint(Settings(**settings), table, decoders, "router", homes)  # type: ignore[arg-type]
     answers = []
 
     async def chat(asked: list[Any] | dict[str, Any]) -> None:
@@ -142,17 +144,14 @@ def test_a_completion_goes_straight_by_its_conversations_id() -> None:
     assert len(decoders.straight) == 2
 
 
-def test_a_completion_without_an_id_asks_and_is_not_remembered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_completion_without_an_id_asks_and_is_not_remembered() -> None:
     table, decoders, homes = Placing(), Decoders(die=set()), Homes()
-    monkeypatch.setattr("deployments.router.endpoint.Homes", lambda: homes)
-    play(table, decoders, {"prompt": "on"}, {"prompt": "on"})
+    play(table, decoders, {"prompt": "on"}, {"prompt": "on"}, homes=homes)
     assert table.asked == ["begin", "place"] * 2
     assert decoders.straight == []
     # Its conversation ends with it.
     assert len(homes) == 0
-    play(table, decoders, {"prompt": "on", "conversation_id": "mine"})
+    play(table, decoders, {"prompt": "on", "conversation_id": "mine"}, homes=homes)
     assert len(homes) == 1
 
 

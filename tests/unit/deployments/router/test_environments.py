@@ -19,7 +19,7 @@ class Manager(EnvironmentClient):
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
-    async def _ask(self, method: Any, *asked: Any, **named: Any) -> Any:
+    async def _ask(self, patience: Any, method: Any, *asked: Any, **named: Any) -> Any:
         self.asked.append((method.__name__, *asked))
         if method.__name__ == "shown":
             raise ApiError(404, "no such environment", "environment_not_found")

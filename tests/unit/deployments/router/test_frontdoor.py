@@ -8,9 +8,9 @@ from urllib.parse import quote
 import pytest
 
 from conserve.settings import Settings
-from deployments.router import reading, request
-from deployments.router.endpoint import TurnEndpoint
+from deployments.router import reading
 from deployments.router.frontdoor import FrontDoor
+from deployments.router.turn import TurnEndpoint
 from tests.unit.deployments.stub_table import StubTable
 
 NOTHING = {"type": "http.request", "body": b""}
@@ -55,7 +55,7 @@ def answer(method: str, path: str, received: list[dict[str, Any]], **scope: Any)
 
 
 def test_a_request_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "_BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(reading, "_TIMEOUT_S", 0.05)
     table = Table()
     half = {"type": "http.request", "body": b'{"messages": [', "more_body": True}
     start, body = post(table, [half])

@@ -25,9 +25,7 @@ def read(
 
     given = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
     scope = {"type": "http", "path": path, "headers": given}
-    request = asyncio.run(read_request(scope, receive, SETTINGS))
-    assert request is not None
-    return request
+    return asyncio.run(read_request(scope, receive, SETTINGS))
 
 
 def refused(body: Any, headers: dict[str, str] | None = None) -> ApiError:
@@ -210,7 +208,7 @@ def test_a_long_body_comes_no_faster_than_it_costs(
         sleeps.append(delay_s)
         await sleep(0)
 
-    monkeypatch.setattr("deployments.router.request.asyncio.sleep", counted)
+    monkeypatch.setattr("deployments.router.reading.asyncio.sleep", counted)
     piece = b"x" * (64 * 1024)
     raw = b'{"messages": [{"role": "user", "content": "' + piece * pieces
     raw = raw[: len(piece) * pieces - 4] + b'"}]}'
@@ -225,7 +223,6 @@ def test_a_long_body_comes_no_faster_than_it_costs(
 
     scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
     request = asyncio.run(read_request(scope, receive, SETTINGS))
-    assert request is not None
     assert request.body["messages"] == json.loads(raw)["messages"]
     assert sum(sleeps) == pytest.approx(slept_s)
 

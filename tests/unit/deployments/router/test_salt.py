@@ -1,18 +1,19 @@
 """The salt under which engines keep a prompt's KV."""
 
-import json
 from typing import Any
 
 import pytest
 from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
-from deployments.router.salt import own_media, salted
+from deployments.router import salt as salting
 
 
 def salt_of(body: dict[str, Any]) -> Any:
-    raw, own = salted(json.dumps(body).encode(), body, None)
-    assert json.loads(raw) == own
-    return own.get("cache_salt")
+    return salting.with_salt(body, None).get("cache_salt")
+
+
+def own_media(messages: Any, salt: str) -> Any:
+    return salting.own_media({"messages": messages}, salt)["messages"]
 
 
 @pytest.mark.parametrize("salt", ["mine", "x" * 128, "a b:c"])
@@ -56,7 +57,7 @@ def test_what_a_tool_has_put_out_and_what_it_was_told_have_too() -> None:
         {"type": "function_call_output", "call_id": "c", "output": [image]},
         {"role": "user", "content": [{"type": "tool_result", "content": [image]}]},
     ]
-    own = own_media(items, "a")
+    own = salting.own_media({"input": items}, "a")["input"]
     names = {own[0]["output"][0]["uuid"], own[1]["content"][0]["content"][0]["uuid"]}
     assert len(names) == 1
     assert "cat" not in names
@@ -79,3 +80,5 @@ def test_messages_without_named_media_are_not_copied() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "x", "uuid": None}, "y"]}, 5]
     assert own_media(messages, "a") is messages
     assert own_media("junk", "a") == "junk"
+    body = {"messages": messages}
+    assert salting.own_media(body, "a") is body

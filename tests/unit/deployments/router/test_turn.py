@@ -18,7 +18,7 @@ from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from conserve.wire import Emitted
 from deployments.messages import Prefilled, Refusal, TurnPlan, TurnTenant, Unplaced
 from deployments.router.access import Access
-from deployments.router.endpoint import TurnEndpoint
+from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
 from tests.unit.deployments.stub_table import StubTable
 
@@ -614,7 +614,7 @@ def test_a_refusal_is_held_back_by_what_it_took(
         held.append(took_s)
         return 0.0
 
-    monkeypatch.setattr("deployments.router.patience.wait_s", wait_s)
+    monkeypatch.setattr("deployments.router.errors.wait_s", wait_s)
     body = PROMPT if by_the_engine else {**PROMPT, "model": 5}
     start, _ = exchange(Table(), Refusing(die=set()), body)
     assert start["status"] == 400

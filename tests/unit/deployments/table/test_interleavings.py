@@ -220,7 +220,7 @@ async def _everything_at_once(seed: int, close: bool) -> None:
     assert not service._pending
     assert not service._running.routers
     world.within_limits()
-    gate = service._room._gate
+    gate = service._room.gate
     assert not any(gate._arriving.values())
     assert not any(gate._pending.values())
     live = service._table.live()

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from conserve.settings import Settings
+from deployments.detached import Patience
 from deployments.table.table import TableService
-from deployments.table.table_client import Patience, TableClient, TableUnavailable
+from deployments.table.table_client import TableClient, TableUnavailable
 
 
 class _Silent:

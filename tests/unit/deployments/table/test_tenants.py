@@ -185,7 +185,7 @@ def test_tokens_count_from_the_promise_and_in_line() -> None:
         await service.release("acme\ta")
         assert isinstance(await waiting, TurnPlan)
         assert service._table.usage.tenant("acme").held_tokens == 500
-        assert not service._room._gate._pending["acme"]
+        assert not service._room.gate._pending["acme"]
 
     asyncio.run(scenario())
 

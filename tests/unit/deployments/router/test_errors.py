@@ -6,13 +6,13 @@ import time
 import pytest
 
 from conserve.errors import ApiError
-from deployments.router import patience
+from deployments.router import errors
 
 
 def test_a_cheap_refusal_comes_at_once_and_a_dear_one_later() -> None:
-    assert patience.wait_s(0.0) == patience.wait_s(0.025) == 0.0
-    assert patience.wait_s(0.125) == pytest.approx(0.4)
-    assert patience.wait_s(100.0) == 4.0
+    assert errors.wait_s(0.0) == errors.wait_s(0.025) == 0.0
+    assert errors.wait_s(0.125) == pytest.approx(0.4)
+    assert errors.wait_s(100.0) == 4.0
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,6 @@ def test_only_who_is_at_fault_waits(
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(patience.asyncio, "sleep", sleep)
-    asyncio.run(patience.hold_back(ApiError(status, "no", code), time.perf_counter() - 10.0))
+    monkeypatch.setattr(errors.asyncio, "sleep", sleep)
+    asyncio.run(errors.hold_back(ApiError(status, "no", code), time.perf_counter() - 10.0))
     assert slept == ([4.0] if waits else [])
