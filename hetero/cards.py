@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU, or a MIG device, that engines may run on; ``used_bytes`` by whomever, now."""
+    """A GPU or MIG device that engines may run on; ``used_bytes`` counts every process's memory."""
 
     name: str
     memory_bytes: int
@@ -40,7 +40,6 @@ def cards_here() -> tuple[Card, ...]:
 
 
 def _parts(gpu: Gpu, used_bytes: int) -> list[tuple[int | None, str, Card]]:
-    """The GPU, or the MIG devices that it is divided into, which have no number."""
     if not gpu.mig_enabled:
         return [(gpu.index, gpu.uuid, Card(gpu.name, gpu.memory_bytes, used_bytes))]
     return [(None, part.uuid, Card(part.name, part.memory_bytes)) for part in gpu.mig_devices]

@@ -1,4 +1,4 @@
-"""Whether a cluster has as many GPUs as its engines ask for. Pure, as `hetero.tiers` is."""
+"""Checks whether a cluster has as many GPUs as its engines ask for. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -14,28 +14,24 @@ _LEAST = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """The most engines that may be on a node at a time, and their workers, together."""
+    """The most engines, and workers of all of them, that may run on a node at a time."""
 
     engines: int
     workers: int
 
     @property
     def waiting(self) -> int:
-        """Processes that wait for each other by looking again and again: cores, and workers."""
+        """Processes that spin while they wait for each other: engine cores and workers."""
         return self.engines + self.workers
 
     @property
     def processes(self) -> int:
-        """Count those, and the server of each engine: as many cores as vLLM advises at least."""
+        """All processes, with each engine's server: the least number of cores that vLLM advises."""
         return self.waiting + self.engines
 
 
 def most_on_node(settings: Settings, gpus: float) -> Crowd:
-    """Return the most engines and workers that may be on a node with so many GPUs.
-
-    Args:
-        settings: with all numbers chosen (`hetero.gpu_layout.with_counts`).
-    """
+    """Return the most engines and workers that a node with so many GPUs may run."""
     engines = sum(most_replicas(own) for _, own in roles(settings))
     all_workers = sum(most_replicas(own) * workers(settings, own) for _, own in roles(settings))
     least = min(own.num_gpus for _, own in roles(settings))
@@ -45,7 +41,7 @@ def most_on_node(settings: Settings, gpus: float) -> Crowd:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """An engine to be placed: all its workers on one of these nodes."""
+    """An engine to be placed; all its workers go on one of ``nodes``."""
 
     name: str
     workers: int
@@ -54,11 +50,7 @@ class _Engine:
 
 
 def require_shares(settings: Settings) -> None:
-    """Refuse parts of GPUs that Ray or vLLM cannot give.
-
-    Raises:
-        SettingsError: names the setting.
-    """
+    """Raise `SettingsError` for parts of GPUs that Ray or vLLM cannot give."""
     for name, own in roles(settings):
         asked = own.num_gpus
         if not _LEAST <= asked <= 1:
@@ -74,10 +66,10 @@ def require_shares(settings: Settings) -> None:
 
 
 def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
-    """A sentence with the sum, if not every engine can have the GPUs that it asks for; else none.
+    """Return a sentence with the sum if some engine cannot get the GPUs that it asks for.
 
-    GPUs that others use count as there: they may be given back. Of a role that scales, the fewest
-    engines count. A role whose tier no node offers is left out: `tiers.missing` names it.
+    Busy GPUs count, and of roles that scale, the fewest engines. `tiers.missing` names roles whose
+    tier no node offers.
     """
     engines: list[_Engine] = []
     asked: dict[str, RoleSettings] = {}
@@ -111,7 +103,7 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
 
 
 def _all_placed(engines: Sequence[_Engine], nodes: Sequence[NodeOffer]) -> bool:
-    """Whether they fit when those with least choice, and the largest, are placed first."""
+    # The engines with the least choice go first, then the largest.
     free = [[1.0] * int(node.resources.get("GPU", 0)) for node in nodes]
     for engine in sorted(engines, key=lambda one: (len(one.nodes), -one.workers * one.num_gpus)):
         places = sorted(engine.nodes, key=lambda index: sum(free[index]))

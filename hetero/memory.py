@@ -1,4 +1,4 @@
-"""Room on a GPU for an engine, which its predecessor may still have."""
+"""Waits for room on a GPU that a dead engine's memory may still take."""
 
 import logging
 import time
@@ -19,20 +19,10 @@ def wait_for_memory(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Wait until so much of a GPU's memory is free; says in the log what is waited for.
+    """Wait until so much of a GPU's memory is free, log the wait, and return whether it is.
 
-    The memory of an engine that has died is not free while LMCache's server has its KV space
-    mapped, though no process on the GPU accounts for it.
-
-    Args:
-        needed_bytes: at least so much.
-        timeout_s: wait no longer.
-
-    Returns:
-        Whether it is free now.
-
-    Raises:
-        NvmlError: the GPU cannot be asked.
+    A dead engine's memory stays taken while LMCache's server has its KV space mapped, though no
+    process on the GPU accounts for it. Raises `NvmlError` if the GPU cannot be asked.
     """
     started_s = clock()
     free_bytes = nvml.memory_free_bytes(uuid)

@@ -1,4 +1,4 @@
-"""Whether engines that may get the same GPU ask for more SM slots than it has. Pure."""
+"""Checks whether engines that may share a GPU ask for more SM slots than it has. Pure."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,7 @@ _PARTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class _Sharing:
-    """Engines of a role that one GPU may get.
-
-    Attributes:
-        slots: of each.
-        parts: of the GPU, in ten-thousandths, each.
-        most: how many there are.
-    """
+    """Engines of a role that may share a GPU; ``parts`` are ten-thousandths of it."""
 
     name: str
     slots: int
@@ -31,13 +25,10 @@ class _Sharing:
 
 
 def require_slots(settings: Settings) -> None:
-    """Refuse SM slots that no GPU has, or that an engine could not keep to.
+    """Raise `SettingsError` for SM slots that no GPU has, or that an engine could not keep to.
 
-    Ray chooses who shares a GPU, by ``num_gpus``: so every choice has to fit. An engine that says
-    nothing of slots runs on all SMs, those that others have leased included, and does not count.
-
-    Raises:
-        SettingsError: names the setting.
+    Ray chooses the engines that share a GPU by ``num_gpus``, so every choice has to fit. An engine
+    without slots runs on all SMs, and does not count.
     """
     found = []
     for name, own in roles(settings):
@@ -68,20 +59,19 @@ def _require_one_worker(settings: Settings, name: str, own: RoleSettings) -> Non
 
 
 def _are_apart(settings: Settings) -> bool:
-    """Whether no node is of both roles' tiers."""
     one, other = (role_tier(settings, own, gpu=True) for _, own in roles(settings))
     kinds = [
         {mark for mark in tier.resources if mark.startswith("accelerator_type:")}
         for tier in (one, other)
     ]
-    # A node has one kind of GPUs to Ray, and one value of each label.
+    # No node belongs to both tiers: Ray knows one kind of GPU and one value of each label per node.
     if all(kinds) and kinds[0] != kinds[1]:
         return True
     return any(other.labels.get(key, value) != value for key, value in one.labels.items())
 
 
 def _require_ten(settings: Settings, group: list[_Sharing]) -> None:
-    """Refuse the choice of engines that asks most of one GPU, if it is more than it has."""
+    """Refuse the engines that together ask the most of one GPU, if it is more than it has."""
     worst: tuple[int, list[tuple[int, _Sharing]]] = (0, [])
     first, rest = (group[0], group[1:]) if group else (None, [])
     if first is None:

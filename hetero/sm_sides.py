@@ -1,8 +1,7 @@
-"""The two sides of an engine's SMs, decoding's and prefill's, for each size of decoding's.
+"""Splits an engine's SMs between decoding and prefill, for each size of decoding's side. Pure.
 
-AgentServe (§III-C) has a context for each of ten slots, and prefill gets the complement of
-decoding's. Here an engine has a lease, and its ten slots are tenths of that. Decoding keeps the low
-end; the sides of one size share no unit. Pure.
+AgentServe (section III-C) has ten slots of a GPU; here they are tenths of an engine's lease.
+Decoding keeps the low end, and prefill gets its complement.
 """
 
 from typing import NamedTuple
@@ -11,13 +10,7 @@ from hetero.sm_units import SM_SLOTS, SmSplit
 
 
 class Sides(NamedTuple):
-    """One place of the border.
-
-    Attributes:
-        decode: decoding's units.
-        prefill: the rest of the engine's; none where decoding has all.
-        decode_sms: how many SMs decoding's are.
-    """
+    """Decoding's units and SMs at one border, and the rest, which prefill has."""
 
     decode: range
     prefill: range
@@ -25,13 +18,9 @@ class Sides(NamedTuple):
 
 
 def sides(split: SmSplit, units: range) -> tuple[Sides, ...]:
-    """Each place that the border may have, by decoding's size, the smallest first.
+    """Return the sides for each border, by decoding's size, the smallest first; the last has all.
 
-    Slot ``k`` has at least ``k`` tenths of the lease, in whole units; slots that come to the same
-    are one. The last has all.
-
-    Args:
-        units: of the engine's lease.
+    Slot ``k`` has at least ``k`` tenths of the lease in whole units; equal slots are one.
     """
     total_sms = split.sms_of(units)
     found: list[Sides] = []
