@@ -35,7 +35,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint format bench \
 	bench-overhead bench-later-turns bench-appends bench-engine bench-engine-papers bench-keys bench-overcommit \
-	bench-tenants bench-unkind bench-table bench-energy bench-sm-slots \
+	bench-tenants bench-unkind bench-table bench-energy \
 	bench-simulator bench-scale bench-elastic test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
 	test-all test-compatibility test-cpus test-fuzz test-gpu test-gpu-here test-long test-peers \
@@ -176,9 +176,6 @@ bench-table: $(INSTALLED) ## Measure the conversation table: decisions a second,
 
 bench-energy: $(INSTALLED) ## Compare tiers' tokens per joule, on stand-in GPUs
 	@$(BIN)/python -m benchmarks.experiments.energy $(ARGS)
-
-bench-sm-slots: $(INSTALLED) ## Measure the ledger of SM slots: operations a second
-	@$(BIN)/python -m benchmarks.experiments.sm_slots $(ARGS)
 
 bench-simulator: $(INSTALLED) ## Measure the simulator: a million turns in how long, and how much memory
 	@$(BIN)/python -m benchmarks.experiments.simulator $(ARGS)

@@ -28,9 +28,8 @@ from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_nodes
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
-from hetero.gpu_room import most_on_node, require_shares
+from hetero.gpu_room import most_on_node, require_shares, require_slots
 from hetero.host_memory import chunk_tokens
-from hetero.sm_room import require_slots
 from hetero.tiers import role_tier
 
 logger = logging.getLogger("ray.serve")

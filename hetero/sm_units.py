@@ -13,6 +13,7 @@ and no lease holds. (``cuDevSmResourceSplit``, which takes sizes, needs CUDA 13.
 
 import bisect
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SM_SLOTS = 10
 
@@ -63,11 +64,6 @@ class SmSplit:
         stop = bisect.bisect_left(self.before, self.before[units.start] + least_sms)
         return range(units.start, min(stop, units.stop))
 
-    def highest(self, units: range, least_sms: int) -> range:
-        """Return the fewest units from the high end with so many SMs; all if they have fewer."""
-        start = bisect.bisect_right(self.before, self.before[units.stop] - least_sms) - 1
-        return range(max(start, units.start), units.stop)
-
 
 class SmSlots:
     """The ten slots of a GPU or MIG device.
@@ -89,27 +85,29 @@ class SmSlots:
             (2 * units * slot + SM_SLOTS) // (2 * SM_SLOTS) for slot in range(SM_SLOTS + 1)
         )
 
-    def complement(self, slot: int) -> int:
-        """Return the SMs outside of this slot: prefill's, if decoding has the slot."""
-        return self.sm_count - self.sizes[slot]
-
-    def smallest(self, asked_sms: int) -> int:
-        """Return the smallest slot with at least so many SMs.
-
-        Raises:
-            ValueError: the GPU has fewer, or fewer than one was asked for.
-        """
-        if not 1 <= asked_sms <= self.sm_count:
-            raise ValueError(f"asked for {asked_sms} of {self.sm_count} SMs")
-        return bisect.bisect_left(self.sizes, asked_sms)
-
     def within(self, sms: int) -> int:
         """Return the largest slot with at most so many SMs."""
         return bisect.bisect_right(self.sizes, sms) - 1
 
-    def sms(self, share: float) -> int:
-        """Return a share (0 to 1) of the SMs, rounded up, at least 1."""
-        if not 0 <= share <= 1:
-            raise ValueError(f"a share of {share} is not between 0 and 1")
-        # The subtraction keeps 0.3 * 10 from becoming 4.
-        return max(1, -int(-(share * self.sm_count - 1e-9) // 1))
+
+class Sides(NamedTuple):
+    """Decoding's units and SMs at one border, and the rest, which prefill has."""
+
+    decode: range
+    prefill: range
+    decode_sms: int
+
+
+def sides(split: SmSplit, units: range) -> tuple[Sides, ...]:
+    """Return the sides for each border, by decoding's size, the smallest first; the last has all.
+
+    Slot ``k`` has at least ``k`` tenths of the lease in whole units; equal slots are one.
+    """
+    total_sms = split.sms_of(units)
+    found: list[Sides] = []
+    for slot in range(1, SM_SLOTS + 1):
+        decode = split.lowest(units, -(-total_sms * slot // SM_SLOTS))
+        if not found or decode != found[-1].decode:
+            prefill = range(decode.stop, units.stop)
+            found.append(Sides(decode, prefill, split.sms_of(decode)))
+    return tuple(found)

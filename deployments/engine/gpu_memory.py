@@ -18,7 +18,7 @@ from typing import Any
 
 from deployments.engine.gpu_worker import GpuWorker
 from deployments.node.lmcache_server import REAPED_S
-from hetero.memory import wait_for_memory
+from hetero.cards import wait_for_memory
 from hetero.nvml import Nvml, NvmlError
 
 logger = logging.getLogger("vllm.conserve")

@@ -116,28 +116,11 @@ class NodeService:
         keeper = self._keeper()
         return await self._on_gpus(lambda: keeper.lease(gpu, engine_id, slots, time.monotonic()))
 
-    async def rebind_sm_slots(self, lease_id: int, asked_sms: int) -> SmLease:
-        """Change a lease to the smallest slot with at least so many SMs."""
-        keeper = self._keeper()
-        return await self._on_gpus(lambda: keeper.sm_ledger.rebind(lease_id, asked_sms))
-
-    async def split_sm_slots(
-        self, decode_id: int, prefill_id: int, asked_sms: int
-    ) -> tuple[SmLease, SmLease]:
-        """Move the border between decoding's lease and prefill's."""
-        keeper = self._keeper()
-        return await self._on_gpus(lambda: keeper.sm_ledger.split(decode_id, prefill_id, asked_sms))
-
     async def leave(self, engine_id: str) -> None:
         """An engine has ended: its SMs are free at once."""
         keeper = self._gpus
         if keeper is not None:
             await self._on_gpus(lambda: keeper.leave(engine_id))
-
-    async def release_sm_slots(self, lease_id: int) -> SmLease:
-        """End a lease."""
-        keeper = self._keeper()
-        return await self._on_gpus(lambda: keeper.sm_ledger.release(lease_id))
 
     def _keeper(self) -> GpuKeeper:
         if self._gpus is None:

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hetero.sm_means import NoSms, SmMeans
-from hetero.sm_sides import Sides, sides
-from hetero.sm_units import SmSplit
+from hetero.sm_units import Sides, SmSplit, sides
 
 
 class Bound(NamedTuple):

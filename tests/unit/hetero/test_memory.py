@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from hetero.memory import wait_for_memory
+from hetero.cards import wait_for_memory
 from hetero.nvml import Nvml, NvmlError
 from tests.nvml.standin import Machine
 
