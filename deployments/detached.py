@@ -1,4 +1,4 @@
-"""Actors that an application has one of: whoever asks first makes it, the others find it."""
+"""Starts or finds actors of which an application has only one."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,10 +11,7 @@ from deployments.messages import HEAD_NODE
 
 
 def actor_name(application: str, part: str, settings: Settings) -> str:
-    """Return Ray's name for the actor of an application's part.
-
-    Other settings, another actor: one that lives on would keep those it has.
-    """
+    """Return Ray's name for an actor; with other settings it is another actor."""
     digest = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:8]
     return f"conserve:{application}:{part}:{digest}"
 
@@ -22,14 +19,11 @@ def actor_name(application: str, part: str, settings: Settings) -> str:
 def find_or_make(
     kind: type, name: str, *arguments: Any, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """The actor of this name, on the head node, where the routers are.
+    """Return the actor of this name on the head node, with ``environment`` variables.
 
-    It outlives the replica that happened to start it, is restarted however often it dies, and has
-    to end itself when nobody is left who calls it.
-
-    Args:
-        kind: its class.
-        environment: variables of its process.
+    It outlives the replica that started it, Ray restarts it, and it has to end itself when it has
+    no
+    callers left.
     """
     return (
         ray.remote(kind)
@@ -41,7 +35,7 @@ def find_or_make(
             max_restarts=-1,
             max_concurrency=100_000,
             num_cpus=0,
-            # Other nodes may come and go.
+            # Only the head node is sure to stay.
             resources={HEAD_NODE: 0.001},
             runtime_env={"env_vars": dict(environment)} if environment else None,
         )
