@@ -1,4 +1,4 @@
-"""Both roles' numbers of replicas, from what the conversation table observes."""
+"""Decides both roles' numbers of replicas, from what the conversation table observes."""
 
 import math
 from collections.abc import Iterable
@@ -14,25 +14,18 @@ from conserve.wire import Role
 
 @dataclass(slots=True)
 class Wanted:
-    """Tells what was decided last for one role, and the signal that decided; for `/metrics`."""
+    """The last decision for a role, and the signal behind it; for `/metrics`."""
 
     scaling: Scaling
     need: Need | None = None
 
 
 class Autoscaler:
-    """Told what happens, it says how many replicas there are to be.
+    """Decides how many replicas of each role to run; roles without ``limits`` stay as they are.
 
-    Args:
-        limits: settings of the roles that are scaled; other roles stay as they are.
-        start: replicas at the start, by role.
-        curve: the prefillers' profiled curve; needed where they are scaled.
-        window_s: the time over which rates are averaged.
-        prefill_slowdown: factor by which prefills take longer than the curve says, under a power
-            cap.
-
-    Raises:
-        ValueError: prefillers are to be scaled without a curve.
+    Rates are averaged over ``window_s``. To scale prefillers it needs their ``curve``, whose times
+    a
+    power cap multiplies by ``prefill_slowdown``.
     """
 
     def __init__(
@@ -51,26 +44,24 @@ class Autoscaler:
         self.wanted = {role: Wanted(Scaling(replicas)) for role, replicas in start.items()}
 
     def prompt_sent(self, input_tokens: int, now_s: float) -> None:
-        """A first turn went to a prefiller."""
+        """Count a first turn that went to a prefiller."""
         if self._load is not None:
             self._load.arrived(input_tokens, now_s)
 
     def conversation_bound(self, now_s: float) -> None:
-        """A new conversation was bound to a decoder."""
+        """Count a new conversation that was bound to a decoder."""
         self._flow.arrived(now_s)
 
     def conversation_ended(self, lifetime_s: float, held_tokens: int) -> None:
-        """A conversation ended, which held so many tokens of KV at last."""
         self._flow.ended(lifetime_s, held_tokens)
 
     def adopt(self, role: Role, replicas: int, now_s: float) -> None:
-        """Go on from what a predecessor wanted, as if that had been decided now."""
+        """Take over a predecessor's number of replicas, as if decided now."""
         limits, before = self._limits.get(role), self.wanted[role].scaling
         if limits is not None and before.replicas < replicas <= limits.most:
             self.wanted[role].scaling = Scaling(replicas, now_s, None, "as before")
 
     def replicas(self, role: Role) -> int:
-        """How many there are to be."""
         return self.wanted[role].scaling.replicas
 
     def decide(
@@ -80,15 +71,10 @@ class Autoscaler:
         waiting_tokens: float,
         now_s: float,
     ) -> list[Role]:
-        """Look again.
+        """Update the numbers of replicas, and return the roles whose number has changed.
 
-        Args:
-            decoders, prefillers: those alive, also where they are leaving: what they have counts.
-                A prefiller that hosts conversations is among both, and has its part of the need.
-            waiting_tokens: prompts of the conversations for which no decoder had room.
-
-        Returns:
-            The roles whose number has changed.
+        Leaving engines count, too, and a prefiller that hosts conversations is in both lists.
+        ``waiting_tokens`` are prompts of conversations for which no decoder has room.
         """
         prefillers = list(prefillers)
         needs: dict[Role, Need | None] = {
@@ -125,8 +111,7 @@ class Autoscaler:
             need = Need(need.replicas * own / len(decoders), need.signal)
         limits = self._limits.get("decoder")
         if waiting_tokens and limits is not None:
-            # Free room adds up, but a conversation fits on one decoder or not: whatever the
-            # pool's occupancy, those that there are do not suffice.
+            # Waiting conversations fit on no single decoder, whatever the pool's occupancy.
             least = math.nextafter(limits.up_at * (own or len(decoders)), math.inf)
             if need.replicas < least:
                 return Need(least, "no room")
@@ -142,11 +127,7 @@ class Autoscaler:
 
 
 def make_autoscaler(settings: Settings) -> Autoscaler:
-    """The autoscaler that these settings describe; a role without `max_replicas` stays as it is.
-
-    Raises:
-        ProfileError: the profile cannot be read.
-    """
+    """Build the autoscaler of these settings; raises `ProfileError`."""
     chosen = settings.autoscaling
     limits: dict[Role, Limits] = {}
     start: dict[Role, int] = {"decoder": settings.decoders.replicas}
@@ -174,7 +155,7 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
 
 
 def _prefill_slowdown(settings: Settings, profile: Profile) -> float:
-    """Factor by which prefills take longer, under the prefillers' power cap, than profiled."""
+    """Return the factor by which the prefillers' power cap slows prefills."""
     tier = settings.tiers.get(settings.prefillers.tier or "")
     if tier is None or not profile.power:
         return 1.0

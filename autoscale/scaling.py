@@ -1,8 +1,7 @@
-"""From how many replicas are needed to how many there are to be: bounds, hysteresis, cool-down.
+"""Turns needed replicas into wanted ones, by bounds, hysteresis and a cool-down.
 
-Scaling up is immediate, since a saturated role is what it is for, and what is needed does not
-depend on how many are starting. Scaling down waits: for the need to stay low, and for the last
-change to be some time past.
+Scaling up is immediate. Scaling down waits until the need has stayed low, and until some time after
+the last change.
 """
 
 import math
@@ -11,24 +10,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The settings by which one role scales.
-
-    Attributes:
-        least, most: bounds on the number of replicas.
-        target: utilisation to have after a change, or less.
-        up_at: above this utilisation there are too few.
-        down_at: below it there are too many.
-        down_delay_s: how long there have to be too many, without a break, before any is removed.
-        cool_down_s: how long after a change none is removed.
-    """
+    """The settings by which a role scales."""
 
     least: int
     most: int
-    target: float = 0.7
-    up_at: float = 0.85
-    down_at: float = 0.5
-    down_delay_s: float = 60.0
-    cool_down_s: float = 60.0
+    target: float = 0.7  # The highest utilisation after a change.
+    up_at: float = 0.85  # Above this utilisation there are too few replicas.
+    down_at: float = 0.5  # Below it there are too many.
+    down_delay_s: float = 60.0  # How long there have to be too many before any is removed.
+    cool_down_s: float = 60.0  # How long after a change none is removed.
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -42,14 +32,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """A decision, and what the next one has to know of it.
-
-    Attributes:
-        replicas: how many are wanted.
-        changed_s: when that number changed last; None: never.
-        low_since_s: since when fewer would do; None: they would not.
-        why: the reason, for people.
-    """
+    """A decision: when the number last changed, and since when fewer would do."""
 
     replicas: int
     changed_s: float | None = None
@@ -58,14 +41,11 @@ class Scaling:
 
 
 def scale(limits: Limits, before: Scaling, needed: float | None, now_s: float) -> Scaling:
-    """Decide how many replicas there are to be.
+    """Decide how many replicas to run.
 
-    For a constant ``needed`` there is at most one change: after it, utilisation is at most
-    ``target`` and fewer replicas would exceed that.
-
-    Args:
-        needed: replicas that, fully used, would just be enough; None: nothing could be observed,
-            and all stays as it is.
+    ``needed`` replicas would just suffice at full use; None changes nothing. As long as it is
+    constant,
+    the number changes at most once.
     """
     current = min(max(before.replicas, limits.least), limits.most)
     held = replace(before, replicas=current, low_since_s=None)

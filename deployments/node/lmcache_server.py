@@ -56,7 +56,7 @@ _OPEN_PORTS = range(20_000, 32_768)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's address for engines and other nodes; its admin port, open to all, is on loopback."""
+    """A server's address for engines and other nodes; its admin port is on loopback."""
 
     host: str
     port: int
