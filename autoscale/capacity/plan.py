@@ -192,17 +192,6 @@ def make_plan(
     )
 
 
-def satisfied(plan: Plan, demand: Demand, decoders: int) -> tuple[bool, bool]:
-    """Whether so many decoders satisfy (1) and (2), at the plan's rate and with its headroom."""
-    rate_per_s = (1 + plan.headroom) * plan.provisioned_per_s
-    cost = plan.cost
-    return (
-        decoders * cost.decoder_tokens_per_s
-        >= rate_per_s * demand.decoder_tokens * (1 - _ROUNDING),
-        decoders * cost.slots >= rate_per_s * cost.lifetime_s * (1 - _ROUNDING),
-    )
-
-
 # Rounding may lift an exact whole number by a few bits.
 _ROUNDING = 1e-9
 

@@ -80,10 +80,6 @@ class PrefillCurve(_Strict):
             + self.per_cached_token_s * cached_tokens
         )
 
-    def tokens_per_s(self, input_tokens: float) -> float:
-        """Return T_p of ConServe's section 4.1, for cold prompts of this length."""
-        return input_tokens / self.seconds(input_tokens)
-
 
 class DecodeCurve(_Strict):
     """Time of a decode iteration: ``constant_s + per_sequence_s b + per_kv_token_s k``.
@@ -98,9 +94,6 @@ class DecodeCurve(_Strict):
 
     def step_s(self, sequences: float, kv_tokens: float) -> float:
         return self.constant_s + self.per_sequence_s * sequences + self.per_kv_token_s * kv_tokens
-
-    def tokens_per_s(self, sequences: float, kv_tokens: float) -> float:
-        return sequences / self.step_s(sequences, kv_tokens)
 
 
 class Interference(_Strict):
