@@ -1,18 +1,14 @@
 """Shows people what the application is going to be: `conserve serve` and its `--plan`."""
 
 import os
-from typing import NoReturn
 
-import typer
 from rich.markup import escape
 from rich.table import Table
 
-from conserve.console import new_console
 from conserve.settings import EMBEDDED_MODEL, Settings, SettingsError
+from conserve_cli.output import console, refuse
 from hetero.cpu_plan import CpuPlan
 from hetero.gpu_plan import GpuNode, GpuPlan, gib
-
-console = new_console()
 
 
 def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
@@ -32,7 +28,7 @@ def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
     try:
         return plan_on(settings, nodes, model_is_here=_is_alone())
     except SettingsError as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
 def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
@@ -48,7 +44,7 @@ def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
         require_one_split(settings)
         return planned_on_cpus(settings) if _is_alone() else (settings, None)
     except SettingsError as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
 def require_arguments(settings: Settings, gpu: bool) -> None:
@@ -69,7 +65,7 @@ def require_arguments(settings: Settings, gpu: bool) -> None:
         console.print(f"[yellow]vLLM cannot be asked about this: {escape(str(error))}[/yellow]")
         return
     if refused:
-        _refuse("\n  ".join(["vLLM would not start with these settings", *refused]))
+        refuse("\n  ".join(["vLLM would not start with these settings", *refused]))
 
 
 def show(settings: Settings, plan: GpuPlan) -> None:
@@ -135,11 +131,6 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
 
 def _is_alone() -> bool:
     return not os.environ.get("RAY_ADDRESS")
-
-
-def _refuse(said: str) -> NoReturn:
-    console.print(f"[red]{escape(said)}[/red]", highlight=False)
-    raise typer.Exit(2)
 
 
 def _of_cluster() -> list[GpuNode]:

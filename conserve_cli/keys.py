@@ -11,6 +11,7 @@ from rich.table import Table
 
 from conserve.console import new_console
 from conserve.tenants import KeyFile, KeyFileError, Limits, Tenant, keyfile
+from conserve_cli.output import console, refuse
 
 cli = typer.Typer(
     help="API keys, their tenants, and tenants' limits. An application with `keys_file` follows a "
@@ -18,7 +19,6 @@ cli = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-console = new_console()
 # What is no result: so that KEY=$(conserve keys add NAME) has the key alone.
 aside = new_console(stderr=True)
 
@@ -46,7 +46,7 @@ def add(
             content, key = content.with_key(tenant, today, admin=admin)
             keyfile.write(path, content)
     except KeyFileError as error:
-        _fail(error)
+        refuse(str(error), 1, aside)
     console.out(key, highlight=False)
     aside.print(
         f"That is the key, of tenant {tenant!r}; it is kept nowhere, only its digest in "
@@ -119,9 +119,8 @@ def limits(
     nothing = not changed and shares_cache is None
     content = _read(file) if nothing else _change(file, change)
     if tenant not in content.tenants:
-        _fail(
-            KeyFileError(f"there is no tenant {tenant!r}; `conserve keys add {tenant}` makes one")
-        )
+        missing = f"there is no tenant {tenant!r}; `conserve keys add {tenant}` makes one"
+        refuse(missing, 1, aside)
     console.print(_tenants(content, tenant))
 
 
@@ -144,7 +143,7 @@ def _number(name: str, text: str) -> int | None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 12):
         option = "--" + name.replace("_", "-")
-        _fail(KeyFileError(f"{option} takes a number, or {_NONE}, not {text[:40]!r}"), 2)
+        refuse(f"{option} takes a number, or {_NONE}, not {text[:40]!r}", to=aside)
     return int(text)
 
 
@@ -152,7 +151,7 @@ def _read(file: Path) -> KeyFile:
     try:
         return keyfile.read(file)
     except KeyFileError as error:
-        return _fail(error)  # type: ignore[no-any-return]
+        refuse(str(error), 1, aside)
 
 
 def _change(file: Path, change: Any) -> KeyFile:
@@ -161,10 +160,5 @@ def _change(file: Path, change: Any) -> KeyFile:
             content: KeyFile = change(keyfile.read(path))
             keyfile.write(path, content)
     except KeyFileError as error:
-        _fail(error)
+        refuse(str(error), 1, aside)
     return content
-
-
-def _fail(error: KeyFileError, code: int = 1) -> Any:
-    aside.print(f"[red]{escape(str(error))}[/red]", highlight=False)
-    raise typer.Exit(code) from None

@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from rich import box
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from autoscale.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
@@ -16,7 +15,7 @@ from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.selection import Selection
 from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
 from benchmarks.workloads.arrivals import Arrivals
-from conserve.console import new_console
+from conserve_cli.output import console, progress_bar, refuse
 from conserve_cli.workload_options import (
     KnownWorkload,
     MaxGap,
@@ -33,8 +32,6 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = new_console()
-
 # The workloads whose lengths are known before they run.
 _KINDS = ("synthetic", "recorded")
 # A plan for one rate also shows what so many times that rate would need.
@@ -122,12 +119,12 @@ def plan(
 ) -> None:
     """From a profile and a workload to a number of replicas."""
     if workload not in _KINDS:
-        _refuse(
+        refuse(
             f"--workload {workload}: its lengths are not known before it runs; "
             f"give {' or '.join(_KINDS)}"
         )
     if provision not in get_args(Provision):
-        _refuse(f"--provision {provision}: give {' or '.join(get_args(Provision))}")
+        refuse(f"--provision {provision}: give {' or '.join(get_args(Provision))}")
     rates = rate or [1.0]
     try:
         own = load_profile(profile)
@@ -169,13 +166,8 @@ def plan(
         alternatives = [(profiles, first)]
         alternatives += [(one, _attempt(demand, one, rates[0] * each, shares)) for one in choices]
     except (DemandError, PlanError, ProfileError, WorkloadError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     _show(demand, made, plans, alternatives)
-
-
-def _refuse(problem: str) -> NoReturn:
-    console.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
 
 
 def _other(own: Profile, source: str) -> Profile:
@@ -279,16 +271,8 @@ def planned_turns(workload: Workload) -> Iterator[list[PlannedTurn]]:
 
 
 def _watched(workload: Workload) -> Iterator[list[PlannedTurn]]:
-    bar = Progress(
-        TextColumn("reading conversations"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=workload.counts.get("conversations"))
+    with progress_bar() as bar:
+        task = bar.add_task("reading conversations", total=workload.counts.get("conversations"))
         for turns in planned_turns(workload):
             yield turns
             bar.advance(task)

@@ -1,7 +1,6 @@
 """``conserve power``: see, set and put back power limits by hand."""
 
 import contextlib
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from conserve.console import new_console
+from conserve_cli.output import console, ended_by_signals, refuse
 from hetero.nvml import Nvml, NvmlError
 from hetero.power import (
     Cap,
@@ -29,7 +28,6 @@ from hetero.power import (
 cli = typer.Typer(
     help="Power limits of this machine's GPUs.", no_args_is_help=True, add_completion=False
 )
-console = new_console()
 
 _LOOK_S = 5.0
 # An application that does not answer for so long has ended, or may as well have.
@@ -91,8 +89,8 @@ def apply(
     try:
         cap = Cap(watts, fraction)
     except ValueError as error:
-        _fail(str(error), 2)
-    with _ends_by_signal(), _nvml() as nvml:
+        refuse(str(error))
+    with ended_by_signals(), _nvml() as nvml:
         uuids = [_uuid(nvml, gpu) for gpu in gpus]
         used = _or_exit(_used, url)
         with PowerCaps(nvml, "conserve power apply", records_in) as caps:
@@ -171,7 +169,7 @@ def _nvml() -> Iterator[Nvml]:
     try:
         nvml = Nvml()
     except NvmlError as error:
-        _fail(str(error))
+        refuse(str(error), 1)
     with nvml:
         yield nvml
 
@@ -180,25 +178,4 @@ def _or_exit(function: Any, *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except (CapRefused, NvmlError, OSError, _NoApplication) as error:
-        _fail(str(error))
-
-
-def _fail(message: str, code: int = 1) -> Any:
-    console.print(f"[red]{escape(message)}[/red]", highlight=False)
-    raise typer.Exit(code) from None
-
-
-@contextlib.contextmanager
-def _ends_by_signal() -> Iterator[None]:
-    """Have a plain ``kill`` or a closed terminal end it as Ctrl-C does: limits are put back."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        refuse(str(error), 1)

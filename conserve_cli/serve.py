@@ -5,14 +5,12 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from conserve.console import new_console
 from conserve.settings import Settings
 from conserve_cli.gpu_plan import looked_at, on_cpus, require_arguments, show, show_on_cpus
-from conserve_cli.launching import LogFile, launched
-from conserve_cli.setting_arguments import SettingArguments, settings_from
+from conserve_cli.launching import LogFile, SettingArguments, launched, settings_from
+from conserve_cli.output import console, refuse
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = new_console()
 
 
 @cli.command()
@@ -50,8 +48,7 @@ def serve(
         console.print("Ctrl-C ends it.")
         status = application.wait()
     if status:
-        console.print(f"[red]The application ended with status {status}.[/red]")
-        raise typer.Exit(1)
+        refuse(f"The application ended with status {status}.", 1)
 
 
 def _say_parsers(settings: Settings) -> None:

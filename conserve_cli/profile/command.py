@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich import box
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from autoscale.capacity.fit import (
@@ -45,8 +45,8 @@ from autoscale.capacity.profile import (
 )
 from autoscale.capacity.served import engine_versions
 from benchmarks.machine import environment
-from conserve.console import new_console
 from conserve.embedded import model_path
+from conserve_cli.output import can_draw, console, progress_bar, refuse
 from conserve_cli.profile.draw import DrawMeter, NoDraw, measure_power
 from conserve_cli.profile.measure import Application, MeasureError, Probe, find_application
 
@@ -55,8 +55,6 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = new_console()
-
 Point = TypeVar("Point", PrefillPoint, DecodePoint, MixedPoint, HandoffPoint, TurnPoint)
 
 _OUTPUT_TOKENS = 48
@@ -200,52 +198,49 @@ def profile(
     """Measure a running application; nothing else should use it, or the machine."""
     low, _, high = vocabulary.partition(":")
     if not (low.isdecimal() and high.isdecimal() and int(low) + 1 < int(high)):
-        _refuse(f"--vocabulary {vocabulary}: give two token ids, as in 1000:4000")
+        refuse(f"--vocabulary {vocabulary}: give two token ids, as in 1000:4000")
     name = name or out.stem
     if re.fullmatch(NAME_PATTERN, name) is None:
-        _refuse(
+        refuse(
             f"a profile cannot be called {name!r}: give --name, of up to 64 letters, digits, "
             "dots, dashes and underscores"
         )
     if kv_bytes_per_token is not None and not (
         math.isfinite(kv_bytes_per_token) and kv_bytes_per_token > 0
     ):
-        _refuse(f"--kv-bytes-per-token is {kv_bytes_per_token:g}; give a number above 0")
+        refuse(f"--kv-bytes-per-token is {kv_bytes_per_token:g}; give a number above 0")
     seen = _Seen()
     try:
         made = asyncio.run(
             _measure(
                 seen,
                 url,
-                out,
-                name,
-                repeats,
-                longest_tokens,
-                largest_batch,
-                range(int(low), int(high)),
-                kv_bytes_per_token,
-                batched_tokens,
+                out=out,
+                name=name,
+                repeats=repeats,
+                longest_tokens=longest_tokens,
+                largest_batch=largest_batch,
+                vocabulary=range(int(low), int(high)),
+                kv_bytes_per_token=kv_bytes_per_token,
+                batched_tokens=batched_tokens,
                 # If it is given it holds for every curve; otherwise each has its own default.
-                {} if min_r_squared is None else {"min_r_squared": min_r_squared},
-                seed,
+                limits={} if min_r_squared is None else {"min_r_squared": min_r_squared},
+                seed=seed,
             )
         )
         save_profile(made, out)
     except (MeasureError, ProfileError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     except FitError as error:
         refused = out.with_suffix(".refused.json")
         refused.write_text(json.dumps(seen.as_data(), indent=1))
-        _refuse(f"{error}. What was measured is in {refused}")
+        refuse(f"{error}. What was measured is in {refused}")
     _show(made)
-    if plots:
-        _draw(made, out)
+    if plots and can_draw():
+        from conserve_cli.profile.pictures import draw_fits
+
+        draw_fits(made, out.with_suffix(".png"))
     console.print(f"The profile is in {escape(str(out))}.", highlight=False)
-
-
-def _refuse(problem: str) -> NoReturn:
-    console.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
 
 
 # --- Measuring ------------------------------------------------------------------------------------
@@ -254,6 +249,7 @@ def _refuse(problem: str) -> NoReturn:
 async def _measure(
     seen: _Seen,
     url: str,
+    *,
     out: Path,
     name: str,
     repeats: int,
@@ -273,12 +269,8 @@ async def _measure(
     _prepare(out)
     count = len(grid.cold) + len(grid.appends) + len(grid.decodes)
     count += len(grid.beside) + len(grid.handoffs) + len(grid.turns)
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
-        TimeElapsedColumn(), console=console, transient=True,
-    )  # fmt: skip
     order = random.Random(seed)
-    with bar:
+    with progress_bar() as bar:
         task = bar.add_task("", total=count * (repeats + 1))
 
         async def repeat(what: str, calls: Iterable[Callable[[], Awaitable[Point]]]) -> list[Point]:
@@ -296,22 +288,23 @@ async def _measure(
 
         async with Probe(application, vocabulary, seed) as probe:
             seen.prefill = await repeat(
-                "cold prefills", [_call(probe.cold_prefill, n) for n in grid.cold]
+                "cold prefills", [partial(probe.cold_prefill, n) for n in grid.cold]
             )
             seen.prefill += await repeat(
-                "appends", [_call(probe.append, *one) for one in grid.appends]
+                "appends", [partial(probe.append, *one) for one in grid.appends]
             )
             seen.decode = await repeat(
-                "decodes", [_call(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
+                "decodes", [partial(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
             )
             seen.beside = await repeat(
-                "appends beside decodes", [_call(probe.append_beside, *one) for one in grid.beside]
+                "appends beside decodes",
+                [partial(probe.append_beside, *one) for one in grid.beside],
             )
             prefill = fit_prefill(seen.prefill, **limits)
             seen.handoff = await repeat(
-                "handoffs", [_call(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
+                "handoffs", [partial(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
             )
-            seen.turns = await repeat("turns", [_call(probe.turn, *one) for one in grid.turns])
+            seen.turns = await repeat("turns", [partial(probe.turn, *one) for one in grid.turns])
             power = await _power(url, probe, grid)
     decode = fit_decode(seen.decode, **limits)
     about = environment()
@@ -385,12 +378,6 @@ async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
     except NoDraw as reason:
         console.print(f"Power was not measured: {reason}.", highlight=False)
         return ()
-
-
-def _call(
-    method: Callable[..., Awaitable[Point]], *arguments: Any
-) -> Callable[[], Awaitable[Point]]:
-    return lambda: method(*arguments)
 
 
 def _median(points: list[Point]) -> Point:
@@ -478,15 +465,3 @@ def _show(made: Profile) -> None:
         "each.",
         highlight=False,
     )
-
-
-def _draw(made: Profile, out: Path) -> None:
-    try:
-        # matplotlib is an extra of the distribution, and slow to import.
-        from conserve_cli.profile.pictures import draw_fits
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
-        return
-    draw_fits(made, out.with_suffix(".png"))

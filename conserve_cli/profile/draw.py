@@ -14,7 +14,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from autoscale.capacity.profile import CappedPower
-from conserve_cli.profile.measure import MeasureError
+from conserve_cli.profile.measure import reaching
 
 PHASE_S = 20.0
 _POLL_S = 0.2
@@ -98,16 +98,14 @@ class DrawMeter:
         Raises:
             MeasureError: the application does not answer.
         """
-        try:
+        with reaching(f"{self._url} does not answer"):
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as session,
                 session.get(self._url) as answer,
             ):
                 answer.raise_for_status()
-                return parse_energy(await answer.text())
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            said = str(error) or type(error).__name__
-            raise MeasureError(f"{self._url} does not answer: {said}") from None
+                text = await answer.text()
+        return parse_energy(text)
 
     async def mean_w(
         self, role: str, work: Callable[[], Awaitable[None]], phase_s: float = PHASE_S

@@ -6,14 +6,14 @@ random token ids, and no two share a beginning.
 """
 
 import asyncio
+import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -36,6 +36,15 @@ _REPORT_TIMEOUT_S = 10.0
 
 class MeasureError(RuntimeError):
     """The application cannot be measured; the message says why, and what to do."""
+
+
+@contextlib.contextmanager
+def reaching(problem: str) -> Iterator[None]:
+    """Raise `MeasureError` with this problem if the block's requests fail."""
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise MeasureError(f"{problem}: {str(error) or type(error).__name__}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +79,7 @@ async def find_application(url: str) -> Application:
         MeasureError: nothing answers there, or it is no ConServe application with both roles.
     """
     base = url.rstrip("/").removesuffix("/v1")
-    try:
+    with reaching(f"nothing answers at {base}"):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session:
             found = []
             for path in ("/v1/models", "/v1/engines"):
@@ -81,9 +90,6 @@ async def find_application(url: str) -> Application:
                             "ConServe application: conserve serve"
                         )
                     found.append((await response.json())["data"])
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        said = str(error) or type(error).__name__
-        raise MeasureError(f"nothing answers at {base}: {said}") from None
     models, engines = found
     by_role = {
         one["role"]: MeasuredEngine(
@@ -132,20 +138,16 @@ class Probe:
         self._conversations = count()
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_TIMEOUT_S))
-        await self._streams.__aenter__()
-        await self._turns.__aenter__()
+        timeout = aiohttp.ClientTimeout(_TIMEOUT_S)
+        async with contextlib.AsyncExitStack() as opened:
+            self._session = await opened.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+            await opened.enter_async_context(self._streams)
+            await opened.enter_async_context(self._turns)
+            self._opened = opened.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._turns.__aexit__(kind, error, trace)
-        await self._streams.__aexit__(kind, error, trace)
-        await self._session.close()
+    async def __aexit__(self, *error: object) -> None:
+        await self._opened.aclose()
 
     async def cold_prefill(self, new_tokens: int) -> PrefillPoint:
         """Prefill a prompt that the prefiller has never seen."""
@@ -264,12 +266,9 @@ class Probe:
         url = f"{self._application}/v1/conversations/{self._salt}-{name}"
         deadline_s = time.perf_counter() + _REPORT_TIMEOUT_S
         while True:
-            try:
+            with reaching(f"{url} does not answer"):
                 async with self._session.get(url) as answer:
                     said = await answer.json()
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                told = str(error) or type(error).__name__
-                raise MeasureError(f"{url} does not answer: {told}") from None
             reported: dict[str, int] | None = said.get("last_turn")
             if reported is not None and reported["prompt_tokens"] == prompt_tokens:
                 return reported
@@ -303,12 +302,9 @@ class Probe:
         data = msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"}
         sent_s = time.perf_counter()
-        try:
+        with reaching(f"a prompt of {len(prompt)} tokens failed"):
             async with self._session.post(url + COMPLETIONS, data=data, headers=headers) as answer:
                 text = await answer.text()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            said = str(error) or type(error).__name__
-            raise MeasureError(f"a prompt of {len(prompt)} tokens failed: {said}") from None
         ended_s = time.perf_counter()
         if answer.status != 200:
             raise MeasureError(f"a prompt of {len(prompt)} tokens was refused: {text[:300]}")

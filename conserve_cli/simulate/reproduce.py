@@ -21,6 +21,7 @@ Prediction*): one prefiller and three decoders. What the text leaves open is dec
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from autoscale.capacity.profile import Profile
@@ -241,15 +242,15 @@ def _change(ours: float, theirs: float) -> float:
     return ours / theirs - 1
 
 
+def _change_of(ours: Report, theirs: Report, metric: str, statistic: str) -> float:
+    return _change(_value(ours, metric, statistic), _value(theirs, metric, statistic))
+
+
 def tokens_per_j(report: Report) -> float:
     """Tokens of all turns' whole prompts and outputs over the energy of all engines."""
     result = report.result
     assert result.energy_j is not None
     return result.total_tokens_per_s * result.duration_s / result.energy_j
-
-
-def _violations(report: Report) -> list[float]:
-    return [report.result.violations[metric] for metric in JUDGED]
 
 
 def _figure_10(reports: Mapping[tuple[str, float], Report], baseline: Baseline) -> Iterator[Row]:
@@ -260,46 +261,29 @@ def _figure_10(reports: Mapping[tuple[str, float], Report], baseline: Baseline) 
         return _value(reports[name, rate], metric, statistic) / alone_s[metric]
 
     def reduction(statistic: str) -> float:
-        return min(
-            _change(
-                _value(reports["conserve", rate], TTFET, statistic),
-                _value(reports["per_turn", rate], TTFET, statistic),
-            )
-            for rate in all_rates
-        )
+        pairs = [(reports["conserve", rate], reports["per_turn", rate]) for rate in all_rates]
+        return min(_change_of(ours, theirs, TTFET, statistic) for ours, theirs in pairs)
 
-    figure = "10"
-    yield Row(
-        figure,
-        "TTFET p95, ConServe against per turn, best rate",
-        -0.5108,
-        reduction("p95"),
-        "change",
+    row = partial(Row, "10")
+    yield row(
+        "TTFET p95, ConServe against per turn, best rate", -0.5108, reduction("p95"), "change"
     )
-    yield Row(figure, "TTFET gmean, the same", -0.1917, reduction("gmean"), "change")
-    yield Row(figure, "TTFET gmean, ConServe, at 1.634/s", 2.53, times("conserve", TTFET))
-    yield Row(
-        figure, "TTFET gmean, full disaggregation", 18.78, times("full_disaggregation", TTFET)
+    yield row("TTFET gmean, the same", -0.1917, reduction("gmean"), "change")
+    yield row("TTFET gmean, ConServe, at 1.634/s", 2.53, times("conserve", TTFET))
+    yield row("TTFET gmean, full disaggregation", 18.78, times("full_disaggregation", TTFET))
+    yield row("last-turn TBT gmean, ConServe", 2.49, times("conserve", LAST_TBT))
+    yield row(
+        "last-turn TBT gmean, full disaggregation", 1.35, times("full_disaggregation", LAST_TBT)
     )
-    yield Row(figure, "last-turn TBT gmean, ConServe", 2.49, times("conserve", LAST_TBT))
-    yield Row(
-        figure,
-        "last-turn TBT gmean, full disaggregation",
-        1.35,
-        times("full_disaggregation", LAST_TBT),
-    )
-    yield Row(figure, "last-turn TBT p95, collocated", 7.52, times("collocated", LAST_TBT, "p95"))
-    yield Row(
-        figure, "the same over ConServe's", 1.72,
-        times("collocated", LAST_TBT, "p95") / times("conserve", LAST_TBT, "p95"),
-    )  # fmt: skip
-    yield Row(
-        figure, "end to end gmean, full disaggregation over ConServe", 4.7,
-        times("full_disaggregation", E2E) / times("conserve", E2E),
-    )  # fmt: skip
+    yield row("last-turn TBT p95, collocated", 7.52, times("collocated", LAST_TBT, "p95"))
+    over = times("collocated", LAST_TBT, "p95") / times("conserve", LAST_TBT, "p95")
+    yield row("the same over ConServe's", 1.72, over)
+    over = times("full_disaggregation", E2E) / times("conserve", E2E)
+    yield row("end to end gmean, full disaggregation over ConServe", 4.7, over)
     calm = [rate for rate in RATES if rate <= 1.25]
-    yield Row(
-        figure, "gmeans up to 1.25/s, all but full disaggregation: largest", 2.0,
+    yield row(
+        "gmeans up to 1.25/s, all but full disaggregation: largest",
+        2.0,
         max(
             times(name, metric, rate=rate)
             for name in ("conserve", "per_turn", "collocated")
@@ -307,109 +291,66 @@ def _figure_10(reports: Mapping[tuple[str, float], Report], baseline: Baseline) 
             for rate in calm
         ),
         relation="<=",
-    )  # fmt: skip
-    yield Row(
-        figure, "TTFET, E2E gmean, full disaggregation, any rate: least", 10.0,
+    )
+    yield row(
+        "TTFET, E2E gmean, full disaggregation, any rate: least",
+        10.0,
         min(times("full_disaggregation", m, rate=rate) for m in (TTFET, E2E) for rate in all_rates),
         relation=">",
-    )  # fmt: skip
-    yield Row(
-        figure, "violations, ConServe, any metric and rate: largest", 0.0,
-        max(max(_violations(reports["conserve", rate])) for rate in all_rates), "share",
-    )  # fmt: skip
+    )
+
+    def violations(name: str, *metrics: str) -> list[float]:
+        ours = [reports[name, rate].result.violations for rate in all_rates]
+        return [one[metric] for one in ours for metric in metrics]
+
     saturated = {name: reports[name, SATURATION].result.violations for name in _OPTIONS}
-    yield Row(
-        figure,
-        "violations of TTFET, collocated, at 1.634/s",
-        0.0,
-        saturated["collocated"][TTFET],
-        "share",
-        ">",
+    ttfet = {name: violated[TTFET] for name, violated in saturated.items()}
+    tbt = {name: violated[LAST_TBT] for name, violated in saturated.items()}
+    row = partial(Row, "10", published=0.0, unit="share")
+    worst = max(violations("conserve", *JUDGED))
+    yield row("violations, ConServe, any metric and rate: largest", simulated=worst)
+    for what, value, relation in (
+        ("TTFET, collocated, at 1.634/s", ttfet["collocated"], ">"),
+        ("last-turn TBT, collocated", tbt["collocated"], ">"),
+        ("TTFET, per turn", ttfet["per_turn"], ">"),
+        ("last-turn TBT, per turn", tbt["per_turn"], "="),
+    ):
+        yield row(f"violations of {what}", simulated=value, relation=relation)
+    yield row(
+        "violations, full disaggregation, TTFET and E2E, any rate: least",
+        published=1.0,
+        simulated=min(violations("full_disaggregation", TTFET, E2E)),
     )
-    yield Row(
-        figure,
-        "violations of last-turn TBT, collocated",
-        0.0,
-        saturated["collocated"][LAST_TBT],
-        "share",
-        ">",
-    )
-    yield Row(
-        figure, "violations of TTFET, per turn", 0.0, saturated["per_turn"][TTFET], "share", ">"
-    )
-    yield Row(
-        figure,
-        "violations of last-turn TBT, per turn",
-        0.0,
-        saturated["per_turn"][LAST_TBT],
-        "share",
-    )
-    yield Row(
-        figure, "violations, full disaggregation, TTFET and E2E, any rate: least", 1.0,
-        min(
-            reports["full_disaggregation", rate].result.violations[metric]
-            for metric in (TTFET, E2E)
-            for rate in all_rates
-        ),
-        "share",
-    )  # fmt: skip
-    yield Row(
-        figure,
-        "violations of last-turn TBT, full disaggregation",
-        0.0,
-        saturated["full_disaggregation"][LAST_TBT],
-        "share",
-    )
+    said = "violations of last-turn TBT, full disaggregation"
+    yield row(said, simulated=tbt["full_disaggregation"])
 
 
 def _figure_12(by_wrong: Mapping[float, Report], conserve: Report) -> Iterator[Row]:
-    figure = "12"
+    row = partial(Row, "12")
     never, few, some, half = (by_wrong[wrong] for wrong in (0.0, 0.05, _AMPD_WRONG, 0.5))
-    yield Row(
-        figure, "TTFET gmean, no wrong decision over ConServe", 1.0,
-        _value(never, TTFET, "gmean") / _value(conserve, TTFET, "gmean"),
-    )  # fmt: skip
-    yield Row(
-        figure, "violations of TTFET, 5 % wrong", 0.078, few.result.violations[TTFET], "share"
-    )
-    yield Row(figure, "violations of E2E, 5 % wrong", 0.063, few.result.violations[E2E], "share")
-    yield Row(
-        figure, "violations of TTFET, 50 % wrong", 0.5, half.result.violations[TTFET], "share", ">"
-    )
-    yield Row(
-        figure, "last-turn TBT gmean, 50 % wrong over none", 1.0,
-        _value(half, LAST_TBT, "gmean") / _value(never, LAST_TBT, "gmean"),
-    )  # fmt: skip
-    yield Row(
-        figure, "time to drain, 10 % wrong against ConServe", 0.15,
-        _change(some.result.duration_s, conserve.result.duration_s), "change",
-    )  # fmt: skip
-    yield Row(
-        figure, "tokens/J, ConServe against 10 % wrong", 0.0751,
-        _change(tokens_per_j(conserve), tokens_per_j(some)), "change",
-    )  # fmt: skip
-    yield Row(figure, "tokens/J, 50 % wrong", 58.0, tokens_per_j(half), "tokens/J")
+    over = _value(never, TTFET, "gmean") / _value(conserve, TTFET, "gmean")
+    yield row("TTFET gmean, no wrong decision over ConServe", 1.0, over)
+    yield row("violations of TTFET, 5 % wrong", 0.078, few.result.violations[TTFET], "share")
+    yield row("violations of E2E, 5 % wrong", 0.063, few.result.violations[E2E], "share")
+    yield row("violations of TTFET, 50 % wrong", 0.5, half.result.violations[TTFET], "share", ">")
+    over = _value(half, LAST_TBT, "gmean") / _value(never, LAST_TBT, "gmean")
+    yield row("last-turn TBT gmean, 50 % wrong over none", 1.0, over)
+    change = _change(some.result.duration_s, conserve.result.duration_s)
+    yield row("time to drain, 10 % wrong against ConServe", 0.15, change, "change")
+    change = _change(tokens_per_j(conserve), tokens_per_j(some))
+    yield row("tokens/J, ConServe against 10 % wrong", 0.0751, change, "change")
+    yield row("tokens/J, 50 % wrong", 58.0, tokens_per_j(half), "tokens/J")
 
 
 def _figure_13(
     reports: Mapping[tuple[str, float], Report], capped: Mapping[str, Report]
 ) -> Iterator[Row]:
-    figure = "13"
+    row = partial(Row, "13")
     free, low = reports["conserve", SATURATION], capped["conserve"]
-    yield Row(
-        figure, "tokens/J, ConServe, decoders at 200 W against 300 W", 0.2275,
-        _change(tokens_per_j(low), tokens_per_j(free)), "change",
-    )  # fmt: skip
+    change = _change(tokens_per_j(low), tokens_per_j(free))
+    yield row("tokens/J, ConServe, decoders at 200 W against 300 W", 0.2275, change, "change")
     for metric, label in ((TTFET, "TTFET"), (LAST_TBT, "last-turn TBT"), (E2E, "end to end")):
-        yield Row(
-            figure, f"{label} p95, the same", 0.0,
-            _change(_value(low, metric, "p95"), _value(free, metric, "p95")), "change",
-        )  # fmt: skip
-    yield Row(
-        figure, "TTFET p95, collocated, three at 200 W", 0.1115,
-        _change(
-            _value(capped["collocated"], TTFET, "p95"),
-            _value(reports["collocated", SATURATION], TTFET, "p95"),
-        ),
-        "change",
-    )  # fmt: skip
+        yield row(f"{label} p95, the same", 0.0, _change_of(low, free, metric, "p95"), "change")
+    collocated = reports["collocated", SATURATION]
+    change = _change_of(capped["collocated"], collocated, TTFET, "p95")
+    yield row("TTFET p95, collocated, three at 200 W", 0.1115, change, "change")

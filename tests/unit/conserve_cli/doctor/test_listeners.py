@@ -11,8 +11,8 @@ import pytest
 from conserve.settings import Settings, load
 from conserve_cli.doctor import listeners
 from conserve_cli.doctor.facts import Finding, ListenerFacts
-from conserve_cli.doctor.listeners import check_listeners, is_loopback, observe_listeners, owner_of
-from conserve_cli.doctor.verdict import judge
+from conserve_cli.doctor.observe import is_loopback, observe_listeners, owner_of
+from conserve_cli.doctor.verdict import check_listeners, judge
 from tests.unit.conserve_cli.doctor.sound import HEAD, NODE, SETTINGS, WORKER, bad
 
 ROUTER = ListenerFacts("router", "ray::ServeReplica:default:Router", 7, (("0.0.0.0", 8000),))
