@@ -294,7 +294,7 @@ def _prepare(core: int | None) -> None:
         except OSError:
             usable = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
             refuse(f"--core {core}: this program may use the cores {usable}")
-    # Every open conversation may need a connection.
+    # Each open conversation may need a connection.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -322,7 +322,7 @@ async def _stoppable(
 
     def ask_to_stop(number: signal.Signals) -> None:
         stop.set()
-        # The next such signal has its usual effect: it ends the program at once.
+        # The next such signal ends the program at once.
         loop.remove_signal_handler(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -332,7 +332,7 @@ async def _stoppable(
 
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
-    """Show a bar of conversations that ended; yields the `OnProgress` that moves it."""
+    """Show a bar of ended conversations; yield the `OnProgress` that updates it."""
     with progress_bar("state") as bar:
         task = bar.add_task("starting", total=None, state="")
 

@@ -1,4 +1,4 @@
-"""Shows people what the application is going to be: `conserve serve` and its `--plan`."""
+"""Shows the layout of engines for `conserve serve` and its `--plan`."""
 
 import os
 
@@ -12,14 +12,13 @@ from hetero.gpu_plan import GpuNode, GpuPlan, gib
 
 
 def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
-    """Return what the settings come to on GPUs, this machine's or the cluster's; None without.
+    """Return the settings and plan on this machine's GPUs, or the cluster's; None without GPUs.
 
-    Raises:
-        typer.Exit: the engines have no place there, which is said; the exit status is 2.
+    Ends the command with status 2 if the engines do not fit.
     """
     if settings.device == "cpu":
         return None
-    # What follows takes a second to load.
+    # This import takes a second.
     from deployments.gpu_plans import here, plan_on
 
     nodes = [here()] if _is_alone() else _of_cluster()
@@ -32,10 +31,9 @@ def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
 
 
 def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
-    """Return what the settings come to on this machine's CPUs; of a cluster's nothing is known.
+    """Return the settings and plan on this machine's CPUs; the plan of a cluster is not known.
 
-    Raises:
-        typer.Exit: engines cannot start there, which is said; the exit status is 2.
+    Ends the command with status 2 if engines cannot start.
     """
     from deployments.engine_arguments import require_one_split
     from deployments.gpu_plans import planned_on_cpus
@@ -48,11 +46,7 @@ def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
 
 
 def require_arguments(settings: Settings, gpu: bool) -> None:
-    """Have vLLM look at the engine arguments, and at the model.
-
-    Raises:
-        typer.Exit: it would refuse one, which is said; the exit status is 2.
-    """
+    """Have vLLM check the engine arguments and the model; end with status 2 if it refuses them."""
     given = (settings.engine, settings.prefillers.engine, settings.decoders.engine)
     if settings.model == EMBEDDED_MODEL and not any(given):
         return
@@ -69,7 +63,6 @@ def require_arguments(settings: Settings, gpu: bool) -> None:
 
 
 def show(settings: Settings, plan: GpuPlan) -> None:
-    """Print the plan."""
     names = [card.name for card in plan.cards]
     kinds = [
         f"{names.count(card.name)} x {card.name} ({gib(card.memory_bytes)} GiB)"
@@ -110,7 +103,6 @@ def show(settings: Settings, plan: GpuPlan) -> None:
 
 
 def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
-    """Print what there is to say where engines run on CPUs."""
     said = (
         f"No GPU: {settings.prefiller_replicas} prefillers and {settings.decoders.replicas} "
         "decoders run on the CPU"

@@ -19,7 +19,7 @@ cli = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-# What is no result: so that KEY=$(conserve keys add NAME) has the key alone.
+# For everything but results, so that KEY=$(conserve keys add NAME) has only the key.
 aside = new_console(stderr=True)
 
 File = Annotated[

@@ -38,16 +38,16 @@ def settings_from(arguments: list[str] | None) -> Settings:
 def launched(
     settings: Settings, arguments: list[str], log: Path | None
 ) -> Iterator[tuple[Launch, str]]:
-    """Have the application serve for the time of a ``with`` block; yields it and its URL.
+    """Run the application during a ``with`` block; yield it and its URL.
+
+    Ends the command with status 1 if it does not come up, 2 if it does not fit on these GPUs, and
+    130
+    if it is interrupted.
 
     Args:
-        settings: what the arguments come to.
-        arguments: what ``serve run conserve.app`` is given.
-        log: where the application's log goes; None: a file among the temporary ones.
-
-    Raises:
-        typer.Exit: it did not come up (status 1), was interrupted (status 130), or has no place on
-            these GPUs (status 2); each is said.
+        settings: those that the arguments give.
+        arguments: for ``serve run conserve.app``.
+        log: the application's log; None: a temporary file.
     """
     settings = _laid_out(settings)
     path = log or Path(tempfile.gettempdir()) / f"conserve-{os.getpid()}.log"
@@ -73,8 +73,8 @@ def launched(
 
 def _laid_out(settings: Settings) -> Settings:
     if os.environ.get("RAY_ADDRESS"):
-        # Nodes may join that cluster, so the application alone can say. If it chooses how many
-        # decoders there are, one is enough to serve.
+        # Nodes may join that cluster, so only the application can tell. If it chooses the number of
+        # decoders, one is enough to serve.
         if "decoders" in settings.model_fields_set or settings.device == "cpu":
             return settings
         return settings.model_copy(update={"decoders": RoleSettings(replicas=1)})

@@ -1,4 +1,4 @@
-"""``conserve plan``: from a profile and a workload to prefillers, decoders and slots."""
+"""``conserve plan``: plans prefillers, decoders and slots from a profile and a workload."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -32,15 +32,15 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# The workloads whose lengths are known before they run.
+# Workloads whose lengths are known before they run.
 _KINDS = ("synthetic", "recorded")
-# A plan for one rate also shows what so many times that rate would need.
+# A plan for one rate also shows these multiples of it.
 _MULTIPLES = (2.0, 5.0, 10.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Impossible:
-    """Stands in a plan's place where no number of replicas would do."""
+    """Replaces a plan if no number of replicas would do."""
 
     rate_per_s: float
     reason: str
@@ -154,7 +154,7 @@ def plan(
         shares["provision"] = provision
         profiles = RoleProfiles(own, own)
         each = _conversations_each(made)
-        # An impossible rate is refused if it was asked for, and said of those shown besides.
+        # A requested rate that is impossible is refused; additional ones are only reported.
         plans: list[Plan | Impossible] = [
             make_plan(demand, profiles, one * each, **shares) for one in rates
         ]
@@ -232,7 +232,7 @@ def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
         dataclasses.replace(PRESETS[selection.preset or "conserve"], **changed),
         conversations=selection.conversations,
         arrivals=Arrivals(),
-        # A plan counts tokens and does not look at them, so two different ones will do.
+        # A plan only counts tokens, so two different ones will do.
         vocabulary=range(2),
         seed=selection.seed,
         scale_tokens=selection.scale_tokens or 1.0,
@@ -242,19 +242,18 @@ def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
 
 
 def _conversations_each(workload: Workload) -> float:
-    """How many conversations an arrival brings: a recorded session's sub-agents are such, too."""
+    """Return the conversations of an arrival: a recorded session's sub-agents are conversations,
+    too.
+    """
     sessions = workload.counts.get("sessions")
     return workload.counts["conversations"] / sessions if sessions else 1.0
 
 
 def planned_turns(workload: Workload) -> Iterator[list[PlannedTurn]]:
-    """Every conversation's turns, as `conserve bench` would send them.
+    """Yield every conversation's turns, as `conserve bench` would send them.
 
-    What the model answers is no part of later prompts there: they have stand-in tokens in its
-    place, which count as new.
-
-    Raises:
-        DemandError: a length is not known in advance.
+    There stand-in tokens, which count as new, replace the model's answers in later prompts. Raises
+    `DemandError` if a length is not known in advance.
     """
     for _, script in workload:
         turns = []

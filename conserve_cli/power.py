@@ -1,4 +1,4 @@
-"""``conserve power``: see, set and put back power limits by hand."""
+"""``conserve power``: shows, sets and restores power limits by hand."""
 
 import contextlib
 import time
@@ -30,7 +30,7 @@ cli = typer.Typer(
 )
 
 _LOOK_S = 5.0
-# An application that does not answer for so long has ended, or may as well have.
+# An application that does not answer for this long counts as ended.
 _SILENT_S = 60.0
 
 Folder = Annotated[
@@ -94,7 +94,7 @@ def apply(
         uuids = [_uuid(nvml, gpu) for gpu in gpus]
         used = _or_exit(_used, url)
         with PowerCaps(nvml, "conserve power apply", records_in) as caps:
-            # All GPUs are checked before the first one is changed.
+            # Check all GPUs before changing the first one.
             for uuid in uuids:
                 _or_exit(caps.check, uuid, cap, used)
             try:
@@ -108,7 +108,7 @@ def apply(
 
 
 def _hold(caps: PowerCaps, url: str) -> None:
-    """Keep the caps until the application uses none of the GPUs any more."""
+    """Keep the caps until the application no longer uses the GPUs."""
     answered_s = time.monotonic()
     while caps.held:
         time.sleep(_LOOK_S)
@@ -143,11 +143,11 @@ def _report(done: list[Restored]) -> None:
 
 
 class _NoApplication(RuntimeError):
-    """No application answers, so nobody says which GPUs are its own."""
+    """No application answers, so its GPUs are not known."""
 
 
 def _used(url: str) -> set[str]:
-    """The UUIDs of GPUs that engines of this application run on, on any node."""
+    """Return the UUIDs of GPUs that engines of this application use, on any node."""
     try:
         answer = httpx.get(url.rstrip("/") + "/v1/engines", timeout=10).raise_for_status()
         engines = answer.json()["data"]

@@ -1,4 +1,4 @@
-"""``conserve serve``: start the application, and stay until it ends or is interrupted."""
+"""``conserve serve``: runs the application until it ends or is interrupted."""
 
 from typing import Annotated
 
@@ -52,8 +52,8 @@ def serve(
 
 
 def _say_parsers(settings: Settings) -> None:
-    """Print what reads the model's tool calls and reasoning, and what is wrong with that."""
-    # It takes a second to load.
+    """Print which parsers read the model's tool calls and reasoning, and any problem with them."""
+    # This import takes a second.
     from deployments.prompting import parsers_of
 
     chosen = parsers_of(settings)

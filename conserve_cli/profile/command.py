@@ -1,4 +1,4 @@
-"""``conserve profile``: measure a running application, fit its curves, write the profile."""
+"""``conserve profile``: measures a running application and fits its curves."""
 
 import asyncio
 import json
@@ -62,30 +62,20 @@ _OUTPUT_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Tells where to measure, in tokens.
-
-    Attributes:
-        cold: lengths of prompts.
-        appends: new tokens, and those cached before them.
-        decodes: sequences, and the context of each.
-        beside: sequences, the context of each, new tokens, and those cached before them.
-        handoffs: lengths of prompts.
-        turns: length of a first prompt, and new tokens of a second turn, if that is measured.
-    """
+    """Lengths in tokens at which to measure."""
 
     cold: list[int]
-    appends: list[tuple[int, int]]
-    decodes: list[tuple[int, int]]
-    beside: list[tuple[int, int, int, int]]
+    appends: list[tuple[int, int]]  # New tokens, and cached ones before them.
+    decodes: list[tuple[int, int]]  # Sequences, and the context of each.
+    beside: list[tuple[int, int, int, int]]  # Both: sequences, context, new, cached.
     handoffs: list[int]
-    turns: list[tuple[int, int]]
+    turns: list[tuple[int, int]]  # A first prompt, and new tokens of a second turn or 0.
 
 
 def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> Grid:
     """Choose powers of two up to the longest prompt, and batches whose KV fits.
 
-    Raises:
-        MeasureError: prompts too short, or batches too few, for a curve.
+    Raises `MeasureError` if prompts are too short, or batches too few, for a curve.
     """
     powers = [2**n for n in range(7, 20) if 2**n <= longest_tokens]
     if len(powers) < 4:
@@ -114,15 +104,14 @@ def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> 
         appends=[(n, c) for n in powers[:4] for c in contexts[1:] if n + c <= longest_tokens],
         decodes=decodes,
         beside=[
-            # Sizes are far apart: an append that takes about as long as a decode step would be
-            # hidden by noise.
+            # Sizes are far apart, as noise would hide an append as short as a decode step.
             (batch, contexts[1], new, contexts[1])
             for batch in batches[1:4:2]
             for new in (powers[0], powers[2], min(powers[3], longest_tokens - contexts[1]))
         ],
-        # Short prompts tell little; but a line needs three points.
+        # Short prompts tell little, but a line needs three points.
         handoffs=powers[min(2, len(powers) - 3) :],
-        # First prompts have some chunks, so that there is something to hand off.
+        # First prompts have several chunks, so that some are handed off.
         turns=[(n, 0) for n in powers[2:-1]] + [(c, powers[0]) for c in powers[2:-1]],
     )
 
@@ -138,7 +127,7 @@ class _Seen:
     turns: list[TurnPoint] = field(default_factory=list)
 
     def as_data(self) -> dict[str, list[dict[str, Any]]]:
-        """The points by curve, as a profile has them."""
+        """Return the points by curve, as in a profile."""
         curves: dict[str, Sequence[Any]] = {
             "prefill": self.prefill,
             "decode": self.decode,
@@ -223,7 +212,7 @@ def profile(
                 vocabulary=range(int(low), int(high)),
                 kv_bytes_per_token=kv_bytes_per_token,
                 batched_tokens=batched_tokens,
-                # If it is given it holds for every curve; otherwise each has its own default.
+                # Unless it is given, each curve has its own default.
                 limits={} if min_r_squared is None else {"min_r_squared": min_r_squared},
                 seed=seed,
             )
@@ -328,10 +317,8 @@ async def _measure(
 
 
 def _prepare(out: Path) -> None:
-    """See to it that the profile, or what is left of a refused one, can be written.
-
-    Raises:
-        ProfileError: it cannot.
+    """Check that the profile, or the points of a refused one, can be written; raises
+    `ProfileError`.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -346,7 +333,7 @@ def _prepare(out: Path) -> None:
 def _batched_tokens(
     application: Application, given: int | None
 ) -> dict[Literal["prefiller", "decoder", "collocated"], int]:
-    """The most tokens of a step, by role, as far as they are known."""
+    """Return the most tokens of a step, by role, where they are known."""
     prefiller = application.prefiller.batched_tokens if given is None else given
     decoder = application.decoder.batched_tokens if given is None else given
     found: dict[Literal["prefiller", "decoder", "collocated"], int] = {}
@@ -354,16 +341,16 @@ def _batched_tokens(
         found["prefiller"] = prefiller
     if decoder is not None:
         found["decoder"] = decoder
-    # If both are started alike, so is an engine that does the work of both.
+    # If both are alike, so is an engine that does the work of both.
     if prefiller is not None and prefiller == decoder:
         found["collocated"] = prefiller
     return found
 
 
 async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
-    """Measure draws under the limit that is set; where that cannot be, say why, and have none."""
+    """Measure draws under the limit that is set; print why if that is not possible."""
 
-    # Contexts are short and outputs long, so that little of the work is prefill.
+    # With short contexts and long outputs, little of the work is prefill.
     sequences, context_tokens = max(grid.decodes, key=lambda one: (one[0], -one[1]))
 
     async def prefill() -> None:
@@ -381,7 +368,7 @@ async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
 
 
 def _median(points: list[Point]) -> Point:
-    """One point from several repetitions, with the medians of their times."""
+    """Return a point with the medians of the repetitions' times."""
     names = [name for name in ("seconds", "engines_s") if hasattr(points[0], name)]
     medians = {name: statistics.median(getattr(one, name) for one in points) for name in names}
     return replace(points[0], **medians)
@@ -395,7 +382,7 @@ def _embedded_kv_bytes_per_token(application: Application) -> float:
         )
     config = json.loads((model_path() / "config.json").read_text())
     heads = config["num_key_value_heads"] * config["head_dim"]
-    # The last 2 is the bytes of bfloat16, in which it is served unless told otherwise.
+    # The last factor is the bytes of bfloat16, its default.
     return float(config["num_hidden_layers"] * 2 * heads * 2)
 
 

@@ -1,4 +1,4 @@
-"""``conserve simulate``: what a cluster would do, without having it."""
+"""``conserve simulate``: simulates a cluster."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,11 +34,10 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# With more conversations than this, latencies are kept as bare numbers of 8 bytes. To keep the
-# conversation of each would take most of the memory, for every system and rate. Only ratios need
-# it, and they are exact enough with far fewer.
+# With more conversations than this, latencies are kept as bare numbers of 8 bytes. Only ratios need
+# each one's conversation, which would take most of the memory.
 _MOST_SAMPLED = 10_000
-# The options that --reproduce heeds; all else is the paper's.
+# Options that go with --reproduce; the paper defines all others.
 _GO_WITH_REPRODUCE = ("profile", "conversations", "seed", "reproduce", "out")
 
 
@@ -190,12 +189,11 @@ def simulate(
 
 
 def _refuse_what_is_the_papers(context: typer.Context) -> None:
-    """Refuse an option that --reproduce would not heed."""
+    """Refuse an option that does not go with --reproduce."""
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        # Compared by name, because the enumeration is Click's in some versions of Typer and Typer's
-        # own copy in others.
+        # The enumeration is Click's or Typer's own, depending on the version, so compare its name.
         given = source is not None and source.name == "COMMANDLINE"
         if given and name not in _GO_WITH_REPRODUCE:
             refuse(
@@ -244,7 +242,7 @@ def _hand_out(reports: list[Report], out: Path | None, sampled: bool) -> None:
 
 @contextmanager
 def _progress(conversations: int) -> Iterator[Any]:
-    """Show a bar; yields a function to call at each conversation's end, with what runs."""
+    """Show a bar; yield a function to call at each conversation's end, with the name of its run."""
     with progress_bar() as bar:
         task = bar.add_task("unloaded", total=conversations)
         done = 0

@@ -1,22 +1,21 @@
-"""The evaluation of the ConServe paper, simulated beside what it published.
+"""Simulates the evaluation of the ConServe paper beside what it published.
 
-One profile and one set of assumptions for every row (sections 5.1 to 5.5 of *Observation, Not
-Prediction*): one prefiller and three decoders. What the text leaves open is decided here once:
+All rows have one profile and one set of assumptions (sections 5.1 to 5.5 of *Observation, Not
+Prediction*), with one prefiller and three decoders. Assumptions where the text is silent:
 
 - The traces are not published. Conversations are drawn as for the preset ``conserve`` of
-  `benchmarks.workloads.synthetic`, with as many turns as figure 11 has: up to its 0.7 percentile
-  all turns are later ones (section 5.2), so 0.3 are first ones, and a conversation has 3.3 turns.
-  Its 1,000 output tokens (section 5.1) then make 300 a turn.
+  `benchmarks.workloads.synthetic`. Up to figure 11's 0.7 percentile all turns are later ones
+  (section 5.2), so a conversation has 1 / 0.3 = 3.3 turns, and its 1,000 output tokens (section
+  5.1) make 300 a turn.
 - 1.634 conversations/s "holds the prefiller exactly at its saturation throughput": a conversation
   arrives when the first turn before it has been prefilled.
-- Full disaggregation computes the whole prompt of every turn again (section 5.2 says that it
-  forfeits reuse across turns). The per-turn baseline brings the history to the prefiller.
-- Nobody is refused: what does not fit waits, however long.
+- Full disaggregation computes the whole prompt of every turn again, as it forfeits reuse across
+  turns (section 5.2). The per-turn baseline moves the history to the prefiller.
+- Nothing is rejected: turns wait however long.
 - KV is loaded within an engine's step, as LMCache's in-process connector for vLLM does.
-- Latencies are without the gaps between turns; the baseline is the geometric mean over
-  conversations that run alone. Tokens per joule count every turn's whole prompt and its output.
-- All runs have the same number of conversations, which the text does not give. Where a queue grows
-  from the first conversation to the last, as it does beyond saturation, figures depend on it.
+- Latencies exclude gaps between turns; the baseline is the geometric mean of conversations that run
+  alone. Tokens per joule count every turn's whole prompt and its output.
+- All runs have the same number of conversations. Beyond saturation, figures depend on it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +43,7 @@ _CAPPED_W = 200.0
 
 _ENGINES = EngineCounts(prefillers=1, decoders=3)
 _CAPPED = EngineCounts(prefillers=1, decoders=3, decoder_cap_w=_CAPPED_W)
-# Nobody is refused: what cannot be served yet waits, however long.
+# Nothing is rejected: turns wait however long.
 _ALL: dict[str, Any] = {"transfers_block": True, "queue_limit": 10**9, "queue_timeout_s": 1e9}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "conserve": _ALL,
@@ -62,12 +61,7 @@ JUDGED = (TTFET, LAST_TBT, E2E)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A published figure and its simulation.
-
-    Attributes:
-        relation: ``=``: the text gives the value; ``<=``, ``>=``, ``>``: it gives a bound.
-        unit: ``times`` another value, a ``change`` or ``share`` of 1, or ``tokens/J``.
-    """
+    """A published figure and its simulation; a ``relation`` other than ``=`` is a bound."""
 
     figure: str
     what: str
@@ -78,7 +72,6 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """Simulated less published, in the unit."""
         return self.simulated - self.published
 
     @property
@@ -95,13 +88,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """All that was simulated.
-
-    Attributes:
-        by_rate: reports of figure 10, by system and rate.
-        by_wrong: reports of figure 12, by rate of wrong decisions; 0 is ConServe's own operating
-            point.
-        capped: reports of figure 13, by system, with decoders under their cap.
+    """All reports: figure 10's by system and rate, figure 12's by rate of wrong decisions, figure
+    13's by
+    system with capped decoders.
     """
 
     rows: list[Row]
@@ -117,16 +106,11 @@ def reproduce(
     seed: int = 0,
     on_conversation: Callable[[str], None] | None = None,
 ) -> Reproduction:
-    """Simulate figures 10, 12 and 13.
+    """Simulate figures 10, 12 and 13; the profile needs power under caps of 300 W and 200 W.
 
-    Args:
-        profile: has power under the caps of 300 W and 200 W.
-        on_conversation: called at each conversation's end with what runs.
-
-    Raises:
-        ProfileError, SimulationError, WorkloadError: it cannot be done with these.
+    Raises `ProfileError`, `SimulationError` or `WorkloadError`.
     """
-    # Figure 13 comes last; whether it can be simulated is known now.
+    # Fail now if figure 13, which comes last, cannot be simulated.
     for cap_w in (None, _CAPPED_W):
         profile.power_at(cap_w)
     runs = _Runs(profile, conversations, seed, on_conversation)
@@ -175,7 +159,7 @@ class _Runs:
         workload = self._workload(rate_per_s)
         arrivals = {"pattern": "poisson", "rate_per_s": rate_per_s, "concurrency": None}
         if rate_per_s == SATURATION:
-            # The prefiller as it is in every run; collocated has none, and gets the same arrivals.
+            # Collocated systems have no prefiller, but get the same arrivals.
             workload = saturating(workload, Costs.of(self._profile, "prefiller"))
             arrivals["pattern"] = "saturating"
         what = f"{name} at {rate_per_s:g}/s" + ("" if wrong is None else f", {wrong:.0%} wrong")
@@ -199,20 +183,22 @@ class _Runs:
             SHAPE,
             conversations=self._conversations,
             arrivals=Arrivals("poisson", rate_per_s, self._seed),
-            # Prompts are never made, so any token ids will do.
+            # Prompts are never built, so any token ids will do.
             vocabulary=range(1_000, 4_000),
             seed=self._seed,
         )
 
 
 def saturating(workload: Workload, prefiller: Costs) -> Workload:
-    """The same conversations; each arrives when the first turn before it has been prefilled."""
+    """Return the same conversations, each arriving when the first turn before it has been
+    prefilled.
+    """
 
     def arrive() -> Iterator[Arriving]:
         at_s = 0.0
         for (_, script), (_, sizes) in zip(workload, workload, strict=True):
             yield at_s, script
-            # Sizes are a second copy's, since asking the first for its turns would use them up.
+            # Sizes come from a second copy, as a script yields its turns only once.
             first = sizes.next(None)
             if first is not None and first.prompt_tokens is not None:
                 at_s += cold_prefill_s(first.prompt_tokens, prefiller)
@@ -221,7 +207,7 @@ def saturating(workload: Workload, prefiller: Costs) -> Workload:
 
 
 def cold_prefill_s(tokens: int, costs: Costs) -> float:
-    """Seconds that a prompt takes alone on a prefiller, in chunks."""
+    """Return the time that a prompt takes alone on a prefiller, in chunks."""
     seconds, past = costs.prefill_s, 0
     while past < tokens:
         chunk = min(costs.batched_tokens, tokens - past)
@@ -247,7 +233,7 @@ def _change_of(ours: Report, theirs: Report, metric: str, statistic: str) -> flo
 
 
 def tokens_per_j(report: Report) -> float:
-    """Tokens of all turns' whole prompts and outputs over the energy of all engines."""
+    """Return tokens of all turns' whole prompts and outputs per joule of all engines."""
     result = report.result
     assert result.energy_j is not None
     return result.total_tokens_per_s * result.duration_s / result.energy_j
