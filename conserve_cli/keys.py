@@ -23,7 +23,7 @@ cli = typer.Typer(
 aside = new_console(stderr=True)
 
 File = Annotated[
-    Path, typer.Option("--file", envvar="CONSERVE_KEYS_FILE", help="The file that holds them.")
+    Path, typer.Option("--file", envvar="CONSERVE_KEYS_FILE", help="The file of all keys.")
 ]
 _FILE = Path("keys.json")
 _NONE = "none"
@@ -31,14 +31,14 @@ _NONE = "none"
 
 @cli.command()
 def add(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is; made if it is new.")],
+    tenant: Annotated[str, typer.Argument(help="The key's tenant, which is created if it is new.")],
     admin: Annotated[
         bool,
         typer.Option("--admin", help="It may see and end all tenants' conversations."),
     ] = False,
     file: File = _FILE,
 ) -> None:
-    """Make a key, and print it, this once; the file is made if there is none."""
+    """Create a key, and print it, only now; the file is created if it is missing."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     try:
         with keyfile.locked(file) as path:
@@ -49,8 +49,7 @@ def add(
         refuse(str(error), 1, aside)
     console.out(key, highlight=False)
     aside.print(
-        f"That is the key, of tenant {tenant!r}; it is kept nowhere, only its digest in "
-        f"{escape(str(path))}.",
+        f"That is a key of tenant {tenant!r}. Keep it: {escape(str(path))} has only its digest.",
         highlight=False,
     )
 
@@ -70,17 +69,17 @@ def list_(file: File = _FILE) -> None:
 
 @cli.command()
 def revoke(
-    key_id: Annotated[str, typer.Argument(help="As `conserve keys list` has it.")],
+    key_id: Annotated[str, typer.Argument(help="The id in `conserve keys list`.")],
     file: File = _FILE,
 ) -> None:
-    """Have a key not be good any more. Its tenant stays, with its limits."""
+    """Revoke a key. Its tenant stays, with its limits."""
     _change(file, lambda content: content.without_key(key_id))
     console.print("Revoked.")
 
 
 @cli.command()
 def limits(
-    tenant: Annotated[str, typer.Argument(help="Whose limits.")],
+    tenant: Annotated[str, typer.Argument(help="The tenant.")],
     turns: Annotated[
         str | None, typer.Option(help="Turns at a time, waiting ones included; or none.")
     ] = None,

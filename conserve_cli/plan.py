@@ -1,8 +1,8 @@
 """``conserve plan``: plans prefillers, decoders and slots from a profile and a workload."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 from rich import box
@@ -32,6 +32,8 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_Read = TypeVar("_Read", Spread, Latency)
+
 # Workloads whose lengths are known before they run.
 _KINDS = ("synthetic", "recorded")
 # A plan for one rate also shows these multiples of it.
@@ -129,12 +131,15 @@ def plan(
     try:
         own = load_profile(profile)
         others = [_other(own, name) for name in decoder_profile or ()]
-        spreads = {
-            "turns": _spread("--turns", turns),
-            "first_prompt_tokens": _spread("--first-tokens", first_tokens),
-            "append_tokens": _spread("--append-tokens", append_tokens),
-            "output_tokens": _spread("--output-tokens", output_tokens),
-            "tool_latency": _latency("--tool-latency", tool_latency),
+        spread = "LOW:MEAN:HIGH, or one number"
+        changed = {
+            "turns": _parsed("--turns", turns, _spread, spread),
+            "first_prompt_tokens": _parsed("--first-tokens", first_tokens, _spread, spread),
+            "append_tokens": _parsed("--append-tokens", append_tokens, _spread, spread),
+            "output_tokens": _parsed("--output-tokens", output_tokens, _spread, spread),
+            "tool_latency": _parsed(
+                "--tool-latency", tool_latency, _latency, "P50:P95, in seconds"
+            ),
         }
         selection = Selection(
             kind=workload,  # type: ignore[arg-type] # checked above
@@ -148,7 +153,7 @@ def plan(
             max_context_tokens=max_context_tokens,
             max_turns=max_turns,
         )
-        made = _workload(selection, {name: one for name, one in spreads.items() if one})
+        made = _workload(selection, {name: one for name, one in changed.items() if one})
         demand = measure_demand(_watched(made))
         shares: dict[str, Any] = {"headroom": headroom, "prefill_headroom": prefill_headroom}
         shares["provision"] = provision
@@ -193,31 +198,25 @@ def _attempt(
 # --- The workload ---------------------------------------------------------------------------------
 
 
-def _spread(option: str, text: str | None) -> Spread | None:
-    if text is None:
-        return None
-    parts = text.split(":")
+def _parsed(option: str, text: str | None, read: Callable[[str], _Read], form: str) -> _Read | None:
     try:
-        if len(parts) == 1:
-            return Spread(int(text), int(text), int(text))
-        low, mean, high = parts
-        return Spread(int(low), float(mean), int(high))
+        return None if text is None else read(text)
     except WorkloadError as error:
         raise WorkloadError(f"{option} {text}: {error}") from None
     except ValueError:
-        raise WorkloadError(f"{option} {text}: write LOW:MEAN:HIGH, or one number") from None
+        raise WorkloadError(f"{option} {text}: write {form}") from None
 
 
-def _latency(option: str, text: str | None) -> Latency | None:
-    if text is None:
-        return None
+def _spread(text: str) -> Spread:
+    if ":" not in text:
+        return Spread(int(text), int(text), int(text))
+    low, mean, high = text.split(":")
+    return Spread(int(low), float(mean), int(high))
+
+
+def _latency(text: str) -> Latency:
     p50_s, _, p95_s = text.partition(":")
-    try:
-        return Latency(float(p50_s), float(p95_s or p50_s))
-    except WorkloadError as error:
-        raise WorkloadError(f"{option} {text}: {error}") from None
-    except ValueError:
-        raise WorkloadError(f"{option} {text}: write P50:P95, in seconds") from None
+    return Latency(float(p50_s), float(p95_s or p50_s))
 
 
 def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:

@@ -35,7 +35,7 @@ _SILENT_S = 60.0
 
 Folder = Annotated[
     Path | None,
-    typer.Option("--records", help="Where records of caps lie, if not in the usual place."),
+    typer.Option("--records", help="Folder with the records of caps, if not the default."),
 ]
 Url = Annotated[str, typer.Option(help="The ConServe application whose GPUs may be capped.")]
 
@@ -125,7 +125,7 @@ def _hold(caps: PowerCaps, url: str) -> None:
 
 @cli.command()
 def restore(records_in: Folder = None) -> None:
-    """Put back the limits whose owners died without doing so."""
+    """Restore limits that dead processes have not put back."""
     with _nvml() as nvml:
         done = recover(nvml, records_in)
     if not done:

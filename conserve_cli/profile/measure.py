@@ -310,7 +310,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """A prefilled prompt, and its tokens found in the prefix cache and, beyond these, in LMCache."""
+    """A prefilled prompt, and its tokens found in the prefix cache, then in LMCache."""
 
     sent_s: float
     ended_s: float
