@@ -1,4 +1,4 @@
-"""``conserve demo``: agents at work, served while you watch.
+"""``conserve demo``: runs a few agents while you watch.
 
 Each agent does a task of several tool calls with the embedded model, the official client and real
 Python tools. For each turn a table shows what the agent did, and where the engines found the
@@ -87,7 +87,7 @@ class Demonstration:
     def verdict(
         self, conversations: int, turns: int, *, always_handed_off: bool = False
     ) -> list[str]:
-        """Return what is not as promised: so many conversations of at least so many turns.
+        """Return what is not as promised, for this many conversations of at least ``turns`` turns.
 
         With ``always_handed_off`` every first prompt has to come from a prefiller.
         """

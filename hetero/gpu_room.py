@@ -33,7 +33,7 @@ class Crowd:
 
 
 def most_on_node(settings: Settings, gpus: float) -> Crowd:
-    """Return the most engines and workers that a node with so many GPUs may run."""
+    """Return the most engines and workers that a node with these GPUs may run."""
     engines = sum(most_replicas(own) for _, own in roles(settings))
     all_workers = sum(most_replicas(own) * workers(settings, own) for _, own in roles(settings))
     least = min(own.num_gpus for _, own in roles(settings))

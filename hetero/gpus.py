@@ -88,7 +88,7 @@ class GpuKeeper:
         return EngineEnergy(self._joules[use.engine_id], self._epoch, integrated, tuple(gpus))
 
     def lease(self, gpu: str, engine_id: str, slots: int, now_s: float) -> SmLease:
-        """Lease an engine so many slots of a GPU, for as long as it beats.
+        """Lease an engine slots of a GPU, for as long as it beats.
 
         Raises:
             NoFreeSms: they are not free; a dead engine's are freed within `SILENCE_S`.

@@ -27,7 +27,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
             "max_sequence_length")  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
-# Every so many layers have experts; the others are dense.
+# Every n-th layer has experts; the others are dense.
 _EXPERT_PERIODS = ("expert_layer_period", "decoder_sparse_step", "interleave_moe_layer_step")
 # Models with latent attention for which vLLM keeps full K and V.
 _NOT_LATENT = ("minicpm3",)
@@ -91,7 +91,7 @@ class ModelShape:
 
 
 def kv_token_values(kv: Sequence[KvLayers], tensor_parallel: int = 1) -> float:
-    """Return the values that a token takes on each of so many workers, which divide the heads."""
+    """Return the values that a token takes on each worker; workers divide the heads."""
     # With more workers than heads, several keep the same head.
     return sum(one.layers * max(1.0, one.heads / tensor_parallel) * one.head_values for one in kv)
 

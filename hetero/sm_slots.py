@@ -41,7 +41,7 @@ class SmSlotLedger:
         self._next_id = first_id
 
     def lease_slots(self, gpu: str, owner: str, slots: int) -> SmLease:
-        """Lease so many tenths of a GPU, from the smallest free run that has them.
+        """Lease tenths of a GPU, from the smallest free run that has them.
 
         A lease goes from one tenth's border to another's, so slots that add up to ten have room
         beside each other, in any order. Where it lies changes its SMs by one unit.
@@ -49,7 +49,7 @@ class SmSlotLedger:
         Raises:
             NoFreeSms: they are not free in one piece.
             KeyError: there is no such GPU here.
-            ValueError: there are not so many slots.
+            ValueError: a GPU does not have that number of slots.
         """
         if not 1 <= slots <= SM_SLOTS:
             raise ValueError(f"asked for {slots} of {SM_SLOTS} slots")

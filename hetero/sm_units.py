@@ -60,7 +60,7 @@ class SmSplit:
         return self.before[units.stop] - self.before[units.start]
 
     def lowest(self, units: range, least_sms: int) -> range:
-        """Return the fewest units from the low end with so many SMs; all if they have fewer."""
+        """Return the fewest units from the low end with at least these SMs, or all of them."""
         stop = bisect.bisect_left(self.before, self.before[units.start] + least_sms)
         return range(units.start, min(stop, units.stop))
 
@@ -86,7 +86,7 @@ class SmSlots:
         )
 
     def within(self, sms: int) -> int:
-        """Return the largest slot with at most so many SMs."""
+        """Return the largest slot that has no more SMs than these."""
         return bisect.bisect_right(self.sizes, sms) - 1
 
 

@@ -44,7 +44,7 @@ class RoleProfiles:
 
 @dataclass(frozen=True, slots=True)
 class ConversationCost:
-    """What a conversation costs on these engines; comments name the paper's symbols."""
+    """The cost of a conversation on these engines; comments name the paper's symbols."""
 
     prefill_s: float
     decoder_s: float  # With a full batch: its share of decode steps, and appends.

@@ -159,7 +159,7 @@ class Probe:
         return PrefillPoint(new, seen.cached_tokens, seen.seconds)
 
     async def decode(self, sequences: int, context_tokens: int, output_tokens: int) -> DecodePoint:
-        """Time iterations in which so many sequences decode together, each after such a context."""
+        """Time iterations in which ``sequences`` decode together, each after such a context."""
         contexts = await self._contexts(sequences, context_tokens)
         records = await self._together(contexts, output_tokens)
         starts = max(record.token_times_s[0] for record in records)
@@ -218,7 +218,7 @@ class Probe:
     async def turn(self, first_tokens: int, new_tokens: int) -> TurnPoint:
         """Time a conversation's first turn, or its second, for a client and for the engines alone.
 
-        With 0 ``new_tokens`` the first turn is measured, otherwise a second one with so many.
+        ``new_tokens`` are the second turn's; with 0 the first turn is measured.
         """
         if new_tokens:
             engines_s = (await self.append(new_tokens, first_tokens)).seconds

@@ -214,7 +214,7 @@ class Manager:
         if one.state != "ready" or conversation_id not in one.holders:
             raise _unknown(one.spec.name)
 
-    # --- what is to be done ------------------------------------------------------------------
+    # --- what the ledger wants ---------------------------------------------------------------
 
     def step(self) -> None:
         """Start whatever the ledger wants done now."""
