@@ -313,13 +313,13 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
     for role, own in roles:
         if own.max_replicas is not None:
             limits[role] = Limits(
-                own.replicas,
-                own.max_replicas,
-                chosen.target,
-                chosen.up_at,
-                chosen.down_at,
-                chosen.down_delay_s,
-                chosen.cool_down_s,
+                least=own.replicas,
+                most=own.max_replicas,
+                target=chosen.target,
+                up_at=chosen.up_at,
+                down_at=chosen.down_at,
+                down_delay_s=chosen.down_delay_s,
+                cool_down_s=chosen.cool_down_s,
             )
     if not settings.profile:
         return Autoscaler(limits, start, None, chosen.window_s)

@@ -8,7 +8,8 @@ from rich.table import Table
 from conserve.settings import EMBEDDED_MODEL, Settings, SettingsError
 from conserve_cli.output import console, refuse
 from hetero.cpu_plan import CpuPlan
-from hetero.gpu_plan import GpuNode, GpuPlan, gib
+from hetero.gpu_layout import gib
+from hetero.gpu_plan import GpuNode, GpuPlan
 
 
 def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:

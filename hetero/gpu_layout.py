@@ -200,9 +200,9 @@ def require_longest(what: str, kv_bytes: int, needs: Needs) -> None:
         return
     tokens = int(kv_bytes / needs.kv_token_bytes) // 16 * 16
     raise SettingsError(
-        f"{what}: {_gib(kv_bytes)} GiB hold {tokens:,} tokens, and vLLM does not start with less "
+        f"{what}: {gib(kv_bytes)} GiB hold {tokens:,} tokens, and vLLM does not start with less "
         f"than the longest sequence's {needs.least_tokens:,}, which take "
-        f"{_gib(needs.least_kv_bytes)} GiB; set engine.max_model_len={tokens}, or more KV space"
+        f"{gib(needs.least_kv_bytes)} GiB; set engine.max_model_len={tokens}, or more KV space"
     )
 
 
@@ -327,8 +327,8 @@ def _tell(settings: Settings, name: str, plan: EnginePlan) -> Settings:
 
 def _does_not_fit(plans: list[EnginePlan], card: int, usable: int) -> str:
     lines = [
-        f"gpus: the engines do not fit on one GPU of {_gib(card)} GiB, of which they may take "
-        f"{_gib(usable)}"
+        f"gpus: the engines do not fit on one GPU of {gib(card)} GiB, of which they may take "
+        f"{gib(usable)}"
     ]
     asked = 0
     for plan in plans:
@@ -336,7 +336,7 @@ def _does_not_fit(plans: list[EnginePlan], card: int, usable: int) -> str:
         each = plan.needs.fixed_bytes + plan.needs.least_kv_bytes
         asked += plan.replicas * each
         lines.append(f"{plan.replicas} x {plan.role}: {_sum(plan.needs)}")
-    lines.append(f"together {_gib(asked)} GiB")
+    lines.append(f"together {gib(asked)} GiB")
     lines.append(_advice(plans, usable))
     return "\n  ".join(lines)
 
@@ -347,16 +347,16 @@ def _does_not_fit_part(name: str, plan: EnginePlan) -> str:
     part = f"{plan.num_gpus:g} of a GPU" if plan.num_gpus < 1 else "a GPU"
     return (
         f"{name}: the model does not fit on {part}, of which an engine may take "
-        f"{_gib(plan.budget_bytes)} GiB\n  {_sum(plan.needs)}\n  "
+        f"{gib(plan.budget_bytes)} GiB\n  {_sum(plan.needs)}\n  "
         + _advice([replace(plan, replicas=1)], plan.budget_bytes)
     )
 
 
 def _sum(needs: Needs) -> str:
     return (
-        f"{_gib(needs.weights_bytes)} weights + {_gib(needs.reserve_bytes)} reserve + "
-        f"{_gib(needs.least_kv_bytes)} KV of the longest sequence ({needs.least_tokens:,} tokens)"
-        f" = {_gib(needs.fixed_bytes + needs.least_kv_bytes)} GiB"
+        f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve + "
+        f"{gib(needs.least_kv_bytes)} KV of the longest sequence ({needs.least_tokens:,} tokens)"
+        f" = {gib(needs.fixed_bytes + needs.least_kv_bytes)} GiB"
     )
 
 
@@ -372,5 +372,5 @@ def _advice(plans: list[EnginePlan], usable: int) -> str:
     )
 
 
-def _gib(count: float) -> str:
+def gib(count: float) -> str:
     return f"{count / GIB:.1f}"

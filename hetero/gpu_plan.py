@@ -7,7 +7,7 @@ from conserve.settings import Settings, SettingsError
 from hetero import host_memory
 from hetero.cards import Card
 from hetero.container import HostMemory
-from hetero.gpu_layout import GIB, EnginePlan, roles, with_memory
+from hetero.gpu_layout import GIB, EnginePlan, gib, roles, with_memory
 from hetero.model_shape import ModelShape
 from hetero.tiers import NodeOffer, is_offered, role_tier
 
@@ -100,10 +100,6 @@ def plan(
     size_gb = chosen.lmcache.size_gb
     memory = _least(nodes).memory if nodes else None
     return chosen, GpuPlan(gpus, cards, tuple(engines), size_gb, kept, tuple(notes), memory)
-
-
-def gib(count: float) -> str:
-    return f"{count / GIB:.1f}"
 
 
 def _card_bytes(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, int | None]:

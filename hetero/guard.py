@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from hetero.nvml import Nvml, NvmlError
-from hetero.power import Cap, CapRefused, PowerCaps, Restored, recover
-
-logger = logging.getLogger("conserve.power")
+from hetero.power import Cap, CapRefused, PowerCaps, recover
 
 
 class GuardLost(RuntimeError):
@@ -104,7 +102,7 @@ def _bring_about(caps: PowerCaps, wanted: Mapping[str, Cap], used: set[str]) -> 
     outcome = CapsOutcome()
     for uuid in caps.held:
         if uuid not in wanted or uuid not in used:
-            _log(caps.restore(uuid))
+            caps.restore(uuid).log()
     for uuid, cap in wanted.items():
         try:
             outcome.applied_w[uuid] = caps.apply(uuid, cap, used)
@@ -112,11 +110,6 @@ def _bring_about(caps: PowerCaps, wanted: Mapping[str, Cap], used: set[str]) -> 
             outcome.refused[uuid] = str(error)
             outcome.reasons[uuid] = type(error).__name__
     return outcome
-
-
-def _log(done: Restored) -> None:
-    level = logging.INFO if done.outcome == "restored" else logging.WARNING
-    logger.log(level, "%s: %s: %s", done.uuid, done.outcome, done.detail)
 
 
 def _end(number: int, frame: Any) -> None:
@@ -141,7 +134,7 @@ def main() -> None:
         signal.signal(number, _end)
     with Nvml() as nvml:
         for done in recover(nvml, options.directory):
-            _log(done)
+            done.log()
         with PowerCaps(nvml, options.owner, options.directory) as caps:
             print(json.dumps({"pid": os.getpid()}), flush=True)  # noqa: T201
             hold(caps, sys.stdin, sys.stdout)

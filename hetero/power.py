@@ -17,7 +17,6 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Literal, Self
 
 from hetero.nvml import Nvml, NvmlError, PowerReading
@@ -84,6 +83,10 @@ class Restored:
     outcome: Literal["restored", "changed", "held", "failed"]
     detail: str
 
+    def log(self) -> None:
+        level = logging.INFO if self.outcome == "restored" else logging.WARNING
+        logger.log(level, "%s: %s: %s", self.uuid, self.outcome, self.detail)
+
 
 def default_directory() -> Path:
     """Return the folder of records: ``CONSERVE_POWER_DIR``, or root's or the user's state."""
@@ -111,15 +114,9 @@ class PowerCaps:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for done in self.restore_all():
-            level = logging.INFO if done.outcome == "restored" else logging.WARNING
-            logger.log(level, "%s: %s: %s", done.uuid, done.outcome, done.detail)
+            done.log()
 
     @property
     def held(self) -> list[str]:

@@ -11,7 +11,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,7 +37,7 @@ from conserve_cli.doctor.machine import ENGINES, PACKAGES
 from deployments.environments.processes import folders
 from deployments.environments.sandbox import marked
 from deployments.environments.service import LOCK
-from deployments.node.lmcache_server import SERVER_MODULE
+from deployments.node.lmcache_server import SERVER_MODULE, is_free
 from hetero.container import host_memory, usable_cpus
 from hetero.nvml import Gpu, MigDevice, NoDriver, Nvml, NvmlError
 
@@ -160,15 +159,10 @@ def observe_ports(settings: Settings, router_here: bool = True) -> list[PortFact
 
 
 def _port(setting: str, purpose: str, host: str, port: int) -> PortFacts:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            return PortFacts(setting, purpose, host, port, free=True)
-        except OSError:
-            holder, ours = _holder(port)
-            return PortFacts(setting, purpose, host, port, False, holder, ours)
+    if is_free(host, port):
+        return PortFacts(setting, purpose, host, port, free=True)
+    holder, ours = _holder(port)
+    return PortFacts(setting, purpose, host, port, False, holder, ours)
 
 
 def _holder(port: int) -> tuple[str, bool]:

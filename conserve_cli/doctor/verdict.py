@@ -17,7 +17,7 @@ from conserve_cli.doctor.facts import (
     wrong,
 )
 from conserve_cli.doctor.machine import PACKAGES, check_gpus, check_machine, check_software
-from hetero.gpu_layout import with_counts
+from hetero.gpu_layout import roles, with_counts
 from hetero.gpu_room import most_on_node
 from hetero.tiers import NodeOffer, RoleTier, described, inventory, is_offered, role_tier
 
@@ -229,10 +229,7 @@ def runs_on_gpus(settings: Settings, nodes: Sequence[NodeFacts]) -> bool:
 
 
 def role_tiers(settings: Settings, on_gpu: bool) -> dict[str, RoleTier]:
-    roles = {"decoders": settings.decoders}
-    if settings.prefiller_replicas:
-        roles["prefillers"] = settings.prefillers
-    return {role: role_tier(settings, own, on_gpu) for role, own in roles.items()}
+    return {name: role_tier(settings, own, on_gpu) for name, own in roles(settings)}
 
 
 # --- listeners ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -20,6 +19,7 @@ from deployments.environments.sandbox import (
     marked,
     remove_tree,
 )
+from deployments.node.lmcache_server import is_free
 
 logger = logging.getLogger("conserve.environments")
 
@@ -115,23 +115,13 @@ def folders(root: Path) -> Iterable[Path]:
 def choose_ports(one: Environment, first_port: int) -> tuple[int, ...]:
     """Return free ports of an environment's range; raises `SandboxError` if too few are free."""
     own = range(first_port + one.slot * MOST_PORTS, first_port + (one.slot + 1) * MOST_PORTS)
-    free = [port for port in own if _is_free(port)] if one.spec.ports else []
+    free = [port for port in own if is_free("127.0.0.1", port)] if one.spec.ports else []
     if len(free) < one.spec.ports:
         raise SandboxError(
             f"of the ports from {own[0]} to {own[-1]} only {len(free)} are free; set another "
             "environments.first_port, or end what listens there"
         )
     return tuple(free[: one.spec.ports])
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def require_setup(outcome: Outcome) -> None:

@@ -76,7 +76,7 @@ def choose_address(settings: Settings, node_ip: str) -> Address:
 def free_port(host: str, but: Collection[int] = ()) -> int:
     """Return a free TCP port that is not given out by chance; raises `RuntimeError`."""
     for port in random.sample(_OPEN_PORTS, k=100):
-        if port not in but and not _taken(host, port):
+        if port not in but and is_free(host, port):
             return port
     raise RuntimeError(f"no free port on {host} from {_OPEN_PORTS[0]} to {_OPEN_PORTS[-1]}")
 
@@ -313,19 +313,21 @@ class LMCacheServer:
 def _taken_port(address: Address) -> int | None:
     """Return a port of the server's that another program has."""
     for host, port in ((address.host, address.port), ("127.0.0.1", address.http_port)):
-        if _taken(host, port):
+        if not is_free(host, port):
             return port
     return None
 
 
-def _taken(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+def is_free(host: str, port: int) -> bool:
+    """Return whether a process could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError:
-            return True
-    return False
+            return False
+    return True
 
 
 def _die_with_parent() -> None:
