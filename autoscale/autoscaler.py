@@ -27,17 +27,12 @@ class Need:
     signal: str
 
 
-@dataclass(slots=True)
 class Rate:
     """A rate per second over the last ``window_s``. A window not yet full counts as full."""
 
-    window_s: float
-    _seen: deque[tuple[float, float]]
-    _sum: float = 0.0
-
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
-        self._seen = deque()
+        self._seen: deque[tuple[float, float]] = deque()
         self._sum = 0.0
 
     def add(self, value: float, now_s: float) -> None:

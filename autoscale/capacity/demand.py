@@ -5,7 +5,7 @@ times.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 class DemandError(ValueError):
@@ -97,15 +97,4 @@ def measure_demand(conversations: Iterable[Sequence[PlannedTurn]]) -> Demand:
     )
 
 
-_MEANS = (
-    "turns",
-    "first_tokens",
-    "first_squared",
-    "append_tokens",
-    "append_pairs",
-    "append_cached",
-    "output_tokens",
-    "output_context",
-    "gap_s",
-    "peak_tokens",
-)
+_MEANS = tuple(each.name for each in fields(Demand) if each.type is float)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,7 @@ class Outcome:
     wall_s: float
 
     def view(self) -> dict[str, Any]:
-        return {
-            "exit_code": self.exit_code,
-            "stdout": self.stdout,
-            "stderr": self.stderr,
-            "truncated": self.truncated,
-            "timed_out": self.timed_out,
-            "reason": self.reason,
-            "wall_s": round(self.wall_s, 4),
-        }
+        return {**asdict(self), "wall_s": round(self.wall_s, 4)}
 
 
 @dataclass(frozen=True, slots=True)
