@@ -119,7 +119,7 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """From a profile and a workload to a number of replicas."""
+    """Plan numbers of replicas from a profile and a workload."""
     if workload not in _KINDS:
         refuse(
             f"--workload {workload}: its lengths are not known before it runs; "
@@ -181,7 +181,7 @@ def _other(own: Profile, source: str) -> Profile:
     if found.model != own.model:
         raise ProfileError(
             f"--decoder-profile {source} is of the model {found.model} and {own.name} of "
-            f"{own.model}: KV of one is nothing to the other; give a profile of {own.model}"
+            f"{own.model}: they cannot exchange KV; give a profile of {own.model}"
         )
     return found
 

@@ -179,7 +179,7 @@ def _require_cuda_build() -> None:
 
     if torch.version.cuda is None:
         raise SettingsError(
-            f"device: engines are to run on GPUs, and PyTorch {torch.__version__} here is a build "
+            f"device: engines should run on GPUs, but PyTorch {torch.__version__} here is a build "
             "without CUDA: run make install-gpu and use .venv-gpu; or, in a fresh environment, pip "
             "install '.[cuda]' (and leave PyTorch's CPU index out); or set device=cpu"
         )

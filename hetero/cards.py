@@ -81,7 +81,7 @@ def wait_for_memory(
     enough = free_bytes >= needed_bytes
     logger.warning(
         "%s: %s is free after %.0f s, of %s needed%s", uuid, _gib(free_bytes),
-        clock() - started_s, _gib(needed_bytes), "" if enough else ": that will not do",
+        clock() - started_s, _gib(needed_bytes), "" if enough else ": too little",
     )  # fmt: skip
     return enough
 

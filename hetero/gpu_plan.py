@@ -117,7 +117,7 @@ def _card_bytes(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, int |
 def _taken_by_others(nodes: Sequence[GpuNode]) -> list[str]:
     return [
         f"{card.name}, node {node.offer.name}: {gib(card.used_bytes)} of "
-        f"{gib(card.memory_bytes)} GiB are taken by others; an engine that finds too little does "
+        f"{gib(card.memory_bytes)} GiB are in use; an engine that finds too little does "
         "not start"
         for node in nodes
         for card in node.cards

@@ -46,7 +46,7 @@ class GreenContexts:
         Raises `SmsUnavailable` if the driver makes no such context.
         """
         if not units or not 0 <= units.start < units.stop <= self._split.units:
-            raise ValueError(f"units {units.start} to {units.stop - 1} are none of this GPU's")
+            raise ValueError(f"units {units.start} to {units.stop - 1} are not this GPU's")
         if units not in self._made:
             self._made[units] = self._make(units)
         return int(self._made[units][1])

@@ -160,7 +160,7 @@ class PowerCaps:
             old = _read(self._directory, uuid)
             if old is not None:
                 if all(abs(now_w - known_w) > _SAME_W for known_w in old.caps_w):
-                    raise HasOwner(f"{uuid}: somebody else has set {now_w:g} W since; left so")
+                    raise HasOwner(f"{uuid}: another program set {now_w:g} W since: kept")
                 if old.caps_w == [limit_w]:
                     return now_w
             record = Record(
@@ -245,7 +245,7 @@ def _put_back(nvml: Nvml, directory: Path, uuid: str) -> Restored:
     if ours or abs(now_w - previous_w) <= _SAME_W:
         return Restored(uuid, "restored", f"{now_w:g} W before, {previous_w:g} W now")
     return Restored(
-        uuid, "changed", f"somebody has set {now_w:g} W since: left (it was {previous_w:g} W)"
+        uuid, "changed", f"another program set {now_w:g} W since: kept (it was {previous_w:g} W)"
     )
 
 

@@ -281,7 +281,7 @@ def _card_memory(card: CardFacts) -> Iterator[Finding]:
         "wrong" if full else "warning",
         "GPU memory",
         f"{seen}; " + ("no engine starts there" if full else share),
-        "end what has it"
+        "end the processes that have it"
         + ("" if held else " (nvidia-smi lists it)")
         + ", or keep engines off that GPU by CUDA_VISIBLE_DEVICES"
         + ("" if full else ", or set a smaller engine.gpu_memory_utilization"),

@@ -238,7 +238,7 @@ def role_tiers(settings: Settings, on_gpu: bool) -> dict[str, RoleTier]:
 _TO_DO = {
     "router": "set host=127.0.0.1, or give its clients keys and have TLS ended in front of it",
     "engine": "leave engine_host out, and have Ray on loopback, as `conserve serve` does",
-    "LMCache": "set nodes=one: whoever reaches it can run code",
+    "LMCache": "set nodes=one: clients that reach it can run code",
     "Ray": "start the application by `conserve serve` or `serve run conserve.app`, or Ray with "
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, which keep it on loopback; or close these ports: whoever "
     "reaches them, and has Ray's token where it asks for one, can run code",

@@ -97,7 +97,7 @@ class Processes:
             logger.warning("ended %d processes of environments' commands", ended)
         for folder in folders(self._root):
             if int(folder.name) not in kept:
-                logger.warning("removing %s, which is nobody's", folder)
+                logger.warning("removing %s, which no conversation holds", folder)
                 remove_tree(folder)
 
 

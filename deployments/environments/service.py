@@ -100,7 +100,7 @@ class EnvironmentService:
             await asyncio.wait_for(self._ready.wait(), _START_S)
         if self._manager is None:
             return Refusal(
-                503, f"environments cannot be had yet: {self._problem}", "unavailable", 5
+                503, f"environments are not available yet: {self._problem}", "unavailable", 5
             )
         try:
             answer = asked(self._manager)

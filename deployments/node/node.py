@@ -100,7 +100,7 @@ class NodeService:
             try:
                 await self._on_gpus(lambda: keeper.tick(time.monotonic()))
             except Exception:
-                logger.exception("looking after GPUs failed; it is tried again")
+                logger.exception("looking after GPUs failed; retrying")
 
     async def _on_gpus(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._gpu_thread, work)
@@ -148,7 +148,7 @@ class NodeService:
                 others = (name for name in names if name != own)
                 await asyncio.gather(*(self._ask_node(name) for name in others))
             except Exception:
-                logger.exception("looking for other nodes failed; it is tried again")
+                logger.exception("looking for other nodes failed; retrying")
             await asyncio.sleep(_CACHES_PERIOD_S)
 
     async def _ask_node(self, name: str) -> None:
