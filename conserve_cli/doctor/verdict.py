@@ -292,8 +292,8 @@ def check_environments(seen: Iterable[EnvironmentFacts]) -> list[Finding]:
     findings = []
     for one in seen:
         if one.managed:
-            seen = f"{one.root} has {one.workspaces}, and is managed"
-            findings.append(ok("environments", seen))
+            said = f"{one.root} has {one.workspaces}, and is managed"
+            findings.append(ok("environments", said))
         elif one.workspaces or one.pids:
             pids = f" (pid {', '.join(map(str, one.pids))})" if one.pids else ""
             findings.append(
