@@ -72,11 +72,6 @@ class ModelShape:
     windowed: bool = False  # Whether a long sequence may take less KV than is counted.
 
     @property
-    def kv_layers(self) -> int:
-        """Layers that keep something of each token."""
-        return sum(one.layers for one in self.kv)
-
-    @property
     def shares_kv(self) -> bool:
         """Whether all workers of a stage keep the same KV, so that LMCache has it once."""
         # States beside latent attention differ by worker.

@@ -42,7 +42,6 @@ class MigDevice:
     """A part of a GPU with its own SMs and memory. Power and temperature are its parent's."""
 
     uuid: str
-    parent_uuid: str
     name: str
     sm_count: int | None
     memory_bytes: int
@@ -130,14 +129,6 @@ class Nvml:
             except GpuLost:
                 gone.append(index)
         return gone
-
-    def parent_uuid(self, uuid: str) -> str:
-        """Return the whole GPU that a MIG device is part of; a whole GPU's own UUID."""
-        if not uuid.startswith("MIG-"):
-            return uuid
-        handle = self._handle(uuid)
-        parent = self._ask(uuid, pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
-        return str(self._ask(uuid, pynvml.nvmlDeviceGetUUID, parent))
 
     # --- what it does now --------------------------------------------------------------------
 
@@ -236,7 +227,6 @@ class Nvml:
             found.append(
                 MigDevice(
                     uuid=str(self._ask(uuid, pynvml.nvmlDeviceGetUUID, part)),
-                    parent_uuid=uuid,
                     name=str(self._ask(uuid, pynvml.nvmlDeviceGetName, part)),
                     sm_count=None if attributes is None else int(attributes.multiprocessorCount),
                     memory_bytes=int(memory.total),
