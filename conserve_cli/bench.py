@@ -42,6 +42,7 @@ from conserve_cli.workload_options import (
     ScaleGaps,
     ScaleTokens,
     Seed,
+    SloMultiple,
 )
 
 cli = typer.Typer(
@@ -140,9 +141,7 @@ def run(
     reference: Annotated[
         Path | None, typer.Option(help="Take the unloaded latencies from this report instead.")
     ] = None,
-    slo_multiple: Annotated[
-        float, typer.Option(help="SLOs are this many times the unloaded latencies.")
-    ] = 5.0,
+    slo_multiple: SloMultiple = 5.0,
     kv_bytes_per_token: Annotated[
         float | None,
         typer.Option(

@@ -21,6 +21,7 @@ from conserve_cli.workload_options import (
     MaxGap,
     MaxTurns,
     Preset,
+    ProfileSource,
     RecordedData,
     ScaleGaps,
     ScaleTokens,
@@ -50,9 +51,7 @@ class Impossible:
 
 @cli.command()
 def plan(
-    profile: Annotated[
-        str, typer.Option(help="A profile's file, or the name of one that comes with ConServe.")
-    ],
+    profile: ProfileSource,
     rate: Annotated[
         list[float] | None,
         typer.Option(

@@ -1,4 +1,4 @@
-"""Workload options that several commands share, for `benchmarks.selection.Selection`."""
+"""Options that several commands share, most of them for `benchmarks.selection.Selection`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +7,12 @@ import typer
 
 from benchmarks.workloads import PRESETS
 
+ProfileSource = Annotated[
+    str, typer.Option(help="A profile's file, or the name of one that comes with ConServe.")
+]
+SloMultiple = Annotated[
+    float, typer.Option(help="SLOs are this many times the unloaded latencies.")
+]
 # For commands that need lengths before anything runs.
 KnownWorkload = Annotated[str, typer.Option(help="Kind of conversations: synthetic or recorded.")]
 RecordedData = Annotated[Path | None, typer.Option(help="Folder of recorded sessions.")]

@@ -23,10 +23,12 @@ from conserve_cli.workload_options import (
     MaxGap,
     MaxTurns,
     Preset,
+    ProfileSource,
     RecordedData,
     ScaleGaps,
     ScaleTokens,
     Seed,
+    SloMultiple,
 )
 
 cli = typer.Typer(
@@ -44,9 +46,7 @@ _GO_WITH_REPRODUCE = ("profile", "conversations", "seed", "reproduce", "out")
 @cli.command()
 def simulate(
     context: typer.Context,
-    profile: Annotated[
-        str, typer.Option(help="A profile's file, or the name of one that comes with ConServe.")
-    ] = "a40-qwen3-0.6b",
+    profile: ProfileSource = "a40-qwen3-0.6b",
     system: Annotated[
         list[str] | None,
         typer.Option(
@@ -109,9 +109,7 @@ def simulate(
             help="Tokens in a chunk; only whole ones are handed off: 256 on a GPU, 128 on a CPU."
         ),
     ] = 256,
-    slo_multiple: Annotated[
-        float, typer.Option(help="SLOs are this many times the unloaded latencies.")
-    ] = 5.0,
+    slo_multiple: SloMultiple = 5.0,
     reproduce: Annotated[
         str | None,
         typer.Option(help="conserve: the paper's figures 10, 12 and 13 beside their simulation."),
