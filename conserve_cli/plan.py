@@ -240,9 +240,7 @@ def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
 
 
 def _conversations_each(workload: Workload) -> float:
-    """Return the conversations of an arrival: a recorded session's sub-agents are conversations,
-    too.
-    """
+    """Return the conversations of an arrival, with a recorded session's sub-agents."""
     sessions = workload.counts.get("sessions")
     return workload.counts["conversations"] / sessions if sessions else 1.0
 

@@ -224,9 +224,7 @@ class EnergyBook:
 
 
 def divide(joules: float, engines: Sequence[str]) -> dict[str, float]:
-    """Divide a GPU's joules equally among its engines, as the driver does not say which used how
-    much.
-    """
+    """Divide a GPU's joules equally among its engines; the driver does not tell them apart."""
     parts = dict.fromkeys(engines, joules / len(engines)) if engines else {}
     if parts:
         parts[engines[-1]] = joules - sum(list(parts.values())[:-1])

@@ -47,9 +47,7 @@ class EngineUse:
 
 
 class GpuKeeper:
-    """Looks after the GPUs of this node that engines use; ``directory`` holds records of power
-    caps.
-    """
+    """Looks after the GPUs of this node that engines use."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or default_directory()

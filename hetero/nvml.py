@@ -155,9 +155,7 @@ class Nvml:
         self._ask(uuid, pynvml.nvmlDeviceSetPowerManagementLimit, handle, milliwatts)
 
     def energy_j(self, uuid: str) -> float:
-        """Return the energy used since the driver was loaded; GPUs before Volta raise
-        `NotSupported`.
-        """
+        """Return the energy since the driver was loaded; GPUs before Volta raise `NotSupported`."""
         handle = self._handle(uuid)
         return float(self._ask(uuid, pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)) / 1e3
 

@@ -310,9 +310,7 @@ _OWNERS = (
 
 
 def observe_listeners() -> list[ListenerFacts]:
-    """Return visible processes, except this one, that listen on more than loopback
-    (docs/security.md).
-    """
+    """Return other visible processes that listen on more than loopback (docs/security.md)."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:

@@ -317,9 +317,7 @@ async def _measure(
 
 
 def _prepare(out: Path) -> None:
-    """Check that the profile, or the points of a refused one, can be written; raises
-    `ProfileError`.
-    """
+    """Check that a profile, or a refused one's points, can be written; raises `ProfileError`."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

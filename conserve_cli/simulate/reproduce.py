@@ -88,10 +88,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """All reports: figure 10's by system and rate, figure 12's by rate of wrong decisions, figure
-    13's by
-    system with capped decoders.
-    """
+    """All rows and reports; those of figure 13 have capped decoders."""
 
     rows: list[Row]
     baseline: Baseline
@@ -190,9 +187,7 @@ class _Runs:
 
 
 def saturating(workload: Workload, prefiller: Costs) -> Workload:
-    """Return the same conversations, each arriving when the first turn before it has been
-    prefilled.
-    """
+    """Return the conversations, each arriving when the first turn before it is prefilled."""
 
     def arrive() -> Iterator[Arriving]:
         at_s = 0.0

@@ -177,9 +177,7 @@ class Command:
             self._process.stdin.close()
 
     def wait(self) -> Outcome:
-        """Return when it and all its processes have ended; raises `SandboxError` if its launcher
-        failed.
-        """
+        """Return when it and its processes have ended; raises `SandboxError`."""
         try:
             assert self._process.stdout is not None
             assert self._process.stderr is not None
