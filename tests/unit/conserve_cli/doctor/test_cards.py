@@ -70,8 +70,8 @@ def test_two_cards_of_which_one_is_full(machine: Machine, tmp_path: Path) -> Non
             second.run(holder.pid, memory_bytes=75 * GIB)
             assert said("GPU memory") == [
                 f"wrong   GPU memory: GPU 1 has 4.0 GiB of 80.0 GiB free; train.py (pid "
-                f"{holder.pid}) has 75.0 GiB; no engine starts there. To do: end the processes that have it, or "
-                "keep engines off that GPU by CUDA_VISIBLE_DEVICES"
+                f"{holder.pid}) has 75.0 GiB; no engine starts there. To do: end the processes "
+                "that have it, or keep engines off that GPU by CUDA_VISIBLE_DEVICES"
             ]
             # Whoever does not use GPUs does not care, nor does a head without engines.
             assert said("GPU memory", load({"device": "cpu"})) == []
